@@ -38,6 +38,7 @@ from highwater.run import node_place, ray_search
 from highwater.run.diagnosis import diagnose, undiagnosed
 from highwater.run.engine_ranks import RunRanks, run_ranks_here
 from highwater.run.engine_trial import EngineLauncher
+from highwater.run.foreign_commands import check_foreign
 from highwater.run.foreign_trial import ForeignLauncher
 from highwater.run.local import LocalRunner
 from highwater.run.node_place import gathered, of_all_nodes
@@ -301,7 +302,10 @@ def prepare(request: Request) -> Plan:
         question.device,
         gpus=max(cell.layout.machine_gpus for cell in question.cells),
     )
-    return msgspec.structs.replace(planned, notes=(*of_machine, *planned.notes, *unforeseen))
+    shortest = question.grid.start_tokens
+    seen = check_foreign(question.trial(cell, shortest) for cell in question.cells)
+    notes = (*of_machine, *planned.notes, *unforeseen, *seen)
+    return msgspec.structs.replace(planned, notes=notes)
 
 
 def _planned(request: Request, machine: Machine) -> Plan:
@@ -331,6 +335,7 @@ def prepare_trial(request: Request, length: int | str) -> TrialSpec:
     check_request(request, machine)
     spec = plan_trial(request, machine, parse_tokens(str(length)))
     check_machine(request, machine, spec.settings, spec.device, gpus=spec.layout.gpus)
+    check_foreign([spec])
     return spec
 
 

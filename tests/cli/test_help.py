@@ -51,9 +51,9 @@ def test_the_help_of_a_command_ends_with_its_three_examples(highwater: Run, name
 
 def test_every_example_is_one_of_the_grammar() -> None:
     for name, example in EXAMPLES:
-        assert parse(words_of(example)).command == name
+        assert parse(words_of(example)).command_name == name
     for example in grammar().examples:
-        assert parse(words_of(example)).command
+        assert parse(words_of(example)).command_name
     for example in published.grammar().examples:
         assert published.parse(words_of(example)).model_path
 

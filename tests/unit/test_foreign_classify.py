@@ -339,3 +339,13 @@ def test_a_bar_becomes_a_line_for_each_state_and_prefixes_become_streams() -> No
     ]
     assert {line.stream for line in log_lines("[default3]:[rank3]: x\n[default3]:y")} == {"local 3"}
     assert progress_of(log_lines(STEPS), steps=2).loss == 2.25
+
+
+def test_words_that_a_trainer_does_not_take_are_said() -> None:
+    log = (
+        "usage: train.py [-h] ...\nAccelerate launch command: error: unrecognized arguments: --x\n"
+    )
+    ending = ForeignEnding(exit_code=2, timeout_s=60.0, log=log)
+    outcome, reason = classify_foreign(trial("cuda"), ending)
+    assert outcome is Outcome.CRASHED
+    assert "unrecognized arguments: --x" in reason

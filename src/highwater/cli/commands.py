@@ -29,6 +29,7 @@ from highwater.pages.study.tables import answer_table, trial_table
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
 from highwater.run.diagnosis import diagnose, undiagnosed
+from highwater.run.foreign_commands import check_foreign
 from highwater.run.node_place import node_of
 from highwater.search.compare import MethodCount
 from highwater.search.completed import completed_study
@@ -125,7 +126,7 @@ def try_(arguments: argparse.Namespace) -> int:
 def _trial_notes(request: Request, spec: TrialSpec) -> tuple[str, ...]:
     """What a user should know of one trial before it starts."""
     if spec.foreign is not None:
-        return foreign_notes(request, spec.foreign, spec.device)
+        return (*foreign_notes(request, spec.foreign, spec.device), *check_foreign([spec]))
     model = load_model(request.model)
     return (
         *optimizer_notes(spec.settings),

@@ -30,6 +30,7 @@ from highwater.emit.emitted import (
 from highwater.spec.layout import Layout
 from highwater.spec.model import ModelShape
 from highwater.spec.recommendation import Candidate, Recommendation
+from highwater.spec.study import Cell
 
 VERSION = "1.15.0"
 FILE = "accelerate.yaml"
@@ -47,10 +48,16 @@ def accelerate(
     DeepSpeed nor FSDP2 has there.
     """
     shape = shape_here(found, model_path)
-    refuse_obstacle(chosen, lambda _, layout: layout_obstacle(layout, shape, name="accelerate"))
-    cell, settings, sharing = chosen.cell, chosen.cell.settings, sharing_of(chosen, shape)
-    variables = environment(chosen)
-    cannot = (*_of_the_script(found, chosen, sharing), *instead(chosen, sharing))
+    refuse_obstacle(
+        chosen.cell, lambda _, layout: layout_obstacle(layout, shape, name="accelerate")
+    )
+    cell, settings, sharing = (
+        chosen.cell,
+        chosen.cell.settings,
+        sharing_of(chosen.cell.layout, shape),
+    )
+    variables = environment(chosen.cell.settings)
+    cannot = (*_of_the_script(found, chosen, sharing), *instead(cell, sharing))
     cannot += tuple(engine_alone(settings, name="accelerate"))
     said = heading(found, chosen, name="accelerate", version=VERSION)
     said += exports(variables, before="it starts")
@@ -66,7 +73,7 @@ def accelerate(
     said += refusals(cannot, name="accelerate")
     said += yarn_lines(found, why="the model is the script's")
     said.append(f"start: {_COMMAND}")
-    values = launched_values(chosen, sharing)
+    values = launched_values(cell, sharing)
     return emitted(
         "accelerate", VERSION, said, values, command=_COMMAND, environment=variables, cannot=cannot
     )
@@ -97,11 +104,11 @@ def reads_everything(shape: ModelShape | None) -> bool:
     return not any(each.window_tokens or each.has_sinks or each.soft_cap for each in kinds)
 
 
-def sharing_of(chosen: Candidate, shape: ModelShape | None) -> SequenceSharing:
+def sharing_of(layout: Layout, shape: ModelShape | None) -> SequenceSharing:
     """How a sequence is shared: what was predicted by heads is passed round a ring, too, where that
     keeps FSDP2.
     """
-    if chosen.cell.layout.context_degree == 1:
+    if layout.context_degree == 1:
         return "none"
     return "ring" if reads_everything(shape) else "heads"
 
@@ -116,9 +123,9 @@ def attention(sharing: SequenceSharing) -> str:
     return "sdpa" if sharing == "ring" else "flash_attention_2"
 
 
-def instead(chosen: Candidate, sharing: SequenceSharing) -> tuple[str, ...]:
+def instead(cell: Cell, sharing: SequenceSharing) -> tuple[str, ...]:
     """What replaces what was predicted where GPUs share sequences; nothing where they do not."""
-    strategy, layout = chosen.cell.settings.strategy, chosen.cell.layout
+    strategy, layout = cell.settings.strategy, cell.layout
     if sharing == "heads":
         return (
             f"Ulysses with {strategy}: it is DeepSpeed's, and ZeRO-3 shards the states, with "
@@ -163,9 +170,9 @@ def _of_the_script(
     return tuple(said)
 
 
-def launched_values(chosen: Candidate, sharing: SequenceSharing) -> dict[str, Value]:
+def launched_values(cell: Cell, sharing: SequenceSharing) -> dict[str, Value]:
     """How processes start, and share states and sequences."""
-    layout = chosen.cell.layout
+    layout = cell.layout
     values: dict[str, Value] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "DEEPSPEED" if sharing == "heads" else "FSDP",
@@ -174,16 +181,16 @@ def launched_values(chosen: Candidate, sharing: SequenceSharing) -> dict[str, Va
         "num_processes": layout.gpus,
     }
     if sharing == "heads":
-        return values | _deepspeed(chosen)
-    fsdp = _fsdp(chosen, is_second=sharing == "ring")
+        return values | _deepspeed(cell)
+    fsdp = _fsdp(cell, is_second=sharing == "ring")
     return (
         values | {f"fsdp_config.fsdp_{name}": value for name, value in fsdp.items()} | _mesh(layout)
     )
 
 
-def _deepspeed(chosen: Candidate) -> dict[str, Value]:
+def _deepspeed(cell: Cell) -> dict[str, Value]:
     """ZeRO-3 for the states, Ulysses for the sequences."""
-    where = "cpu" if chosen.cell.settings.offloads_model else "none"
+    where = "cpu" if cell.settings.offloads_model else "none"
     zero: dict[str, Value] = {
         "zero_stage": 3,
         "offload_param_device": where,
@@ -193,8 +200,8 @@ def _deepspeed(chosen: Candidate) -> dict[str, Value]:
     }
     shares: dict[str, Value] = {
         "dp_replicate_size": 1,
-        "dp_shard_size": chosen.cell.layout.data_parallel_degree,
-        "sp_size": chosen.cell.layout.ulysses_degree,
+        "dp_shard_size": cell.layout.data_parallel_degree,
+        "sp_size": cell.layout.ulysses_degree,
         "sp_backend": "deepspeed",
         "sp_seq_length_is_variable": True,
         "sp_attn_implementation": "flash_attention_2",
@@ -218,11 +225,11 @@ def _mesh(layout: Layout) -> dict[str, Value]:
     return {f"parallelism_config.parallelism_config_{name}": n for name, n in shares.items()}
 
 
-def _fsdp(chosen: Candidate, *, is_second: bool) -> dict[str, Value]:
+def _fsdp(cell: Cell, *, is_second: bool) -> dict[str, Value]:
     """Keys of FSDP1 or FSDP2, which call the same thing by two types; ``is_second``: of FSDP2
     whatever was predicted.
     """
-    settings = chosen.cell.settings
+    settings = cell.settings
     is_second |= settings.strategy == "fsdp2"
     return {
         "version": 2 if is_second else 1,

@@ -130,5 +130,5 @@ def _actor(chosen: Candidate, model_path: str) -> dict[str, Value]:
     }
     return values | {
         f"actor.scheduling_spec.0.env_vars.{name}": value
-        for name, value in environment(chosen).items()
+        for name, value in environment(chosen.cell.settings).items()
     }

@@ -65,7 +65,7 @@ def axolotl(found: Recommendation, chosen: Candidate, *, model_path: str | None 
     optimizer that it does not have, and for an alpha that is no whole number.
     """
     settings, layout = chosen.cell.settings, chosen.cell.layout
-    refuse_obstacle(chosen, _obstacle)
+    refuse_obstacle(chosen.cell, _obstacle)
     refuse_optimizer(settings, OPTIMIZERS, name="Axolotl")
     # it turns expandable segments on by itself where the environment says nothing
     variables = allocator_environment(settings.allocator)

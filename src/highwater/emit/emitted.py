@@ -21,6 +21,7 @@ from highwater.spec.objective import Objective
 from highwater.spec.optimizer import OptimizerName
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.spec.settings import Settings
+from highwater.spec.study import Cell
 from highwater.spec.trainer import step_in_words
 from highwater.units import format_bytes, format_tokens
 
@@ -104,13 +105,9 @@ def yaml_text(said: list[str], values: Mapping[str, Value]) -> str:
     return comment(said) + yaml.safe_dump(nested(values), sort_keys=False, allow_unicode=True)
 
 
-def environment(candidate: Candidate) -> dict[str, str]:
+def environment(settings: Settings) -> dict[str, str]:
     """What a rung sets before any process starts."""
-    return (
-        allocator_environment("expandable")
-        if candidate.cell.settings.allocator == "expandable"
-        else {}
-    )
+    return allocator_environment("expandable") if settings.allocator == "expandable" else {}
 
 
 def exports(variables: Mapping[str, str], *, before: str) -> list[str]:
@@ -151,11 +148,11 @@ Obstacle = Callable[[Objective, Layout], str | None]
 """Says why a trainer cannot train an objective in a layout, in words; None where it can."""
 
 
-def refuse_obstacle(chosen: Candidate, obstacle: Obstacle, *, objective: Objective = "sft") -> None:
+def refuse_obstacle(cell: Cell, obstacle: Obstacle, *, objective: Objective = "sft") -> None:
     """Raise UsageError for what a trainer cannot train, with every way to change as little of it as
     will do: degrees to 1, or the objective to ``objective``.
     """
-    asked, layout = chosen.cell.settings.objective, chosen.cell.layout
+    asked, layout = cell.settings.objective, cell.layout
     problem = obstacle(asked, layout)
     if problem is None:
         return

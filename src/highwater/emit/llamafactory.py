@@ -61,11 +61,11 @@ def llamafactory(
     copies, for an optimizer that it does not have, and for an alpha that is no whole number.
     """
     settings = chosen.cell.settings
-    refuse_obstacle(chosen, _obstacle)
+    refuse_obstacle(chosen.cell, _obstacle)
     refuse_optimizer(settings, OPTIMIZERS, name="LLaMA-Factory")
     cannot = [WHOLE_SHARDS] if settings.optimizer_traits.is_quantized else []
     cannot += engine_alone(settings, name="LLaMA-Factory")
-    variables = environment(chosen)
+    variables = environment(chosen.cell.settings)
     elsewhere = "" if model_path else ' "model_name_or_path=$MODEL_PATH"'
     command = (
         f"accelerate launch --config_file {LAUNCHER} -m llamafactory.launcher {FILE}{elsewhere}"
@@ -108,7 +108,7 @@ def _obstacle(objective: Objective, layout: Layout) -> str | None:
 
 def _launcher(chosen: Candidate) -> str:
     """Write accelerate's file, which leaves recomputation to LLaMA-Factory."""
-    values = launched_values(chosen, "none")
+    values = launched_values(chosen.cell, "none")
     values["fsdp_config.fsdp_activation_checkpointing"] = False
     return yaml_text([f"how accelerate starts {FILE}, which recomputes by itself"], values)
 

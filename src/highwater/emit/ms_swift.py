@@ -67,7 +67,7 @@ def ms_swift(found: Recommendation, chosen: Candidate, *, model_path: str | None
     does not have.
     """
     settings = chosen.cell.settings
-    refuse_obstacle(chosen, _obstacle)
+    refuse_obstacle(chosen.cell, _obstacle)
     refuse_optimizer(settings, OPTIMIZERS, name="ms-swift")
     cannot = (
         *_cannot(chosen, shape_here(found, model_path)),
@@ -92,7 +92,7 @@ def ms_swift(found: Recommendation, chosen: Candidate, *, model_path: str | None
         said,
         _values(found, chosen, model_path),
         command=command,
-        environment=environment(chosen),
+        environment=environment(chosen.cell.settings),
         cannot=cannot,
         takes_more=_WHOLE_LOGITS in cannot,
         beside={SHARDING: json.dumps(_sharding(settings), indent=2) + "\n"},
@@ -142,7 +142,10 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str | None) ->
     values: dict[str, Value] = {"model": model_path} if model_path else {}
     # by itself it would look for an id on ModelScope
     values |= {"use_hf": True} if model_path is None or is_hub_id(model_path) else {}
-    variables: dict[str, Value] = {"NPROC_PER_NODE": layout.gpus, **environment(chosen)}
+    variables: dict[str, Value] = {
+        "NPROC_PER_NODE": layout.gpus,
+        **environment(chosen.cell.settings),
+    }
     return values | {
         **_trained_values(settings),
         "dataset.0": DATASET,

@@ -117,10 +117,10 @@ def torchtitan(
     Raises UsageError for objectives other than ``sft``, for copies that share sequences, and for
     adapters that it cannot have.
     """
-    refuse_obstacle(chosen, _obstacle)
+    refuse_obstacle(chosen.cell, _obstacle)
     is_directory = model_path is not None and not is_hub_id(model_path)
     own = None if is_directory else FLAVORS.get(found.model_name)
-    variables, values = environment(chosen), _values(found, chosen)
+    variables, values = environment(chosen.cell.settings), _values(found, chosen)
     values |= _rope(found) if own else {}
     lora = chosen.cell.settings.adapters
     if lora is not None:

@@ -43,7 +43,9 @@ from highwater.spec.model import ModelShape
 from highwater.spec.objective import Objective
 from highwater.spec.optimizer import OptimizerName
 from highwater.spec.recommendation import Candidate, Recommendation
+from highwater.spec.rope import Yarn
 from highwater.spec.settings import Settings
+from highwater.spec.study import Cell
 
 VERSION = "1.16.0"
 
@@ -89,31 +91,54 @@ _ELSEWHERE = '--model_name_or_path "$MODEL_PATH"'
 """The flag that names the model where nobody said where it lies: TRL's YAML knows no variables."""
 
 
+class TrlTraining(NamedTuple):
+    """What TRL is to train, whoever asks for it: a recommendation, or a trial."""
+
+    cell: Cell
+    length_tokens: int
+    sharing: SequenceSharing
+    model_path: str | None = None
+    """The model's directory; None: the command names it."""
+    yarn: Yarn | None = None
+    rollout_gpus: int = 0
+    """GPUs set aside for a server that generates."""
+
+
 def trl(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
     """The file of one of TRL's commands, and accelerate's beside it.
 
     Raises UsageError for an objective that it has no command for, for sequences shared among GPUs
     in others than ``sft``, and for an optimizer that it does not have.
     """
-    settings, shape = chosen.cell.settings, shape_here(found, model_path)
-    refuse_obstacle(chosen, lambda objective, layout: _obstacle(objective, layout, shape))
-    sharing = sharing_of(chosen, shape)
-    _refuse_optimizer(chosen, sharing)
-    trained = COMMANDS[settings.objective]
-    cannot = (*_cannot(chosen, sharing), *instead(chosen, sharing))
-    cannot += tuple(engine_alone(settings, name="TRL"))
-    said = [*_said(found, chosen, sharing, model_path), *refusals(cannot, name="TRL")]
+    cell, shape = chosen.cell, shape_here(found, model_path)
+    refuse_untrainable(cell, shape)
+    training = TrlTraining(
+        cell=cell,
+        length_tokens=found.length_tokens,
+        sharing=sharing_of(cell.layout, shape),
+        model_path=model_path,
+        yarn=found.yarn,
+        rollout_gpus=found.rollout_gpus,
+    )
+    trained, cannot = COMMANDS[cell.settings.objective], inexpressible(training)
+    said = [*_said(found, chosen, training.sharing, model_path), *refusals(cannot, name="TRL")]
     command = f"trl {trained.name} --config trl.yaml{'' if model_path else f' {_ELSEWHERE}'}"
     return emitted(
         "trl",
         VERSION,
         [*said, f"start: {command}"],
-        _values(found, chosen, sharing, model_path),
+        trl_values(training),
         command=command,
-        environment=environment(chosen),
+        environment=environment(cell.settings),
         cannot=cannot,
         beside={FILE: accelerate(found, chosen, model_path=model_path).text},
     )
+
+
+def refuse_untrainable(cell: Cell, shape: ModelShape | None) -> None:
+    """Raise UsageError for an objective, a layout or an optimizer that TRL does not have."""
+    refuse_obstacle(cell, lambda objective, layout: _obstacle(objective, layout, shape))
+    _refuse_optimizer(cell, sharing_of(cell.layout, shape))
 
 
 def _obstacle(objective: Objective, layout: Layout, shape: ModelShape | None) -> str | None:
@@ -127,9 +152,9 @@ def _obstacle(objective: Objective, layout: Layout, shape: ModelShape | None) ->
     return layout_obstacle(layout, shape, name="TRL")
 
 
-def _refuse_optimizer(chosen: Candidate, sharing: SequenceSharing) -> None:
+def _refuse_optimizer(cell: Cell, sharing: SequenceSharing) -> None:
     """Raise UsageError for an optimizer that TRL does not have, with what shards the states."""
-    settings, optimizer = chosen.cell.settings, chosen.cell.settings.optimizer
+    settings, optimizer = cell.settings, cell.settings.optimizer
     refuse_optimizer(settings, OPTIMIZERS, name="TRL")
     if sharing == "heads" and OPTIMIZERS[optimizer] is not None:
         raise UsageError(
@@ -172,8 +197,10 @@ def _about_rollout(found: Recommendation) -> list[str]:
     ]
 
 
-def _cannot(chosen: Candidate, sharing: SequenceSharing) -> tuple[str, ...]:
-    settings, command = chosen.cell.settings, COMMANDS[chosen.cell.settings.objective]
+def inexpressible(training: TrlTraining) -> tuple[str, ...]:
+    """What the settings have and TRL has no words for, or other words, in words."""
+    settings, sharing = training.cell.settings, training.sharing
+    command = COMMANDS[settings.objective]
     said: list[str] = []
     if settings.optimizer_traits.is_quantized:
         said.append(WHOLE_SHARDS)
@@ -190,27 +217,28 @@ def _cannot(chosen: Candidate, sharing: SequenceSharing) -> tuple[str, ...]:
         )
     elif not command.packs and settings.sequences_per_micro_batch > 1:
         said.append(f"packed sequences in `trl {command.name}`: batches are padded")
-    return tuple(said)
+    said += instead(training.cell, sharing)
+    return (*said, *engine_alone(settings, name="TRL"))
 
 
-def _values(
-    found: Recommendation, chosen: Candidate, sharing: SequenceSharing, model_path: str | None
-) -> dict[str, Value]:
-    settings, layout = chosen.cell.settings, chosen.cell.layout
+def trl_values(training: TrlTraining) -> dict[str, Value]:
+    """TRL's settings by name: what holds memory, and nothing of what is learned."""
+    settings, layout = training.cell.settings, training.cell.layout
+    sharing, model_path = training.sharing, training.model_path
     values: dict[str, Value] = {"model_name_or_path": model_path} if model_path else {}
     base = "float32" if settings.lora is None else "bfloat16"
     values |= {"dtype": base, "attn_implementation": attention(sharing), "bf16": True}
     values |= _lora_values(settings)
     optimizer = OPTIMIZERS[settings.optimizer]
     values |= {} if optimizer is None else {"optim": optimizer}
-    values |= _rope_values(found)
-    values |= _batch_values(found, chosen, COMMANDS[settings.objective])
+    values |= _rope_values(training.yarn)
+    values |= _batch_values(training)
     if sharing != "none":
         values["pad_to_multiple_of"] = padded_to(layout, sharing)
     # FSDP recomputes by itself, and refuses to have it asked of the model too; DeepSpeed does not.
     values["gradient_checkpointing"] = sharing == "heads" and settings.recompute != "none"
     values["accelerate_config"] = FILE
-    return values | {f"env.{name}": value for name, value in environment(chosen).items()}
+    return values | {f"env.{name}": value for name, value in environment(settings).items()}
 
 
 def _lora_values(settings: Settings) -> dict[str, Value]:
@@ -232,10 +260,10 @@ def _lora_values(settings: Settings) -> dict[str, Value]:
     return values | {"lora_dropout": 0.0}
 
 
-def _rope_values(found: Recommendation) -> dict[str, Value]:
-    if found.yarn is None:
+def _rope_values(yarn: Yarn | None) -> dict[str, Value]:
+    if yarn is None:
         return {}
-    kwargs = found.yarn.block
+    kwargs = yarn.block
     parameters = kwargs.pop("rope_parameters").items()
     return {
         **{f"model_init_kwargs.rope_parameters.{name}": value for name, value in parameters},
@@ -243,29 +271,28 @@ def _rope_values(found: Recommendation) -> dict[str, Value]:
     }
 
 
-def _batch_values(
-    found: Recommendation, chosen: Candidate, command: Subcommand
-) -> dict[str, Value]:
+def _batch_values(training: TrlTraining) -> dict[str, Value]:
     """Rows of a batch, which of pairs are two sequences each, and their length."""
-    settings = chosen.cell.settings
+    settings, layout = training.cell.settings, training.cell.layout
+    command = COMMANDS[settings.objective]
     rows = settings.sequences_per_micro_batch // settings.traits.documents_together
     values: dict[str, Value] = {"per_device_train_batch_size": rows}
     if not settings.accumulates:
         values["gradient_accumulation_steps"] = 1
     if command.generates:
-        together = rows * chosen.cell.layout.gpus
+        together = rows * layout.gpus
         micro_batches = math.lcm(GENERATIONS, together) // together
         # A generated batch is trained on in one step, or in as many as it has micro-batches.
         name = "gradient_accumulation_steps" if settings.accumulates else "steps_per_generation"
         values[name] = micro_batches
         if settings.entropy != "none":
             values["entropy_coef"] = Hyperparameters().entropy_coefficient
-        return values | ({"use_vllm": True, "vllm_mode": "server"} if found.rollout_gpus else {})
-    values["max_length"] = found.length_tokens
+        return values | ({"use_vllm": True, "vllm_mode": "server"} if training.rollout_gpus else {})
+    values["max_length"] = training.length_tokens
     if command.precomputes:
         values["precompute_ref_log_probs"] = True
     if command.packs:
-        is_shared = chosen.cell.layout.context_degree > 1
+        is_shared = layout.context_degree > 1
         packed: dict[str, Value] = {"packing": True, "packing_strategy": "bfd"}
         values |= {"packing": False} if is_shared else packed
     return values

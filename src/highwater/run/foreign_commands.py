@@ -5,40 +5,52 @@ to start and how its log shows the steps that are done. Everything else is the s
 (run/foreign_trial.py): environment, limits, log, peak, outcome.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from threading import Event
 
+from highwater.run.foreign_command import OUTPUT, Check, ForeignCommand, Prepare
+from highwater.run.trl_trial import check_trl, prepare_trl
 from highwater.spec.command_template import filled_command
 from highwater.spec.foreign_trainer import ForeignName, ForeignTrainer
+from highwater.spec.protocols import OnPhase
 from highwater.spec.trial import TrialSpec
 
-OUTPUT = "output"
-"""Folder within a trial's own in which its trainer may write."""
+__all__ = [
+    "OUTPUT",
+    "PREPARE",
+    "ForeignCommand",
+    "Prepare",
+    "check_foreign",
+    "prepare_command",
+]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForeignCommand:
-    """What is started for one trial."""
-
-    words: tuple[str, ...]
-    """The command; its first word is a program's path or name."""
-    environment: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Variables beside those that every trial has."""
-    steps_done: Callable[[str], int] | None = None
-    """Steps that are done by the log's text (and by files, if the trainer leaves some). None: by
-    the question's pattern, or by the usual signs of progress."""
-
-
-Prepare = Callable[[TrialSpec, ForeignTrainer, Path], ForeignCommand]
-"""Makes the command of a trial. The folder is there, empty but for ``output``, the trial's alone,
-and gone after it. Raises HighwaterError for what the trainer cannot be told."""
-
-
-def prepare_command(spec: TrialSpec, foreign: ForeignTrainer, folder: Path) -> ForeignCommand:
+def prepare_command(
+    spec: TrialSpec,
+    foreign: ForeignTrainer,
+    folder: Path,
+    ended: Event,  # noqa: ARG001 - nothing takes time
+    on_phase: OnPhase,  # noqa: ARG001
+) -> ForeignCommand:
     """The user's own command with the trial's values in it."""
     return ForeignCommand(words=filled_command(foreign.command, spec, folder / OUTPUT))
 
 
-PREPARE: Mapping[ForeignName, Prepare] = {"command": prepare_command}
+PREPARE: Mapping[ForeignName, Prepare] = {"command": prepare_command, "trl": prepare_trl}
 """How trials of each foreign trainer are prepared."""
+_CHECK: Mapping[ForeignName, Check] = {"trl": check_trl}
+"""What is looked at before the first trial of a foreign trainer, where there is anything."""
+
+
+def check_foreign(specs: Iterable[TrialSpec]) -> tuple[str, ...]:
+    """What a reader should know of these trials before the first one, each sentence once.
+
+    Raises HighwaterError for what their trainer cannot be told, and where it is not here.
+    """
+    said: dict[str, None] = {}
+    for spec in specs:
+        check = None if spec.foreign is None else _CHECK.get(spec.foreign.trainer)
+        if check is not None and spec.foreign is not None:
+            said |= dict.fromkeys(check(spec, spec.foreign))
+    return tuple(said)

@@ -24,6 +24,8 @@ _LOGGED = re.compile(
     r".{0,200}?\b(?:ERROR|CRITICAL|FATAL)\b.{0,200}?"
     r"(?P<kind>(?<![\w.])(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*Error): ?(?P<text>.*)"
 )
+_REFUSED = re.compile(r"(?P<kind>[\w./-]+(?: [\w./-]+){0,4}: error): (?P<text>\S.*)")
+"""What a command line's parser says of words that it does not take."""
 _CAUSES = "The above exception was the direct cause of the following exception:"
 _ABORTS = "terminate called after throwing an instance of"
 _LONGER_LINES = 12
@@ -132,7 +134,7 @@ def _of_stream(
 
 def _raised(text: str, *, in_traceback: bool) -> tuple[str, str] | None:
     """The exception's type and text in a line; None where it has none."""
-    found = _TYPED.fullmatch(text) or _LOGGED.fullmatch(text)
+    found = _TYPED.fullmatch(text) or _LOGGED.fullmatch(text) or _REFUSED.fullmatch(text)
     if found is None and in_traceback:
         found = _RAISED.fullmatch(text)
     return None if found is None else (found["kind"], (found["text"] or "").strip())

@@ -90,7 +90,7 @@ class ForeignLauncher:
         with private_folder(wanted.parent, kind="trial-") as folder, new_log(wanted) as log:
             log_path = Path(log.name)
             (folder / OUTPUT).mkdir()
-            command = PREPARE[foreign.trainer](spec, foreign, folder)
+            command = PREPARE[foreign.trainer](spec, foreign, folder, ended, on_phase)
             environment = _environment(spec, command, gpus)
             process = _start(spec, command, environment, folder, log)
             seen = tuple(gpu.index for gpu in probe(gpus).gpus[: spec.layout.gpus])

@@ -12,7 +12,7 @@ from highwater.run.probe import (
     refuse_torch_without_gpu,
     refuse_unreadable_gpus,
 )
-from highwater.spec.command_template import split_command
+from highwater.spec.command_template import split_words
 from highwater.spec.footprint import checkpoint_bytes
 from highwater.spec.hardware import Machine, refuse_unfit_gpu
 from highwater.spec.model import load_model
@@ -85,7 +85,7 @@ def _check_around_a_trainer(
     it needs besides is its own affair.
     """
     if request.command is not None:
-        program = split_command(request.command)[0]
+        program = split_words(request.command)[0]
         if "{" not in program and shutil.which(program) is None:
             raise UsageError(
                 f"the command's program {program!r} is not found, or cannot be run",

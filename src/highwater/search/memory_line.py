@@ -1,16 +1,20 @@
 """Memory lines: what a token costs on a GPU before any trial has told.
 
-There is one for our engine, and one for a trainer that nobody knows. A line orders trials and
-decides nothing.
+There is one for our engine, one for TRL, and one for a trainer that nobody knows. A line orders
+trials and decides nothing.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import msgspec
 
 from highwater.memory.capacity import MemoryLimit, predict_cell
 from highwater.memory.formula.formula import likely_footprint
 from highwater.spec.footprint import device_state_bytes, layer_input_bytes
 from highwater.spec.study import Cell, Question
+
+_FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,27 @@ def engine_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLine
     return MemoryLine(at - states - bytes_per_token * tokens, bytes_per_token)
 
 
+def trl_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLine:
+    """The line of TRL: ours without tiles over the tokens, and its head, which is gathered whole in
+    float32 for the loss, as its gradient is.
+
+    Source: ``add_fused_lm_head`` in trl/trainer/utils.py of trl 1.16.0.
+    """
+    whole = msgspec.structs.replace(cell.settings, mlp_tiles=1)
+    line = engine_line(question, msgspec.structs.replace(cell, settings=whole), usable_bytes)
+    shape = question.model.shape
+    head_bytes = _FLOAT32_BYTES * shape.vocab_size * shape.hidden_size
+    gathered = 1 if cell.settings.lora is not None else 2
+    return replace(line, fixed_bytes=line.fixed_bytes + gathered * head_bytes)
+
+
+def trainer_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLine:
+    """The line of the trainer that a question is asked of."""
+    foreign = question.foreign
+    line_of = engine_line if foreign is None else _LINES.get(foreign.trainer, engine_line)
+    return line_of(question, cell, usable_bytes)
+
+
 def unknown_trainer_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLine:
     """The line of another trainer: the geometric mean of the least and the most a token costs.
 
@@ -64,3 +89,7 @@ def unknown_trainer_line(question: Question, cell: Cell, usable_bytes: int) -> M
         for inputs, logits in ((1, 2.0), (4, 12.4))
     )
     return MemoryLine(0.1 * usable_bytes, (least * most) ** 0.5)
+
+
+_LINES: Mapping[str, MemoryLineOf] = {"trl": trl_line}
+"""Lines of foreign trainers that are known."""

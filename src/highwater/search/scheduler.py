@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from highwater.search.cell_search import CellSearch, MayStart, NextTrial
-from highwater.search.memory_line import MemoryLineOf, engine_line
+from highwater.search.memory_line import MemoryLineOf, trainer_line
 from highwater.search.search_events import (
     CellAnswered,
     SearchEvent,
@@ -57,7 +57,7 @@ def search_cells(
     question: Question,
     runner: Runner,
     *,
-    line_of: MemoryLineOf = engine_line,
+    line_of: MemoryLineOf = trainer_line,
     expected: Callable[[Cell], int | None] = lambda _: None,
     past: Callable[[Cell], Past] = lambda _: Past(),
     recorded: Recorded = lambda _: None,

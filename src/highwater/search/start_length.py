@@ -14,7 +14,7 @@ are inevitable.
 
 from collections.abc import Sequence
 
-from highwater.search.memory_line import MemoryLine, MemoryLineOf, engine_line
+from highwater.search.memory_line import MemoryLine, MemoryLineOf, trainer_line
 from highwater.spec.footprint import device_state_bytes
 from highwater.spec.grid import Grid
 from highwater.spec.study import Cell, CellAnswer, Question
@@ -37,7 +37,7 @@ def first_index(
     question: Question,
     cell: Cell,
     finished: Sequence[CellAnswer],
-    line_of: MemoryLineOf = engine_line,
+    line_of: MemoryLineOf = trainer_line,
 ) -> int | None:
     """The index of the grid to try first, at least 1; None when the memory is unknown.
 

@@ -35,15 +35,7 @@ def split_command(text: str) -> tuple[str, ...]:
     """The words of a command, checked. Raises UsageError for quotes that do not end, for no word,
     for a placeholder that nobody knows, and where no word has the length.
     """
-    try:
-        words = tuple(shlex.split(text))
-    except ValueError as error:
-        raise UsageError(
-            f"the command {text!r} cannot be split into words: {error}",
-            hint=f"for example `--command '{EXAMPLE}'`",
-        ) from error
-    if not words:
-        raise UsageError("the command is empty", hint=f"for example `--command '{EXAMPLE}'`")
+    words = split_words(text)
     named = {name for word in words for name in _named(word)}
     for name in sorted(named - set(PLACEHOLDERS)):
         near = nearest(name, tuple(PLACEHOLDERS))
@@ -60,6 +52,20 @@ def split_command(text: str) -> tuple[str, ...]:
             "the command has no {length}: every trial would be the same",
             hint=f"put it where the command takes the tokens of a sequence: `{EXAMPLE}`",
         )
+    return words
+
+
+def split_words(text: str) -> tuple[str, ...]:
+    """The words of a command. Raises UsageError for quotes that do not end, and for no word."""
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(
+            f"the command {text!r} cannot be split into words: {error}",
+            hint=f"for example `--command '{EXAMPLE}'`",
+        ) from error
+    if not words:
+        raise UsageError("the command is empty", hint=f"for example `--command '{EXAMPLE}'`")
     return words
 
 

@@ -74,7 +74,7 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
             COMMAND,
             _RUN,
             "--trainer command: what starts it, with {length} and other values of the trial in its "
-            "words; no shell runs it",
+            "words; no shell runs it. --trainer trl: the program, where it is not `trl`",
         ),
         Setting(
             "trainer_config",

@@ -2,19 +2,24 @@
 
 import hashlib
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from highwater.errors import UsageError
-from highwater.spec.command_template import EXAMPLE, placeholders_of, split_command
+from highwater.spec.command_template import EXAMPLE, placeholders_of, split_command, split_words
 from highwater.spec.declared_settings import DECLARED
 from highwater.spec.files import SETTINGS_BYTES, read_file
 from highwater.spec.foreign_trainer import FOREIGN, ForeignName, ForeignTrainer, foreign_name
 from highwater.spec.request import Request
 
-_OF_FOREIGN_TRAINERS = ("command", "trainer_config", "done_pattern")
-"""Fields of a request that say something of a foreign trainer alone."""
+_MEANT: Mapping[str, ForeignName] = {
+    "command": "command",
+    "trainer_config": "trl",
+    "done_pattern": "command",
+}
+"""Fields of a request that say something of a foreign trainer alone, and which one is meant."""
 _SEVERAL = ("gpus", "ulysses", "ring", "copies")
 """Settings of which a search may name several values."""
 
@@ -26,11 +31,11 @@ def foreign_of(request: Request) -> ForeignTrainer | None:
     """
     trainer = foreign_name(request.trainer)
     if trainer is None:
-        for name in _OF_FOREIGN_TRAINERS:
+        for name in _MEANT:
             if getattr(request, name) is not None:
                 raise UsageError(
                     f"a {DECLARED[name].words}, and the trainer is this package's engine",
-                    hint=f"add `--trainer command`, or leave `{DECLARED[name].flag}` out",
+                    hint=f"add `--trainer {_MEANT[name]}`, or leave `{DECLARED[name].flag}` out",
                 )
         return None
     words = _command_of(request, trainer)
@@ -92,9 +97,11 @@ def _digest(content: bytes) -> str:
 
 
 def _command_of(request: Request, trainer: ForeignName) -> tuple[str, ...]:
-    """The words of the request's command; empty for a trainer that is not told one."""
+    """The words of the request's command; of a trainer whose command is made here those of its
+    program, empty for the usual one.
+    """
     if not FOREIGN[trainer].is_typed:
-        return ()
+        return () if request.command is None else split_words(request.command)
     if request.command is None:
         raise UsageError(
             f"`--trainer {trainer}` without a command", hint=f"add `--command '{EXAMPLE}'`"

@@ -12,9 +12,10 @@ from highwater.errors import UsageError
 from highwater.spec.codec import Record
 from highwater.spec.declared_settings import DECLARED
 from highwater.spec.refusals import Spelling
+from highwater.spec.settings import Loss
 
-ForeignName = Literal["command"]
-TriedTrainer = Literal["highwater", "command"]
+ForeignName = Literal["command", "trl"]
+TriedTrainer = Literal["highwater", "command", "trl"]
 """What ``find --trainer`` takes: this package's engine, or a foreign trainer."""
 
 
@@ -23,8 +24,8 @@ class ForeignTrainer(Record, frozen=True, kw_only=True):
 
     trainer: ForeignName
     command: tuple[str, ...] = ()
-    """``command``: the words that start it, with placeholders (spec/command_template.py). Empty
-    for a trainer whose command is made from its configuration."""
+    """``command``: the words that start it, with placeholders (spec/command_template.py). Of a
+    trainer whose command is made here the words that stand for its program; empty: its own name."""
     base_config_path: str | None = None
     """Absolute path of the user's own configuration, whose fields stay where nothing asked says
     otherwise; not in a key. None: the trainer starts from nothing."""
@@ -72,6 +73,8 @@ class ForeignTraits(Record, frozen=True, kw_only=True):
     """The fields of ``Request`` that may be named for it."""
     is_typed: bool = False
     """Whether it is a command that the user types; else its configuration says what to start."""
+    loss: Loss = "full"
+    """What its rungs say of the logits: ``chunked`` where its own loss never holds them whole."""
 
     def refused(self, named: Iterable[str]) -> list[str]:
         """The fields of ``Request`` among ``named`` that it cannot be told, sorted."""
@@ -97,6 +100,17 @@ FOREIGN: Mapping[ForeignName, ForeignTraits] = {
             *("command", "ulysses", "ring", "copies"),
             *("micro_batches", "sequences_per_micro_batch"),
         },
+    ),
+    "trl": ForeignTraits(
+        title="TRL",
+        settings=FROM_OUTSIDE
+        | {
+            *("command", "trainer_config", "ulysses", "ring", "copies", "rope"),
+            *("micro_batches", "sequences_per_micro_batch", "objective", "optimizer"),
+            *("strategy", "recompute", "offload", "lora", "lora_alpha", "lora_targets"),
+            "lora_base",
+        },
+        loss="chunked",
     ),
 }
 """The traits of each foreign trainer, by the name that ``--trainer`` takes."""

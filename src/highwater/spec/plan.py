@@ -126,7 +126,9 @@ def _foreign_plan(
     """The question that is asked of a foreign trainer: what this package's engine could not train
     is its own affair, and its rungs are what is set from outside, the allocator.
     """
-    request = msgspec.structs.replace(with_one_count(request, foreign), proof="full", loss="full")
+    request = msgspec.structs.replace(
+        with_one_count(request, foreign), proof="full", loss=FOREIGN[foreign.trainer].loss
+    )
     where = hardware_of(request, machine, model, device)
     grid, capped = grid_of(request, model, device)
     cells, skipped = cells_of(request, model.shape, device, where.counts)

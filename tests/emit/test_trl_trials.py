@@ -1,0 +1,165 @@
+"""Trials of TRL, by TRL itself on the CPU: what its model is given is exactly as long as was asked,
+and where memory runs out, it is told apart from every other end.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+
+import highwater
+from highwater.errors import HighwaterError
+from highwater.run.foreign_trial import ForeignLauncher
+from highwater.run.trl_log import logged_steps
+from highwater.spec.model import load_model
+from highwater.spec.protocols import Launch, TrialEndedError
+from highwater.spec.request import request_from
+from highwater.spec.trial import Outcome, TrialResult
+
+pytestmark = [pytest.mark.emit, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[2]
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 65536,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "eos_token_id": 1,
+}
+ROOMY, NARROW = "6GiB", "1000MiB"
+"""A bound that every trial here is far below; and one that is past TRL's own imports and below its
+loss over 8192 tokens."""
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small model that is a config alone; what is prepared of it goes with the test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    directory = tmp_path / "small"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    return directory
+
+
+def settings(**others: Any) -> dict[str, Any]:
+    program = ROOT / ".venv-emit-trl" / "bin" / "trl"
+    assert program.exists(), f"{program} is missing: `make test-emit` installs it"
+    return {"trainer": "trl", "command": str(program), "device": "cpu", **others}
+
+
+def tried(model: Path, length: int, *, base: Mapping[str, Any] | None = None, **others: Any) -> Any:
+    """The end of one trial, and the steps that its log shows."""
+    if base is not None:
+        path = model.parent / "base.yaml"
+        path.write_text(json.dumps(base))  # which is YAML, too
+        others["trainer_config"] = str(path)
+    result = highwater.run_trial(str(model), length, **settings(memory=ROOMY, **others))
+    assert result.log_path is not None
+    return result, list(logged_steps(Path(result.log_path).read_text()))
+
+
+def test_sft_trains_on_exactly_the_length(model: Path) -> None:
+    result, steps = tried(model, 1021, sequences_per_micro_batch=2, steps=2)
+    assert result.outcome is Outcome.FIT, result.reason
+    assert [step["num_tokens"] for step in steps] == ["4084", "8168"]  # 2 x 2 x 1021 a step
+    assert result.ranks[0].memory.peak_data_segment_bytes
+
+
+def test_the_users_own_fields_stay_and_packed_rows_are_whole_documents(model: Path) -> None:
+    base = {"learning_rate": 3e-4, "lr_scheduler_type": "constant", "packing": True}
+    base |= {"max_length": 64, "max_steps": 500, "dataset_name": "org/nowhere"}
+    result, steps = tried(model, 515, base=base)
+    assert result.outcome is Outcome.FIT, result.reason
+    assert [step["learning_rate"] for step in steps] == ["0.0003", "0.0003"]
+    assert [step["num_tokens"] for step in steps] == ["1030", "2060"]
+
+
+def test_grpo_generates_exactly_the_rest_of_the_length(model: Path) -> None:
+    base = {"num_generations": 2, "max_completion_length": 40}
+    result, steps = tried(model, 100, base=base, objective="grpo")
+    assert result.outcome is Outcome.FIT, result.reason
+    for number, step in enumerate(steps, start=1):
+        assert (step["completions/min_length"], step["completions/max_length"]) == ("40", "40")
+        assert step["num_tokens"] == str(number * 2 * 100)
+    assert len(steps) == 2
+
+
+def test_want_of_memory_is_told_from_every_other_end(model: Path) -> None:
+    result: TrialResult = highwater.run_trial(str(model), 8192, **settings(memory=NARROW))
+    assert result.outcome is Outcome.OUT_OF_MEMORY, result.reason
+    assert "allocate" in result.reason
+    base = model.parent / "base.yaml"
+    base.write_text("optim: no_such_optimizer\n")
+    others = settings(memory=ROOMY, trainer_config=str(base))
+    result = highwater.run_trial(str(model), 64, **others)
+    assert result.outcome is Outcome.CRASHED
+    assert "no_such_optimizer" in result.reason
+
+
+def test_find_finds_the_capacity_of_trl(model: Path) -> None:
+    asked = settings(memory=NARROW, start_length=2048, resolution=4096, max_length=10240)
+    study = highwater.find(str(model), steps=2, study="trl.jsonl", **asked)
+    (answer,) = study.answers
+    assert answer.capacity_tokens, answer.reason
+    assert answer.does_not_fit_tokens == answer.capacity_tokens + 4096
+    assert answer.trials <= 4
+    ended = {trial.spec.length_tokens: trial.result.outcome for trial in study.trials}
+    assert ended[answer.capacity_tokens] is Outcome.FIT
+    assert ended[answer.does_not_fit_tokens] is Outcome.OUT_OF_MEMORY
+    again = highwater.find(str(model), steps=2, study="trl.jsonl", **asked)
+    assert len(again.trials) == len(study.trials), "a study goes on where it was"
+
+
+def test_what_trl_cannot_be_told_is_refused_before_anything_starts(model: Path) -> None:
+    for others, said in (
+        ({"ulysses": 2, "gpus": 2}, "nothing on the CPU|Ulysses"),
+        ({"mlp_tiles": 4}, "mlp tiles"),
+        ({"loss": "full"}, "loss"),
+        ({"recompute": "all-but-attention"}, "whole layers"),
+    ):
+        with pytest.raises(HighwaterError, match=said):
+            highwater.run_trial(str(model), 64, **settings(memory=ROOMY, **others))
+    with pytest.raises(HighwaterError, match="not found"):
+        highwater.run_trial(
+            str(model), 64, trainer="trl", command="/no/such/trl", device="cpu", memory=ROOMY
+        )
+
+
+@pytest.mark.parametrize("phase", ["preparing", "starting"])
+def test_a_trial_that_is_ended_leaves_nothing(model: Path, tmp_path: Path, phase: str) -> None:
+    ended = Event()
+    request = request_from({"model": str(model), **settings(memory=ROOMY)})
+    spec = highwater.api.prepare_trial(request, 4096)
+    launcher = ForeignLauncher(log_directory=tmp_path / "logs", timeout_s=600)
+
+    def on_phase(told: str) -> None:
+        if told == phase:
+            ended.set()
+
+    with pytest.raises(TrialEndedError):
+        launcher.launch(Launch(spec=spec), gpus=None, ended=ended, on_phase=on_phase)
+    left = [path for path in (tmp_path / "logs").rglob("*") if path.is_file()]
+    assert [path.suffix for path in left] == [".log"]
+
+
+def test_the_model_is_prepared_once(model: Path) -> None:
+    assert load_model(str(model)).shape.layers == 2
+    for _ in range(2):
+        result, _ = tried(model, 64)
+        assert result.outcome is Outcome.FIT, result.reason
+    made = [path for path in (model.parent / "cache/highwater/models").iterdir() if path.is_dir()]
+    assert [path.name.rpartition("-")[0] for path in made] == ["small"]

@@ -1,0 +1,247 @@
+"""A trial as TRL's configuration: what is the trial's own, what stays the user's, what is
+refused; and what TRL's log shows of its steps.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from highwater.emit.trl_files import (
+    Base,
+    Launched,
+    TrialFiles,
+    batch_of,
+    document_tokens,
+    refuse_untried,
+    trial_files,
+)
+from highwater.errors import UsageError
+from highwater.run.trl_log import steps_of
+from highwater.spec.layout import Layout
+from highwater.spec.model import load_model
+from highwater.spec.rope import yarn
+from highwater.spec.settings import Settings
+from highwater.spec.trial import TrialSpec
+
+LENGTH = 16384
+
+
+def trial(model: str = "Qwen3-4B", *, layout: Mapping[str, int] = {}, **fields: Any) -> TrialSpec:
+    known = load_model(model)
+    own = {name: fields.pop(name) for name in list(fields) if name in TrialSpec.__struct_fields__}
+    spec = TrialSpec(
+        model_name=known.name,
+        model_directory=known.directory,
+        config_digest=known.config_digest,
+        device="cuda",
+        layout=Layout(**layout),
+        settings=Settings(loss="chunked", **fields),
+        length_tokens=LENGTH,
+    )
+    return msgspec.structs.replace(spec, **own)
+
+
+def files(spec: TrialSpec, *, has_flash: bool = False, **base: Any) -> TrialFiles:
+    model = load_model(spec.model_directory)
+    launched = Launched(
+        spec=spec,
+        model=model.shape,
+        yarn=yarn(model, length_tokens=spec.length_tokens),
+        model_directory=Path("/models/one"),
+        documents=Path("/trial/documents.jsonl"),
+        output=Path("/trial/output"),
+        launcher=Path("/trial/accelerate.yaml"),
+        has_flash=has_flash,
+    )
+    launcher = base.pop("launcher", {})
+    return trial_files(launched, Base(config=base, launcher=launcher, source="base.yaml"))
+
+
+def test_a_trial_has_its_length_batch_steps_data_and_output() -> None:
+    spec = trial(sequences_per_micro_batch=3, micro_batches=4, steps=5)
+    config = files(spec).config
+    assert config["max_length"] == LENGTH
+    assert config["per_device_train_batch_size"] == 3
+    assert config["gradient_accumulation_steps"] == 4
+    assert config["max_steps"] == 5
+    assert config["model_name_or_path"] == "/models/one"
+    assert config["datasets"] == [{"path": "json", "data_files": "/trial/documents.jsonl"}]
+    assert config["output_dir"] == "/trial/output"
+    assert config["accelerate_config"] == "/trial/accelerate.yaml"
+    assert (config["save_strategy"], config["report_to"]) == ("no", "none")
+    assert batch_of(spec, {}).sequences == 12
+
+
+def test_flash_attention_is_asked_for_where_the_trainer_has_it() -> None:
+    with_flash, without = files(trial(), has_flash=True).config, files(trial()).config
+    assert with_flash["attn_implementation"] == "flash_attention_2"
+    assert with_flash["packing"] is True
+    assert without["attn_implementation"] == "sdpa"
+    assert "packing" not in without
+
+
+def test_the_users_other_fields_stay() -> None:
+    own = {"warmup_ratio": 0.1, "learning_rate": 3e-5, "use_liger_kernel": True, "dtype": "auto"}
+    config = files(trial(), **own).config
+    assert own.items() <= config.items()
+    assert "attn_implementation" not in config, "TRL takes its own where the user names none"
+    assert config["max_length"] == LENGTH
+
+
+def test_what_is_the_trials_own_is_said() -> None:
+    found = files(trial(), max_length=2048, max_steps=2, dataset_name="org/name", packing=True)
+    assert found.config["max_length"] == LENGTH
+    assert found.config["packing"] is True
+    assert "dataset_name" not in found.config
+    assert found.notes == (
+        "the trial's own in base.yaml: max_length",
+        "left out of base.yaml, the data being the trial's: dataset_name",
+    )
+
+
+def test_the_batch_does_not_shrink_where_memory_runs_out() -> None:
+    assert files(trial(), auto_find_batch_size=True).config["auto_find_batch_size"] is False
+
+
+def test_the_allocator_is_the_rungs() -> None:
+    env = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync", "NCCL_DEBUG": "WARN"}
+    assert files(trial(), env=env).config["env"] == {"NCCL_DEBUG": "WARN"}
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "fsdp", "use_vllm", "parallelism_config"])
+def test_what_a_trial_cannot_take_over_is_refused_by_name(name: str) -> None:
+    with pytest.raises(UsageError, match=f"base.yaml has {name}"):
+        files(trial(), **{name: "true"})
+
+
+def test_one_of_both_recomputes() -> None:
+    by_trl = files(trial(), gradient_checkpointing=True)
+    assert by_trl.config["gradient_checkpointing"] is True
+    assert by_trl.launcher["fsdp_config"]["fsdp_activation_checkpointing"] is False
+    by_its_new_name = files(trial(), activation_checkpointing=True)
+    assert "gradient_checkpointing" not in by_its_new_name.config
+    assert by_its_new_name.launcher["fsdp_config"]["fsdp_activation_checkpointing"] is False
+    by_fsdp = files(trial())
+    assert by_fsdp.config["gradient_checkpointing"] is False
+    assert by_fsdp.launcher["fsdp_config"]["fsdp_activation_checkpointing"] is True
+
+
+def test_a_setting_that_is_named_is_the_trials() -> None:
+    found = files(trial(recompute="none"), gradient_checkpointing=True)
+    assert found.config["gradient_checkpointing"] is False
+    assert found.launcher["fsdp_config"]["fsdp_activation_checkpointing"] is False
+    adapted = files(trial(lora=16), lora_r=64, use_peft=True).config
+    assert (adapted["lora_r"], adapted["dtype"]) == (16, "bfloat16")
+    assert files(trial(), lora_r=64, use_peft=True).config["lora_r"] == 64
+
+
+def test_a_ring_is_accelerates_whatever_the_user_has() -> None:
+    spec = trial(layout={"gpus": 2, "ring_degree": 2})
+    found = files(spec, attn_implementation="flash_attention_2", packing=True)
+    assert found.config["attn_implementation"] == "sdpa"
+    assert found.config["packing"] is False
+    assert found.config["pad_to_multiple_of"] == 4
+    shared = found.launcher["parallelism_config"]
+    assert shared["parallelism_config_cp_size"] == 2
+    assert batch_of(spec, {}).sequences == 2, "both GPUs have one sequence together"
+
+
+def test_positions_are_scaled_past_the_native_length() -> None:
+    spec = trial(length_tokens=81920)
+    found = files(spec, model_init_kwargs={"use_kernels": True}).config["model_init_kwargs"]
+    assert found["rope_parameters"]["factor"] == 2.0
+    assert found["use_kernels"] is True
+
+
+def test_the_users_launcher_stays_but_for_processes_and_shards() -> None:
+    launcher = {
+        "distributed_type": "FSDP",
+        "num_processes": 8,
+        "dynamo_config": {"dynamo_backend": "INDUCTOR"},
+        "fsdp_config": {"version": 1, "offload_params": True, "min_num_params": 5},
+    }
+    found = files(trial(), launcher=launcher).launcher
+    assert found["num_processes"] == 1
+    assert found["dynamo_config"] == {"dynamo_backend": "INDUCTOR"}
+    assert found["fsdp_config"]["fsdp_version"] == 2
+    assert found["fsdp_config"]["fsdp_offload_params"] is True
+    assert found["fsdp_config"]["fsdp_min_num_params"] == 5
+
+
+def test_another_way_to_share_states_stays_and_is_said() -> None:
+    launcher = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}}
+    found = files(trial(), launcher=launcher)
+    assert found.launcher["deepspeed_config"] == {"zero_stage": 2}
+    assert "parallelism_config" not in found.launcher
+    assert "DEEPSPEED" in found.notes[0]
+    with pytest.raises(UsageError, match="DEEPSPEED"):
+        files(trial(layout={"gpus": 2, "ring_degree": 2}), launcher=launcher)
+
+
+def test_grpo_generates_so_many_tokens_and_no_fewer() -> None:
+    spec = trial(objective="grpo")
+    whole = files(spec).config
+    assert whole["max_completion_length"] == LENGTH - document_tokens(spec, {})
+    assert whole["generation_kwargs"] == {"min_new_tokens": whole["max_completion_length"]}
+    assert whole["gradient_accumulation_steps"] == whole["num_generations"] == 8
+    named = {"max_completion_length": 1024, "generation_kwargs": {"top_k": 5}}
+    part = files(spec, **named).config
+    assert document_tokens(spec, named) == LENGTH - 1024
+    assert part["generation_kwargs"] == {"top_k": 5, "min_new_tokens": 1024}
+    with pytest.raises(UsageError, match="leave none for a prompt"):
+        files(spec, max_completion_length=LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (trial(objective="dpo", sequences_per_micro_batch=2), "dpo"),
+        (trial(layout={"gpus": 2, "ulysses_degree": 2}), "Ulysses"),
+        (trial(layout={"gpus": 2, "ring_degree": 2}, strategy="fsdp"), "FSDP2's"),
+        (trial(recompute="all-but-attention"), "whole layers"),
+        (trial(offload="states"), "not alone"),
+        (trial(optimizer="adamw-bf16"), "adamw-bf16"),
+        (trial(layout={"gpus": 2, "ring_degree": 2}, length_tokens=4098), "4 pieces"),
+        (
+            trial(layout={"gpus": 2}, device="cpu", memory_budget_bytes=2**30),
+            "nothing on the CPU",
+        ),
+    ],
+)
+def test_what_trl_is_not_tried_with_is_refused_by_name(spec: TrialSpec, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        refuse_untried(spec, load_model(spec.model_directory).shape)
+
+
+def logged(*steps: tuple[str, str]) -> str:
+    return "\n".join(
+        f" 50%|█ | 1/2\r{{'loss': '{loss}', 'grad_norm': '0.6', 'num_tokens': '{tokens}', "
+        "'epoch': '0.25'}"
+        for loss, tokens in steps
+    )
+
+
+def test_steps_are_read_from_the_log() -> None:
+    assert steps_of(logged(("6.2", "512"), ("6.1", "1024")), step_tokens=512) == 2
+    assert steps_of(logged(("6.2", "1.311e+05")), step_tokens=131072) == 1
+    older = "{'loss': 6.2, 'grad_norm': 0.6, 'num_tokens': 512.0, 'epoch': 0.25}"
+    assert steps_of(older, step_tokens=512) == 1
+    end = "{'train_runtime': '0.1', 'train_loss': '6.254', 'epoch': '0.5'}"
+    assert steps_of(end, step_tokens=512) == 0
+
+
+def test_steps_on_other_lengths_do_not_count() -> None:
+    assert steps_of(logged(("6.2", "511")), step_tokens=512) == 0
+    assert steps_of(logged(("6.2", "1.31e+05")), step_tokens=131072) == 0
+    assert steps_of(logged(("6.2", "512"), ("6.1", "1023")), step_tokens=512) == 1
+    assert steps_of(logged(("6.2", "1024")), step_tokens=512) == 0
+    assert steps_of(logged(("6.2", "1024")), step_tokens=512, shared_by=2) == 1
+
+
+def test_a_step_without_a_finite_loss_does_not_count() -> None:
+    assert steps_of(logged(("nan", "512")), step_tokens=512) == 0
+    assert steps_of(logged(("6.2", "512"), ("inf", "1024")), step_tokens=512) == 1
+    assert steps_of("{'loss': '6.2', 'epoch': 1", step_tokens=512) == 0
