@@ -494,6 +494,8 @@ def _runner(
     if request.on_ray:
         return ray_search.runner_of(request, log_layout)
     at_once = request.max_concurrent_trials if request.nodes == 1 else 1
+    if at_once is None and request.trainer != OURS:
+        at_once = 1  # launchers meet on a port that is the same for all, unless they are told one
     return LocalRunner(_launcher(request, log_layout, run_ranks), most_trials=at_once)
 
 

@@ -4,6 +4,7 @@ A length fits where the log shows its steps, does not where an allocator's error
 trial, and what proves neither is neither.
 """
 
+import time
 from typing import Any
 
 import msgspec
@@ -14,9 +15,11 @@ from places import question_of
 
 from highwater.run.foreign_classify import ForeignEnding, classify_foreign, evidence_of
 from highwater.run.foreign_log import log_lines
+from highwater.run.foreign_memory import bounded_allocator, memory_budget, past_the_bound
 from highwater.run.foreign_progress import progress_of
 from highwater.spec.foreign_trainer import ForeignTrainer
-from highwater.spec.trial import Device, Outcome, TrialSpec
+from highwater.spec.trial import Device, Outcome, RankMemory, RankReport, TrialSpec
+from highwater.units import GIB
 
 QUESTION = question_of(loss="full", allocator="native")
 FOREIGN = ForeignTrainer(trainer="command", command=("train", "{length}"))
@@ -349,3 +352,29 @@ def test_words_that_a_trainer_does_not_take_are_said() -> None:
     outcome, reason = classify_foreign(trial("cuda"), ending)
     assert outcome is Outcome.CRASHED
     assert "unrecognized arguments: --x" in reason
+
+
+def test_a_bound_is_the_allocators_share_and_whoever_is_far_past_it_is_seen() -> None:
+    bounded = msgspec.structs.replace(trial(), memory_budget_bytes=40 * GIB)
+    budget = memory_budget(bounded)
+    assert budget is not None
+    assert budget.allocator_cap_bytes + budget.context_bytes + budget.nccl_bytes == 40 * GIB
+    assert bounded_allocator(trial(), None) == {}
+    assert bounded_allocator(trial("cpu"), None) == {}
+
+    def past(used_bytes: int | None) -> str | None:
+        memory = RankMemory(device_used_bytes=used_bytes)
+        return past_the_bound([RankReport(rank=0, memory=memory, budget=budget)])
+
+    assert past(None) is None
+    assert past(41 * GIB) is None
+    assert "60.00 GiB" in (past(60 * GIB) or "")
+    assert past_the_bound([RankReport(rank=0, memory=RankMemory(device_used_bytes=9))]) is None
+
+
+def test_a_log_of_one_endless_line_is_read_in_no_time() -> None:
+    for text in ("{", "a.", "[rank1]: ", "step 1 ", "ERROR ", "1%|", "\x1b["):
+        log = text * (2**21 // len(text))
+        began = time.monotonic()
+        assert not outcome(log, 1).tells
+        assert time.monotonic() - began < 10, text

@@ -77,7 +77,7 @@ def test_a_trial_fills_the_placeholders_of_its_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "what"),
     [
-        ("train --len {lenght}", "{length}"),
+        ("train --len {len}", "{length}"),
         ("train --len {length} --x {}", "{{"),
         ("train --len {length} --x '{\"a\": 1}'", "{{"),
         ("train --len {length!r}", "{{"),

@@ -24,6 +24,10 @@ TRACEBACK = "Traceback (most recent call last):"
 """What Python writes before the frames of an exception."""
 
 
+_LONGEST = 8192
+"""Characters of a line that are read; the longest that anybody means to be read is shorter."""
+
+
 class LogLine(NamedTuple):
     """One line that somebody wrote."""
 
@@ -38,7 +42,7 @@ def log_lines(text: str) -> list[LogLine]:
     """The lines of a log, states of a progress bar among them, in the order they were written."""
     lines: list[LogLine] = []
     for raw in _LINE_END.split(_ANSI.sub("", text)):
-        line = _line(raw)
+        line = _line(raw[:_LONGEST])
         before, header, after = line.text.partition(TRACEBACK)
         if header and before.strip() and not after.strip():
             # a progress bar leaves no line end before what comes after it

@@ -5,14 +5,19 @@ allocator reserves of the whole card. Context and NCCL come on top, as measured 
 Source: c10/cuda/CUDAAllocatorConfig.h of PyTorch 2.11 to 2.13.
 """
 
+from collections.abc import Sequence
+
 from highwater.errors import UsageError
 from highwater.memory.formula.outside_allocator import context_bytes, outside_terms
 from highwater.run.probe import probe
 from highwater.spec.allocator_variables import ALLOCATOR_MODES, ALLOCATOR_VARIABLES
 from highwater.spec.model import load_model
-from highwater.spec.trial import MemoryBudget, TrialSpec
-from highwater.units import format_bytes
+from highwater.spec.trial import MemoryBudget, RankReport, TrialSpec
+from highwater.units import GIB, format_bytes
 
+_OVER_BYTES = 2 * GIB
+"""What context and NCCL of another trainer may take more than those of our engine. A trainer whose
+memory is not PyTorch's goes past the bound by far more."""
 _DIGITS = 6
 """Digits of the fraction: of the largest card a millionth is a few hundred KiB."""
 
@@ -33,6 +38,19 @@ def bounded_allocator(spec: TrialSpec, gpus: tuple[str, ...] | None) -> dict[str
     mode = ALLOCATOR_MODES[spec.settings.allocator]
     value = f"{mode},per_process_memory_fraction:{share / shares:.{_DIGITS}f}"
     return dict.fromkeys(ALLOCATOR_VARIABLES, value)
+
+
+def past_the_bound(ranks: Sequence[RankReport]) -> str | None:
+    """That a GPU had more in use than its bound allows, in words; None where none had."""
+    for rank in ranks:
+        used, budget = rank.memory.device_used_bytes, rank.budget
+        if used is None or budget is None or used <= budget.budget_bytes + _OVER_BYTES:
+            continue
+        return (
+            f"{format_bytes(used)} of GPU {rank.rank} were in use, and `--memory` is "
+            f"{format_bytes(budget.budget_bytes)}: it bounds PyTorch's allocator alone"
+        )
+    return None
 
 
 def memory_budget(spec: TrialSpec) -> MemoryBudget | None:

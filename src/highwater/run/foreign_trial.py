@@ -18,12 +18,13 @@ from highwater.errors import MachineError
 from highwater.run.engine_trial import await_release
 from highwater.run.foreign_classify import (
     EndedFor,
+    Evidence,
     ForeignEnding,
     classify_foreign,
     evidence_of,
 )
 from highwater.run.foreign_commands import OUTPUT, PREPARE, ForeignCommand
-from highwater.run.foreign_memory import bounded_allocator, memory_budget
+from highwater.run.foreign_memory import bounded_allocator, memory_budget, past_the_bound
 from highwater.run.kernel_kills import kernel_kills
 from highwater.run.private_folder import private_folder
 from highwater.run.probe import probe, refuse_busy_gpus
@@ -34,7 +35,7 @@ from highwater.run.trial_log import LogLayout, log_path_of, new_log
 from highwater.run.trial_process import exit_code_of
 from highwater.spec.protocols import Launch, OnPhase
 from highwater.spec.secrets import kept_result
-from highwater.spec.trial import RankReport, TrialResult, TrialSpec
+from highwater.spec.trial import Outcome, RankReport, TrialResult, TrialSpec
 from highwater.units import MIB
 
 _READ_BYTES = 4 * MIB
@@ -110,11 +111,15 @@ class ForeignLauncher:
             is_stuck=watch.is_stuck,
             kernel_kills=kernel_kills() - kills_before,
         )
+        ranks = _with_budget(spec, peak.ranks())
         outcome, reason = classify_foreign(spec, ending)
+        past = past_the_bound(ranks)
+        if outcome.is_fit and past is not None:
+            outcome, reason = Outcome.CRASHED, past
         result = TrialResult(
             outcome=outcome,
             reason=reason,
-            ranks=_with_budget(spec, peak.ranks()),
+            ranks=ranks,
             wall_s=time.monotonic() - began,
             attempt=launch.attempt,
             log_path=str(log_path),
@@ -144,6 +149,8 @@ class _Watch:
         self._kills_before, self._on_phase = kills_before, on_phase
         self._size, self._grew_at = -1, time.monotonic()
         self._phase = "starting"
+        self._found: Evidence | None = None
+        """What the log says, where it was looked at since it last grew."""
         self.is_stuck = False
 
     def wait(
@@ -159,7 +166,7 @@ class _Watch:
     def _tell(self) -> None:
         size = self._log.stat().st_size
         if size != self._size:
-            self._size, self._grew_at = size, time.monotonic()
+            self._size, self._grew_at, self._found = size, time.monotonic(), None
             self._phase = self._progress()
         self._on_phase(self._phase)
         if time.monotonic() - self._grew_at > self._silent_s:
@@ -176,7 +183,7 @@ class _Watch:
         has_lost = self._peak.has_lost_a_process(self._grew_at)
         self.is_stuck = has_lost or self._peak.idle_s > self._silent_s
         is_killed = kernel_kills() > self._kills_before and has_lost
-        found = evidence_of(self._spec, _end_of(self._log))
+        self._found = found = self._found or evidence_of(self._spec, _end_of(self._log))
         if is_killed or (found.has_run_out and (found.is_certain or self.is_stuck)):
             raise _StuckError
 

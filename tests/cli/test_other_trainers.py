@@ -1,0 +1,109 @@
+"""``--trainer command``: a search of somebody else's training script, from the command line; what
+it cannot be told is refused before anything starts.
+"""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import Run, following, offered, refusal
+
+SCRIPT = """
+import sys
+import torch
+
+length, steps = map(int, sys.argv[1:])
+weight = torch.nn.Parameter(torch.zeros(256, 256))
+optimizer = torch.optim.AdamW([weight])
+for step in range(1, steps + 1):
+    x = torch.randn(length, 256)
+    loss = (torch.relu(x @ weight) + x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(f"step {step}/{steps} loss {loss.item():.3f}", flush=True)
+"""
+CPU = ("--device", "cpu", "--memory", "1GiB", "--timeout", "120s")
+LENGTHS = ("--start-length", "32k", "--resolution", "64k", "--max-length", "256k")
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> tuple[str, ...]:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = f"{shlex.quote(sys.executable)} train.py {{length}} {{steps}}"
+    return ("--trainer", "command", "--command", words)
+
+
+def test_a_search_of_a_script_finds_its_capacity_and_its_study_goes_on(
+    highwater: Run, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    pytest.importorskip("torch", reason="the script trains with torch")
+    words = ("find", "Qwen3-0.6B", *command, *CPU, *LENGTHS, "--study", "study.jsonl")
+    done = highwater(*words)
+    assert done.returncode == 0, done.stderr
+    assert "by your command, measured" in done.stdout
+    assert "data segment, sampled" in done.stdout
+    study = json.loads(highwater("show", "study.jsonl", "--as", "json").stdout)
+    (answer,) = study["answers"]
+    assert answer["limit"] == "memory"
+    assert answer["capacity_tokens"] >= 32_768
+    assert answer["does_not_fit_tokens"] == answer["capacity_tokens"] + 65_536
+    again = highwater(*words)
+    assert again.returncode == 0
+    assert "finished trials are not run again" in again.stderr
+    assert "trying" not in again.stderr
+    assert again.stdout == done.stdout
+    report = highwater("report", "study.jsonl")
+    assert report.returncode == 0
+    assert "train.py {length} {steps}" in report.stdout
+    other = highwater(*words[:-1], "study.jsonl", "--done-pattern", "step 2/2")
+    assert other.returncode == 2, "another proof is another question"
+    logs = list((tmp_path / "logs").rglob("*.log"))
+    assert len(logs) == len(study["trials"])
+    assert not list((tmp_path / "logs").rglob("highwater-*"))
+
+
+def test_one_trial_says_what_it_was_and_offers_the_search(
+    highwater: Run, command: tuple[str, ...]
+) -> None:
+    pytest.importorskip("torch", reason="the script trains with torch")
+    done = highwater("try", "Qwen3-0.6B", "--length", "4k", *command, *CPU)
+    assert done.returncode == 0, done.stderr
+    assert "2 steps seen in the log" in done.stdout
+    assert "train.py {length} {steps}" in done.stdout
+    assert following(done) == ["find", "Qwen3-0.6B", *command, *CPU]
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (("--command", "train {length}"), "is this package's engine"),
+        (("--trainer", "command"), "without a command"),
+        (("--trainer", "command", "--command", "train {len}"), "{len}"),
+        (("--trainer", "command", "--command", "train"), "has no {length}"),
+        (("--trainer", "command", "--command", "no-such-program {length}"), "is not found"),
+        (("--trainer", "command", "--command", "ls {length}", "--recompute", "none"), "recompute"),
+        (("--trainer", "command", "--command", "ls {length}", "--dry-run"), "dry run"),
+        (("--trainer", "command", "--command", "ls {length}", "--gpus", "1", "2"), "{gpus}"),
+        (("--trainer", "commands", "--command", "ls {length}"), "command"),
+    ],
+)
+def test_what_cannot_be_tried_is_refused_before_anything_starts(
+    highwater: Run, tmp_path: Path, words: tuple[str, ...], what: str
+) -> None:
+    done = highwater("find", "Qwen3-0.6B", *CPU, *words)
+    problem, hint = refusal(done, 2)
+    assert what in problem
+    assert offered(hint)
+    assert not list(tmp_path.rglob("*.log"))
+
+
+def test_a_prediction_of_a_command_is_refused_with_what_works(highwater: Run) -> None:
+    asked = ("Qwen3-0.6B", "--gpus", "1xH100-80GB", "--trainer", "command")
+    for name in ("predict", "guide --predict"):
+        done = highwater(*name.split(), *asked)
+        assert "not predicted" in refusal(done, 2)[0]
+    done = highwater("recommend", *asked, "--length", "8k")
+    assert "no study has trials" in refusal(done, 2)[0]
