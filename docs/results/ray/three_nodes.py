@@ -180,7 +180,7 @@ def measured() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as there:
         folder = Path(there)
         alone = timed(folder, "one machine", None)
-        with local_cluster(*[1] * NODES) as cluster:
+        with local_cluster(*["1"] * NODES) as cluster:
             together = timed(folder, "three nodes", cluster.address)
             broken = killed(folder, "a node and the search killed", cluster.address)
     return {
