@@ -9,6 +9,7 @@ from places import write_model
 from highwater.errors import MachineError, UsageError
 from highwater.run.model_files import model_files
 from highwater.run.ray_cluster import RayCluster
+from highwater.run.ray_driver import loss_reason
 from highwater.run.ray_node import Needs, Refusal, read_node
 from highwater.spec.request import request_from
 
@@ -77,3 +78,27 @@ def test_a_refusal_crosses_processes_as_what_it_was(kind: type[UsageError | Mach
     error = Refusal(kind.__name__, "no", "yes").error()
     assert type(error) is kind
     assert (error.problem, error.hint) == ("no", "yes")
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (
+            "Ray killed 1 worker(s) based on the killing policy\nTop 10 memory users: PID\n"
+            "2845\t1.51\t/usr/bin/python --token=hunter2\nTo adjust the kill threshold, set the "
+            "environment variable `RAY_memory_usage_threshold` when starting Ray.",
+            "the node's memory was full, and Ray's memory monitor ended what ran there",
+        ),
+        (
+            "The actor died unexpectedly before finishing this task.\n\tclass_name: TrialOnNode\n"
+            "The actor is dead because its worker process has died. Worker exit detail: End of "
+            "file. Some common causes include: (1) the process was killed by the OOM killer",
+            "The actor is dead because its worker process has died. Worker exit detail: End of "
+            "file.",
+        ),
+    ],
+)
+def test_the_reason_of_a_loss_is_one_line_and_names_nobody_elses_processes(
+    said: str, reason: str
+) -> None:
+    assert loss_reason(RuntimeError(said)) == reason

@@ -52,8 +52,8 @@ _SILENT_S = FORGOTTEN_S / 2
 its defaults: five health checks, 3 s apart."""
 _READ_S = 120.0
 """Bound on the time until a node was read: Ray brings the package there, and torch is asked."""
-_MEMORY_MONITOR = "memory usage threshold"
-"""What Ray says where it ended a process because its node's memory was full."""
+_MEMORY_MONITOR = "RAY_memory_usage_threshold"
+"""A variable that Ray names where it ended a process because its node's memory was full."""
 _END_S = 40.0
 """Bound on the time until a trial that is told to end has: the reaper has 30 s."""
 
@@ -208,7 +208,7 @@ class _HeldTrial:
 
         alive = {each["NodeID"] for each in ray.nodes() if each["Alive"]}
         is_node = self._node_id is not None and self._node_id not in alive
-        return Lost(self._asked.trial, self._node_id, _why(error), is_node)
+        return Lost(self._asked.trial, self._node_id, loss_reason(error), is_node)
 
     def _wait_for_place(self) -> bool:
         """Wait until Ray has reserved a part of one node; false where the trial is ended first."""
@@ -305,7 +305,7 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip() or repr(error)).splitlines()[0]
 
 
-def _why(error: BaseException) -> str:
+def loss_reason(error: BaseException) -> str:
     """Why a trial was lost, in a line."""
     text = str(error).strip() or repr(error)
     if _MEMORY_MONITOR in text:
