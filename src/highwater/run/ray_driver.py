@@ -204,14 +204,12 @@ class _HeldTrial:
 
     def lost(self, error: Exception) -> Lost:
         """How the trial was lost; whether with its node, Ray knows."""
-        import ray
-
-        alive = {each["NodeID"] for each in ray.nodes() if each["Alive"]}
-        is_node = self._node_id is not None and self._node_id not in alive
+        is_node = self._node_id not in _alive()
         return Lost(self._asked.trial, self._node_id, loss_reason(error), is_node)
 
     def _wait_for_place(self) -> bool:
         """Wait until Ray has reserved a part of one node; false where the trial is ended first."""
+        from ray.exceptions import NodeDiedError
         from ray.util import placement_group_table, remove_placement_group
 
         wanted = self._asked.wanted
@@ -221,6 +219,8 @@ class _HeldTrial:
             if self._ended.is_set():
                 return False
             self._say(Runs(self._asked.trial, "waiting for its place on a node", b""))
+            if not _alive() & {wanted.first, *wanted.any_of}:
+                raise NodeDiedError("every node that could hold the trial is gone")
             if time.monotonic() > until:
                 remove_placement_group(self.group)
                 self.group = _group(wanted, wanted.any_of)
@@ -289,6 +289,13 @@ def _environment(allocator: Allocator) -> dict[str, str]:
         **allocator_environment(allocator),
         "RAY_kill_child_processes_on_worker_exit": "0",
     }
+
+
+def _alive() -> set[str]:
+    """The ids of the nodes that Ray takes for alive."""
+    import ray
+
+    return {each["NodeID"] for each in ray.nodes() if each["Alive"]}
 
 
 def _group(wanted: Wanted, node_ids: tuple[str, ...]) -> Any:
