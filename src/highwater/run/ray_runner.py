@@ -23,7 +23,7 @@ from highwater.run.ray_node import LauncherIn, Needs, TrialEnd
 from highwater.run.ray_placement import Demand, Node, Placement, alike_nodes, demand_of
 from highwater.run.trial_log import LogLayout, log_path_of, new_log
 from highwater.spec.protocols import Launch, OnPhase, TrialEndedError, unheard
-from highwater.spec.trial import Outcome, TrialResult, TrialSpec
+from highwater.spec.trial import Device, Outcome, TrialResult, TrialSpec
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -91,7 +91,7 @@ class RayRunner:
         """Start a trial, as ``Runner`` says; where others use the cluster it waits for them."""
         future: Future[TrialResult] = Future()
         try:
-            self._read_again()
+            self._read_again(launch.spec.device)
             with self._changed:
                 self._start(launch, demand_of(launch.spec), future, on_phase)
         except (HighwaterError, OSError) as error:
@@ -125,12 +125,11 @@ class RayRunner:
         if interrupt is not None:
             raise interrupt
 
-    def _read_again(self) -> None:
+    def _read_again(self, device: Device) -> None:
         """Take in the nodes that have joined, where one was lost."""
         if not self._has_lost_nodes:
             return
         self._has_lost_nodes = False
-        device = "cuda" if self._needs.on_gpus else "cpu"
         nodes = alike_nodes(self._cluster.read_nodes(self._needs), self._like, device)
         with self._changed:
             self._placement.nodes = nodes
