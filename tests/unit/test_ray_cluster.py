@@ -63,12 +63,14 @@ def test_a_large_one_is_a_shared_path_whose_files_are_the_same(tmp_path: Path) -
     assert files.missing() == f"it has no {directory / 'config.json'}"
 
 
-def test_a_node_without_the_users_module_or_with_gpus_that_its_driver_does_not_show_is_named(
+def test_what_a_node_lacks_is_named(
     tmp_path: Path,
 ) -> None:
     model = model_files(write_model(tmp_path / "model"))
     needs = Needs(on_gpus=True, model=model, data_module="nowhere_to_be_found.batches")
     assert read_node(0, needs).problem == "it has no module nowhere_to_be_found.batches"
+    foreign = Needs(on_gpus=False, model=model, is_engine=False, program="no-such-trainer")
+    assert "'no-such-trainer' is not found" in (read_node(0, foreign).problem or "")
     reading = read_node(8, Needs(on_gpus=True, model=model))
     assert "Ray hands out 8 GPUs" in (reading.problem or "")
 
