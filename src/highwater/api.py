@@ -285,6 +285,13 @@ def machine_of(request: Request) -> Machine:
     return _machine(request)[0]
 
 
+def machine_notes(request: Request) -> tuple[str, ...]:
+    """What there is to say of where trials run: nothing of this machine, which nodes of a
+    cluster.
+    """
+    return _machine(request)[1]
+
+
 def prepare(request: Request) -> Plan:
     """The question of a request, after every check that can be made before the first trial.
 

@@ -115,9 +115,16 @@ def test_an_sp_that_divides_no_gpu_count_is_never_tried(search: Run) -> None:
     )
 
 
-def test_dlc_is_answered_with_what_is_supported(search: Run) -> None:
+@pytest.fixture
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An address at which nobody listens: Ray itself would find whatever runs on this machine."""
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+
+
+@pytest.mark.usefixtures("no_cluster")
+def test_dlc_without_a_cluster_is_answered_with_one_machine(search: Run) -> None:
     problem, hint = refusal(search(*MODEL, "--dlc"), 3)
-    assert problem.startswith("--dlc ")
+    assert problem.startswith("--dlc joins the Ray cluster of the job: no Ray cluster answers at ")
     assert _is_past_the_refusal(search(*offered(hint)[0][1:]))
 
 
@@ -160,6 +167,7 @@ def test_what_no_flag_can_mend_is_told_before_the_flags(search: Run) -> None:
     assert "1 token" in refusal(search(*MODEL, "--start_length", "1"), 2)[0]
 
 
+@pytest.mark.usefixtures("no_cluster")
 def test_a_value_that_begins_with_a_dash_can_be_typed_as_the_hint_has_it(search: Run) -> None:
     _, hint = refusal(search(*MODEL, "--log_dir=-logs", "--dlc"), 3)
     assert "--log_dir=-logs" in hint

@@ -48,7 +48,7 @@ def mark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             "FAULTS": str(folder),
             "TMPDIR": str(folder),
             "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONPATH": str(FAULTS),
+            "PYTHONPATH": f"{FAULTS}:{Path(__file__).parent}",
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             **ON_LOOPBACK,
         }.items():
@@ -61,7 +61,7 @@ def mark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def nodes(mark: str) -> Iterator[LocalCluster]:
     """Three nodes of one CPU each, besides the head."""
-    with local_cluster(1, 1, 1) as cluster:
+    with local_cluster("1", "1", "1") as cluster:
         yield cluster
 
 

@@ -1,9 +1,10 @@
 """A Ray cluster of several nodes on this machine, on the loopback interface alone: Ray's own
 simulation, in a process of its own, so that a test holds no Ray and nothing of one is left.
 
-Run as ``python local_cluster.py CPUS...``: a node for each number, besides a head that has none.
-Prints its address; then a number on stdin adds a node with so many CPUs, answered by a line; it
-ends with its stdin.
+Run as ``python local_cluster.py CPUS[:GPUS]...``: a node for each, besides a head that has none.
+The GPUs are Ray's bookkeeping: none has to be there.
+Prints its address; then such a line on stdin adds a node, and is answered by one; it ends with its
+stdin.
 """
 
 import os
@@ -18,7 +19,7 @@ from typing import IO
 
 from highwater.units import GIB, MIB
 
-NODE_BYTES = 4 * GIB
+NODE_BYTES = 8 * GIB
 """Host memory that a node hands out."""
 ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 """Ray takes 127.0.0.1 for its address then, as it does where firewalls would ask, and tells
@@ -39,18 +40,18 @@ class LocalCluster:
     process: subprocess.Popen[str]
     address: str
 
-    def add(self, cpus: int) -> None:
+    def add(self, node: str) -> None:
         """Add a node."""
-        _pipe(self.process.stdin).write(f"{cpus}\n")
+        _pipe(self.process.stdin).write(f"{node}\n")
         _pipe(self.process.stdin).flush()
         _pipe(self.process.stdout).readline()
 
 
 @contextmanager
-def local_cluster(*cpus: int) -> Iterator[LocalCluster]:
-    """A cluster with a node for each number of CPUs."""
+def local_cluster(*nodes: str) -> Iterator[LocalCluster]:
+    """A cluster with such nodes."""
     process = subprocess.Popen(
-        [sys.executable, __file__, *map(str, cpus)],
+        [sys.executable, __file__, *nodes],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -69,6 +70,8 @@ def _pipe(pipe: IO[str] | None) -> IO[str]:
 
 
 def main() -> None:
+    if any(":" in node for node in sys.argv[1:]):
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hands out no more than are visible
     talk, sys.stdout = sys.stdout, sys.stderr
     # A socket's path has 107 characters at the most: no folder of a test's.
     folder = os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="hw-ray-", dir="/tmp")
@@ -82,12 +85,13 @@ def main() -> None:
     head = {**common, "num_cpus": 0, "memory": MIB, "_system_config": _HEALTH}
     cluster = Cluster(initialize_head=True, head_node_args=head)
 
-    def add(cpus: str) -> None:
-        cluster.add_node(num_cpus=int(cpus), memory=NODE_BYTES, **common)
+    def add(node: str) -> None:
+        cpus, _, gpus = node.strip().partition(":")
+        cluster.add_node(num_cpus=int(cpus), num_gpus=int(gpus or 0), memory=NODE_BYTES, **common)
 
     try:
-        for cpus in sys.argv[1:]:
-            add(cpus)
+        for node in sys.argv[1:]:
+            add(node)
         print(cluster.address, file=talk, flush=True)
         for line in sys.stdin:
             add(line)

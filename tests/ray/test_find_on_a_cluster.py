@@ -3,6 +3,7 @@ stop, resumed.
 """
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -100,11 +101,11 @@ def test_a_search_that_is_told_to_stop_ends_what_runs_on_the_nodes(
 
 
 PUBLISHED = (
-    *("--model_path", "./small", "--start_length", "2048", "--log_dir", "./logs"),
+    *("--model_path", "./small", "--start_length", "4096", "--log_dir", "./logs"),
     *("--test_gpu_num", "1", "2", "--test_sp_num", "1", "2", "--trainer_strategy", "fsdp"),
     *("--save_hf_checkpoint", "last", "--timeout", "2400"),
 )
-"""The published script's own example, with fewer lengths and GPUs."""
+"""The published script's own example, with fewer GPUs, at the longest length that the CPU has."""
 
 
 def test_the_published_command_answers_on_a_cluster_as_on_one_machine(
@@ -132,3 +133,39 @@ def test_the_published_command_answers_on_a_cluster_as_on_one_machine(
         for folder in (tmp_path / "logs", tmp_path / "logs-of-the-cluster")
     ]
     assert logs[0] == logs[1]
+
+
+TRAINER = """
+import os, sys
+length = int(sys.argv[1])
+try:
+    held = bytearray(length * 2**20)
+except MemoryError:
+    raise SystemExit(sys.exit("RuntimeError: DefaultCPUAllocator: can't allocate memory"))
+for step in (1, 2):
+    print(f"step {step}/2", flush=True)
+"""
+"""A trainer that takes a MiB for each token."""
+
+
+def test_another_trainer_is_tried_on_the_nodes(
+    nodes: LocalCluster, mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "tiny")
+    script = tmp_path / "trainer.py"
+    script.write_text(TRAINER)
+    command = shlex.join([sys.executable, str(script), "{length}"])
+    words = (sys.executable, "-m", "highwater", "find", "tiny", "--device", "cpu", "--gpus", "1")
+    words = (*words, "--memory", "512MiB", "--trainer", "command", "--command", command)
+    lengths = ("--start-length", "64", "--resolution", "256", "--max-length", "1024")
+    done = subprocess.run(
+        (*words, *lengths, "--address", nodes.address, "--json", "--study", "study.jsonl"),
+        capture_output=True,
+        text=True,
+        timeout=ENDS_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (answer,) = json.loads(done.stdout)["answers"]
+    assert (answer["capacity_tokens"], answer["does_not_fit_tokens"]) == (320, 576)

@@ -39,4 +39,4 @@ def test_a_trial_whose_node_is_killed_says_nothing_and_is_tried_on_another(
     again = runner.submit(Launch(spec=spec, attempt=2)).result(timeout=ENDS_S)
     assert (again.outcome, again.attempt) == (Outcome.FIT, 2)
     assert again.log_path != result.log_path
-    nodes.add(1)
+    nodes.add("1")

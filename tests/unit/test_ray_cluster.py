@@ -9,6 +9,7 @@ from places import write_model
 from highwater.errors import MachineError, UsageError
 from highwater.run.model_files import model_files
 from highwater.run.ray_cluster import RayCluster
+from highwater.run.ray_driver import loss_reason
 from highwater.run.ray_node import Needs, Refusal, read_node
 from highwater.spec.request import request_from
 
@@ -62,12 +63,14 @@ def test_a_large_one_is_a_shared_path_whose_files_are_the_same(tmp_path: Path) -
     assert files.missing() == f"it has no {directory / 'config.json'}"
 
 
-def test_a_node_without_the_users_module_or_with_gpus_that_its_driver_does_not_show_is_named(
+def test_what_a_node_lacks_is_named(
     tmp_path: Path,
 ) -> None:
     model = model_files(write_model(tmp_path / "model"))
     needs = Needs(on_gpus=True, model=model, data_module="nowhere_to_be_found.batches")
     assert read_node(0, needs).problem == "it has no module nowhere_to_be_found.batches"
+    foreign = Needs(on_gpus=False, model=model, is_engine=False, program="no-such-trainer")
+    assert "'no-such-trainer' is not found" in (read_node(0, foreign).problem or "")
     reading = read_node(8, Needs(on_gpus=True, model=model))
     assert "Ray hands out 8 GPUs" in (reading.problem or "")
 
@@ -77,3 +80,27 @@ def test_a_refusal_crosses_processes_as_what_it_was(kind: type[UsageError | Mach
     error = Refusal(kind.__name__, "no", "yes").error()
     assert type(error) is kind
     assert (error.problem, error.hint) == ("no", "yes")
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (
+            "Ray killed 1 worker(s) based on the killing policy\nTop 10 memory users: PID\n"
+            "2845\t1.51\t/usr/bin/python --token=hunter2\nTo adjust the kill threshold, set the "
+            "environment variable `RAY_memory_usage_threshold` when starting Ray.",
+            "the node's memory was full, and Ray's memory monitor ended what ran there",
+        ),
+        (
+            "The actor died unexpectedly before finishing this task.\n\tclass_name: TrialOnNode\n"
+            "The actor is dead because its worker process has died. Worker exit detail: End of "
+            "file. Some common causes include: (1) the process was killed by the OOM killer",
+            "The actor is dead because its worker process has died. Worker exit detail: End of "
+            "file.",
+        ),
+    ],
+)
+def test_the_reason_of_a_loss_is_one_line_and_names_nobody_elses_processes(
+    said: str, reason: str
+) -> None:
+    assert loss_reason(RuntimeError(said)) == reason

@@ -81,6 +81,13 @@ def test_a_cluster_without_a_node_for_trials_says_what_each_lacks() -> None:
         choose(nodes, "cpu", None)
 
 
+def test_gpus_that_cannot_be_used_do_not_make_it_a_question_to_the_cpu() -> None:
+    nodes = [node("a", gpus=8, problem="torch is built without CUDA"), node("b")]
+    with pytest.raises(MachineError, match=r"built without CUDA.*node b is left out: it has no"):
+        choose(nodes, None, None)
+    assert names(choose(nodes, "cpu", None).nodes) == ["b"]
+
+
 def test_small_trials_share_a_node_so_that_another_stays_free() -> None:
     placement = Placement([node("a", gpus=4), node("b", gpus=4)])
     firsts = [placement.take(number, demand(1)).first for number in range(3)]

@@ -5,7 +5,7 @@ nodes that share one machine's cores show how trials are placed, not how fast th
 import time
 from collections.abc import Iterator
 
-PACE_S = 1.5
+PACE_S = 2.0
 """Seconds before each micro-batch."""
 
 

@@ -96,6 +96,7 @@ def try_(arguments: argparse.Namespace) -> int:
     spec = api.prepare_trial(request, arguments.length)
     if request.device is None and spec.device == "cpu":
         console.notes([ON_THE_CPU_NOTE])
+    console.notes(api.machine_notes(request))
     is_limited = request.memory is not None
     console.notes(
         (

@@ -52,8 +52,8 @@ _SILENT_S = FORGOTTEN_S / 2
 its defaults: five health checks, 3 s apart."""
 _READ_S = 120.0
 """Bound on the time until a node was read: Ray brings the package there, and torch is asked."""
-_MEMORY_MONITOR = "memory usage threshold"
-"""What Ray says where it ended a process because its node's memory was full."""
+_MEMORY_MONITOR = "RAY_memory_usage_threshold"
+"""A variable that Ray names where it ended a process because its node's memory was full."""
 _END_S = 40.0
 """Bound on the time until a trial that is told to end has: the reaper has 30 s."""
 
@@ -204,14 +204,12 @@ class _HeldTrial:
 
     def lost(self, error: Exception) -> Lost:
         """How the trial was lost; whether with its node, Ray knows."""
-        import ray
-
-        alive = {each["NodeID"] for each in ray.nodes() if each["Alive"]}
-        is_node = self._node_id is not None and self._node_id not in alive
-        return Lost(self._asked.trial, self._node_id, _why(error), is_node)
+        is_node = self._node_id not in _alive()
+        return Lost(self._asked.trial, self._node_id, loss_reason(error), is_node)
 
     def _wait_for_place(self) -> bool:
         """Wait until Ray has reserved a part of one node; false where the trial is ended first."""
+        from ray.exceptions import NodeDiedError
         from ray.util import placement_group_table, remove_placement_group
 
         wanted = self._asked.wanted
@@ -221,6 +219,8 @@ class _HeldTrial:
             if self._ended.is_set():
                 return False
             self._say(Runs(self._asked.trial, "waiting for its place on a node", b""))
+            if not _alive() & {wanted.first, *wanted.any_of}:
+                raise NodeDiedError("every node that could hold the trial is gone")
             if time.monotonic() > until:
                 remove_placement_group(self.group)
                 self.group = _group(wanted, wanted.any_of)
@@ -291,6 +291,13 @@ def _environment(allocator: Allocator) -> dict[str, str]:
     }
 
 
+def _alive() -> set[str]:
+    """The ids of the nodes that Ray takes for alive."""
+    import ray
+
+    return {each["NodeID"] for each in ray.nodes() if each["Alive"]}
+
+
 def _group(wanted: Wanted, node_ids: tuple[str, ...]) -> Any:
     """A placement group of one bundle: all of a trial is on one of these nodes."""
     from ray.util import placement_group
@@ -305,7 +312,7 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip() or repr(error)).splitlines()[0]
 
 
-def _why(error: BaseException) -> str:
+def loss_reason(error: BaseException) -> str:
     """Why a trial was lost, in a line."""
     text = str(error).strip() or repr(error)
     if _MEMORY_MONITOR in text:

@@ -3,6 +3,7 @@ node, and the trial that it holds. Ray brings this package there.
 """
 
 import os
+import shutil
 import time
 import traceback
 from collections.abc import Iterator
@@ -66,6 +67,10 @@ class Needs:
     model: ModelFiles
     data_module: str | None = None
     """The user's module that yields batches, if any."""
+    is_engine: bool = True
+    """Whether this package's engine trains, not another trainer."""
+    program: str | None = None
+    """The program of another trainer's command, if one is named."""
 
 
 class Refusal(NamedTuple):
@@ -120,15 +125,19 @@ def read_node(gpus: int, needs: Needs) -> NodeReading:
 
 def _obstacle(machine: Machine, gpus: int, needs: Needs) -> str | None:
     """Why no trial can run on the machine, in a line; None where one can."""
-    obstacles = package_obstacles(machine)
+    obstacles = package_obstacles(machine) if needs.is_engine else ()
     if obstacles:
         return "; ".join(obstacles)
+    if needs.program is not None and shutil.which(needs.program) is None:
+        return f"the command's program {needs.program!r} is not found there"
     module = needs.data_module
     if module is not None and find_spec(module.partition(".")[0]) is None:
         return f"it has no module {module}"
     if needs.on_gpus and gpus:
         try:
             _check_gpus(machine, gpus)
+            if needs.is_engine:
+                refuse_torch_without_gpu(machine)
         except MachineError as error:
             return error.problem
     return needs.model.missing()
@@ -141,7 +150,6 @@ def _check_gpus(machine: Machine, gpus: int) -> None:
         raise MachineError(f"Ray hands out {gpus} GPUs, its driver shows: {seen}", hint="")
     for gpu in machine.gpus:
         refuse_unfit_gpu(gpu.name, gpu.compute_capability)
-    refuse_torch_without_gpu(machine)
 
 
 class TrialOnNode:

@@ -73,7 +73,7 @@ def choose(nodes: Sequence[Node], device: Device | None, counts: Sequence[int] |
     """
     fit = [node for node in nodes if node.problem is None]
     unfit = [f"{node.name} is left out: {node.problem}" for node in nodes if node not in fit]
-    if device == "cuda" or (device is None and any(node.gpus for node in fit)):
+    if device == "cuda" or (device is None and any(node.gpus for node in nodes)):
         unfit += [f"{node.name} is left out: it has no GPU" for node in fit if not node.gpus]
         fit, device = [node for node in fit if node.gpus], "cuda"
     else:

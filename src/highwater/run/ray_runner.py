@@ -8,6 +8,7 @@ import threading
 import time
 from collections import defaultdict
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import IO
@@ -22,7 +23,7 @@ from highwater.run.ray_node import LauncherIn, Needs, TrialEnd
 from highwater.run.ray_placement import Demand, Node, Placement, alike_nodes, demand_of
 from highwater.run.trial_log import LogLayout, log_path_of, new_log
 from highwater.spec.protocols import Launch, OnPhase, TrialEndedError, unheard
-from highwater.spec.trial import Outcome, TrialResult, TrialSpec
+from highwater.spec.trial import Device, Outcome, TrialResult, TrialSpec
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -38,6 +39,8 @@ class _ClusterTrial:
     """Whether another trial of ours was on its node at any time."""
     is_ending: bool = False
     """Whether it was told to end."""
+    failure: OSError | None = None
+    """Why its log could not be written."""
 
 
 class RayRunner:
@@ -88,7 +91,7 @@ class RayRunner:
         """Start a trial, as ``Runner`` says; where others use the cluster it waits for them."""
         future: Future[TrialResult] = Future()
         try:
-            self._read_again()
+            self._read_again(launch.spec.device)
             with self._changed:
                 self._start(launch, demand_of(launch.spec), future, on_phase)
         except (HighwaterError, OSError) as error:
@@ -122,12 +125,11 @@ class RayRunner:
         if interrupt is not None:
             raise interrupt
 
-    def _read_again(self) -> None:
+    def _read_again(self, device: Device) -> None:
         """Take in the nodes that have joined, where one was lost."""
         if not self._has_lost_nodes:
             return
         self._has_lost_nodes = False
-        device = "cuda" if self._needs.on_gpus else "cpu"
         nodes = alike_nodes(self._cluster.read_nodes(self._needs), self._like, device)
         with self._changed:
             self._placement.nodes = nodes
@@ -169,8 +171,7 @@ class RayRunner:
         match said:
             case Runs():
                 running = self._running[said.trial]
-                running.log.write(said.log)
-                running.log.flush()
+                self._write(said.trial, running, said.log)
                 running.on_phase(said.phase)
             case Placed():
                 with self._changed:
@@ -185,15 +186,27 @@ class RayRunner:
                 for trial in tuple(self._running):
                     self._finish(trial, self._broken)
 
+    def _write(self, trial: int, running: _ClusterTrial, log: bytes) -> None:
+        """Write what a log has got; a trial whose log cannot be written is ended."""
+        try:
+            running.log.write(log)
+            running.log.flush()
+        except OSError as error:
+            running.failure = error
+            self._cluster.send(End(trial))
+
     def _finish(self, trial: int, result: TrialResult | BaseException) -> None:
         """Free a trial's place, then tell how it ended, or launch it once more."""
         running = self._running[trial]
-        running.log.close()
+        with suppress(OSError):  # of a full disk, again
+            running.log.close()
         with self._changed:
             self._placement.leave(trial)
             del self._running[trial]
             if running.is_ending:
                 result = TrialEndedError()
+            elif running.failure is not None:
+                result = running.failure
             again = isinstance(result, TrialResult) and self._has_to_be_alone(running, result)
             if again:
                 result = self._alone(running) or result
@@ -239,9 +252,8 @@ class RayRunner:
     def _lost(self, running: _ClusterTrial, lost: Lost) -> TrialResult:
         """The crash of a trial whose node, or the process that held it there, is gone."""
         node_id = lost.node_id or ""
-        name = next(
-            (node.name for node in self._placement.nodes if node.node_id == node_id), "a node"
-        )
+        named = {node.node_id: node.name for node in self._placement.nodes}
+        name = named.get(node_id, "every node for it")
         if lost.is_node:
             reason = f"{name} of the Ray cluster was lost"
             with self._changed:
@@ -251,7 +263,8 @@ class RayRunner:
         else:
             reason = f"Ray lost the trial on {name}: {lost.reason}"
         self._lost_on[running.launch.spec.key].add(node_id)
-        running.log.write(f"\n{reason}\n".encode())
+        with suppress(OSError):
+            running.log.write(f"\n{reason}\n".encode())
         return TrialResult(
             outcome=Outcome.CRASHED,
             reason=reason,

@@ -6,14 +6,17 @@ from pathlib import Path
 
 from highwater.errors import UsageError
 from highwater.run.engine_trial import EngineLauncher
+from highwater.run.foreign_trial import ForeignLauncher
 from highwater.run.model_files import model_files
 from highwater.run.ray_cluster import RayCluster
-from highwater.run.ray_node import Needs
+from highwater.run.ray_node import LauncherIn, Needs
 from highwater.run.ray_placement import Chosen, choose
 from highwater.run.ray_runner import RayRunner
 from highwater.run.trial_log import LogLayout
+from highwater.spec.command_template import split_command
 from highwater.spec.model import load_model
 from highwater.spec.request import Request
+from highwater.spec.trainer import OURS
 
 _joined: dict[str | None, RayCluster] = {}
 """The cluster of each address that was joined and not left: from a plan to its answer."""
@@ -33,25 +36,30 @@ def nodes_of(request: Request) -> Chosen:
 
 def runner_of(request: Request, log_layout: LogLayout) -> RayRunner:
     """The runner of a request's trials, on those nodes."""
-    launcher_in = partial(
-        EngineLauncher,
-        timeout_s=request.timeout_s,
-        allow_busy=request.allow_busy,
-        checkpoint_directory=None
-        if request.checkpoint_dir is None
-        else Path(request.checkpoint_dir),
-        profiling=request.memory_profiler,
-        tensorboard=request.tensorboard,
-        logit_range=request.logit_range,
-    )
     return RayRunner(
         _cluster(request),
         nodes_of(request).nodes,
-        launcher_in,
+        _launcher_in(request),
         _needs(request),
         log_directory=Path(request.log_dir),
         log_layout=log_layout,
         most_trials=request.max_concurrent_trials,
+    )
+
+
+def _launcher_in(request: Request) -> LauncherIn:
+    """What makes the launcher of a request's trials on a node, where their logs lie meanwhile."""
+    usual = {"timeout_s": request.timeout_s, "allow_busy": request.allow_busy}
+    if request.trainer != OURS:
+        return partial(ForeignLauncher, **usual)
+    saves_in = request.checkpoint_dir
+    return partial(
+        EngineLauncher,
+        **usual,
+        checkpoint_directory=None if saves_in is None else Path(saves_in),
+        profiling=request.memory_profiler,
+        tensorboard=request.tensorboard,
+        logit_range=request.logit_range,
     )
 
 
@@ -76,7 +84,17 @@ def _needs(request: Request) -> Needs:
         on_gpus=request.device != "cpu",
         model=model_files(Path(load_model(request.model).directory)),
         data_module=None if request.data is None else request.data.partition(":")[0],
+        is_engine=request.trainer == OURS,
+        program=_program(request),
     )
+
+
+def _program(request: Request) -> str | None:
+    """The program of another trainer's command; None where a placeholder says it."""
+    if request.command is None:
+        return None
+    program = split_command(request.command)[0]
+    return None if "{" in program else program
 
 
 def _refuse_what_is_here(request: Request) -> None:

@@ -56,7 +56,8 @@ def check_machine(
         return
     check_log_directory(Path(request.log_dir))
     if request.on_ray:  # the rest was looked at on each node, and busy GPUs are at each launch
-        refuse_missing_package(settings, machine.versions)
+        if request.trainer == OURS:
+            refuse_missing_package(settings, machine.versions)
         return
     if request.trainer != OURS:
         _check_around_a_trainer(request, machine, device, gpus=gpus)

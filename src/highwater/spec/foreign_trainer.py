@@ -86,7 +86,7 @@ FROM_OUTSIDE = frozenset(
         *("model", "trainer", "done_pattern", "device", "gpus", "memory", "allocator", "headroom"),
         *("start_length", "resolution", "max_length", "method", "proof", "budget", "timeout"),
         *("confirm", "steps", "log_dir", "study", "retry_crashed", "no_diagnose", "allow_busy"),
-        "max_concurrent_trials",
+        *("max_concurrent_trials", "runner", "address"),
     )
 )
 """Fields of ``Request`` that are set around any trainer, without a word of its own."""

@@ -1,0 +1,85 @@
+"""GPUs that Ray hands out, as its bookkeeping has them: each trial has its own, on one node."""
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from local_cluster import NODE_BYTES, LocalCluster, local_cluster
+from places import machine_with, question_of, write_model
+from processes import wait_until
+from told_gpus import GO, ToldGpus
+
+from highwater.run.model_files import model_files
+from highwater.run.ray_cluster import RayCluster
+from highwater.run.ray_node import Needs
+from highwater.run.ray_placement import Node
+from highwater.run.ray_runner import RayRunner
+from highwater.spec.layout import Layout
+from highwater.spec.protocols import Launch
+from highwater.spec.settings import Settings
+from highwater.spec.study import Cell
+from highwater.spec.trial import TrialSpec
+from runner_contract import ENDS_S
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+
+QUESTION = question_of(gpus=[1, 2, 4])
+
+
+@pytest.fixture(scope="module")
+def gpu_nodes(mark: str) -> Iterator[LocalCluster]:
+    with local_cluster("4:4", "4:4") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def runner(gpu_nodes: LocalCluster, tmp_path: Path) -> Iterator[RayRunner]:
+    needs = Needs(on_gpus=False, model=model_files(write_model(tmp_path / "model")))
+    cluster = RayCluster(gpu_nodes.address)
+    ids = [node.node_id for node in cluster.read_nodes(needs) if node.gpus]
+    nodes = tuple(
+        Node(node_id=each, cpus=4, gpus=4, memory_bytes=NODE_BYTES, machine=machine_with(4))
+        for each in ids
+    )
+    runner = RayRunner(cluster, nodes, ToldGpus, needs, log_directory=tmp_path / "logs")
+    go = Path(os.environ["FAULTS"], GO)
+    yield runner
+    runner.close()
+    cluster.close()
+    go.unlink(missing_ok=True)
+
+
+def trial(number: int, gpus: int, **changes: object) -> TrialSpec:
+    cell = Cell(layout=Layout(gpus=gpus), settings=Settings(**changes))
+    return QUESTION.trial(cell, 4096 + number)
+
+
+def test_each_trial_has_gpus_of_its_own_on_one_node_and_small_ones_share_it(
+    runner: RayRunner,
+) -> None:
+    futures, held = [], []
+    for number, gpus in enumerate((1, 1, 2, 4)):
+        spec = trial(number, gpus)
+        assert runner.has_room(spec)
+        futures.append(runner.submit(Launch(spec=spec), on_phase=held.append))
+    assert not runner.has_room(trial(9, 1))
+    assert wait_until(lambda: held.count("held") >= 4, within_s=ENDS_S)
+    Path(os.environ["FAULTS"], GO).touch()
+    taken: defaultdict[str, list[tuple[str, ...]]] = defaultdict(list)
+    for future in futures:
+        node, _, gpus = future.result(timeout=ENDS_S).reason.partition(":")
+        taken[node].append(tuple(gpus.split(",")))
+    sizes = sorted(sorted(map(len, gpus)) for gpus in taken.values())
+    assert sizes == [[1, 1, 2], [4]]
+    for gpus in taken.values():
+        assert sorted(gpu for each in gpus for gpu in each) == ["0", "1", "2", "3"]
+
+
+def test_states_in_host_memory_have_a_node_to_themselves_and_no_more_gpus_than_they_take(
+    runner: RayRunner,
+) -> None:
+    Path(os.environ["FAULTS"], GO).touch()
+    result = runner.submit(Launch(spec=trial(0, 2, offload="states"))).result(timeout=ENDS_S)
+    assert len(result.reason.partition(":")[2].split(",")) == 2
