@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from highwater.emit.trl import COMMANDS as TRL_COMMANDS
+from highwater.emit.trl import GENERATIONS
 from highwater.memory.capacity import MemoryLimit, predict_cell
 from highwater.memory.formula.formula import likely_footprint
 from highwater.spec.footprint import device_state_bytes, layer_input_bytes
 from highwater.spec.study import Cell, Question
 
-_FLOAT32_BYTES = 4
+_BF16_BYTES, _FLOAT32_BYTES = 2, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,8 @@ def engine_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLine
 
 def trl_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLine:
     """The line of TRL: ours without tiles over the tokens, and its head, which is gathered whole in
-    float32 for the loss, as its gradient is.
+    float32 for the loss, as its gradient is. With GRPO a token costs at least its keys and values
+    in each of the completions that are generated together.
 
     Source: ``add_fused_lm_head`` in trl/trainer/utils.py of trl 1.16.0.
     """
@@ -65,7 +68,12 @@ def trl_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLine:
     shape = question.model.shape
     head_bytes = _FLOAT32_BYTES * shape.vocab_size * shape.hidden_size
     gathered = 1 if cell.settings.lora is not None else 2
-    return replace(line, fixed_bytes=line.fixed_bytes + gathered * head_bytes)
+    line = replace(line, fixed_bytes=line.fixed_bytes + gathered * head_bytes)
+    if not TRL_COMMANDS[cell.settings.objective].generates:
+        return line
+    # A group's completions are generated at once, and the keys and values of all of them are kept.
+    kept_bytes = 2 * _BF16_BYTES * shape.layers * shape.kv_heads * shape.head_dim
+    return replace(line, bytes_per_token=max(line.bytes_per_token, GENERATIONS * kept_bytes))
 
 
 def trainer_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLine:

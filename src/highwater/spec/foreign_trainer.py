@@ -44,7 +44,8 @@ class ForeignTrainer(Record, frozen=True, kw_only=True):
     @property
     def typed(self) -> str:
         """Its command as one types it, placeholders and all; empty where nobody typed one."""
-        return " ".join(map(_typed, self.command))
+        is_usual = self.command == (self.trainer,)
+        return "" if is_usual else " ".join(map(_typed, self.command))
 
     @property
     def flags(self) -> tuple[str, ...]:
