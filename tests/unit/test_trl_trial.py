@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from highwater.errors import HighwaterError, MachineError, UsageError
+from highwater.run.prepared_model import model_cache
 from highwater.run.trainer_python import python_of, versions_there
-from highwater.run.trl_trial import base_of, check_trl, model_cache
+from highwater.run.trl_trial import base_of, check_trl
 from highwater.spec.foreign_request import config_digest
 from highwater.spec.foreign_trainer import ForeignTrainer
 from highwater.spec.layout import Layout

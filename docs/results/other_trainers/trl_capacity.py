@@ -73,7 +73,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for case in words.case:
         for trainer in words.trainer:
-            rows.append(searched(words, case, trainer))
+            row = {"case": case, "trainer": trainer}
+            rows.append(searched(words.out, row, MODEL, settings_of(words, case, trainer)))
             print(json.dumps(rows[-1]), flush=True)
     print(table(rows))
 
@@ -111,16 +112,13 @@ def settings_of(words: argparse.Namespace, case: str, trainer: str) -> dict[str,
     }
 
 
-def searched(words: argparse.Namespace, case: str, trainer: str) -> dict[str, Any]:
-    """The answer of one search, or why there is none."""
+def searched(
+    out: Path, row: dict[str, Any], model: str, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """The answer of one search, or why there is none, beside what the row has."""
     began = time.monotonic()
-    row: dict[str, Any] = {"case": case, "trainer": trainer}
     try:
-        study = highwater.find(
-            MODEL,
-            on_event=recorder(words.out / "trials.jsonl", row),
-            **settings_of(words, case, trainer),
-        )
+        study = highwater.find(model, on_event=recorder(out / "trials.jsonl", row), **settings)
     except (HighwaterError, OSError) as error:
         return row | {"error": str(error), "hint": getattr(error, "hint", None)}
     row |= {"launches": len(study.trials), "took_s": round(time.monotonic() - began, 1)}
@@ -169,7 +167,7 @@ def recorder(path: Path, row: dict[str, Any]) -> Callable[[SearchEvent], None]:
 
 
 def measured(result: Any) -> dict[str, Any]:
-    """Peak and time of a trial: TRL's mean step, our engine's last."""
+    """Peak and time of a trial: the mean step of TRL or transformers, our engine's last."""
     used = [rank.memory.device_used_bytes for rank in result.ranks]
     known = [each for each in used if each is not None]
     found: dict[str, Any] = {
@@ -181,13 +179,13 @@ def measured(result: Any) -> dict[str, Any]:
         text = log.read_text(encoding="utf-8", errors="replace")
         found["steps"] = steps = [dict(step) for step in logged_steps(text)]
         total_s = runtime_s(text)
-        # TRL says the time of all steps, the first of which warms up
+        # they say the time of all steps, the first of which warms up
         found["step_s"] = None if total_s is None or not steps else total_s / len(steps)
     return found
 
 
 def runtime_s(text: str) -> float | None:
-    """The time of all steps, as TRL says it when they are done."""
+    """The time of all steps, as transformers' trainer and TRL say it when they are done."""
     _, said, rest = text.rpartition("'train_runtime': ")
     return float(rest.partition(",")[0].strip("' ")) if said else None
 

@@ -13,6 +13,14 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from highwater.emit.accelerate import launched_values, sharing_of
+from highwater.emit.accelerate_files import (
+    ON_THE_CPU,
+    SHARDING,
+    fsdp_keys,
+    mapping_in,
+    over_fsdp,
+    refuse_unlaunched,
+)
 from highwater.emit.emitted import nested
 from highwater.emit.trl import GENERATIONS, TrlTraining, refuse_untrainable, trl_values
 from highwater.errors import UsageError
@@ -66,21 +74,9 @@ _RECOMPUTED = ("gradient_checkpointing", "activation_checkpointing")
 """Both names that transformers has for one thing."""
 _OF_ADAPTERS = ("use_peft", "lora_", "load_in_", "bnb_", "use_bnb_", "dtype")
 """Beginnings of names that LoRA has a word in."""
-_OF_THE_STRATEGY = (
-    *("fsdp_version", "fsdp_reshard_after_forward", "fsdp_use_orig_params"),
-    "fsdp_state_dict_type",
-)
+_OF_THE_STRATEGY = (*SHARDING, "fsdp_state_dict_type")
 """FSDP's keys that are never the user's: how states are sharded, and that no whole model is saved
 at the end."""
-_ON_THE_CPU: Mapping[str, Any] = {
-    "compute_environment": "LOCAL_MACHINE",
-    "distributed_type": "NO",
-    "mixed_precision": "no",
-    "num_machines": 1,
-    "num_processes": 1,
-    "use_cpu": True,
-}
-"""Accelerate's file of a trial on the CPU."""
 _FROM_A_RECOMMENDATION = ("packing", "packing_strategy", "attn_implementation")
 """What is emitted where the user has no configuration, and left to TRL where there is one."""
 
@@ -152,28 +148,7 @@ def refuse_untried(spec: TrialSpec, shape: ModelShape) -> None:
             f"{layout.ulysses_degree} GPUs is DeepSpeed's there, with other shards",
             hint=f"use `--ulysses 1 --ring {layout.context_degree}`",
         )
-    if layout.ring_degree > 1 and settings.strategy == "fsdp":
-        raise UsageError("TRL's ring is FSDP2's, not FSDP's", hint="use `--strategy fsdp2`")
-    if settings.recompute == "all-but-attention":
-        raise UsageError(
-            "TRL recomputes whole layers: it keeps no attention", hint="use `--recompute layer`"
-        )
-    if settings.offloads_states:
-        raise UsageError(
-            "accelerate offloads states with parameters and gradients, not alone",
-            hint="use `--offload`, or leave it out",
-        )
-    if spec.device == "cpu" and (layout.gpus > 1 or settings.offloads_model):
-        raise UsageError(
-            "accelerate shards and offloads nothing on the CPU: one process trains there",
-            hint="use `--gpus 1`, and leave `--offload` out",
-        )
-    if spec.length_tokens % (2 * layout.ring_degree) and layout.ring_degree > 1:
-        raise UsageError(
-            f"a ring of {layout.ring_degree} cuts a sequence into {2 * layout.ring_degree} pieces, "
-            f"and {spec.length_tokens} tokens are not a multiple",
-            hint=f"use `--resolution {2 * layout.ring_degree * 512}`",
-        )
+    refuse_unlaunched(spec, name="TRL")
 
 
 def refuse_base(base: Mapping[str, Any], *, source: str) -> None:
@@ -260,10 +235,10 @@ def _named(spec: TrialSpec, emitted: Mapping[str, Any]) -> list[str]:
 
 def _scaled(emitted: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
     """What the model is opened with, the scaling of its positions beside what the user has."""
-    scaled = _mapping(emitted, "model_init_kwargs")
+    scaled = mapping_in(emitted, "model_init_kwargs")
     if not scaled:
         return {}
-    return {"model_init_kwargs": {**_mapping(base, "model_init_kwargs"), **scaled}}
+    return {"model_init_kwargs": {**mapping_in(base, "model_init_kwargs"), **scaled}}
 
 
 def _emitted(launched: Launched, *, has_base: bool) -> dict[str, Any]:
@@ -312,7 +287,7 @@ def _own(launched: Launched, base: Base) -> dict[str, Any]:
     }
     if spec.settings.objective == "grpo":
         tokens = completion_tokens(spec, base.config)
-        told = _mapping(base.config, "generation_kwargs")
+        told = mapping_in(base.config, "generation_kwargs")
         own |= {
             "max_completion_length": tokens,
             "generation_kwargs": {**told, "min_new_tokens": tokens},
@@ -330,14 +305,16 @@ def _launcher(
     """Accelerate's file, over the user's own, and what is said of it."""
     spec = launched.spec
     if spec.device == "cpu":
-        return dict(_ON_THE_CPU), ()
+        return dict(ON_THE_CPU), ()
     cell = Cell(settings=spec.settings, layout=spec.layout)
     ours: dict[str, Any] = nested(launched_values(cell, sharing_of(spec.layout, launched.model)))
     ours |= {"main_process_port": 0, "use_cpu": False}  # 0: not the port of a trial beside this one
     theirs, mode = base.get("distributed_type"), ours["distributed_type"]
     if theirs in (None, "NO", "MULTI_GPU", mode):
         if mode == "FSDP":
-            ours["fsdp_config"] = _over(_fsdp_keys(base), ours["fsdp_config"], spec)
+            ours["fsdp_config"] = over_fsdp(
+                fsdp_keys(base), ours["fsdp_config"], spec.settings, ours_always=_OF_THE_STRATEGY
+            )
         return {**base, **ours}, ()
     if spec.layout.context_degree > 1:
         raise UsageError(
@@ -347,23 +324,6 @@ def _launcher(
     processes = {name: ours[name] for name in ("num_processes", "num_machines")}
     said = f"states are shared by your accelerate file's {theirs}, not by FSDP"
     return {**base, **processes, "main_process_port": 0}, (said,)
-
-
-def _over(theirs: Mapping[str, Any], ours: Mapping[str, Any], spec: TrialSpec) -> dict[str, Any]:
-    """FSDP's keys: the user's where a setting is at its default, ours where it was named."""
-    usual, settings = Settings(), spec.settings
-    meant = {*_OF_THE_STRATEGY}
-    meant |= {"fsdp_offload_params"} if settings.offload != usual.offload else set()
-    meant |= {"fsdp_activation_checkpointing"} if settings.recompute != usual.recompute else set()
-    return {**ours, **theirs, **{name: ours[name] for name in ours if name in meant}}
-
-
-def _fsdp_keys(base: Mapping[str, Any]) -> dict[str, Any]:
-    """FSDP's keys of the user's, with the prefix that accelerate adds where it is not there."""
-    section = _mapping(base, "fsdp_config")
-    return {
-        name if name.startswith("fsdp") else f"fsdp_{name}": each for name, each in section.items()
-    }
 
 
 def _fsdp(launcher: dict[str, Any]) -> dict[str, Any]:
@@ -393,8 +353,3 @@ def _notes(base: Base, own: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _generations(base: Mapping[str, Any]) -> int:
     return int(base.get("num_generations") or GENERATIONS)
-
-
-def _mapping(base: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = base.get(name)
-    return {str(key): each for key, each in value.items()} if isinstance(value, Mapping) else {}

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from threading import Event
 
+from highwater.run.accelerate_trial import check_accelerate, prepare_accelerate
 from highwater.run.foreign_command import OUTPUT, Check, ForeignCommand, Prepare
 from highwater.run.trl_trial import check_trl, prepare_trl
 from highwater.spec.command_template import filled_command
@@ -37,9 +38,13 @@ def prepare_command(
     return ForeignCommand(words=filled_command(foreign.command, spec, folder / OUTPUT))
 
 
-PREPARE: Mapping[ForeignName, Prepare] = {"command": prepare_command, "trl": prepare_trl}
+PREPARE: Mapping[ForeignName, Prepare] = {
+    "command": prepare_command,
+    "accelerate": prepare_accelerate,
+    "trl": prepare_trl,
+}
 """How trials of each foreign trainer are prepared."""
-_CHECK: Mapping[ForeignName, Check] = {"trl": check_trl}
+_CHECK: Mapping[ForeignName, Check] = {"accelerate": check_accelerate, "trl": check_trl}
 """What is looked at before the first trial of a foreign trainer, where there is anything."""
 
 

@@ -13,7 +13,7 @@ from highwater.run.ray_node import LauncherIn, Needs
 from highwater.run.ray_placement import Chosen, choose
 from highwater.run.ray_runner import RayRunner
 from highwater.run.trial_log import LogLayout
-from highwater.spec.command_template import split_command
+from highwater.spec.foreign_request import program_of
 from highwater.spec.model import load_model
 from highwater.spec.request import Request
 from highwater.spec.trainer import OURS
@@ -85,16 +85,8 @@ def _needs(request: Request) -> Needs:
         model=model_files(Path(load_model(request.model).directory)),
         data_module=None if request.data is None else request.data.partition(":")[0],
         is_engine=request.trainer == OURS,
-        program=_program(request),
+        program=program_of(request),
     )
-
-
-def _program(request: Request) -> str | None:
-    """The program of another trainer's command; None where a placeholder says it."""
-    if request.command is None:
-        return None
-    program = split_command(request.command)[0]
-    return None if "{" in program else program
 
 
 def _refuse_what_is_here(request: Request) -> None:

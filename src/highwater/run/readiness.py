@@ -14,7 +14,10 @@ from highwater.run.probe import (
 )
 from highwater.spec.command_template import split_words
 from highwater.spec.footprint import checkpoint_bytes
+from highwater.spec.foreign_request import program_of
+from highwater.spec.foreign_trainer import FOREIGN, foreign_name
 from highwater.spec.hardware import Machine, refuse_unfit_gpu
+from highwater.spec.launched_command import EXAMPLE, launched_command
 from highwater.spec.model import load_model
 from highwater.spec.profiling import refuse_profiling
 from highwater.spec.request import Request
@@ -85,14 +88,29 @@ def _check_around_a_trainer(
     """Raise for what a trial of a foreign trainer does not find here: its program, free GPUs. What
     it needs besides is its own affair.
     """
-    if request.command is not None:
-        program = split_words(request.command)[0]
-        if "{" not in program and shutil.which(program) is None:
-            raise UsageError(
-                f"the command's program {program!r} is not found, or cannot be run",
-                hint="give its whole path, or a program in PATH: `--command 'python ...'`",
-            )
+    trainer, program = foreign_name(request.trainer), program_of(request)
+    is_launched = trainer is not None and FOREIGN[trainer].is_launched
+    if program is not None and shutil.which(program) is None:
+        raise UsageError(
+            f"the command's program {program!r} is not found, or cannot be run",
+            hint=f"`pip install accelerate`, or say where it is: `--command '/path/to/accelerate "
+            f"launch {EXAMPLE}'`"
+            if is_launched
+            else "give its whole path, or a program in PATH: `--command 'python ...'`",
+        )
+    if is_launched and request.command is not None:
+        _refuse_no_script(request.command)
     if device == "cuda":
         refuse_unreadable_gpus(machine, count=gpus)
         if not request.allow_busy:
             refuse_busy_gpus(machine, count=gpus)
+
+
+def _refuse_no_script(command: str) -> None:
+    """Raise UsageError where the script that is launched is no file here."""
+    script = launched_command(split_words(command)).script
+    if script is not None and not script.is_file():
+        raise UsageError(
+            f"the command's script {script} is not a file here",
+            hint="give its whole path, or go where it is; a module is `--command '-m PACKAGE ...'`",
+        )

@@ -2,16 +2,12 @@
 a directory to train from, written before ``trl sft`` or ``trl grpo`` is started.
 """
 
-import os
 import shutil
-import subprocess
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import Any, cast
 
-import msgspec
 import yaml
 
 from highwater.emit.accelerate import FILE
@@ -28,40 +24,25 @@ from highwater.emit.trl_files import (
     refuse_untried,
     trial_files,
 )
-from highwater.errors import HighwaterError, MachineError, UsageError
+from highwater.errors import MachineError, UsageError
 from highwater.run.foreign_command import OUTPUT, ForeignCommand
-from highwater.run.private_folder import last_lines, private_folder
-from highwater.run.probe import INSTALL_HINT
-from highwater.run.reaper import module, under_reaper
+from highwater.run.prepared_model import prepared_model, refuse_full_disk
+from highwater.run.trainer_config import yaml_fields
 from highwater.run.trainer_python import python_of, versions_there
-from highwater.run.trial_environment import ON_THE_CPU, clean_environment
-from highwater.run.trial_process import exit_code_of
 from highwater.run.trl_log import steps_of
-from highwater.spec.codec import from_json, to_json
 from highwater.spec.files import SETTINGS_BYTES, read_file
 from highwater.spec.foreign_request import base_config
 from highwater.spec.foreign_trainer import ForeignTrainer
 from highwater.spec.model import load_model
-from highwater.spec.preparation import (
-    ORDER_FILE,
-    PREPARED_FILE,
-    PreparationOrder,
-    Prepared,
-    missing_files,
-    prepared_name,
-)
+from highwater.spec.preparation import DocumentOrder, missing_files
 from highwater.spec.protocols import OnPhase
 from highwater.spec.rope import yarn
 from highwater.spec.trial import TrialSpec
-from highwater.units import format_bytes
 
 PROGRAM = "trl"
+_HINT = "name the file that `trl sft --config` takes"
 _DOCUMENTS = "documents.jsonl"
-_PREPARATION = "highwater.train.trainer_inputs"
 _FLASH = "flash-attn"
-_PREPARE_S = 3600.0
-"""Longest time of a preparation: random weights of 70 billion parameters take minutes to write."""
-_BF16_BYTES = 2
 _OFFLINE = {"HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled"}
 
 
@@ -74,8 +55,8 @@ def prepare_trl(
     """
     check_trl(spec, foreign)
     base, words = base_of(foreign), foreign.command or (PROGRAM,)
-    prepared = _prepared(_order(spec, base, folder), folder, ended, on_phase)
-    launched = _launched(spec, Path(prepared.model_directory), folder, words[0])
+    model = prepared_model(spec, folder, ended, on_phase, documents=_documents(spec, base, folder))
+    launched = _launched(spec, model, folder, words[0])
     files = trial_files(launched, base)
     said = (*missing_files(Path(spec.model_directory)).notes, *files.notes)
     _write(files, said, folder)
@@ -95,7 +76,7 @@ def check_trl(spec: TrialSpec, foreign: ForeignTrainer) -> tuple[str, ...]:
     refuse_untried(spec, load_model(spec.model_directory).shape)
     base, program = base_of(foreign), (foreign.command or (PROGRAM,))[0]
     _refuse_no_program(program)
-    _refuse_full_disk(spec)
+    refuse_full_disk(spec)
     nowhere = Path("there")
     files = trial_files(_launched(spec, nowhere, nowhere, program), base)
     batch = batch_of(spec, base.config)
@@ -135,7 +116,7 @@ def base_of(foreign: ForeignTrainer) -> Base:
     if content is None or foreign.base_config_path is None:
         return Base()
     path = Path(foreign.base_config_path)
-    config = _fields(content, path)
+    config = yaml_fields(content, path, hint=_HINT)
     named = config.get("accelerate_config")
     if named is None:
         return Base(config=config, source=path.name)
@@ -145,31 +126,8 @@ def base_of(foreign: ForeignTrainer) -> Base:
             f"{path.name} names accelerate's configuration {named}, which is no file beside it",
             hint="leave `accelerate_config` out: a trial says how processes share the work",
         )
-    launcher = _fields(read_file(beside, most_bytes=SETTINGS_BYTES), beside)
+    launcher = yaml_fields(read_file(beside, most_bytes=SETTINGS_BYTES), beside, hint=_HINT)
     return Base(config=config, launcher=launcher, source=path.name)
-
-
-def model_cache(environment: Mapping[str, str]) -> Path:
-    """The folder of directories that were made to train from: ``$XDG_CACHE_HOME/highwater/models``,
-    by default in ``~/.cache``.
-    """
-    base = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base, "highwater", "models")
-
-
-def _fields(content: bytes, path: Path) -> dict[str, Any]:
-    try:
-        read: Any = yaml.safe_load(content)
-    except yaml.YAMLError as error:
-        raise UsageError(
-            f"{path} is no YAML: {str(error).splitlines()[0]}",
-            hint="name the file that `trl sft --config` takes",
-        ) from error
-    if not isinstance(read, dict):
-        raise UsageError(
-            f"{path} has no named fields", hint="name the file that `trl sft --config` takes"
-        )
-    return {str(name): value for name, value in cast(dict[Any, Any], read).items()}
 
 
 def _refuse_no_program(program: str) -> None:
@@ -181,86 +139,21 @@ def _refuse_no_program(program: str) -> None:
         )
 
 
-def _refuse_full_disk(spec: TrialSpec) -> None:
-    """Raise MachineError where random weights would have to be written and there is no room."""
-    source, cache = Path(spec.model_directory), model_cache(os.environ)
-    missing = missing_files(source)
-    if not missing.weights or (cache / prepared_name(source, spec.seed, missing)).is_dir():
-        return
-    needed_bytes = _BF16_BYTES * load_model(spec.model_directory).shape.parameters
-    place = next(each for each in (cache, *cache.parents) if each.is_dir())
-    free_bytes = shutil.disk_usage(place).free
-    if free_bytes < needed_bytes:
-        raise MachineError(
-            f"{spec.model_name} has no weights here: random ones take "
-            f"{format_bytes(needed_bytes)}, and {cache} has {format_bytes(free_bytes)} free",
-            hint="name a folder with room: `export XDG_CACHE_HOME=/path`",
-        )
-
-
 def _versions(program: str) -> Mapping[str, str]:
     """Versions of the packages that decide what is emitted, in the Python that starts TRL."""
     python = python_of(program)
     return {} if python is None else versions_there(python, (PROGRAM, _FLASH))
 
 
-def _order(spec: TrialSpec, base: Base, folder: Path) -> PreparationOrder:
+def _documents(spec: TrialSpec, base: Base, folder: Path) -> DocumentOrder:
     end = base.config.get("eos_token")
-    return PreparationOrder(
-        model_directory=spec.model_directory,
-        cache_directory=str(model_cache(os.environ)),
-        scratch_directory="",
-        documents_path=str(folder / _DOCUMENTS),
+    return DocumentOrder(
+        path=str(folder / _DOCUMENTS),
         kind=TRIED[spec.settings.objective],
         length_tokens=document_tokens(spec, base.config),
-        documents=spec.steps * batch_of(spec, base.config).sequences,
+        count=spec.steps * batch_of(spec, base.config).sequences,
         end=None if end is None else str(end),
-        seed=spec.seed,
     )
-
-
-def _prepared(order: PreparationOrder, folder: Path, ended: Event, on_phase: OnPhase) -> Prepared:
-    """What was prepared, by a process of the data plane.
-
-    Raises what it refused, and MachineError where it failed.
-    """
-    cache = Path(order.cache_directory)
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with private_folder(cache, kind="model-") as scratch:
-            order = msgspec.structs.replace(order, scratch_directory=str(scratch))
-            (folder / ORDER_FILE).write_text(to_json(order), encoding="utf-8")
-            _run(folder, scratch, ended, on_phase)
-    except OSError as error:
-        raise MachineError(
-            f"the model to train from could not be prepared: {error}",
-            hint="make room there, or name another folder: `export XDG_CACHE_HOME=/path`",
-        ) from error
-    prepared = from_json((folder / PREPARED_FILE).read_bytes(), Prepared)
-    if prepared.refused is not None:
-        raise HighwaterError(prepared.refused.problem, hint=prepared.refused.hint)
-    return prepared
-
-
-def _run(folder: Path, scratch: Path, ended: Event, on_phase: OnPhase) -> None:
-    """Run the preparation to its end; nothing of it runs any more when this returns or raises."""
-    log = folder / "preparation.log"
-    with log.open("wb") as talk:
-        process = subprocess.Popen(
-            under_reaper(module(_PREPARATION, str(folder)), inherit=[scratch]),
-            env=clean_environment("native") | ON_THE_CPU,
-            stdin=subprocess.DEVNULL,
-            stdout=talk,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        status = exit_code_of(
-            process, timeout_s=_PREPARE_S, ended=ended, tell=lambda: on_phase("preparing")
-        )
-    if status != 0:
-        raise MachineError(
-            f"what TRL trains on could not be prepared: {last_lines(log)}", hint=INSTALL_HINT
-        )
 
 
 def _write(files: TrialFiles, said: tuple[str, ...], folder: Path) -> None:

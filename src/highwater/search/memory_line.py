@@ -99,5 +99,5 @@ def unknown_trainer_line(question: Question, cell: Cell, usable_bytes: int) -> M
     return MemoryLine(0.1 * usable_bytes, (least * most) ** 0.5)
 
 
-_LINES: Mapping[str, MemoryLineOf] = {"trl": trl_line}
-"""Lines of foreign trainers that are known."""
+_LINES: Mapping[str, MemoryLineOf] = {"accelerate": unknown_trainer_line, "trl": trl_line}
+"""Lines of foreign trainers other than ours; what accelerate launches is anybody's script."""

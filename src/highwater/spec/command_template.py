@@ -31,11 +31,13 @@ PLACEHOLDERS: Mapping[str, str] = {
 EXAMPLE = "python train.py --max-len {length} --steps {steps}"
 
 
-def split_command(text: str) -> tuple[str, ...]:
-    """The words of a command, checked. Raises UsageError for quotes that do not end, for no word,
-    for a placeholder that nobody knows, and where no word has the length.
+def split_command(text: str, *, example: str = EXAMPLE) -> tuple[str, ...]:
+    """The words of a command, checked; ``example`` is what hints show.
+
+    Raises UsageError for quotes that do not end, for no word, for a placeholder that nobody knows,
+    and where no word has the length.
     """
-    words = split_words(text)
+    words = split_words(text, example=example)
     named = {name for word in words for name in _named(word)}
     for name in sorted(named - set(PLACEHOLDERS)):
         near = nearest(name, tuple(PLACEHOLDERS))
@@ -50,22 +52,22 @@ def split_command(text: str) -> tuple[str, ...]:
     if "length" not in named:
         raise UsageError(
             "the command has no {length}: every trial would be the same",
-            hint=f"put it where the command takes the tokens of a sequence: `{EXAMPLE}`",
+            hint=f"put it where the command takes the tokens of a sequence: `{example}`",
         )
     return words
 
 
-def split_words(text: str) -> tuple[str, ...]:
+def split_words(text: str, *, example: str = EXAMPLE) -> tuple[str, ...]:
     """The words of a command. Raises UsageError for quotes that do not end, and for no word."""
     try:
         words = tuple(shlex.split(text))
     except ValueError as error:
         raise UsageError(
             f"the command {text!r} cannot be split into words: {error}",
-            hint=f"for example `--command '{EXAMPLE}'`",
+            hint=f"for example `--command '{example}'`",
         ) from error
     if not words:
-        raise UsageError("the command is empty", hint=f"for example `--command '{EXAMPLE}'`")
+        raise UsageError("the command is empty", hint=f"for example `--command '{example}'`")
     return words
 
 
@@ -74,8 +76,12 @@ def placeholders_of(words: tuple[str, ...]) -> frozenset[str]:
     return frozenset(name for word in words for name in _named(word))
 
 
-def filled_command(words: tuple[str, ...], spec: TrialSpec, output: Path) -> tuple[str, ...]:
-    """The words with a trial's values in the place of their placeholders."""
+def filled_command(
+    words: tuple[str, ...], spec: TrialSpec, output: Path, *, model: Path | None = None
+) -> tuple[str, ...]:
+    """The words with a trial's values in the place of their placeholders; ``model``: the directory
+    that is opened where it is not the trial's own.
+    """
     values = {
         "length": spec.length_tokens,
         "gpus": spec.layout.gpus,
@@ -83,7 +89,7 @@ def filled_command(words: tuple[str, ...], spec: TrialSpec, output: Path) -> tup
         "ring": spec.layout.ring_degree,
         "copies": spec.layout.replicate_degree,
         "shards": spec.layout.shard_degree,
-        "model": spec.model_directory,
+        "model": model or spec.model_directory,
         "steps": spec.steps,
         "micro_batches": spec.micro_batches,
         "sequences": spec.sequences,

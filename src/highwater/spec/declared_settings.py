@@ -74,7 +74,8 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
             COMMAND,
             _RUN,
             "--trainer command: what starts it, with {length} and other values of the trial in its "
-            "words; no shell runs it. --trainer trl: the program, where it is not `trl`",
+            "words; no shell runs it. --trainer accelerate: the script that it launches, likewise. "
+            "--trainer trl: the program, where it is not `trl`",
         ),
         Setting(
             "trainer_config",

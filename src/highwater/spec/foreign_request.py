@@ -12,6 +12,8 @@ from highwater.spec.command_template import EXAMPLE, placeholders_of, split_comm
 from highwater.spec.declared_settings import DECLARED
 from highwater.spec.files import SETTINGS_BYTES, read_file
 from highwater.spec.foreign_trainer import FOREIGN, ForeignName, ForeignTrainer, foreign_name
+from highwater.spec.launched_command import EXAMPLE as LAUNCHED_EXAMPLE
+from highwater.spec.launched_command import launched_command
 from highwater.spec.request import Request
 
 _MEANT: Mapping[str, ForeignName] = {
@@ -102,11 +104,15 @@ def _command_of(request: Request, trainer: ForeignName) -> tuple[str, ...]:
     """
     if not FOREIGN[trainer].is_typed:
         return () if request.command is None else split_words(request.command)
+    example = LAUNCHED_EXAMPLE if FOREIGN[trainer].is_launched else EXAMPLE
     if request.command is None:
         raise UsageError(
-            f"`--trainer {trainer}` without a command", hint=f"add `--command '{EXAMPLE}'`"
+            f"`--trainer {trainer}` without a command", hint=f"add `--command '{example}'`"
         )
-    words = split_command(request.command)
+    words = split_command(request.command, example=example)
+    if FOREIGN[trainer].is_launched:
+        launched_command(words)  # raises for what it does not launch
+        return words
     has = placeholders_of(words)
     for name in _SEVERAL:
         several = getattr(request, name)
@@ -118,9 +124,23 @@ def _command_of(request: Request, trainer: ForeignName) -> tuple[str, ...]:
     return words
 
 
+def program_of(request: Request) -> str | None:
+    """The program that a request's command starts, or that launches it; None where it names none,
+    and where a placeholder does.
+    """
+    trainer = foreign_name(request.trainer)
+    if trainer is None or request.command is None:
+        return None
+    words = split_words(request.command)
+    launched = FOREIGN[trainer].is_launched
+    program = launched_command(words).program if launched else words[0]
+    return None if "{" in program else program
+
+
 def with_one_count(request: Request, foreign: ForeignTrainer) -> Request:
     """The request of a command that cannot be told a number of GPUs, and that names none: one."""
-    if not FOREIGN[foreign.trainer].is_typed or request.gpus is not None:
+    traits = FOREIGN[foreign.trainer]
+    if traits.is_launched or not traits.is_typed or request.gpus is not None:
         return request
     if "gpus" in placeholders_of(foreign.command):
         return request

@@ -14,8 +14,8 @@ from highwater.spec.declared_settings import DECLARED
 from highwater.spec.refusals import Spelling
 from highwater.spec.settings import Loss
 
-ForeignName = Literal["command", "trl"]
-TriedTrainer = Literal["highwater", "command", "trl"]
+ForeignName = Literal["command", "accelerate", "trl"]
+TriedTrainer = Literal["highwater", "command", "accelerate", "trl"]
 """What ``find --trainer`` takes: this package's engine, or a foreign trainer."""
 
 
@@ -24,8 +24,9 @@ class ForeignTrainer(Record, frozen=True, kw_only=True):
 
     trainer: ForeignName
     command: tuple[str, ...] = ()
-    """``command``: the words that start it, with placeholders (spec/command_template.py). Of a
-    trainer whose command is made here the words that stand for its program; empty: its own name."""
+    """``command``: the words that start it, with placeholders (spec/command_template.py);
+    ``accelerate``: those that it launches (spec/launched_command.py). Of a trainer whose command is
+    made here the words that stand for its program; empty: its own name."""
     base_config_path: str | None = None
     """Absolute path of the user's own configuration, whose fields stay where nothing asked says
     otherwise; not in a key. None: the trainer starts from nothing."""
@@ -74,6 +75,9 @@ class ForeignTraits(Record, frozen=True, kw_only=True):
     """The fields of ``Request`` that may be named for it."""
     is_typed: bool = False
     """Whether it is a command that the user types; else its configuration says what to start."""
+    is_launched: bool = False
+    """Whether a launcher that is told the layout starts that command; else the command itself says
+    how many processes there are, and how they share."""
     loss: Loss = "full"
     """What its rungs say of the logits: ``chunked`` where its own loss never holds them whole."""
 
@@ -100,6 +104,16 @@ FOREIGN: Mapping[ForeignName, ForeignTraits] = {
         | {
             *("command", "ulysses", "ring", "copies"),
             *("micro_batches", "sequences_per_micro_batch"),
+        },
+    ),
+    "accelerate": ForeignTraits(
+        title="accelerate",
+        is_typed=True,
+        is_launched=True,
+        settings=FROM_OUTSIDE
+        | {
+            *("command", "trainer_config", "ring", "copies"),
+            *("micro_batches", "sequences_per_micro_batch", "strategy", "recompute", "offload"),
         },
     ),
     "trl": ForeignTraits(

@@ -57,6 +57,21 @@ def prepared_name(source: Path, seed: int, missing: MissingFiles) -> str:
     return f"{source.name[:60]}-{digest([made, sorted(files.items()), place])[:16]}"
 
 
+class DocumentOrder(Record, frozen=True, kw_only=True):
+    """Documents that are to be written."""
+
+    path: str
+    """Absolute path of the file of documents, JSON a line."""
+    kind: DocumentKind
+    """``text``: a whole sequence, whose end the trainer marks with one token. ``prompt``: what is
+    completed, without an end."""
+    length_tokens: int
+    """Tokens of each document as the model sees it."""
+    count: int
+    end: str | None = None
+    """The text that ends a document; None: the tokenizer's own."""
+
+
 class PreparationOrder(Record, frozen=True, kw_only=True):
     """What is to be prepared."""
 
@@ -66,16 +81,8 @@ class PreparationOrder(Record, frozen=True, kw_only=True):
     """Absolute path below which a directory is kept that has what is missing there."""
     scratch_directory: str
     """Absolute path of a folder beside those, in which it is made; gone after the order."""
-    documents_path: str
-    """Absolute path of the file of documents, JSON a line."""
-    kind: DocumentKind
-    """``text``: a whole sequence, whose end the trainer marks with one token. ``prompt``: what is
-    completed, without an end."""
-    length_tokens: int
-    """Tokens of each document as the model sees it."""
-    documents: int
-    end: str | None = None
-    """The text that ends a document; None: the tokenizer's own."""
+    documents: DocumentOrder | None = None
+    """None: the trainer has its own."""
     seed: int = 0
 
 

@@ -14,6 +14,7 @@ from highwater.spec.codec import from_json, to_json
 from highwater.spec.preparation import (
     ORDER_FILE,
     PREPARED_FILE,
+    DocumentOrder,
     PreparationOrder,
     Prepared,
     Refused,
@@ -33,7 +34,7 @@ def main() -> None:
 
 
 def prepare(order: PreparationOrder) -> Prepared:
-    """Write the documents, and make a directory where the model's own cannot be opened.
+    """Make a directory where the model's own cannot be opened, and write the documents.
 
     Raises HighwaterError for what cannot be prepared.
     """
@@ -43,19 +44,25 @@ def prepare(order: PreparationOrder) -> Prepared:
         Path(order.scratch_directory),
         seed=order.seed,
     )
+    if order.documents is not None:
+        _write_documents(order.documents, directory, order.seed)
+    return Prepared(model_directory=str(directory))
+
+
+def _write_documents(wanted: DocumentOrder, directory: Path, seed: int) -> None:
+    """Write documents that are exactly as long as they should be to the directory's tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(
         directory, trust_remote_code=False, local_files_only=True
     )
     texts = exact_texts(
         tokenizer,
-        length_tokens=order.length_tokens,
-        count=order.documents,
-        seed=order.seed,
-        end=(order.end or str(tokenizer.eos_token)) if order.kind == "text" else "",
+        length_tokens=wanted.length_tokens,
+        count=wanted.count,
+        seed=seed,
+        end=(wanted.end or str(tokenizer.eos_token)) if wanted.kind == "text" else "",
     )
-    lines = "".join(json.dumps({order.kind: text}) + "\n" for text in texts)
-    Path(order.documents_path).write_text(lines, encoding="utf-8")
-    return Prepared(model_directory=str(directory))
+    lines = "".join(json.dumps({wanted.kind: text}) + "\n" for text in texts)
+    Path(wanted.path).write_text(lines, encoding="utf-8")
 
 
 if __name__ == "__main__":

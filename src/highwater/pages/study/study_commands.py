@@ -196,15 +196,15 @@ def _trained_by(foreign: ForeignTrainer | None, settings: Settings) -> tuple[str
 
 
 def _told(foreign: ForeignTrainer, words: Sequence[str]) -> tuple[str, ...]:
-    """The flags with their values that a foreign trainer can be told."""
+    """The flags that a foreign trainer can be told, with their values, where they have any."""
     settings = FOREIGN[foreign.trainer].settings
-    pairs = zip(words[::2], words[1::2], strict=True)
-    return tuple(
-        word
-        for flag, value in pairs
-        if flag.removeprefix("--").replace("-", "_") in settings
-        for word in (flag, value)
-    )
+    told: list[str] = []
+    is_known = False
+    for word in words:
+        if word.startswith("--"):
+            is_known = word.removeprefix("--").replace("-", "_") in settings
+        told += [word] if is_known else []
+    return tuple(told)
 
 
 def _rung_flags(

@@ -1,0 +1,321 @@
+"""A trial that accelerate launches: the command as it is typed and started, what its file says over
+the user's own, and what is refused.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+from places import machine_with
+
+from highwater.emit.accelerate_files import LauncherFile, launcher_file
+from highwater.errors import HighwaterError, UsageError
+from highwater.pages.study.study_commands import find_words
+from highwater.run.foreign_commands import PREPARE, check_foreign
+from highwater.run.readiness import check_machine
+from highwater.spec.foreign_request import program_of
+from highwater.spec.launched_command import launched_command
+from highwater.spec.layout import Layout
+from highwater.spec.model import load_model
+from highwater.spec.plan import plan
+from highwater.spec.protocols import unheard
+from highwater.spec.request import Request, request_from
+from highwater.spec.settings import Settings
+from highwater.spec.study import Question
+from highwater.spec.trial import Device, TrialSpec
+from highwater.units import GIB
+
+COMMAND = "train.py --model {model} --max-len {length} --steps {steps}"
+MACHINE = machine_with(4)
+DDP = {"distributed_type": "MULTI_GPU", "mixed_precision": "fp16"}
+
+
+def asked(**changes: Any) -> Request:
+    known = {"model": "Qwen3-0.6B", "trainer": "accelerate", "command": COMMAND}
+    return request_from({**known, **changes}, keywords=True)
+
+
+def question(**changes: Any) -> Question:
+    return plan(asked(**changes), MACHINE).question
+
+
+def trial(
+    *, layout: Mapping[str, int] = {}, device: Device = "cuda", length: int = 8192, **of: Any
+) -> TrialSpec:
+    model = load_model("Qwen3-0.6B")
+    return TrialSpec(
+        model_name=model.name,
+        model_directory=model.directory,
+        config_digest=model.config_digest,
+        device=device,
+        layout=Layout(**layout),
+        settings=Settings(**of),
+        length_tokens=length,
+        memory_budget_bytes=GIB if device == "cpu" else None,
+    )
+
+
+def written(spec: TrialSpec, **base: Any) -> LauncherFile:
+    shape = load_model(spec.model_directory).shape
+    return launcher_file(spec, shape, base, source="own.yaml")
+
+
+@pytest.mark.parametrize(
+    ("typed", "program", "words"),
+    [
+        ("train.py {length}", "accelerate", ("train.py", "{length}")),
+        ("accelerate launch train.py", "accelerate", ("train.py",)),
+        ("/a/bin/accelerate launch train.py x", "/a/bin/accelerate", ("train.py", "x")),
+        ("-m package --len 3", "accelerate", ("-m", "package", "--len", "3")),
+    ],
+)
+def test_a_command_is_a_script_or_the_whole_launch(
+    typed: str, program: str, words: tuple[str, ...]
+) -> None:
+    assert launched_command(tuple(typed.split())) == (program, words)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("python train.py {length}", "begins with python"),
+        ("/usr/bin/python3.12 train.py {length}", "begins with /usr/bin/python3.12"),
+        ("torchrun train.py {length}", "begins with torchrun"),
+        ("accelerate launch --num_processes 2 train.py {length}", "--num_processes"),
+        ("accelerate launch", "no {length}"),
+        ("--config_file a.yaml train.py {length}", "--config_file"),
+        ("train.py", "no {length}"),
+        (None, "without a command"),
+    ],
+)
+def test_what_is_no_launch_is_refused(typed: str | None, said: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        question(command=typed)
+    assert said in refused.value.problem
+    assert refused.value.hint
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"loss": "chunked"},
+        {"objective": "grpo"},
+        {"optimizer": "adamw-8bit"},
+        {"lora": 16},
+        {"ulysses": [2]},
+        {"rope": "yarn"},
+        {"mlp_tiles": 4},
+    ],
+)
+def test_what_belongs_in_the_script_is_refused_by_name(named: dict[str, Any]) -> None:
+    with pytest.raises(UsageError) as refused:
+        asked(**named)
+    assert "say it in the command" in refused.value.hint
+
+
+def test_the_layout_need_not_be_in_the_command() -> None:
+    found = question(gpus=[1, 2, 4], copies=[1], ring=[1, 2], strategy="fsdp2")
+    assert {(c.layout.gpus, c.layout.ring_degree) for c in found.cells} == {
+        *((1, 1), (2, 1), (4, 1)),
+        *((2, 2), (4, 2)),
+    }
+    assert {cell.layout.gpus for cell in question().cells} == {1, 2, 4}
+
+
+def test_a_report_asks_the_same_again() -> None:
+    words = list(find_words(question(gpus=[2], ring=[2], offload=True, recompute="none")))
+    for each in ("--trainer accelerate", "--ring 2", "--offload", "--recompute none"):
+        assert each in " ".join(words)
+
+
+def test_a_file_says_processes_shards_and_a_free_port() -> None:
+    values = written(trial(layout={"gpus": 4, "replicate_degree": 2}, offload=True)).values
+    assert values["distributed_type"] == "FSDP"
+    assert (values["num_processes"], values["num_machines"]) == (4, 1)
+    assert values["main_process_port"] == 0
+    fsdp = values["fsdp_config"]
+    assert (fsdp["fsdp_version"], fsdp["fsdp_offload_params"]) == (2, True)
+    assert fsdp["fsdp_activation_checkpointing"] is True
+    assert values["parallelism_config"]["parallelism_config_dp_replicate_size"] == 2
+    first = written(trial(strategy="fsdp", recompute="none"))
+    assert first.values["fsdp_config"]["fsdp_version"] == 1
+    assert first.values["fsdp_config"]["fsdp_activation_checkpointing"] is False
+    assert first.notes == ()
+
+
+def test_the_users_other_fields_stay() -> None:
+    found = written(
+        trial(),
+        distributed_type="FSDP",
+        mixed_precision="fp16",
+        num_processes=8,
+        num_machines=2,
+        main_process_ip="10.0.0.1",
+        main_process_port=1234,
+        gpu_ids="0,1",
+        dynamo_config={"dynamo_backend": "INDUCTOR"},
+        fsdp_config={
+            "fsdp_version": 2,
+            "reshard_after_forward": False,
+            "activation_checkpointing": False,
+            "offload_params": True,
+        },
+    )
+    values, fsdp = found.values, found.values["fsdp_config"]
+    assert values["mixed_precision"] == "fp16"
+    assert values["dynamo_config"] == {"dynamo_backend": "INDUCTOR"}
+    assert (values["num_processes"], values["gpu_ids"]) == (1, "all")
+    assert "main_process_ip" not in values
+    assert fsdp["fsdp_reshard_after_forward"] is False
+    assert fsdp["fsdp_activation_checkpointing"] is False
+    assert fsdp["fsdp_offload_params"] is True
+    (note,) = found.notes
+    assert note == (
+        "the trial's own in own.yaml: gpu_ids, main_process_ip, main_process_port, num_machines"
+    )
+
+
+def test_a_setting_that_is_named_is_the_trials() -> None:
+    theirs = {"fsdp_version": 2, "fsdp_activation_checkpointing": True}
+    found = written(trial(recompute="none", offload=True), fsdp_config=theirs)
+    assert found.values["fsdp_config"]["fsdp_activation_checkpointing"] is False
+    assert found.values["fsdp_config"]["fsdp_offload_params"] is True
+
+
+def test_fsdp1_in_the_users_file_is_told() -> None:
+    theirs = {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_activation_checkpointing": False}
+    found = written(trial(), distributed_type="FSDP", fsdp_config=theirs)
+    assert found.values["fsdp_config"]["fsdp_version"] == 2
+    assert any("--strategy fsdp`" in note for note in found.notes)
+    assert not written(trial(strategy="fsdp"), fsdp_config=theirs).notes
+
+
+def test_another_way_to_share_states_stays() -> None:
+    found = written(trial(layout={"gpus": 2}), **DDP)
+    assert found.values["distributed_type"] == "MULTI_GPU"
+    assert found.values["mixed_precision"] == "fp16"
+    assert found.values["num_processes"] == 2
+    assert "fsdp_config" not in found.values
+    assert found.notes == ("states are shared by own.yaml's MULTI_GPU, not by FSDP",)
+
+
+@pytest.mark.parametrize(
+    ("spec", "base", "said"),
+    [
+        (trial(recompute="none"), DDP, "--recompute is FSDP's"),
+        (trial(offload=True), DDP, "--offload is FSDP's"),
+        (trial(layout={"gpus": 2, "ring_degree": 2}), DDP, "--ring is FSDP's"),
+        (trial(layout={"gpus": 2}), {"distributed_type": "NO"}, "one process"),
+        (trial(), {"distributed_type": "XLA"}, "for XLA"),
+        (trial(), {"compute_environment": "AMAZON_SAGEMAKER"}, "AMAZON_SAGEMAKER"),
+        (trial(), {"parallelism_config": {"parallelism_config_tp_size": 2}}, "tp_size"),
+        (trial(offload="states"), {}, "not alone"),
+        (trial(recompute="all-but-attention"), {}, "whole layers"),
+        (trial(layout={"gpus": 2}, device="cpu"), {}, "on the CPU"),
+        (trial(layout={"gpus": 2, "ring_degree": 2}, strategy="fsdp"), {}, "ring is FSDP2's"),
+        (trial(layout={"gpus": 2, "ring_degree": 2}, length=8190), {}, "4 pieces"),
+    ],
+)
+def test_what_accelerate_cannot_be_told_is_refused(
+    spec: TrialSpec, base: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        written(spec, **base)
+    assert said in refused.value.problem
+    assert refused.value.hint
+
+
+def test_on_the_cpu_one_process_trains() -> None:
+    found = written(
+        trial(device="cpu"),
+        mixed_precision="bf16",
+        num_processes=8,
+        distributed_type="FSDP",
+        fsdp_config={"fsdp_version": 2},
+        debug=True,
+    )
+    assert found.values == {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "NO",
+        "mixed_precision": "bf16",
+        "num_machines": 1,
+        "num_processes": 1,
+        "use_cpu": True,
+        "debug": True,
+    }
+
+
+def prepared(tmp_path: Path, **changes: Any) -> tuple[list[str], dict[str, Any]]:
+    found = question(gpus=[1], allocator="native", **changes)
+    spec = found.trial(found.cells[0], 8192)
+    assert spec.foreign is not None
+    command = PREPARE["accelerate"](spec, spec.foreign, tmp_path, Event(), unheard)
+    return list(command.words), yaml.safe_load((tmp_path / "accelerate.yaml").read_text())
+
+
+def test_accelerate_is_started_with_the_trials_file_and_the_users_words(tmp_path: Path) -> None:
+    words, values = prepared(tmp_path, command="/a/accelerate launch t.py {length} {gpus}")
+    file = str(tmp_path / "accelerate.yaml")
+    assert words == ["/a/accelerate", "launch", "--config_file", file, "t.py", "8192", "1"]
+    assert values["num_processes"] == 1
+
+
+def test_a_directory_that_is_whole_is_opened_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    shape = Path(load_model("Qwen3-0.6B").directory, "config.json")
+    (whole / "config.json").write_bytes(shape.read_bytes())
+    (whole / "tokenizer.json").write_text("{}")
+    header = json.dumps({"a": {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]}}).encode()
+    content = len(header).to_bytes(8, "little") + header + b"\0\0"
+    (whole / "model.safetensors").write_bytes(content)
+    words, _ = prepared(tmp_path, model=str(whole))
+    assert str(whole) in words
+    assert not (tmp_path / "cache").exists()
+
+
+def test_notes_say_what_is_trained_and_who_recomputes() -> None:
+    found = question(gpus=[1])
+    said = check_foreign(found.trial(cell, 8192) for cell in found.cells)
+    assert len(said) == len(set(said)) == 3
+    for each in ("random ones", "token for each word", "`--recompute none`"):
+        assert any(each in note for note in said)
+    by_itself = question(gpus=[1], command="train.py {length}", recompute="none")
+    assert check_foreign([by_itself.trial(by_itself.cells[0], 8192)]) == ()
+
+
+def test_a_script_or_a_program_that_is_not_here_is_told_before_the_first_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = tmp_path / "accelerate"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+
+    def check(command: str) -> None:
+        request = asked(command=command, log_dir=str(tmp_path), device="cpu")
+        check_machine(request, MACHINE, Settings(), "cpu", gpus=1)
+
+    with pytest.raises(HighwaterError, match=r"script train\.py is not a file"):
+        check(f"{program} launch train.py {{length}}")
+    (tmp_path / "train.py").touch()
+    check(f"{program} launch train.py {{length}}")
+    check(f"{program} launch -m package {{length}}")
+    with pytest.raises(HighwaterError, match="program '/no/accelerate' is not found") as refused:
+        check("/no/accelerate launch train.py {length}")
+    assert "pip install accelerate" in refused.value.hint
+
+
+def test_a_node_needs_the_program_that_starts_and_no_length() -> None:
+    assert program_of(asked()) == "accelerate"
+    assert program_of(asked(command="/a/accelerate launch t.py {length}")) == "/a/accelerate"
+    trl = msgspec.structs.replace(asked(), trainer="trl", command="/a/bin/trl")
+    assert program_of(trl) == "/a/bin/trl"
