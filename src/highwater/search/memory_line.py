@@ -17,6 +17,10 @@ from highwater.spec.footprint import device_state_bytes, layer_input_bytes
 from highwater.spec.study import Cell, Question
 
 _BF16_BYTES, _FLOAT32_BYTES = 2, 4
+_HF_LOGITS_BYTES = 12.4
+"""Bytes of Hugging Face's loss per token x vocabulary, measured on an H200 in bf16."""
+_FIXED_SHARE = 0.1
+"""Share of the memory that a trainer nobody knows takes whatever the length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,21 +87,34 @@ def trainer_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLin
     return line_of(question, cell, usable_bytes)
 
 
+def hugging_face_line(question: Question, _: Cell, usable_bytes: int) -> MemoryLine:
+    """The line of a script with Hugging Face's own loss, whose logits are whole, and recomputation;
+    fixed: as of any trainer.
+    """
+    shape = question.model.shape
+    of_token = layer_input_bytes(shape) + _HF_LOGITS_BYTES * shape.vocab_size
+    return MemoryLine(_FIXED_SHARE * usable_bytes, of_token)
+
+
 def unknown_trainer_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLine:
     """The line of another trainer: the geometric mean of the least and the most a token costs.
 
-    Per token x vocabulary 2 bytes (ours) to 12.4 (Hugging Face's loss, measured on an H200 in
-    bf16); besides the logits, 1 to 4 times the layer inputs that recomputation keeps. Fixed: a
-    tenth of the memory.
+    Per token x vocabulary 2 bytes (ours) to 12.4 (Hugging Face's loss); besides the logits, 1 to 4
+    times the layer inputs that recomputation keeps. Fixed: a tenth of the memory.
     """
     shape = question.model.shape
     vocabulary = shape.vocab_size if cell.settings.loss == "full" else 0
     least, most = (
         inputs * layer_input_bytes(shape) + logits * vocabulary
-        for inputs, logits in ((1, 2.0), (4, 12.4))
+        for inputs, logits in ((1, 2.0), (4, _HF_LOGITS_BYTES))
     )
-    return MemoryLine(0.1 * usable_bytes, (least * most) ** 0.5)
+    return MemoryLine(_FIXED_SHARE * usable_bytes, (least * most) ** 0.5)
 
 
-_LINES: Mapping[str, MemoryLineOf] = {"accelerate": unknown_trainer_line, "trl": trl_line}
-"""Lines of foreign trainers other than ours; what accelerate launches is anybody's script."""
+_LINES: Mapping[str, MemoryLineOf] = {
+    "trl": trl_line,
+    "accelerate": hugging_face_line,
+    "command": unknown_trainer_line,
+}
+"""Lines of foreign trainers; what accelerate launches is mostly a script with Hugging Face's
+loss."""

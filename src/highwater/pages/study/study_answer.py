@@ -120,7 +120,9 @@ def _left(question: Question, headroom_bytes: int | None) -> str:
     each = RANK_WORDS[question.device][0]
     if headroom_bytes is not None and headroom_bytes < 0:  # of a trainer that is bounded in part
         over = format_bytes(-headroom_bytes)
-        return f"it took {over} of each {each} past that, outside PyTorch's allocator"
+        return (
+            f"{over} more of each {each} was taken than it was given, outside PyTorch's allocator"
+        )
     return (
         "" if headroom_bytes is None else f"{format_bytes(headroom_bytes)} of each {each} is left"
     )
