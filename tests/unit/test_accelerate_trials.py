@@ -13,16 +13,18 @@ import pytest
 import yaml
 from places import machine_with
 
+from highwater.cli.config import request_of
+from highwater.cli.grammar import parse
 from highwater.emit.accelerate_files import LauncherFile, launcher_file
 from highwater.errors import HighwaterError, UsageError
-from highwater.pages.study.study_commands import find_words
+from highwater.pages.study.study_commands import find_words, try_words
 from highwater.run.foreign_commands import PREPARE, check_foreign
 from highwater.run.readiness import check_machine
 from highwater.spec.foreign_request import program_of
 from highwater.spec.launched_command import launched_command
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
-from highwater.spec.plan import plan
+from highwater.spec.plan import plan, plan_trial
 from highwater.spec.protocols import unheard
 from highwater.spec.request import Request, request_from
 from highwater.spec.settings import Settings
@@ -107,7 +109,6 @@ def test_what_is_no_launch_is_refused(typed: str | None, said: str) -> None:
         {"objective": "grpo"},
         {"optimizer": "adamw-8bit"},
         {"lora": 16},
-        {"ulysses": [2]},
         {"rope": "yarn"},
         {"mlp_tiles": 4},
     ],
@@ -128,9 +129,13 @@ def test_the_layout_need_not_be_in_the_command() -> None:
 
 
 def test_a_report_asks_the_same_again() -> None:
-    words = list(find_words(question(gpus=[2], ring=[2], offload=True, recompute="none")))
-    for each in ("--trainer accelerate", "--ring 2", "--offload", "--recompute none"):
-        assert each in " ".join(words)
+    found = question(gpus=[2], ring=[2], offload=True, recompute="none")
+    again = request_of(parse(list(find_words(found))[1:]))
+    assert plan(again, MACHINE).question.key == found.key
+    for cell in found.cells:
+        spec = found.trial(cell, 8192)
+        tried = request_of(parse(list(try_words(spec, found.model))[1:]))
+        assert plan_trial(tried, MACHINE, 8192).key == spec.key
 
 
 def test_a_file_says_processes_shards_and_a_free_port() -> None:
@@ -214,6 +219,7 @@ def test_another_way_to_share_states_stays() -> None:
         (trial(), {"distributed_type": "XLA"}, "for XLA"),
         (trial(), {"compute_environment": "AMAZON_SAGEMAKER"}, "AMAZON_SAGEMAKER"),
         (trial(), {"parallelism_config": {"parallelism_config_tp_size": 2}}, "tp_size"),
+        (trial(layout={"gpus": 2, "ulysses_degree": 2}), {}, "Ulysses is DeepSpeed's"),
         (trial(offload="states"), {}, "not alone"),
         (trial(recompute="all-but-attention"), {}, "whole layers"),
         (trial(layout={"gpus": 2}, device="cpu"), {}, "on the CPU"),

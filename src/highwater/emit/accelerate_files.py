@@ -97,14 +97,21 @@ def launcher_file(
     Raises UsageError for what accelerate cannot be told, and for a file that says otherwise.
     """
     refuse_unlaunched(spec, name="accelerate")
+    if spec.layout.ulysses_degree > 1:
+        raise UsageError(
+            "accelerate's Ulysses is DeepSpeed's, with other shards: a trial shares sequences by "
+            "FSDP2's ring",
+            hint=f"use `--ulysses 1 --ring {spec.layout.context_degree}`",
+        )
     cell = Cell(settings=spec.settings, layout=spec.layout)
     refuse_obstacle(cell, lambda _, layout: layout_obstacle(layout, shape, name="accelerate"))
-    _refuse_base(base, source)
+    if spec.device == "cuda":
+        _refuse_base(base, source)
     kept = {name: value for name, value in base.items() if name not in _OF_A_CLUSTER}
     if spec.device == "cpu":
         return _on_the_cpu(kept)
     own: dict[str, Any] = {**_ONE_MACHINE, "num_processes": spec.layout.gpus}
-    theirs = kept.get("distributed_type", "FSDP")
+    theirs = kept.get("distributed_type") or "FSDP"
     if theirs != "FSDP":
         _refuse_without_fsdp(spec, theirs, source)
         kept.pop("parallelism_config", None)
@@ -115,7 +122,7 @@ def launcher_file(
         kept.pop(name, None)
     ours: dict[str, Any] = nested(launched_values(cell, sharing_of(spec.layout, shape)))
     fsdp = fsdp_keys(base)
-    is_theirs = ours["fsdp_config"]["fsdp_version"] == int(fsdp.get("fsdp_version", 1))
+    is_theirs = ours["fsdp_config"]["fsdp_version"] == int(fsdp.get("fsdp_version") or 1)
     ours["fsdp_config"] = over_fsdp(
         fsdp, ours["fsdp_config"], spec.settings, ours_always=SHARDING[: 1 if is_theirs else None]
     )
@@ -168,8 +175,8 @@ def _on_the_cpu(kept: Mapping[str, Any]) -> LauncherFile:
 
 def _refuse_base(base: Mapping[str, Any], source: str) -> None:
     """Raise UsageError for a file of another machine, or of shares that no trial has."""
-    where = base.get("compute_environment", "LOCAL_MACHINE")
-    mode = base.get("distributed_type", "FSDP")
+    where = base.get("compute_environment") or "LOCAL_MACHINE"
+    mode = base.get("distributed_type") or "FSDP"
     if where != "LOCAL_MACHINE" or mode not in ("FSDP", *_KEPT_MODES):
         what = where if where != "LOCAL_MACHINE" else mode
         raise UsageError(

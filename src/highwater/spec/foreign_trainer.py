@@ -112,7 +112,7 @@ FOREIGN: Mapping[ForeignName, ForeignTraits] = {
         is_launched=True,
         settings=FROM_OUTSIDE
         | {
-            *("command", "trainer_config", "ring", "copies"),
+            *("command", "trainer_config", "ulysses", "ring", "copies"),
             *("micro_batches", "sequences_per_micro_batch", "strategy", "recompute", "offload"),
         },
     ),

@@ -53,7 +53,7 @@ def launched_command(words: tuple[str, ...]) -> LaunchedCommand:
         )
     if first.startswith("-") and first not in _NO_SCRIPT:
         raise UsageError(
-            f"{first} is told accelerate by its configuration in a trial, not by a flag",
+            f"in a trial accelerate is told {first} by its file, not by a flag",
             hint="say it in accelerate's file: `--trainer-config accelerate.yaml`",
         )
     return LaunchedCommand(program=program, words=rest)
