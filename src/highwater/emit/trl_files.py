@@ -22,7 +22,7 @@ from highwater.emit.accelerate_files import (
     refuse_unlaunched,
 )
 from highwater.emit.emitted import nested
-from highwater.emit.trl import GENERATIONS, TrlTraining, refuse_untrainable, trl_values
+from highwater.emit.trl import COMMANDS, GENERATIONS, TrlTraining, refuse_untrainable, trl_values
 from highwater.errors import UsageError
 from highwater.spec.allocator_variables import ALLOCATOR_VARIABLES
 from highwater.spec.model import ModelShape
@@ -162,7 +162,7 @@ def batch_of(spec: TrialSpec, base: Mapping[str, Any]) -> TrialBatch:
     """The sequences of a trial; GRPO trains on whole groups of completions."""
     rows, layout = spec.settings.sequences_per_micro_batch, spec.layout
     micro_batches = spec.micro_batches
-    if spec.settings.objective == "grpo":
+    if COMMANDS[spec.settings.objective].generates:
         together = rows * layout.gpus
         micro_batches = math.lcm(_generations(base), together) // together
     return TrialBatch(micro_batches=micro_batches, rows=rows, groups=layout.data_parallel_degree)
@@ -285,7 +285,7 @@ def _own(launched: Launched, base: Base) -> dict[str, Any]:
         "use_cpu": spec.device == "cpu",
         **_ENDS,
     }
-    if spec.settings.objective == "grpo":
+    if COMMANDS[spec.settings.objective].generates:
         tokens = completion_tokens(spec, base.config)
         told = mapping_in(base.config, "generation_kwargs")
         own |= {
