@@ -247,3 +247,34 @@ def test_out_of_memory_says_what_had_no_room_where_that_is_known() -> None:
     progress = Progress(QUESTION)
     progress.hear(event)
     assert progress.line(event).endswith("in 20 s: forward: no room for 1.00 GiB")
+
+
+def test_several_trials_that_run_are_told_each_with_its_cell_and_share_the_time_left() -> None:
+    now_s = [0.0]
+    progress = Progress(QUESTION, clock=lambda: now_s[0])
+    progress.hear(finished(8192, Outcome.FIT, wall_s=40, is_recorded=True))
+    first, second = QUESTION.cells[:2]
+    for cell in (first, second):
+        spec = QUESTION.trial(cell, 8192)
+        progress.hear(TrialStarted(cell=cell, spec=spec, attempt=1, repeat=0, trials_left=2))
+    assert progress.left_s == 4 * 40 / 2
+    now_s[0] = 10.0
+    progress.hear(TrialRuns(cell=second, spec=spec, phase="step 1 of 2"))
+    lines = progress.running
+    assert [line.partition(":")[0] for line in lines] == [first.label, second.label]
+    assert ["step 1 of 2" in line for line in lines] == [False, True]
+    assert progress.left_s == (4 * 40 - 2 * 10) / 2
+    for cell in QUESTION.cells:
+        progress.hear(
+            CellAnswered(
+                answer=CellAnswer(
+                    cell=cell,
+                    capacity_tokens=8192,
+                    does_not_fit_tokens=None,
+                    limit="ceiling",
+                    reason="",
+                    trials=1,
+                )
+            )
+        )
+    assert progress.left_s is None

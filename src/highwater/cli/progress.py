@@ -74,6 +74,7 @@ class Progress:
         """The trial of each cell that has one now."""
         self._trials_left = 0
         """Trials to come after those that run."""
+        self._unanswered = set(question.cells)
         self._cells_s = _expected_by_cell(question)
         self._cell_began_at: dict[Cell, float] = {}
         self._has_named_log = False
@@ -91,6 +92,7 @@ class Progress:
             case CellAnswered():
                 self._states[event.answer.cell] = f"done: {self._answered(event.answer, '')}"
                 self._cells_s.pop(event.answer.cell, None)
+                self._unanswered.discard(event.answer.cell)
 
     def _start(self, event: TrialStarted) -> None:
         now, length_tokens = self._clock(), event.spec.length_tokens
@@ -134,6 +136,7 @@ class Progress:
         if (
             not recent
             or not trials
+            or not self._unanswered
             or self._length_tokens > _TOLD_WITHIN * max(length for length, _ in recent)
         ):
             return None
