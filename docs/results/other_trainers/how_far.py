@@ -175,7 +175,8 @@ TRAINERS: Mapping[str, Row] = {
         package="verl",
         help="python3 -m verl.trainer.main_ppo --help",
         start="bash verl.sh data.train_files=WORK/rows.jsonl data.val_files=WORK/rows.jsonl "
-        "actor_rollout_ref.rollout.name=vllm trainer.logger=[console] "
+        "actor_rollout_ref.rollout.name=vllm algorithm.adv_estimator=grpo "
+        "critic.model.path=WORK/tiny trainer.logger=[console] "
         "trainer.total_training_steps=2",
         other="python3 -m torch.distributed.run --standalone --nproc_per_node=1 "
         "-m verl.trainer.sft_trainer model.path=WORK/tiny data.train_files=WORK/rows.parquet "
@@ -238,7 +239,6 @@ TRAINERS: Mapping[str, Row] = {
 def main() -> None:
     """Try every trainer that was named, and record each before the next."""
     words = arguments()
-    found: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     if not words.table:
         with tempfile.TemporaryDirectory(prefix="how-far-") as place:
             work = Path(place).resolve()
@@ -247,10 +247,16 @@ def main() -> None:
             made = [maker, HERE / "tiny_model.py", ROOT / "examples" / "tiny", work]
             subprocess.run(made, check=True, env=os.environ | QUIET)
             for name in words.only:
-                found[name] = tried(name, venvs / name, work, is_searched=not words.no_find)
-                RECORD.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
-                print(json.dumps({name: found[name]}, indent=1), flush=True)
-    print(table(found))
+                found = tried(name, venvs / name, work, is_searched=not words.no_find)
+                record = json.dumps(recorded() | {name: found}, indent=1, sort_keys=True)
+                RECORD.write_text(record + "\n")
+                print(name, found["emitted"], flush=True)
+    print(table(recorded()))
+
+
+def recorded() -> dict[str, Any]:
+    """What is recorded, by trainer."""
+    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
 
 
 def arguments() -> argparse.Namespace:
@@ -415,7 +421,7 @@ def ray_of(venv: Path) -> Iterator[dict[str, str]]:
     address = "127.0.0.1:6390"
     with tempfile.TemporaryDirectory(prefix="r-") as place:
         words = [venv / "bin" / "ray", "start", "--head", "--port", "6390", "--block"]
-        words += ["--node-ip-address", "127.0.0.1", "--num-cpus", "4", "--num-gpus", "2"]
+        words += ["--node-ip-address", "127.0.0.1", "--num-cpus", "16", "--num-gpus", "2"]
         words += ["--include-dashboard", "false", "--disable-usage-stats", "--temp-dir", place]
         path = f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}"
         process = subprocess.Popen(
@@ -466,6 +472,14 @@ def stripped(text: str, names: Mapping[str, str]) -> str:
     return text.replace(str(Path.home()), "HOME").replace(tempfile.gettempdir(), "TMP")
 
 
+def why(trained: Mapping[str, Any]) -> str:
+    """What ended a start that was not done: its last error, or the last line that names one."""
+    named = (line for line in reversed(trained["last_lines"]) if "Error" in line)
+    error = trained["error"] or next(named, None)
+    late = "the time limit" if trained["exit_code"] is None else None
+    return "; then ".join(filter(None, (error, late))) or "no error in its log"
+
+
 def table(found: Mapping[str, Any]) -> str:
     """The record as a table in Markdown."""
     lines = [
@@ -474,7 +488,7 @@ def table(found: Mapping[str, Any]) -> str:
     ]
     for name, row in found.items():
         trained, version = row["emitted"], row["versions"].get(row["package"], "?")
-        ended = "done" if trained["exit_code"] == 0 else trained["error"] or "the time limit"
+        ended = "done" if trained["exit_code"] == 0 else why(trained)
         help_s = f"exit {row['help']['exit_code']}"
         lines.append(
             f"| {name} | {version} | {help_s} | exit {trained['exit_code']} "
