@@ -44,7 +44,7 @@ def _options(request: Request) -> list[str]:
     minutes = math.ceil((_START_S + (request.budget_s or _USUAL_S)) / 60)
     options.append(f"--time={minutes // 60:02d}:{minutes % 60:02d}:00")
     options.append(f"--signal=TERM@{_WARNED_S}")
-    return [*options, f"--output={shlex.quote(request.log_dir)}/slurm-%j.log"]
+    return [*options, "--output=highwater-%j.log"]  # Slurm makes no directory for it
 
 
 def _gpus_of_a_node(request: Request) -> int:

@@ -12,13 +12,13 @@ from threading import Event
 
 import msgspec
 
-from highwater.errors import HighwaterError, MachineError
+from highwater.errors import HighwaterError
 from highwater.run.classify import Ending, classify
 from highwater.run.engine_ranks import RunRanks, run_ranks_here
 from highwater.run.private_folder import private_folder
-from highwater.run.probe import busy_gpus, probe, refuse_busy_gpus
 from highwater.run.trial_environment import trial_environment
 from highwater.run.trial_log import LogLayout, log_path_of, log_tail, new_log, statistics_path
+from highwater.run.trial_place import trial_place
 from highwater.spec.flops import step_flops
 from highwater.spec.hardware import kind_of
 from highwater.spec.model import load_model
@@ -33,8 +33,6 @@ from highwater.spec.trial import (
     TrialSpec,
 )
 from highwater.store.trial_snapshots import snapshot_folder
-
-_RELEASE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,17 +60,11 @@ class EngineLauncher:
         self, launch: Launch, *, gpus: tuple[str, ...] | None, ended: Event, on_phase: OnPhase
     ) -> TrialResult:
         """Run a trial as ``Launcher`` says."""
-        spec = launch.spec
-        if spec.device == "cuda" and not self.allow_busy:
-            refuse_busy_gpus(probe(gpus), count=spec.layout.machine_gpus)
-        try:
+        place = trial_place(
+            launch.spec, gpus, allow_busy=self.allow_busy, log_directory=self.log_directory
+        )
+        with place:
             return self._launch(launch, gpus, ended, on_phase)
-        except OSError as error:
-            raise MachineError(
-                f"a trial could not be started or recorded: {error}",
-                hint=f"make room and check the rights of {self.log_directory}, or use another "
-                "`--log-dir`",
-            ) from error
 
     def _launch(
         self, launch: Launch, gpus: tuple[str, ...] | None, ended: Event, on_phase: OnPhase
@@ -91,8 +83,6 @@ class EngineLauncher:
             left = self.run_ranks(
                 spec, environment, log, timeout_s=timeout_s, ended=ended, on_phase=on_phase
             )
-        if spec.device == "cuda" and not self.allow_busy:
-            await_release(gpus, spec.layout.machine_gpus)
         ending = Ending(
             exit_code=left.exit_code,
             timeout_s=timeout_s,
@@ -157,15 +147,6 @@ def _with_own_directory(spec: TrialSpec, parent: Path) -> Generator[TrialSpec]:
     parent.mkdir(parents=True, exist_ok=True)
     with private_folder(parent, kind="checkpoint-") as own:
         yield msgspec.structs.replace(spec, checkpoint_directory=str(own))
-
-
-def await_release(gpus: tuple[str, ...] | None, count: int) -> None:
-    """Wait until the driver has taken the trial's memory back; MachineError when it does not."""
-    deadline = time.monotonic() + _RELEASE_S
-    while busy_gpus((machine := probe(gpus)).gpus[:count]):
-        if time.monotonic() > deadline:
-            refuse_busy_gpus(machine, count=count)
-        time.sleep(0.2)
 
 
 def _raise_refusal(reports: tuple[RankReport, ...]) -> None:

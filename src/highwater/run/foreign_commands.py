@@ -17,15 +17,6 @@ from highwater.spec.foreign_trainer import ForeignName, ForeignTrainer
 from highwater.spec.protocols import OnPhase
 from highwater.spec.trial import TrialSpec
 
-__all__ = [
-    "OUTPUT",
-    "PREPARE",
-    "ForeignCommand",
-    "Prepare",
-    "check_foreign",
-    "prepare_command",
-]
-
 
 def prepare_command(
     spec: TrialSpec,

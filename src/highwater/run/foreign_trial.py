@@ -14,8 +14,6 @@ from typing import IO
 
 import msgspec
 
-from highwater.errors import MachineError
-from highwater.run.engine_trial import await_release
 from highwater.run.foreign_classify import (
     EndedFor,
     Evidence,
@@ -23,15 +21,17 @@ from highwater.run.foreign_classify import (
     classify_foreign,
     evidence_of,
 )
-from highwater.run.foreign_commands import OUTPUT, PREPARE, ForeignCommand
+from highwater.run.foreign_command import OUTPUT, ForeignCommand
+from highwater.run.foreign_commands import PREPARE
 from highwater.run.foreign_memory import bounded_allocator, memory_budget, past_the_bound
 from highwater.run.kernel_kills import kernel_kills
 from highwater.run.private_folder import private_folder
-from highwater.run.probe import probe, refuse_busy_gpus
+from highwater.run.probe import probe
 from highwater.run.reaper import under_reaper
 from highwater.run.sampled_peak import SampledPeak, sampled_peak
 from highwater.run.trial_environment import trial_environment
 from highwater.run.trial_log import LogLayout, log_path_of, new_log
+from highwater.run.trial_place import trial_place
 from highwater.run.trial_process import exit_code_of
 from highwater.spec.protocols import Launch, OnPhase
 from highwater.spec.secrets import kept_result
@@ -67,17 +67,11 @@ class ForeignLauncher:
         self, launch: Launch, *, gpus: tuple[str, ...] | None, ended: Event, on_phase: OnPhase
     ) -> TrialResult:
         """Run a trial as ``Launcher`` says."""
-        spec = launch.spec
-        if spec.device == "cuda" and not self.allow_busy:
-            refuse_busy_gpus(probe(gpus), count=spec.layout.gpus)
-        try:
+        place = trial_place(
+            launch.spec, gpus, allow_busy=self.allow_busy, log_directory=self.log_directory
+        )
+        with place:
             return self._launch(launch, gpus, ended, on_phase)
-        except OSError as error:
-            raise MachineError(
-                f"a trial could not be started or recorded: {error}",
-                hint=f"make room and check the rights of {self.log_directory}, or use another "
-                "`--log-dir`",
-            ) from error
 
     def _launch(
         self, launch: Launch, gpus: tuple[str, ...] | None, ended: Event, on_phase: OnPhase
@@ -100,8 +94,6 @@ class ForeignLauncher:
                 exit_code, ended_for = watch.wait(process, timeout_s, ended)
             text = _end_of(log_path)
             steps = None if command.steps_done is None else command.steps_done(text)
-        if spec.device == "cuda" and not self.allow_busy:
-            await_release(gpus, spec.layout.gpus)
         ending = ForeignEnding(
             exit_code=exit_code,
             ended_for=ended_for,

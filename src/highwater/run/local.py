@@ -6,8 +6,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from threading import Condition, Event, Thread
 
+import msgspec
+
 from highwater.errors import MachineError
 from highwater.run.probe import EMPTY_GPU_BYTES, probe
+from highwater.run.several_at_once import SeveralAtOnce
 from highwater.spec.footprint import PROCESS_BYTES, host_state_bytes, staged_gradient_bytes
 from highwater.spec.hardware import SAME_MEMORY, Gpu, Machine
 from highwater.spec.model import load_model
@@ -31,7 +34,7 @@ class _Occupant:
     ended: Event = field(default_factory=Event)
 
 
-class LocalRunner:
+class LocalRunner(SeveralAtOnce):
     """Runs the trials of a launcher on this machine; each has GPUs of its own.
 
     Trials that keep states in host memory run alone, and host memory is counted for the others.
@@ -68,32 +71,13 @@ class LocalRunner:
         Thread(target=self._run, args=words, daemon=True).start()
         return future
 
-    def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
-        """Run one trial to its end; it is ended where this is interrupted."""
-        try:
-            return self.submit(Launch(spec=spec, attempt=attempt, repeat=repeat)).result()
-        except BaseException:
-            self.close()
-            raise
+    def _is_idle(self) -> bool:
+        return not self._running
 
-    def close(self) -> None:
-        """End whatever runs.
-
-        A Ctrl-C meanwhile is heard when nothing runs any more.
-        """
-        interrupt: KeyboardInterrupt | None = None
-        while True:
-            try:
-                with self._changed:
-                    for running in self._running:
-                        running.ended.set()
-                    self._changed.notify_all()
-                    self._changed.wait_for(lambda: not self._running)
-                break
-            except KeyboardInterrupt as error:
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
+    def _end_all(self) -> None:
+        for running in self._running:
+            running.ended.set()
+        self._changed.notify_all()
 
     def _has_room(self, spec: TrialSpec) -> bool:
         running = self._running
@@ -101,12 +85,12 @@ class LocalRunner:
             return True
         if len(running) >= self._most_at_once(spec):
             return False
+        if spec.device == "cuda" and len(self._free_gpus()) < spec.layout.machine_gpus:
+            return False
         if any(each.is_alone or each.waits for each in running) or is_alone(spec):
             return False
         taken_bytes = sum(each.host_bytes for each in running)
-        if taken_bytes + host_bytes(spec) > self._machine.host_memory_available_bytes:
-            return False
-        return spec.device == "cpu" or len(self._free_gpus()) >= spec.layout.machine_gpus
+        return taken_bytes + host_bytes(spec) <= self._machine.host_memory_available_bytes
 
     def _most_at_once(self, spec: TrialSpec) -> int:
         if self._most_trials is not None:
@@ -168,12 +152,7 @@ class LocalRunner:
             self._wait_until_alone(running)
             if launch.timeout_s is not None:
                 left_s = max(0.0, launch.timeout_s - (time.monotonic() - launched_at))
-                launch = Launch(
-                    spec=launch.spec,
-                    attempt=launch.attempt,
-                    repeat=launch.repeat,
-                    timeout_s=left_s,
-                )
+                launch = msgspec.structs.replace(launch, timeout_s=left_s)
             result = self._launch(launch, running, on_phase)
         return result
 

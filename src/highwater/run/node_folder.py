@@ -13,12 +13,15 @@ all of it.
     over          the search is over, or was interrupted
 """
 
+import re
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import TypeVar
 
+from highwater.errors import UsageError
 from highwater.spec.codec import Record, from_json, to_json
 
 LOST_S = 60.0
@@ -27,6 +30,10 @@ show what others wrote up to half a minute late."""
 _SIGN_S = 1.0
 _GONE_S = 30.0
 _ASKED_S = 0.1
+_WORD = re.compile(r"node-\d+\.(?:json|alive)|over")
+_TRIAL = re.compile(r"trial-\d+")
+_UNFINISHED = re.compile(r"\.(?:node-\d+\.(?:json|alive)|over)\.\d+$")
+"""A word that is still being written, beside its name."""
 _Said = TypeVar("_Said", bound=Record)
 
 
@@ -71,6 +78,19 @@ class NodeFolder:
         self._stopped = Event()
         self._has_come = False
 
+    def refuse_used(self) -> None:
+        """Raise UsageError for a folder that has anything but machines that came before this one:
+        another search's, or a user's.
+        """
+        others = {f"node-{node}.json" for node in range(1, self.nodes)}
+        others |= {f"node-{node}.alive" for node in range(1, self.nodes)}
+        left = sorted(name for name in names(self.path) - others if not _UNFINISHED.match(name))
+        if left:
+            raise UsageError(
+                f"{self.path} is no new directory: it has {left[0]}",
+                hint=f"use `--rendezvous {self.path}-2` on every machine: it is removed afterwards",
+            )
+
     def enter(self, ready: NodeReady) -> None:
         """Say that this machine has come, and give signs of life from now on."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -92,7 +112,7 @@ class NodeFolder:
             pause()
         self.leave()
         if not others & names(self.path):
-            shutil.rmtree(self.path, ignore_errors=True)
+            self._remove()
 
     def ready(self, node: int) -> NodeReady | None:
         """What a machine said when it came; None where it has not."""
@@ -148,6 +168,19 @@ class NodeFolder:
             self._seen[node] = sign, now
             return False
         return now - since > LOST_S
+
+    def _remove(self) -> None:
+        """Remove what machines of the search have written, and the folder if nothing else is there.
+
+        What somebody else put there meanwhile stays.
+        """
+        with suppress(OSError):
+            for path in self.path.iterdir():
+                if _TRIAL.fullmatch(path.name):
+                    shutil.rmtree(path, ignore_errors=True)
+                elif _WORD.fullmatch(path.name) or _UNFINISHED.match(path.name):
+                    path.unlink(missing_ok=True)
+            self.path.rmdir()
 
     def _give_signs(self) -> None:
         signs = 0

@@ -72,6 +72,11 @@ def gathered(request: Request, question: Question) -> Generator[RunRanks]:
         yield run_ranks_here
         return
     folder = folder_of(request)
+    if folder.node > 0:
+        raise UsageError(
+            f"machine {folder.node} does not search: it runs its share of the trials",
+            hint=f"type `highwater find` there, with `--node-rank {folder.node}`",
+        )
     await_nodes(folder, _ready(request, question))
     try:
         yield RanksOnNodes(folder)

@@ -26,12 +26,12 @@ from highwater.run.engine_ranks import (
     read_reports,
     start_ranks,
 )
-from highwater.run.engine_trial import await_release
 from highwater.run.kernel_kills import kernel_kills
 from highwater.run.node_folder import LOST_S, Done, Go, NodeFolder, NodeReady, pause
 from highwater.run.probe import probe, refuse_busy_gpus
 from highwater.run.ranks import RankExit, RankShare, read_exits
 from highwater.run.trial_environment import trial_environment
+from highwater.run.trial_place import await_release
 from highwater.run.trial_process import end_reaper
 from highwater.spec.codec import from_json
 from highwater.spec.protocols import TOLD_S, OnPhase, TrialEndedError
@@ -73,10 +73,7 @@ def await_nodes(folder: NodeFolder, ready: NodeReady, *, within_s: float = COME_
 
     Raises MachineError where one has not, or is not like this one.
     """
-    if folder.ready(0) is not None or folder.is_over:
-        raise MachineError(
-            f"{folder.path} is another search's", hint="name a new `--rendezvous` on every machine"
-        )
+    folder.refuse_used()
     folder.enter(ready)
     deadline = time.monotonic() + within_s
     waits = list(range(folder.nodes))
@@ -139,8 +136,8 @@ class RanksOnNodes:
             lost = self._await(trial, process, deadline, ended, phase_teller(trial, on_phase))
             codes = self._codes(trial, process)
         finally:
-            self.folder.say_end(trial)
             end_reaper(process)
+            self.folder.say_end(trial)
         others = self._await_ends(trial)
         failed = (code for code in codes.values() if code)
         is_late = len(codes) < self.folder.nodes and not any(codes.values())

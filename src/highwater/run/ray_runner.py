@@ -21,6 +21,7 @@ from highwater.run.ray_cluster import RayCluster
 from highwater.run.ray_messages import End, Ended, Lost, Placed, Runs, Start
 from highwater.run.ray_node import LauncherIn, Needs, TrialEnd
 from highwater.run.ray_placement import Demand, Node, Placement, alike_nodes, demand_of
+from highwater.run.several_at_once import SeveralAtOnce
 from highwater.run.trial_log import LogLayout, log_path_of, new_log
 from highwater.spec.protocols import Launch, OnPhase, TrialEndedError, unheard
 from highwater.spec.trial import Device, Outcome, TrialResult, TrialSpec
@@ -43,8 +44,9 @@ class _ClusterTrial:
     """Why its log could not be written."""
 
 
-class RayRunner:
+class RayRunner(SeveralAtOnce):
     """Runs trials on a cluster's nodes; logs and what lies beside them come back to this machine.
+    Closed, it leaves the cluster joined.
 
     On the CPU a node has one trial at a time. On GPUs small trials share a node; one that keeps
     states in host memory has a node of its own. Host memory that ran out beside others says
@@ -98,32 +100,13 @@ class RayRunner:
             future.set_exception(error)
         return future
 
-    def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
-        """Run one trial to its end; it is ended where this is interrupted."""
-        try:
-            return self.submit(Launch(spec=spec, attempt=attempt, repeat=repeat)).result()
-        except BaseException:
-            self.close()
-            raise
+    def _is_idle(self) -> bool:
+        return not self._running
 
-    def close(self) -> None:
-        """End whatever runs; the cluster stays joined.
-
-        A Ctrl-C meanwhile is heard when nothing runs any more.
-        """
-        interrupt: KeyboardInterrupt | None = None
-        while True:
-            try:
-                with self._changed:
-                    for trial, running in self._running.items():
-                        running.is_ending = True
-                        self._cluster.send(End(trial))
-                    self._changed.wait_for(lambda: not self._running)
-                break
-            except KeyboardInterrupt as error:
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
+    def _end_all(self) -> None:
+        for trial, running in self._running.items():
+            running.is_ending = True
+            self._cluster.send(End(trial))
 
     def _read_again(self, device: Device) -> None:
         """Take in the nodes that have joined, where one was lost."""

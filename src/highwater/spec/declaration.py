@@ -77,6 +77,8 @@ class Setting:
     """The default in words, by command, for commands whose default is not the field's."""
     labels: Mapping[Any, str] = field(default_factory=dict[Any, str])
     """A value's part of a rung's label, by the value."""
+    any_other: str = ""
+    """The choice that stands for what has no name among the choices."""
     other_label: str = ""
     """The part of a rung's label for every other value, which ``{}`` stands for."""
 

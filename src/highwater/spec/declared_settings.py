@@ -68,6 +68,7 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
             CHOICE,
             _RUN,
             "what is tried: this package's engine, or a trainer that is started from outside",
+            any_other="command",
         ),
         Setting(
             "command",

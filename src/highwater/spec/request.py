@@ -325,7 +325,12 @@ def _mistyped(
     near = nearest(shown, allowed)
     if row.kind is None:
         works = spelling.setting(name, near or allowed[0])
-        return UsageError(f"{problem} one of {', '.join(allowed)}", hint=f"use `{works}`")
+        any_other = (
+            row.any_other and f"; `{spelling.setting(name, row.any_other)}` stands for any other"
+        )
+        return UsageError(
+            f"{problem} one of {', '.join(allowed)}", hint=f"use `{works}`{any_other}"
+        )
     works = spelling.setting(name, DEFAULTS.get(name, near or row.example or row.kind.example))
     return UsageError(f"{problem} {row.kind.expected}", hint=f"for example `{works}`")
 
@@ -440,6 +445,14 @@ def _check_runner(request: Request) -> None:
             "a dry run trains nothing, and joins no cluster",
             hint="use `{}`, and no address",
             example="local",
+        )
+    if request.nodes > 1 and request.dry_run:
+        raise RefusedError(
+            "nodes",
+            f"a dry run trains nothing, and {request.nodes} machines would wait for each other",
+            hint=f"use `{{}}`; `highwater predict {request.model} --gpus 2x8xH100-80GB` says what "
+            "they hold",
+            example=1,
         )
     if request.on_ray and request.nodes > 1:
         raise RefusedError(
