@@ -37,7 +37,7 @@ those without a trained token not at all.
 - **One sum** over all ranks a step carries everything, after the update: some tens of numbers, \
 and two for each document. Nothing as long as the sequence or the vocabulary is sent.
 
-From Python, `highwater.train.statistics.Statistics(mesh, sequence, groups={"nll": "context"})` \
+From Python, `highwater.engine.statistics.Statistics(mesh, sequence, groups={"nll": "context"})` \
 puts a number together from other ranks: `rank`, this one; `context`, those that share its \
 sequences; `data`, those in its place in other sequences; `all`. `denominators={"nll": \
 "n_tokens"}` divides a mean by another sum. What cannot be put together so is refused by name.

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from highwater.attention.transformers_interface import (
         register_block_sparse as register_block_sparse,
     )
+    from highwater.engine.memory_profiler import MemoryProfiler as MemoryProfiler
     from highwater.errors import HighwaterError as HighwaterError
     from highwater.pages.guide.build import guide as guide
     from highwater.pages.guide.build import write_guide as write_guide
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from highwater.pages.study.build import write_report as write_report
     from highwater.recommendation.recommend import recommend as recommend
     from highwater.spec.sparse_pattern import SparsePatternConfig as SparsePatternConfig
-    from highwater.train.memory_profiler import MemoryProfiler as MemoryProfiler
 
 _PUBLIC = {
     "find": "highwater.api",
@@ -40,7 +40,7 @@ _PUBLIC = {
     "study_report": "highwater.pages.study.build",
     "write_report": "highwater.pages.study.build",
     "HighwaterError": "highwater.errors",
-    "MemoryProfiler": "highwater.train.memory_profiler",
+    "MemoryProfiler": "highwater.engine.memory_profiler",
     "SparsePatternConfig": "highwater.spec.sparse_pattern",
     "DilatedAttention": "highwater.attention.modules",
     "BlockSparseAttention": "highwater.attention.modules",

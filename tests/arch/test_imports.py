@@ -115,7 +115,7 @@ def test_what_goes_up_or_sideways_or_to_the_other_plane_is_told() -> None:
         ("highwater.spec.plan", "highwater.run.probe"),
         ("highwater.search.proof", "highwater.recommendation.queries"),
         ("highwater.run.tracing", "highwater.tracer.tracer"),
-        ("highwater.train.step", "highwater.memory.capacity"),
+        ("highwater.engine.step", "highwater.memory.capacity"),
         ("highwater.api", "highwater"),
     ):
         assert not goes_down(one, other)

@@ -20,6 +20,9 @@ from reference import Documents, reference_gradients, reference_training
 from torch import Tensor, nn
 
 from highwater.attention.registry import register
+from highwater.engine.data import Batch, Document, pack, share_of
+from highwater.engine.optimizers import make_optimizer
+from highwater.engine.step import Training, train_step
 from highwater.models import random_weights
 from highwater.models.build import build, build_on_meta, read_config
 from highwater.models.decoder import LanguageModel
@@ -30,9 +33,6 @@ from highwater.parallel.fsdp1 import shard_flat
 from highwater.parallel.fsdp2 import local_shard
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
-from highwater.train.data import Batch, Document, pack, share_of
-from highwater.train.optimizers import make_optimizer
-from highwater.train.step import Training, train_step
 
 MICRO_BATCHES = 2
 VOCABULARY = 97

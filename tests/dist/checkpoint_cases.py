@@ -33,6 +33,10 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from highwater.attention.registry import register
+from highwater.engine.checkpoint import save_pretrained, save_sharded
+from highwater.engine.data import Batch, Document, pack
+from highwater.engine.optimizers import make_optimizer
+from highwater.engine.step import Training, train_step
 from highwater.models import pretrained
 from highwater.models.build import build, read_config
 from highwater.models.decoder import Decoder
@@ -41,10 +45,6 @@ from highwater.parallel import mesh as process_mesh
 from highwater.parallel.fsdp2 import local_shard
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
-from highwater.train.checkpoint import save_pretrained, save_sharded
-from highwater.train.data import Batch, Document, pack
-from highwater.train.optimizers import make_optimizer
-from highwater.train.step import Training, train_step
 
 REWARD = "reward"
 """A ScalarModel on the weights of ``tied``."""

@@ -29,12 +29,12 @@ from transformers import (
 )
 
 from highwater.attention.registry import register
+from highwater.engine.data import Document, pack, share_of
+from highwater.engine.step import Training, train_step
 from highwater.models.build import build, read_config
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
-from highwater.train.data import Document, pack, share_of
-from highwater.train.step import Training, train_step
 
 VOCABULARY = 97
 BORDER_TOKENS = 16

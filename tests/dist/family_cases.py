@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from highwater.attention.registry import register
+from highwater.engine.data import Document, pack, share_of
+from highwater.engine.step import Training, train_step
 from highwater.errors import HighwaterError
 from highwater.models.build import build, read_config
 from highwater.models.weight_names import name_in_files
@@ -29,8 +31,6 @@ from highwater.parallel import mesh as process_mesh
 from highwater.parallel.fsdp2 import local_shard
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
-from highwater.train.data import Document, pack, share_of
-from highwater.train.step import Training, train_step
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "alone": {"processes": 1, "strategy": "fsdp2"},

@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from highwater.attention.registry import register
+from highwater.engine.data import Document, pack
+from highwater.engine.optimizers import make_optimizer
+from highwater.engine.step import Training, train_step
 from highwater.models.build import build, read_config
 from highwater.models.weight_names import name_in_files
 from highwater.parallel import mesh as process_mesh
 from highwater.parallel.fsdp2 import local_shard
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
-from highwater.train.data import Document, pack
-from highwater.train.optimizers import make_optimizer
-from highwater.train.step import Training, train_step
 
 CASES = {
     f"{strategy}{' offload' * offload}": (strategy, offload)

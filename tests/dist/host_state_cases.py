@@ -26,6 +26,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from highwater.engine.assemble import assemble
+from highwater.engine.checkpoint import save_sharded
+from highwater.engine.data import Batch, Document, pack
+from highwater.engine.host_states import MOMENTS, HostStateAdamW
+from highwater.engine.rank_context import RankContext
+from highwater.engine.step import Training, train_step
 from highwater.parallel import mesh as process_mesh
 from highwater.parallel.fsdp2 import local_shard
 from highwater.spec.footprint import device_state_bytes, update_bytes
@@ -34,12 +40,6 @@ from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.settings import Settings
 from highwater.spec.trial import TrialSpec
-from highwater.train.assemble import assemble
-from highwater.train.checkpoint import save_sharded
-from highwater.train.data import Batch, Document, pack
-from highwater.train.host_states import MOMENTS, HostStateAdamW
-from highwater.train.rank_context import RankContext
-from highwater.train.step import Training, train_step
 
 CASES: dict[str, dict[str, Any]] = {
     "several micro-batches": {},

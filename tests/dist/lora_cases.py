@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from highwater.attention.registry import register
+from highwater.engine.data import Document, pack, share_of
+from highwater.engine.step import Training, train_step
 from highwater.models.adapters import is_adapter, name_for_peft
 from highwater.models.build import build, read_config
 from highwater.models.weight_names import name_in_files
@@ -34,8 +36,6 @@ from highwater.parallel.fsdp2 import local_shard, own_rows
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
 from highwater.spec.lora import Lora
-from highwater.train.data import Document, pack, share_of
-from highwater.train.step import Training, train_step
 
 SIZES = {
     "vocab_size": 97,

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
 from highwater.attention.registry import register
+from highwater.engine.data import pack, share_of
+from highwater.engine.step import Training, backward_of
 from highwater.models.adapters import A, B, is_adapter
 from highwater.models.build import build, read_config
 from highwater.models.decoder import Decoder
@@ -36,8 +38,6 @@ from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
 from highwater.spec.lora import Lora
 from highwater.spec.objective import TRAITS
-from highwater.train.data import pack, share_of
-from highwater.train.step import Training, backward_of
 
 LORA = Lora(rank=3, alpha=6)
 NUMBERS = Hyperparameters(kl_coefficient=0.5)

@@ -24,6 +24,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from highwater.attention.registry import register
+from highwater.engine.checkpoint import save_pretrained, save_sharded
+from highwater.engine.data import Document, pack
+from highwater.engine.optimizers import make_optimizer
+from highwater.engine.step import Training, train_step
 from highwater.models.adapters import is_adapter, name_for_peft
 from highwater.models.build import build, read_config
 from highwater.models.decoder import Decoder
@@ -33,10 +37,6 @@ from highwater.parallel.fsdp2 import local_shard, own_rows
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
 from highwater.spec.lora import Lora
-from highwater.train.checkpoint import save_pretrained, save_sharded
-from highwater.train.data import Document, pack
-from highwater.train.optimizers import make_optimizer
-from highwater.train.step import Training, train_step
 
 LORA = Lora(rank=4, alpha=8)
 PACKED = Lora(rank=4, alpha=8, base="nf4")

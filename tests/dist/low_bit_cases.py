@@ -24,6 +24,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from highwater.attention.registry import register
+from highwater.engine.checkpoint import save_sharded
+from highwater.engine.data import Batch, Document, pack
+from highwater.engine.optimizers import fill_missing_gradients, make_optimizer
+from highwater.engine.step import Training, backward_of, train_step
 from highwater.models.build import build, read_config
 from highwater.models.decoder import Decoder
 from highwater.parallel import mesh as process_mesh
@@ -33,10 +37,6 @@ from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.settings import Settings
-from highwater.train.checkpoint import save_sharded
-from highwater.train.data import Batch, Document, pack
-from highwater.train.optimizers import fill_missing_gradients, make_optimizer
-from highwater.train.step import Training, backward_of, train_step
 
 LOSSY = {
     f"{optimizer}, {parameters}": Settings(

@@ -16,6 +16,8 @@ from plain_objectives import Plain, plain
 from torch import Tensor, nn
 
 from highwater.attention.registry import register
+from highwater.engine.data import Document, pack, share_of
+from highwater.engine.step import Training, backward_of
 from highwater.models.build import build, read_config
 from highwater.models.decoder import Decoder
 from highwater.models.weight_names import name_in_files
@@ -26,8 +28,6 @@ from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
 from highwater.spec.objective import TRAITS
 from highwater.tracer import trinity_step
-from highwater.train.data import Document, pack, share_of
-from highwater.train.step import Training, backward_of
 
 MICRO_BATCHES = 2
 VOCABULARY = 97

@@ -17,16 +17,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from highwater.attention.registry import register
+from highwater.engine.data import Batch, Document, pack, share_of
+from highwater.engine.optimizers import make_optimizer
+from highwater.engine.step import Training, train_step
+from highwater.engine.trial import rehearse
 from highwater.models.build import build, read_config
 from highwater.models.decoder import Decoder
 from highwater.parallel import mesh as process_mesh
 from highwater.parallel.fsdp2 import local_shard
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
-from highwater.train.data import Batch, Document, pack, share_of
-from highwater.train.optimizers import make_optimizer
-from highwater.train.step import Training, train_step
-from highwater.train.trial import rehearse
 
 STEPS = 3
 HYPERPARAMETERS = Hyperparameters(learning_rate=0.01, max_grad_norm=0.5)

@@ -16,8 +16,8 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
+from highwater.engine.data import Document
 from highwater.spec.hyperparameters import Hyperparameters
-from highwater.train.data import Document
 
 Ranks = list[list[list[Document]]]
 """Documents by data-parallel rank and micro-batch."""

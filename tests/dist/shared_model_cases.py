@@ -19,15 +19,15 @@ from transformers import SeedOssConfig
 
 from highwater.activations.dropout import seeded
 from highwater.attention.registry import register
+from highwater.engine.data import Batch, Document, pack, share_of
+from highwater.engine.experience import forward_batch
+from highwater.engine.step import Training, backward_of, train_step
 from highwater.models.build import build, read_config
 from highwater.models.decoder import Decoder
 from highwater.parallel import mesh as process_mesh
 from highwater.parallel.fsdp2 import local_shard
 from highwater.parallel.mesh import SequenceGroups
 from highwater.spec.layout import Layout
-from highwater.train.data import Batch, Document, pack, share_of
-from highwater.train.experience import forward_batch
-from highwater.train.step import Training, backward_of, train_step
 
 __all__ = ["save_models"]
 

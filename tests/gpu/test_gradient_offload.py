@@ -15,6 +15,10 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 
 from highwater.attention.dense import select_kernel
 from highwater.attention.registry import register
+from highwater.engine import step
+from highwater.engine.data import Batch, Document, pack
+from highwater.engine.optimizers import make_optimizer
+from highwater.engine.step import Training, backward_of
 from highwater.models.build import build, read_config
 from highwater.parallel import mesh as process_mesh
 from highwater.parallel.fsdp2 import local_shard
@@ -23,10 +27,6 @@ from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.settings import Settings
-from highwater.train import step
-from highwater.train.data import Batch, Document, pack
-from highwater.train.optimizers import make_optimizer
-from highwater.train.step import Training, backward_of
 from highwater.units import MIB
 
 GRADIENT_TOLERANCE = 0.02

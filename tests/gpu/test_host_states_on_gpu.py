@@ -25,6 +25,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from highwater.attention.registry import register
+from highwater.engine.checkpoint import save_sharded
+from highwater.engine.host_states import MOMENTS, VECTOR, HostStateAdamW
+from highwater.engine.optimizers import make_optimizer
 from highwater.models.build import build, read_config
 from highwater.models.decoder import Decoder
 from highwater.parallel import mesh as process_mesh
@@ -35,9 +38,6 @@ from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.optimizer import STREAMED
 from highwater.spec.settings import Settings
-from highwater.train.checkpoint import save_sharded
-from highwater.train.host_states import MOMENTS, VECTOR, HostStateAdamW
-from highwater.train.optimizers import make_optimizer
 from highwater.units import GIB, MIB
 
 DEVICE = "cuda:0"

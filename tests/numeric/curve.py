@@ -12,14 +12,14 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from highwater.attention.dense import select_kernel
 from highwater.attention.registry import register
+from highwater.engine.data import Document, pack
+from highwater.engine.optimizers import make_optimizer
+from highwater.engine.step import Training, train_step
 from highwater.models.build import build, read_config
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
 from highwater.spec.settings import Settings
-from highwater.train.data import Document, pack
-from highwater.train.optimizers import make_optimizer
-from highwater.train.step import Training, train_step
 
 STEPS = 200
 HYPERPARAMETERS = Hyperparameters(learning_rate=1e-4)

@@ -12,11 +12,11 @@ from transformers import Phi3Config, PreTrainedConfig, Qwen3Config, SeedOssConfi
 from highwater.activations.dropout import draws_in_training, seeded
 from highwater.activations.recompute import recompute_layers
 from highwater.attention.registry import register
+from highwater.engine.data import Document, pack
+from highwater.engine.experience import forward_batch
 from highwater.models.build import build_on_meta
 from highwater.models.decoder import Decoder
 from highwater.models.fill import Fill
-from highwater.train.data import Document, pack
-from highwater.train.experience import forward_batch
 
 CPU = torch.device("cpu")
 SHAPE = {

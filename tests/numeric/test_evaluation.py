@@ -11,11 +11,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from tiny_training import trained
 
+from highwater.engine.data import Document, pack
+from highwater.engine.evaluation import evaluate
+from highwater.engine.step import Training
 from highwater.errors import UsageError
 from highwater.parallel import mesh as process_mesh
-from highwater.train.data import Document, pack
-from highwater.train.evaluation import evaluate
-from highwater.train.step import Training
 
 
 @pytest.fixture(params=["sft", "dpo", "rw"])

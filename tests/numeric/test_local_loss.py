@@ -19,6 +19,8 @@ from tiny_training import trained
 from torch.utils._python_dispatch import TorchDispatchMode
 from traces import traced, trial
 
+from highwater.engine.data import Document, pack
+from highwater.engine.step import backward_of
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.events import Allocate, EventLog
 from highwater.spec.layout import Layout
@@ -26,8 +28,6 @@ from highwater.spec.model import load_model
 from highwater.spec.settings import Settings
 from highwater.spec.trial import PROMPT_TOKENS
 from highwater.spec.working_sizes import CHUNK_BYTES
-from highwater.train.data import Document, pack
-from highwater.train.step import backward_of
 
 aten: Any = torch.ops.aten
 READS = (aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default)

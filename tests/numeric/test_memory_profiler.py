@@ -10,10 +10,10 @@ from torch import nn
 
 import highwater
 from highwater.activations.recompute import recompute_layers
+from highwater.engine.layer_watch import LayerWatch
+from highwater.engine.memory_profiler import TrialProfiler
 from highwater.errors import MachineError
 from highwater.spec.profiling import Profiling, SnapshotOrder
-from highwater.train.layer_watch import LayerWatch
-from highwater.train.memory_profiler import TrialProfiler
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 

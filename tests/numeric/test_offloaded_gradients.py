@@ -13,6 +13,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 from highwater.attention.registry import register
+from highwater.engine import step
+from highwater.engine.data import Batch, Document, pack
+from highwater.engine.optimizers import make_optimizer
+from highwater.engine.step import Training, backward_of, clip, train_step
 from highwater.models.build import build, read_config
 from highwater.models.decoder import LanguageModel
 from highwater.parallel import mesh as process_mesh
@@ -21,10 +25,6 @@ from highwater.parallel.offload import LAYERS_BEHIND
 from highwater.spec.footprint import STAGED_LAYERS
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
-from highwater.train import step
-from highwater.train.data import Batch, Document, pack
-from highwater.train.optimizers import make_optimizer
-from highwater.train.step import Training, backward_of, clip, train_step
 
 LAYERS = 6
 MICRO_BATCHES = 3

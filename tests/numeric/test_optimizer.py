@@ -18,12 +18,12 @@ from transformers import (
 )
 
 from highwater.attention.registry import register
+from highwater.engine.optimizers import make_optimizer
+from highwater.engine.step import clip
 from highwater.models.build import build_on_meta
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
-from highwater.train.optimizers import make_optimizer
-from highwater.train.step import clip
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 32,

@@ -9,10 +9,10 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from highwater.engine.statistics import Statistics
 from highwater.errors import UsageError
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.layout import Layout
-from highwater.train.statistics import Statistics
 
 
 @pytest.fixture

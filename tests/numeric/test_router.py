@@ -21,6 +21,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from highwater.activations.recompute import recompute_layers
 from highwater.attention.registry import register
+from highwater.engine.data import Batch, Document, pack, shard
+from highwater.engine.step import Training, backward_of
 from highwater.errors import ModelError
 from highwater.models.build import build_on_meta
 from highwater.models.decoder import LanguageModel
@@ -28,8 +30,6 @@ from highwater.models.router import follow_routers
 from highwater.parallel import mesh as process_mesh
 from highwater.parallel.sequence_layout import SequenceLayout
 from highwater.spec.layout import Layout
-from highwater.train.data import Batch, Document, pack, shard
-from highwater.train.step import Training, backward_of
 
 ROUNDING = 5e-6
 """Norm-relative, float32: transformers sums layer by layer."""

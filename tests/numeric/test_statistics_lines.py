@@ -14,15 +14,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from tiny_training import trained
 
+from highwater.engine.data import Document, pack
+from highwater.engine.statistics_log import StatisticsLog
+from highwater.engine.step import Training, train_step
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.flops import step_flops
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.settings import Settings
 from highwater.spec.trial import RankMemory, StatisticsFiles, TrialSpec
-from highwater.train.data import Document, pack
-from highwater.train.statistics_log import StatisticsLog
-from highwater.train.step import Training, train_step
 
 LENGTHS = (40, 7, 40)
 H200_FLOPS_PER_S = 989e12

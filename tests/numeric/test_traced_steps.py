@@ -241,7 +241,7 @@ REAL_TOLERANCE = 0.001
 ON_THE_CPU = """
 import sys, torch
 from highwater.bench import layer
-from highwater.train.step import backward_of
+from highwater.engine.step import backward_of
 from highwater.parallel.mesh import join_alone
 
 join_alone(torch.device("cpu"))

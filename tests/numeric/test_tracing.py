@@ -100,7 +100,7 @@ def test_the_tracer_imports_nothing_that_its_key_does_not_name(tmp_path: Path) -
     assert {"highwater", "highwater.models.loss", "highwater.spec.trial"} <= imported
     assert imported <= digested
     on_a_gpu_only = {f"highwater.kernels.{name}_triton" for name in ("gates", "rotary", "rows")}
-    with_few_bits_only = {"highwater.train.low_bit"}
+    with_few_bits_only = {"highwater.engine.low_bit"}
     not_here = on_a_gpu_only | with_few_bits_only
     assert digested - imported - not_here == {tracing._TRACER}, "which runs as __main__"
 

@@ -15,6 +15,8 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 from transformers import GPT2Config, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 
 from highwater.attention.registry import register
+from highwater.engine.data import UNTRAINED, Batch, Document, pack
+from highwater.engine.micro_batches import batches
 from highwater.errors import HighwaterError, ModelError, UsageError
 from highwater.models.build import build_on_meta, read_config
 from highwater.models.fused.fused import fuse_norms
@@ -22,8 +24,6 @@ from highwater.models.rope import scale_rope
 from highwater.spec.layout import Layout
 from highwater.spec.settings import Settings
 from highwater.spec.trial import TrialSpec
-from highwater.train.data import UNTRAINED, Batch, Document, pack
-from highwater.train.micro_batches import batches
 
 LLAMA_3 = {
     "rope_type": "llama3",

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from highwater.attention.registry import register
+from highwater.engine.step import Training
 from highwater.models.build import build, read_config
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
-from highwater.train.step import Training
 
 
 def trained(folder: Path, objective: Any) -> Training:

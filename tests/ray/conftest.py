@@ -74,7 +74,7 @@ def trials(mark: str) -> Iterator[None]:
 
 def processes_of_trials(mark: str) -> list[str]:
     """The commands of what runs trials, of all that was started under the mark."""
-    of_trials = ("highwater.run.reaper", "highwater.train", "TrialOnNode", "time.sleep(600)")
+    of_trials = ("highwater.run.reaper", "highwater.engine", "TrialOnNode", "time.sleep(600)")
     found = commands_under(mark).values()
     return [words for words in found if any(part in words for part in of_trials)]
 

@@ -274,5 +274,5 @@ def test_no_configuration_of_another_trainer_says_it(target: Any) -> None:
 
 
 def test_a_snapshot_tells_the_buffers_by_the_file_that_makes_them() -> None:
-    frame = Frame("/opt/highwater/train/host_states.py", 100, "_stream")
+    frame = Frame("/opt/highwater/engine/host_states.py", 100, "_stream")
     assert category_of(frame) == "optimizer_states"

@@ -154,7 +154,7 @@ def test_what_moments_of_few_bits_are_not_computed_with_is_refused_by_name(
 @pytest.mark.parametrize(
     "frame",
     [
-        Frame("/opt/highwater/train/low_bit.py", 100, "_zeros"),
+        Frame("/opt/highwater/engine/low_bit.py", 100, "_zeros"),
         Frame("/opt/site-packages/torchao/optim/subclass_8bit.py", 112, "zeros"),
         Frame("/opt/site-packages/torch/optim/adamw.py", 90, "_init_group"),
     ],

@@ -58,7 +58,7 @@ def join_one_gpu() -> None:
 def main() -> None:
     """Be one rank of a trial."""
     join_one_gpu()
-    from highwater.train.worker import main as work
+    from highwater.engine.worker import main as work
 
     work()
 

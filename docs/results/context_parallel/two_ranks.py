@@ -366,13 +366,13 @@ def ours(spec: Any, device: Any) -> Any:
     import torch
 
     from highwater.attention.dense import select_kernel
+    from highwater.engine.assemble import assemble
+    from highwater.engine.micro_batches import batches
+    from highwater.engine.rank_context import RankContext
+    from highwater.engine.step import train_step
+    from highwater.engine.trial import rehearsal_batch, rehearse
     from highwater.parallel import mesh as process_mesh
     from highwater.spec.model import load_model
-    from highwater.train.assemble import assemble
-    from highwater.train.micro_batches import batches
-    from highwater.train.rank_context import RankContext
-    from highwater.train.step import train_step
-    from highwater.train.trial import rehearsal_batch, rehearse
 
     shape = load_model(spec.model_directory).shape
     mesh = process_mesh.shard_mesh(spec.layout, device)

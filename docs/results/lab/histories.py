@@ -181,7 +181,7 @@ def record_trial(name: str) -> dict[str, Any]:
     """
     import torch
 
-    from highwater.train.trial import Trial
+    from highwater.engine.trial import Trial
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 

@@ -21,14 +21,14 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from highwater.engine.assemble import assemble
+from highwater.engine.data import shard
+from highwater.engine.micro_batches import batches
+from highwater.engine.step import Training, train_step
+from highwater.engine.trial import rehearsal_batch, rehearse
 from highwater.models import build as model
 from highwater.spec.events import TraceOrder
 from highwater.tracer import fake_cuda, kernel_stubs, tracer
-from highwater.train.assemble import assemble
-from highwater.train.data import shard
-from highwater.train.micro_batches import batches
-from highwater.train.step import Training, train_step
-from highwater.train.trial import rehearsal_batch, rehearse
 
 
 def main() -> None:

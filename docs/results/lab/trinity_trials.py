@@ -192,10 +192,10 @@ class Worker:
         """As ``Trial`` takes them, with the reference's model."""
         import torch
 
+        from highwater.engine.micro_batches import batches
+        from highwater.engine.rank_context import take_context
+        from highwater.engine.step import train_step
         from highwater.tracer import trinity_step
-        from highwater.train.micro_batches import batches
-        from highwater.train.rank_context import take_context
-        from highwater.train.step import train_step
 
         context = dataclasses.replace(take_context(self.spec), kernel="flash")
         if (budget := self.spec.memory_budget_bytes) is not None and context.device.type == "cuda":

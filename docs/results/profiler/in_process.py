@@ -20,17 +20,17 @@ from trials import FITS_TOKENS, MODEL, Found, snapshot_row, spec_of
 
 import highwater
 from highwater.bench.environment import environment
+from highwater.engine.assemble import assemble
+from highwater.engine.data import Batch
+from highwater.engine.layer_watch import LayerWatch
+from highwater.engine.memory_profiler import TrialProfiler
+from highwater.engine.micro_batches import batches
+from highwater.engine.out_of_memory import OutOfMemoryWatch
+from highwater.engine.rank_context import RankContext, take_context
+from highwater.engine.step import train_step
 from highwater.spec.profiling import Profiling, SnapshotOrder
 from highwater.spec.settings import Settings
 from highwater.spec.trial import TrialSpec
-from highwater.train.assemble import assemble
-from highwater.train.data import Batch
-from highwater.train.layer_watch import LayerWatch
-from highwater.train.memory_profiler import TrialProfiler
-from highwater.train.micro_batches import batches
-from highwater.train.out_of_memory import OutOfMemoryWatch
-from highwater.train.rank_context import RankContext, take_context
-from highwater.train.step import train_step
 
 ENTRIES = 6_000
 """Events of the Trainer that are kept: with the stacks of C++ each is several times as large."""

@@ -93,12 +93,12 @@ def trainer_of(name: str, length: int) -> Any:
 
     from highwater.attention.dense import select_kernel
     from highwater.attention.registry import register
+    from highwater.engine.optimizers import make_optimizer
+    from highwater.engine.step import Training
     from highwater.models.build import build, read_config
     from highwater.parallel import mesh as process_mesh
     from highwater.spec.layout import Layout
     from highwater.spec.model import load_model
-    from highwater.train.optimizers import make_optimizer
-    from highwater.train.step import Training
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
     device = torch.device("cuda", 0)
@@ -130,10 +130,10 @@ def step(training: Any, way: str, name: str, length: int, micro_batches: int) ->
     """One step, timed, and what it took at the most."""
     import torch
 
+    from highwater.engine import step as engine
+    from highwater.engine.data import Document, pack
     from highwater.parallel.offload import adding_up
     from highwater.spec.model import load_model
-    from highwater.train import step as engine
-    from highwater.train.data import Document, pack
 
     engine.adding_up = (
         adding_up if way == OURS else lambda _: nullcontext()

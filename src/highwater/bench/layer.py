@@ -31,13 +31,13 @@ from torch.utils._pytree import tree_leaves
 from highwater.attention.dense import select_kernel
 from highwater.attention.registry import register
 from highwater.bench.environment import environment
+from highwater.engine.data import Batch, Document, pack
+from highwater.engine.step import Training, backward_of
 from highwater.models.build import build, read_config
 from highwater.models.decoder import Decoder
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
-from highwater.train.data import Batch, Document, pack
-from highwater.train.step import Training, backward_of
 
 LAYERS = 2
 VOCABULARY = 1024

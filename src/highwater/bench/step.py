@@ -29,6 +29,10 @@ from highwater.attention.dense import select_kernel
 from highwater.attention.registry import register
 from highwater.bench.environment import environment
 from highwater.bench.peers import HuggingFacePeer, LigerPeer, LoraPeer
+from highwater.engine.data import UNTRAINED, Document, pack
+from highwater.engine.memory_log import divide_budget
+from highwater.engine.optimizers import make_optimizer
+from highwater.engine.step import Training, train_step
 from highwater.models.build import build, read_config
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.allocator_variables import allocator_environment
@@ -38,10 +42,6 @@ from highwater.spec.lora import Lora, LoraBase
 from highwater.spec.model import load_model
 from highwater.spec.settings import Loss, Recompute
 from highwater.spec.trial import PROMPT_TOKENS
-from highwater.train.data import UNTRAINED, Document, pack
-from highwater.train.memory_log import divide_budget
-from highwater.train.optimizers import make_optimizer
-from highwater.train.step import Training, train_step
 from highwater.units import parse_bytes
 
 LOSS_TOLERANCE = 5e-4

@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of tokens, from hidden states.
 
 Logits are never held in float32, and in the chunked loss never as a whole. Only this is fused;
-objectives are ordinary functions of the two (train/objectives.py).
+objectives are ordinary functions of the two (engine/objectives.py).
 
 Shapes:  N tokens whose log-probability is wanted  E hidden size  V vocabulary
 

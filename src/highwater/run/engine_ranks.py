@@ -94,7 +94,7 @@ def start_ranks(
     log: IO[bytes],
 ) -> subprocess.Popen[bytes]:
     """Start a share of the ranks under a reaper of this process."""
-    worker = module("highwater.train.worker", str(folder / SPEC_FILE), str(folder / REPORTS))
+    worker = module("highwater.engine.worker", str(folder / SPEC_FILE), str(folder / REPORTS))
     owned = spec.checkpoint_directory if share.first == 0 else None
     remove = [] if owned is None else [owned]
     return subprocess.Popen(

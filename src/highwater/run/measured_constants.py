@@ -38,7 +38,7 @@ def read_constants(gpus: int) -> Constants:
     refuse_busy_gpus(machine, count=gpus)
     with private_folder() as folder:
         target, log = folder / "constants.json", folder / "log"
-        readings = module("highwater.train.machine_readings", str(target))
+        readings = module("highwater.engine.machine_readings", str(target))
         _run(under_reaper(readings, inherit=[folder], ranks=RankShare(gpus, folder)), gpus, log)
         if not target.is_file():
             problem = f"nothing was read on {gpus} GPUs: {last_lines(log)}"

@@ -32,7 +32,7 @@ from highwater.spec.protocols import OnPhase
 from highwater.spec.trial import TrialSpec
 from highwater.units import format_bytes
 
-_PREPARATION = "highwater.train.trainer_inputs"
+_PREPARATION = "highwater.engine.trainer_inputs"
 _PREPARE_S = 3600.0
 """Longest time of a preparation: random weights of 70 billion parameters take minutes to write."""
 _BF16_BYTES = 2

@@ -169,8 +169,8 @@ def _saved_by_moments(shape: ModelShape, settings: Settings, *, shards: int = 1)
 
 def update_bytes(shape: ModelShape, settings: Settings, *, shards: int) -> int:
     """Bytes that an update makes on one GPU for the numbers that it moves at once, of the largest
-    shard or of a piece of it: of codes two float32 numbers each (train/low_bit.py), of moments in
-    host memory the buffers that they come through (train/host_states.py).
+    shard or of a piece of it: of codes two float32 numbers each (engine/low_bit.py), of moments in
+    host memory the buffers that they come through (engine/host_states.py).
     """
     every = (-(-rows // shards) * size for _, rows, size in _trained_matrices(shape, settings))
     if settings.offloads_states:

@@ -1,7 +1,7 @@
 """Objectives: what each needs besides a policy and its optimizer, a row for each.
 
 Everybody reads the row. The name alone is compared where the objective's own formula is chosen
-(train/step.py), and where another trainer's words for it are (emit/).
+(engine/step.py), and where another trainer's words for it are (emit/).
 """
 
 from collections.abc import Mapping

@@ -62,11 +62,11 @@ class Settings(Record, frozen=True, kw_only=True):
     whose update is another by their rounding (spec/optimizer.py)."""
     parameters: Parameters = "float32"
     """What trained parameters are kept in. ``bf16`` is what a GPU computes with: an update rounds
-    each parameter to one of its two neighbours at random (train/low_bit.py)."""
+    each parameter to one of its two neighbours at random (engine/low_bit.py)."""
     offload: Offload = False
     """What lives in host memory: parameters, gradients and optimizer states, whose update is the
     host's; or with ``states`` the optimizer's moments alone, which the GPU updates
-    (train/host_states.py). Read by ``offloads_model`` and ``offloads_states``: both values are
+    (engine/host_states.py). Read by ``offloads_model`` and ``offloads_states``: both values are
     true."""
     lora: int | None = None
     """Rank of adapters, which are trained in the place of the model; it is frozen, and in the dtype

@@ -5,16 +5,16 @@ from collections.abc import Sequence
 import torch
 
 from highwater.attention.dense import prove
+from highwater.engine.assemble import assemble
+from highwater.engine.data import Batch
+from highwater.engine.rank_context import RankContext, compute_dtype
+from highwater.engine.statistics import Statistics, summed
+from highwater.engine.step import Training
+from highwater.engine.trial import rehearse
 from highwater.spec.events import ReleaseCached
 from highwater.spec.model import load_model
 from highwater.spec.trial import TrialSpec
 from highwater.tracer.allocation_recorder import AllocationRecorder
-from highwater.train.assemble import assemble
-from highwater.train.data import Batch
-from highwater.train.rank_context import RankContext, compute_dtype
-from highwater.train.statistics import Statistics, summed
-from highwater.train.step import Training
-from highwater.train.trial import rehearse
 
 _LENT_BY_FSDP1 = 4
 """The most allocations that FSDP1 may have lent and not waited for. Among several ranks it gathers

@@ -113,7 +113,7 @@ def put_low_bit() -> None:
     """
     from torchao.optim import subclass_8bit  # which only these optimizers need
 
-    from highwater.train import low_bit
+    from highwater.engine import low_bit
 
     subclass_8bit.get_qmap_signed()  # kept from now on: from fakes no table is made
     subclass_8bit.get_qmap_unsigned()

@@ -27,6 +27,10 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from highwater.engine.micro_batches import batches
+from highwater.engine.rank_context import RankContext
+from highwater.engine.step import train_step
+from highwater.engine.trial import rehearsal_batch
 from highwater.models.build import read_config
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.events import EventLog, TraceOrder
@@ -38,10 +42,6 @@ from highwater.tracer.fake_dispatch import QuickFakeMode
 from highwater.tracer.inplace_accumulation import InplaceAccumulation
 from highwater.tracer.kernel_workspaces import WORKSPACES, in_column_sums
 from highwater.tracer.trainers import TRACED
-from highwater.train.micro_batches import batches
-from highwater.train.rank_context import RankContext
-from highwater.train.step import train_step
-from highwater.train.trial import rehearsal_batch
 
 aten: Any = torch.ops.aten
 

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from highwater.engine.data import Batch
+from highwater.engine.rank_context import RankContext
+from highwater.engine.step import Training
 from highwater.spec.trainer import Trainer
 from highwater.spec.trial import TrialSpec
 from highwater.tracer import engine_step, trinity_step
 from highwater.tracer.allocation_recorder import AllocationRecorder
-from highwater.train.data import Batch
-from highwater.train.rank_context import RankContext
-from highwater.train.step import Training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

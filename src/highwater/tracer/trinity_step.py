@@ -23,6 +23,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from highwater.activations.recompute import recompute_layers
 from highwater.attention.registry import Attention, register
+from highwater.engine.data import Batch
+from highwater.engine.rank_context import RankContext, compute_dtype
+from highwater.engine.step import Training
 from highwater.kernels import rows as row_kernels
 from highwater.models import weights
 from highwater.models.build import drop_storage, read_config
@@ -33,9 +36,6 @@ from highwater.parallel import fsdp2
 from highwater.parallel.fsdp1 import shard_flat
 from highwater.spec.trial import TrialSpec
 from highwater.tracer.allocation_recorder import AllocationRecorder
-from highwater.train.data import Batch
-from highwater.train.rank_context import RankContext, compute_dtype
-from highwater.train.step import Training
 
 TEMPERATURE = 1.0
 """Temperature of the reference's trials; logits are divided by it although it is 1."""

@@ -32,6 +32,7 @@ from highwater.bench.attention.correctness import (
 from highwater.bench.attention.length_search import LengthSearch, NamedLengths
 from highwater.bench.attention.measurement import BenchCase, CaseReading, measure
 from highwater.bench.environment import environment
+from highwater.engine.memory_log import MemoryWatch, outside_allocator_bytes
 from highwater.spec.attention_bench import (
     BATCH_TOKENS,
     BATCHES,
@@ -49,7 +50,6 @@ from highwater.spec.attention_bench import (
     NotRun,
 )
 from highwater.spec.codec import from_json, to_json
-from highwater.train.memory_log import MemoryWatch, outside_allocator_bytes
 from highwater.units import MIB, format_bytes
 
 START_TOKENS = {"cpu": 512, "cuda": 4096}

@@ -24,13 +24,13 @@ import torch.distributed as dist
 
 from highwater.bench.attention.contenders import Conditions
 from highwater.bench.attention.measurement import PassTooLong
+from highwater.engine.memory_log import divide_budget, outside_allocator_bytes
 from highwater.errors import HighwaterError
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.attention_bench import BenchMachine, BenchOrder, Mode
 from highwater.spec.oom import exhausted_memory, memory_aborted
 from highwater.spec.rank import STORE_VARIABLE
 from highwater.spec.secrets import kept
-from highwater.train.memory_log import divide_budget, outside_allocator_bytes
 
 PartEnding = Literal["done", "out of memory", "refused", "late", "failed"]
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.autograd.profiler import profile
 
 from highwater.bench.attention.contenders import AttentionContender, Compute, Conditions
+from highwater.engine.memory_log import MemoryWatch
 from highwater.spec.attention_bench import Direction, Mode
 from highwater.spec.codec import Record
-from highwater.train.memory_log import MemoryWatch
 
 _MOST_PASSES, _ENOUGH_S = 5, 0.2
 """Timed passes: so many at the most, and no more once they took so long together."""

@@ -45,8 +45,8 @@ class _Rule(NamedTuple):
 
 _OURS = (
     _Rule("logits", r"highwater/(models/loss|kernels/rows\w*)\.py$"),
-    _Rule("gradients", r"highwater/train/optimizers\.py$", r"^make_optimizer$"),
-    _Rule("optimizer_states", r"highwater/train/(low_bit|host_states)\.py$"),
+    _Rule("gradients", r"highwater/(?:engine|train)/optimizers\.py$", r"^make_optimizer$"),
+    _Rule("optimizer_states", r"highwater/(?:engine|train)/(low_bit|host_states)\.py$"),
     _Rule("gradients", r"highwater/(models/fused/weight_gradient|parallel/offload)\.py$"),
     _Rule("gradients", r"highwater/", r"^(clip|add_up|_sum_to_shard)$"),
     _Rule("backward_pass", r"highwater/", r"^backward$"),
@@ -56,13 +56,13 @@ _OURS = (
     _Rule(
         "parameters",
         r"highwater/(models/(build|fill|weights|pretrained|random_weights)"
-        r"|parallel/fsdp\d|train/assemble)\.py$",
+        r"|parallel/fsdp\d|(?:engine|train)/assemble)\.py$",
         r"^(?!forward$)",
     ),
     _Rule("activations", r"highwater/(models|activations|attention|kernels)/"),
-    _Rule("activations", r"highwater/train/(objectives|experience|data)\.py$"),
+    _Rule("activations", r"highwater/(?:engine|train)/(objectives|experience|data)\.py$"),
 )
-"""This engine's files."""
+"""This engine's files; snapshots of before it was called so have `train` in their paths."""
 _PYTORCH = (
     _Rule("workspaces", "", r"[wW]orkspace|getCurrentCUDABlas"),
     _Rule("workspaces", r"/triton/(runtime|testing)"),

@@ -11,6 +11,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from highwater.engine import objectives
+from highwater.engine.data import Batch
+from highwater.engine.experience import (
+    Experience,
+    group_experience,
+    reference_experience,
+    token_experience,
+)
+from highwater.engine.optimizers import fill_missing_gradients
+from highwater.engine.step_record import StepRecord
 from highwater.errors import UsageError
 from highwater.models.decoder import Decoder, MicroBatchStatistics
 from highwater.parallel.collectives import sum_over
@@ -20,16 +30,6 @@ from highwater.parallel.mesh import copies, total
 from highwater.parallel.offload import adding_up
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.objective import TRAITS, Objective, ObjectiveTraits
-from highwater.train import objectives
-from highwater.train.data import Batch
-from highwater.train.experience import (
-    Experience,
-    group_experience,
-    reference_experience,
-    token_experience,
-)
-from highwater.train.optimizers import fill_missing_gradients
-from highwater.train.step_record import StepRecord
 
 CLIP_EPSILON = 1e-6
 """Added to the norm that gradients are divided by, as in PyTorch."""

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 
 from highwater.attention.registry import register
+from highwater.engine.optimizers import optimizer_of
+from highwater.engine.rank_context import RankContext, compute_dtype
+from highwater.engine.step import Training
 from highwater.models.build import build, read_config
 from highwater.models.decoder import Decoder
 from highwater.spec.settings import Loss, Parameters
 from highwater.spec.trial import TrialSpec
-from highwater.train.optimizers import optimizer_of
-from highwater.train.rank_context import RankContext, compute_dtype
-from highwater.train.step import Training
 
 CRITIC_SEED = 1
 """Added to the trial's seed: a critic without weights of its own does not start as a copy of the

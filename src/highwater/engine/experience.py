@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from highwater.activations.dropout import without_dropout
+from highwater.engine.data import Batch
+from highwater.engine.objectives import generalized_advantages, group_advantages, last_of_each
 from highwater.models.adapters import without_adapters
 from highwater.models.decoder import Decoder
 from highwater.parallel import mesh as process_mesh
 from highwater.parallel.collectives import gather_rows
 from highwater.parallel.fsdp2 import release
 from highwater.spec.hyperparameters import Hyperparameters
-from highwater.train.data import Batch
-from highwater.train.objectives import generalized_advantages, group_advantages, last_of_each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from highwater.engine.host_states import HostStateAdamW
 from highwater.errors import MachineError
 from highwater.models.weight_names import name_in_files
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.optimizer import OPTIMIZERS, OptimizerName
 from highwater.spec.trial import TrialSpec
-from highwater.train.host_states import HostStateAdamW
 
 _NEVER_DECAYS = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Words in the names of norms and biases, which never decay. Source:
@@ -46,7 +46,7 @@ def make_optimizer(
     without ``keeps_gradients`` no gradient, which a step then makes and lets go of.
 
     It runs where the shards are: on the host when they are offloaded. With ``on_host`` the moments
-    alone are there, wherever the shards are (train/host_states.py). A frozen parameter is none of
+    alone are there, wherever the shards are (engine/host_states.py). A frozen parameter is none of
     its own: without a gradient, without states, without decay.
 
     What lives as long as the training is allocated before the first activation. Left to the first
@@ -84,7 +84,7 @@ def _made(
     if name == "adamw":
         return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=numbers.adam_epsilon, fused=True)
     try:
-        from highwater.train.low_bit import LowBitAdamW
+        from highwater.engine.low_bit import LowBitAdamW
     except ImportError as error:
         raise MachineError(
             f"{name} needs torchao, which cannot be imported: {error}",

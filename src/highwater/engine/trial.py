@@ -20,22 +20,22 @@ from torch.cuda.nccl import version as nccl_version
 from transformers.utils import logging as transformers_logging
 
 from highwater.activations.dropout import seeded
+from highwater.engine import checkpoint
+from highwater.engine.assemble import assemble
+from highwater.engine.data import Batch, Document, digest, pack
+from highwater.engine.layer_watch import LayerWatch
+from highwater.engine.memory_log import MemoryWatch, allocator_settings, divide_budget, past_budget
+from highwater.engine.memory_profiler import TrialProfiler
+from highwater.engine.micro_batches import batches
+from highwater.engine.out_of_memory import OutOfMemoryWatch
+from highwater.engine.rank_context import RankContext, compute_dtype, synchronize, take_context
+from highwater.engine.statistics_log import StatisticsLog
+from highwater.engine.step import Training, backward_of, clear_gradients, clip_trained, train_step
 from highwater.errors import UsageError
 from highwater.parallel.collectives import gather_rows
 from highwater.spec.model import load_model
 from highwater.spec.profiling import coordinates
 from highwater.spec.trial import MemoryBudget, RankReport, Save, TrialSpec
-from highwater.train import checkpoint
-from highwater.train.assemble import assemble
-from highwater.train.data import Batch, Document, digest, pack
-from highwater.train.layer_watch import LayerWatch
-from highwater.train.memory_log import MemoryWatch, allocator_settings, divide_budget, past_budget
-from highwater.train.memory_profiler import TrialProfiler
-from highwater.train.micro_batches import batches
-from highwater.train.out_of_memory import OutOfMemoryWatch
-from highwater.train.rank_context import RankContext, compute_dtype, synchronize, take_context
-from highwater.train.statistics_log import StatisticsLog
-from highwater.train.step import Training, backward_of, clear_gradients, clip_trained, train_step
 from highwater.version import __version__
 
 REHEARSAL_TOKENS = 256

@@ -32,7 +32,7 @@ from highwater.spec.trial import (
 from highwater.units import MIB
 
 if TYPE_CHECKING:
-    from highwater.train.trial import Trial
+    from highwater.engine.trial import Trial
 
 EXIT_FAILED = 1
 _SPENT_BYTES = 64 * MIB
@@ -41,7 +41,7 @@ of memory."""
 
 
 def main() -> None:
-    """Run one rank: ``python -m highwater.train.worker SPEC REPORTS``."""
+    """Run one rank: ``python -m highwater.engine.worker SPEC REPORTS``."""
     spec_path, reports = Path(sys.argv[1]), Path(sys.argv[2])
     spec = msgspec.json.decode(spec_path.read_bytes(), type=TrialSpec)
     before = resource.getrlimit(resource.RLIMIT_DATA)
@@ -50,7 +50,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (spec.memory_budget_bytes, before[1]))
     trial = None
     try:
-        from highwater.train.trial import Trial as LoadedTrial
+        from highwater.engine.trial import Trial as LoadedTrial
 
         trial = LoadedTrial(spec, on_phase=partial(_tell, reports))
         trial.run()

@@ -1,5 +1,5 @@
 """The process that prepares what another trainer is given: ``python -m
-highwater.train.trainer_inputs FOLDER``, where the order lies and the answer is left.
+highwater.engine.trainer_inputs FOLDER``, where the order lies and the answer is left.
 """
 
 import json
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from highwater.engine.exact_documents import exact_texts
 from highwater.errors import HighwaterError
 from highwater.models.openable_directory import openable_directory
 from highwater.spec.codec import from_json, to_json
@@ -19,7 +20,6 @@ from highwater.spec.preparation import (
     Prepared,
     Refused,
 )
-from highwater.train.exact_documents import exact_texts
 
 
 def main() -> None:

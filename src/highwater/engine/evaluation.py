@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from highwater.activations.dropout import without_dropout
+from highwater.engine.data import Batch
+from highwater.engine.experience import forward_batch, reference_experience
+from highwater.engine.step import Training, preference_loss, reward_loss, sharing
 from highwater.errors import UsageError
 from highwater.parallel.fsdp2 import release
 from highwater.parallel.mesh import total
-from highwater.train.data import Batch
-from highwater.train.experience import forward_batch, reference_experience
-from highwater.train.step import Training, preference_loss, reward_loss, sharing
 
 
 class Evaluation(NamedTuple):

@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from highwater.attention.dense import Kernel, select_kernel
 from highwater.attention.window_proof import computes_windows
+from highwater.engine.data import Batch, share_of
+from highwater.engine.memory_log import outside_allocator_bytes
 from highwater.parallel import mesh as process_mesh
 from highwater.parallel.mesh import SequenceGroups
 from highwater.spec.hardware import refuse_unfit_gpu
 from highwater.spec.model import load_model
 from highwater.spec.trial import TrialSpec
-from highwater.train.data import Batch, share_of
-from highwater.train.memory_log import outside_allocator_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

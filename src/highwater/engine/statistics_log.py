@@ -11,6 +11,9 @@ from typing import Any
 
 import msgspec
 
+from highwater.engine.data import Batch
+from highwater.engine.statistics import Reduced, Statistics
+from highwater.engine.step import Training
 from highwater.errors import UsageError
 from highwater.models.decoder import LanguageModel
 from highwater.models.loss import LogitRange
@@ -19,9 +22,6 @@ from highwater.spec.hardware import kind_of
 from highwater.spec.model import load_model
 from highwater.spec.quantities import QUANTITIES
 from highwater.spec.trial import RankMemory, StatisticsFiles, TrialSpec
-from highwater.train.data import Batch
-from highwater.train.statistics import Reduced, Statistics
-from highwater.train.step import Training
 
 _PEAKS = (
     "peak_allocated_bytes",

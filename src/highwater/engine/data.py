@@ -1,5 +1,5 @@
 """Batches: documents packed into one row, with everything the step must know about them on the
-host. Where documents come from is train/micro_batches.py's.
+host. Where documents come from is engine/micro_batches.py's.
 
 Shapes:  T packed tokens of a micro-batch, or this rank's share of them  N trained tokens among
          those  D documents P documents whose last token this rank has  L tokens of one document

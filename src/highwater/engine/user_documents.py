@@ -9,9 +9,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from highwater.engine.data import UNTRAINED, Document, without_first
 from highwater.errors import UsageError
 from highwater.spec.trial import TrialSpec
-from highwater.train.data import UNTRAINED, Document, without_first
 
 _FIELDS = ("input_ids", "labels", "reward", "group", "logprobs")
 """Fields of a document that is a mapping."""

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from highwater.engine import objectives
+from highwater.engine.data import Batch
+from highwater.engine.statistics import Statistics
 from highwater.models.loss import LogitRange
 from highwater.spec.hyperparameters import Hyperparameters
-from highwater.train import objectives
-from highwater.train.data import Batch
-from highwater.train.statistics import Statistics
 
 
 class TokenNumbers(NamedTuple):

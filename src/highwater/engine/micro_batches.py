@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import torch
 
+from highwater.engine.data import UNTRAINED, Batch, Document, pack
+from highwater.engine.user_documents import EXAMPLE, read_documents, seen
 from highwater.errors import UsageError
 from highwater.spec.trial import PROMPT_TOKENS, TrialSpec
-from highwater.train.data import UNTRAINED, Batch, Document, pack
-from highwater.train.user_documents import EXAMPLE, read_documents, seen
 
 
 def batches(

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from highwater.engine.layer_watch import LayerWatch
+from highwater.engine.step import Training
 from highwater.models.fused.weight_gradient import WeightGradient
 from highwater.parallel.fsdp2 import local_shard
 from highwater.spec.trial import AliveMemory
-from highwater.train.layer_watch import LayerWatch
-from highwater.train.step import Training
 
 _INTERPRETER = cast(Any, sys)
 """Nothing public tells what threads are at."""

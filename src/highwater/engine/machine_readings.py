@@ -1,7 +1,7 @@
 """Constants of this machine, read: what each library takes of a GPU at its first use, outside the
 allocator and inside it.
 
-``python -m highwater.train.machine_readings FILE``, as many ranks as there are GPUs: rank 0 writes
+``python -m highwater.engine.machine_readings FILE``, as many ranks as there are GPUs: rank 0 writes
 what the fullest rank read. Each stage does something small and leaves no tensor behind; what is
 then used more than before is that stage's.
 """
@@ -18,14 +18,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from highwater.attention.dense import attend, select_kernel
+from highwater.engine.memory_log import outside_allocator_bytes
+from highwater.engine.trial import versions
 from highwater.kernels import gates as gate_kernels
 from highwater.kernels import rows as row_kernels
 from highwater.parallel import fsdp2
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.layout import Layout
 from highwater.spec.machine_constants import Constants, Reading
-from highwater.train.memory_log import outside_allocator_bytes
-from highwater.train.trial import versions
 
 WIDTH = 1024
 TOKENS = 2048
