@@ -64,6 +64,8 @@ class TrainingSpec(Record, frozen=True, kw_only=True):
     """Steps between checkpoints; 0: only after the last one."""
     output_directory: str
     """Absolute path of the run's folder."""
+    resume_from: str | None = None
+    """Name of the checkpoint to go on from, ``step-000100``; None: the latest."""
 
     def __post_init__(self) -> None:
         """Raise UsageError for what cannot be divided."""
@@ -88,6 +90,8 @@ class RunState(Record, frozen=True, kw_only=True):
     """Optimizer steps that are done."""
     losses: tuple[float, ...] = ()
     """The loss of each step so far."""
+    evaluations: tuple[tuple[int, float], ...] = ()
+    """Step and loss of each evaluation so far; step 0 is before the first."""
     best_step: int | None = None
     """The step whose evaluation was the best; None: there was none."""
     best_loss: float | None = None
