@@ -188,28 +188,38 @@ def save_pretrained(
     dtypes = {
         name: dtype if name in parameters else tensor.dtype for name, tensor in shards.items()
     }
-    written_bytes = 0
-    if dist.get_rank() > 0:
-        for name, shard in shards.items():
+    written_bytes, left = 0, iter(shards.items())
+    try:
+        if dist.get_rank() == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+            shapes = {
+                name: torch.empty(shard.shape, dtype=dtypes[name], device="meta")
+                for name, shard in shards.items()
+            }
+            with PretrainedDirectory(directory, model.causal_lm, shapes) as target:
+                for name, shard in left:
+                    target.write(name, _merged(model, name, shard, dtypes[name], mesh).cpu())
+                written_bytes = target.written_bytes
+            written_bytes += write_beside(
+                directory,
+                model.causal_lm,
+                architecture=model.architecture,
+                dtype=dtype,
+                source=source,
+            )
+    finally:
+        for name, shard in left:  # also where the first rank failed: the others gather it
             _merged(model, name, shard, dtypes[name], mesh)
-    else:
-        directory.mkdir(parents=True, exist_ok=True)
-        shapes = {
-            name: torch.empty(shard.shape, dtype=dtypes[name], device="meta")
-            for name, shard in shards.items()
-        }
-        with PretrainedDirectory(directory, model.causal_lm, shapes) as target:
-            for name, shard in shards.items():
-                target.write(name, _merged(model, name, shard, dtypes[name], mesh).cpu())
-            written_bytes = target.written_bytes
-        written_bytes += write_beside(
-            directory, model.causal_lm, architecture=model.architecture, dtype=dtype, source=source
-        )
-    if mesh.size() > 1:
-        dist.barrier(
-            group=all_ranks(mesh)
-        )  # the others' next step would else be timed with rank 0's writing in it
+        _meet(mesh)
     return written_bytes
+
+
+def _meet(mesh: DeviceMesh) -> None:
+    """Wait for the first rank to have written: the others' next step would else be timed with its
+    writing in it.
+    """
+    if mesh.size() > 1:
+        dist.barrier(group=all_ranks(mesh))
 
 
 def _save_adapters(
@@ -222,13 +232,14 @@ def _save_adapters(
         for name, parameter in trained.items()
     }
     written_bytes = 0
-    if dist.get_rank() == 0:
-        directory.mkdir(parents=True, exist_ok=True)
-        written_bytes = write_adapters(
-            directory, whole, lora, base=str(source), gives_scalars=model.gives_scalars
-        )
-    if mesh.size() > 1:
-        dist.barrier(group=all_ranks(mesh))
+    try:
+        if dist.get_rank() == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+            written_bytes = write_adapters(
+                directory, whole, lora, base=str(source), gives_scalars=model.gives_scalars
+            )
+    finally:
+        _meet(mesh)
     return written_bytes
 
 

@@ -91,9 +91,22 @@ class RunState(Record, frozen=True, kw_only=True):
     best_step: int | None = None
     """The step whose evaluation was the best; None: there was none."""
     best_loss: float | None = None
+    evaluation_loss: float | None = None
+    """The loss of the evaluation after this very step; None: there was none."""
+    evaluation_digest: str | None = None
+    """Digest of the corpus that is evaluated: losses over another one do not compare."""
     corpus_digest: str
     run_digest: str
     """Digest of what has to be the same to go on exactly: ``run_digest`` of the spec."""
+
+
+class BestCheckpoint(Record, frozen=True, kw_only=True):
+    """Which of a run's checkpoints has the best evaluation; beside them."""
+
+    checkpoint: str
+    """Name of its folder."""
+    step: int
+    loss: float
 
 
 class TrainingProgress(Record, frozen=True, kw_only=True):
