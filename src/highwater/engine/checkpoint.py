@@ -85,7 +85,7 @@ def load_sharded(
     own = _own_stretches(model, mesh)
     with ShardReader(directory) as reader:
         saved = {_saved_name(name): name for name in reader.tensors}
-        _refuse_another_model(model, own, saved, reader)
+        _refuse_another_model(model, optimizer, own, saved, reader)
         for name, buffer in model.named_buffers():
             key = saved.get(("model", name_in_files(name), ""))
             if key is not None:
@@ -143,11 +143,12 @@ def _saved_name(key: str) -> tuple[str, str, str]:
 
 def _refuse_another_model(
     model: Decoder,
+    optimizer: torch.optim.Optimizer,
     own: Mapping[str, _Own],
     saved: Mapping[tuple[str, str, str], str],
     reader: ShardReader,
 ) -> None:
-    """Raise UsageError where not the same is trained."""
+    """Raise UsageError where not the same is trained, or other things are kept of it."""
     theirs = {name for owner, name, _ in saved if owner == "model"}
     buffers = {name_in_files(name) for name, _ in model.named_buffers()}
     differing = sorted(set(own) - theirs) or sorted(theirs - set(own) - buffers)
@@ -156,10 +157,14 @@ def _refuse_another_model(
         is_whole = isinstance(parameter, DTensor)  # FSDP1's are flat
         if shape != tuple(parameter.shape) if is_whole else math.prod(shape) != numbers:
             differing.append(name)
+    for name, (parameter, _, _) in own.items():
+        kinds = optimizer.state[parameter]
+        differing += [name for kind in kinds if ("optimizer", name, kind) not in saved]
     if differing:
         raise UsageError(
-            f"{reader.directory} was saved of another model: {differing[0]} is not the same",
-            hint="go on with the model and the `--lora` settings that the run began with",
+            f"{reader.directory} was saved of another model, or of another optimizer: "
+            f"{differing[0]} is not the same",
+            hint="go on with the model, `--lora` and `--optimizer` that the run began with",
         )
 
 
