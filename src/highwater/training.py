@@ -141,6 +141,14 @@ def prepare_training(
         evaluation = tokenised(held_out, on_phase=say)
     spec = training_spec(asked, trial, request, corpus, evaluation, rows=rows)
     _refuse_another(before, spec)
+    done_steps = _done_steps(Path(asked.output))
+    if done_steps > spec.steps:
+        raise UsageError(
+            f"{asked.output} has a run that has done {done_steps} steps already",
+            hint=f"use `--steps {done_steps}` or more, or `--output {asked.output}-2`",
+        )
+    if before is not None and done_steps == before.steps == spec.steps:
+        spec = msgspec.structs.replace(spec, model_directory=before.model_directory)
     model = load_model(request.model)
     return PreparedTraining(
         spec=spec,
@@ -152,7 +160,7 @@ def prepare_training(
             *corpus.notes,
         ),
         allow_busy=request.allow_busy,
-        done_steps=_done_steps(Path(asked.output)),
+        done_steps=done_steps,
     )
 
 
@@ -223,8 +231,15 @@ def training_spec(
         evaluate_every=asked.eval_every,
         save_every=asked.save_every,
         output_directory=str(output),
+        model_directory=str(_new_model_directory(output, asked.steps)),
         resume_from=asked.resume_from,
     )
+
+
+def _new_model_directory(output: Path, steps: int) -> Path:
+    """Where the model goes: ``model``, or where a shorter run left one ``model-<steps>``."""
+    first = output / _MODEL
+    return output / f"{_MODEL}-{steps}" if first.exists() else first
 
 
 def _spec_in(output: Path) -> TrainingSpec | None:
@@ -276,9 +291,13 @@ def _expected_s(spec: TrainingSpec, trial: TrialSpec, predicted: CellPrediction)
 def run_training(
     prepared: PreparedTraining, *, on_progress: OnProgress | None = None
 ) -> TrainingResult:
-    """Run what was prepared, in a folder that ``own_folder`` holds."""
+    """Run what was prepared, in a folder that ``own_folder`` holds; what is done already is not
+    done again.
+    """
     spec = prepared.spec
     output = Path(spec.output_directory)
+    if prepared.done_steps == spec.steps and Path(spec.model_directory).exists():
+        return _result(spec, (), prepared.notes, None)
     beside = output / f".{_SPEC}.partial"
     beside.write_text(to_json(spec), encoding="utf-8")
     beside.replace(output / _SPEC)
@@ -339,7 +358,7 @@ def _of_state(
         evaluations=state.evaluations,
         best_step=state.best_step,
         output_directory=str(output),
-        model_directory=str(output / _MODEL) if is_done else None,
+        model_directory=spec.model_directory if is_done else None,
         tokens_per_s=last.tokens / last.seconds if last and last.seconds else None,
         peak_bytes=max(peaks, default=None),
         notes=notes,
@@ -348,14 +367,20 @@ def _of_state(
 
 def _last_state(output: Path) -> RunState | None:
     """The state in a run's last whole checkpoint; None where it has none."""
-    for folder in sorted((output / "checkpoints").glob("step-*"), reverse=True):
-        if folder.suffix:
-            continue
+    folders = (output / "checkpoints").glob("step-*")
+    whole = [folder for folder in folders if _step_of(folder) >= 0]
+    for folder in sorted(whole, key=_step_of, reverse=True):
         try:
             return from_json(read_file(folder / _STATE, most_bytes=_STATE_BYTES), RunState)
         except (OSError, ValueError):
             continue
     return None
+
+
+def _step_of(folder: Path) -> int:
+    """The step of a checkpoint's folder; -1 of one that is not whole, or set aside."""
+    number = folder.name.removeprefix("step-")
+    return int(number) if number.isdecimal() else -1
 
 
 def _done_steps(output: Path) -> int:

@@ -44,6 +44,7 @@ SPEC = TrainingSpec(
     micro_batches=8,
     schedule=Schedule(steps=20),
     output_directory="/runs/a",
+    model_directory="/runs/a/model",
 )
 
 

@@ -25,7 +25,7 @@ def train(arguments: argparse.Namespace) -> int:
     asked = training_request_of(arguments)
     request = request_of(arguments)
     with own_folder(Path(asked.output)):
-        prepared = training.prepare_training(request, asked, on_phase=console.talk)
+        prepared = training.prepare_training(request, asked, on_phase=_Phases().hear)
         console.notes(prepared.notes)
         for line in prediction_lines(prepared):
             console.talk(line)
@@ -46,6 +46,18 @@ def train(arguments: argparse.Namespace) -> int:
     console.answer_table(training_table(result))
     console.next_command(_next(result.model_directory or "", is_adapter=bool(request.lora)))
     return EXIT_ANSWERED
+
+
+class _Phases:
+    """Says what is done to the data, each phase once."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def hear(self, phase: str) -> None:
+        if phase != self._last:
+            console.talk(phase)
+        self._last = phase
 
 
 def _next(directory: str, *, is_adapter: bool) -> str:

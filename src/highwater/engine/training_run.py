@@ -17,6 +17,7 @@ from highwater.engine.corpus.step_plan import StepPlan
 from highwater.engine.corpus.store import OpenCorpus, open_corpus
 from highwater.engine.data import Batch, pack
 from highwater.engine.evaluation import Evaluation, evaluate
+from highwater.engine.export import export
 from highwater.engine.rank_context import RankContext
 from highwater.engine.rank_run import RankRun
 from highwater.engine.run_checkpoints import RunCheckpoints
@@ -27,8 +28,6 @@ from highwater.spec.codec import to_json
 from highwater.spec.model import load_model
 from highwater.spec.training import RunState, TrainingProgress, TrainingSpec, run_digest
 
-MODEL = "model"
-"""The exported model's folder in a run's."""
 _MOST_NAMED = 4
 """Documents that a message names."""
 
@@ -103,7 +102,7 @@ class TrainingRun(RankRun):
             ) from error
         loss = self.report.losses[-1]
         self._state = msgspec.structs.replace(
-            self._state, step=step, losses=(*self._state.losses, loss)
+            self._state, step=step, losses=(*self._state.losses, loss), evaluation_loss=None
         )
         # Those of all ranks were counted in the step already.
         tokens = sum(sum(row.batch.document_lengths) for row in batches)
@@ -131,7 +130,12 @@ class TrainingRun(RankRun):
         if loss is None or not math.isfinite(loss):
             raise FloatingPointError(f"the evaluation after step {step} gave the loss {loss}")
         evaluations = (*self._state.evaluations, (step, loss))
-        self._state = msgspec.structs.replace(self._state, evaluations=evaluations)
+        self._state = msgspec.structs.replace(
+            self._state,
+            evaluations=evaluations,
+            evaluation_loss=loss,
+            evaluation_digest=spec.evaluation.digest,
+        )
         best = self._state.best_loss
         if not is_first and (best is None or loss < best):
             self._state = msgspec.structs.replace(self._state, best_step=step, best_loss=loss)
@@ -150,9 +154,9 @@ class TrainingRun(RankRun):
     def _export(self, training: Training) -> None:
         self.where.enter("save")
         self._say(phase="writing the model")
-        self._checkpoints.export(
+        export(
             training,
-            Path(self.training_spec.output_directory, MODEL),
+            Path(self.training_spec.model_directory),
             source=Path(self.spec.model_directory),
             merged=self.spec.settings.lora_merged,
         )

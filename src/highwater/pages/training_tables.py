@@ -90,6 +90,8 @@ def stopped_sentence(result: TrainingResult | None) -> str:
     """What is kept of a run that was told to stop."""
     if result is None:
         return "stopped: no step was saved"
+    if result.status == "done":
+        return f"stopped after the last step: the model is in {result.model_directory}"
     return (
         f"stopped after step {result.step} of {result.steps}: its checkpoint is in "
         f"{result.output_directory}"

@@ -67,6 +67,8 @@ class TrainingSpec(Record, frozen=True, kw_only=True):
     """Steps between checkpoints; 0: only after the last one."""
     output_directory: str
     """Absolute path of the run's folder."""
+    model_directory: str
+    """Absolute path of the model's folder, which is made at the end: not there before."""
     resume_from: str | None = None
     """Name of the checkpoint to go on from, ``step-000100``; None: the latest."""
 
