@@ -49,6 +49,7 @@ class Unit(NamedTuple):
     """The name of the group that they are a part of; None: they are a unit alone."""
 
 
+_AS_TEXTS = "write the prompt and what answers it as texts, in the place of messages"
 Render = Callable[[DataRecord], Iterator[Unit]]
 
 
@@ -87,8 +88,10 @@ class Rendering:
         self._refuse_foreign(record, ids_L)
         return TokenDocument(ids_L, trained_L)
 
-    def answered(self, record: DataRecord, prompt: Said, response: Said) -> TokenDocument:
-        """A prompt and a response to it, which alone is trained.
+    def answered(
+        self, record: DataRecord, prompt: Said, response: Said, *, everything: bool = False
+    ) -> TokenDocument:
+        """A prompt and a response to it, which alone is trained unless ``everything`` is.
 
         Texts follow each other as they are. Messages are a conversation; a text that answers one
         follows the template's beginning of an answer, as it was sampled.
@@ -100,19 +103,20 @@ class Rendering:
                     hint="write both as texts, or both as lists of messages",
                 )
             return self.document(
-                record, [(prompt, False), (response, True)], starts=True, ends=True
+                record, _parts(prompt, response, everything), starts=True, ends=True
             )
         chat = self.chat(record)
         if isinstance(response, str):
             begun = chat.text(conversation_of(record, prompt), prompts=True)
             return self.document(
-                record, [(begun, False), (response, True)], starts=False, ends=True
+                record, _parts(begun, response, everything), starts=False, ends=True
             )
         conversation = conversation_of(record, (*prompt, *response))
         text = chat.text(conversation)
-        begin = len(chat.prompt_of(conversation, len(prompt), text))
-        parts = [(text[:begin], False), (text[begin:], True)]
-        return self.document(record, parts, starts=False, ends=False)
+        begin = len(chat.prompt_of(conversation, len(prompt), text, hint=_AS_TEXTS))
+        return self.document(
+            record, _parts(text[:begin], text[begin:], everything), starts=False, ends=False
+        )
 
     def prompt_ids(self, record: DataRecord, prompt: Said) -> NDArray[np.int64]:
         """The tokens that a policy is given to answer a prompt."""
@@ -148,6 +152,12 @@ class Rendering:
                 f"knows the ids 0 to {self.vocab_size - 1}",
                 hint="name the model's own tokenizer: `--tokenizer DIRECTORY`",
             )
+
+
+def _parts(prompt: str, response: str, everything: bool) -> list[tuple[str, bool]]:
+    if everything:
+        return [(prompt + response, True)]
+    return [(prompt, False), (response, True)]
 
 
 def supervised(rendering: Rendering, *, trained: TrainedTokens) -> Render:
@@ -201,10 +211,7 @@ def _completion(
     rendering: Rendering, record: DataRecord, prompt: Said, response: Said, everything: bool
 ) -> TokenDocument:
     if isinstance(prompt, str) or isinstance(response, str):
-        document = rendering.answered(record, prompt, response)
-        if everything:
-            return document._replace(trained_L=np.ones_like(document.trained_L))
-        return document
+        return rendering.answered(record, prompt, response, everything=everything)
     return _conversation(rendering, record, (*prompt, *response), len(prompt), everything)
 
 

@@ -152,12 +152,15 @@ class _Packing:
             self.rows[row].append(item)
         return True
 
-    def put(self, rows: list[list[Item]]) -> None:
-        """Have these rows."""
-        self.rows = rows
-        self._rooms = sorted(
-            (self._row_tokens - sum(length for length, _ in row), at) for at, row in enumerate(rows)
+    def without(self, items: set[Item]) -> "_Packing":
+        """Another without these documents, the others where they are."""
+        other = _Packing(0, self._row_tokens)
+        other.rows = [[item for item in row if item not in items] for row in self.rows]
+        other._rooms = sorted(
+            (self._row_tokens - sum(length for length, _ in row), at)
+            for at, row in enumerate(other.rows)
         )
+        return other
 
 
 def _balanced(items: list[Item], rows: int, row_tokens: int) -> list[list[Item]] | None:

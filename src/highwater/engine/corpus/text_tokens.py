@@ -146,8 +146,8 @@ def encode_parts(tokens: TextTokens, parts: Sequence[str], *, name: str) -> Part
         raise UsageError(
             f"{name}: a token of {tokens.name} reaches from a prompt into its response, and the "
             "two spell another text when each is tokenised by itself",
-            hint="end prompts where a word ends, with the space at the beginning of the response, "
-            "or train on every token: `--trained all`",
+            hint="end the prompt where a word ends, and begin the response with the space: "
+            '`{"prompt": "Say", "completion": " yes"}`',
         )
     return Parts(apart, is_apart=True)
 
