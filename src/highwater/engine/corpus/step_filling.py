@@ -100,11 +100,7 @@ class _Step:
         items = list(chain(*left.units.values()))
         left.documents = len(items)
         left._room -= sum(length for length, _ in items)
-        taken = set(self.units[unit])
-        left._packing = _Packing(self._rows, self._row_tokens)
-        left._packing.put(
-            [[item for item in row if item not in taken] for row in self._packing.rows]
-        )
+        left._packing = self._packing.without(set(self.units[unit]))
         return left
 
     def final_rows(self) -> list[list[Item]]:

@@ -157,10 +157,16 @@ def _write(
 
 
 def _nothing(order: CorpusOrder, limit: LengthLimit) -> UsageError:
+    if limit.longest_tokens > order.length_tokens:
+        hint = f"train documents whole: `--length {limit.longest_tokens}`"
+    elif limit.longest_tokens > 1 and order.objective == "sft":
+        hint = "train on prompts and what else there is: `--trained all`"
+    else:
+        hint = "name data with text in it"
     return UsageError(
-        f"nothing to train on: none of {counted(limit.empty, 'document')} has a trained token past "
+        f"nothing to train on: none of {counted(limit.empty, 'record')} has a trained token past "
         f"its first, within {order.length_tokens} tokens",
-        hint="train longer documents, `--length 4k`, or prompts too, `--trained all`",
+        hint=hint,
     )
 
 
