@@ -25,6 +25,11 @@ from corpora import (
 )
 from transformers import AutoTokenizer
 
+from highwater.engine.corpus.data_files import data_files
+from highwater.engine.corpus.readers import records
+from highwater.engine.corpus.render_processes import Placed, rendered
+from highwater.engine.corpus.rendering import Rendering, supervised
+from highwater.engine.corpus.text_tokens import Tokenizer
 from highwater.errors import HighwaterError, UsageError
 
 CHAT = [
@@ -401,3 +406,45 @@ def test_what_a_users_function_raises_names_the_record(
         made(tmp_path, data, objective="ppo", reward="harsh_judge:judge")
     assert raised.value.__notes__ == ["harsh_judge:judge was asked about d.jsonl:1"]
     assert not isinstance(raised.value, HighwaterError)
+
+
+def rendered_by(processes: int, data: Path, tokenizer: Path) -> list[tuple[str, list[list[int]]]]:
+    rendering = Rendering(Tokenizer(tokenizer), vocab_size=512)
+    (file,) = data_files([str(data)]).files
+    placed = (Placed(0, record) for record in records(file))
+    render = supervised(rendering, trained="responses")
+    return [
+        (
+            each.record.name,
+            [document.ids_L.tolist() for unit in units for document in unit.documents],
+        )
+        for each, units in rendered(placed, render, processes=processes)
+    ]
+
+
+def test_any_number_of_processes_renders_the_same_in_the_same_order(
+    chatml: Path, tmp_path: Path
+) -> None:
+    chats = [
+        {"messages": [*CHAT[:2], {"role": "assistant", "content": "a" * n}]} for n in range(99)
+    ]
+    data = write_lines(tmp_path / "d.jsonl", chats)
+    assert rendered_by(2, data, chatml) == rendered_by(1, data, chatml)
+
+
+def test_of_several_refusals_the_first_in_the_data_is_told_by_any_number_of_processes(
+    chatml: Path, tmp_path: Path
+) -> None:
+    texts = [{"text": "the cat"}] * 70
+    data = write_lines(tmp_path / "d.jsonl", [*texts, {"text": 7}, *texts, {"text": 8}])
+    with data.open("a") as stream:
+        stream.write("{\n")  # read long before the others are rendered
+    for processes in (1, 2):
+        with pytest.raises(UsageError, match=r"^d\.jsonl:71: `text` is not a text: 7"):
+            rendered_by(processes, data, chatml)
+    broken = write_lines(tmp_path / "broken.jsonl", texts)
+    with broken.open("a") as stream:
+        stream.write("{\n")
+    for processes in (1, 2):
+        with pytest.raises(UsageError, match=r"^broken\.jsonl:71 is no record of JSON"):
+            rendered_by(processes, broken, chatml)

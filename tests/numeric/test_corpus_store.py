@@ -379,7 +379,7 @@ def test_a_package_that_is_missing_is_named_with_what_installs_it(
     monkeypatch.setattr(readers, "find_spec", found)
     with pytest.raises(UsageError, match=f"read by {package}, which is not installed") as refused:
         made(tmp_path, path)
-    assert "[data]" in refused.value.hint
+    assert commands_in(refused.value) == [f"pip install {package}"]
 
 
 def test_a_table_is_read_a_few_rows_at_a_time(tmp_path: Path) -> None:

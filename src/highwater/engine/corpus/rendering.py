@@ -39,6 +39,10 @@ class TokenDocument(NamedTuple):
     reward: float = 0.0
     logprobs_L: NDArray[np.float32] | None = None
     """When the tokens were sampled; NaN where they were not."""
+    is_apart: bool = False
+    """Whether its prompt and its response were tokenised each by itself."""
+    is_chat: bool = False
+    """Whether a chat template made its text."""
 
 
 class Unit(NamedTuple):
@@ -60,10 +64,6 @@ class Rendering:
         """``vocab_size``: ids that the model knows are below it."""
         self.tokens = tokens
         self.vocab_size = vocab_size
-        self.apart = 0
-        """Documents whose parts were tokenised by themselves."""
-        self.has_chatted = False
-        """Whether a chat template was asked for."""
 
     def document(
         self,
@@ -77,7 +77,6 @@ class Rendering:
         and with an end-of-text token unless it ends in one.
         """
         encoded = encode_parts(self.tokens, [text for text, _ in parts], name=record.name)
-        self.apart += encoded.is_apart
         pieces = [(ids, trained) for ids, (_, trained) in zip(encoded.ids, parts, strict=True)]
         if starts and self.tokens.start_ids:
             pieces.insert(0, (list(self.tokens.start_ids), pieces[0][1]))
@@ -86,7 +85,7 @@ class Rendering:
         ids_L = np.array([token for ids, _ in pieces for token in ids], dtype=np.int64)
         trained_L = np.repeat([t for _, t in pieces], [len(ids) for ids, _ in pieces]).astype(bool)
         self._refuse_foreign(record, ids_L)
-        return TokenDocument(ids_L, trained_L)
+        return TokenDocument(ids_L, trained_L, is_apart=encoded.is_apart, is_chat=not starts)
 
     def answered(
         self, record: DataRecord, prompt: Said, response: Said, *, everything: bool = False
@@ -142,7 +141,6 @@ class Rendering:
                 hint="name the directory of a tokenizer that has one, `--tokenizer DIRECTORY`, or "
                 'write texts: `{"prompt": "Hi", "completion": "Yes"}`',
             )
-        self.has_chatted = True
         return self.tokens.chat
 
     def _refuse_foreign(self, record: DataRecord, ids_L: NDArray[np.int64]) -> None:

@@ -135,8 +135,7 @@ def encode_parts(tokens: TextTokens, parts: Sequence[str], *, name: str) -> Part
     where neither can be.
     """
     apart = tuple(tokens.encode(part) if part else [] for part in parts)
-    text = "".join(parts)
-    whole = tokens.encode(text)
+    whole = apart[0] if len(parts) == 1 else tokens.encode("".join(parts))
     if list(chain(*apart)) == whole:
         return Parts(apart, is_apart=False)
     cut = _cut(tokens, whole, parts)
