@@ -27,7 +27,7 @@ from transformers import AutoTokenizer
 
 from highwater.engine.corpus.data_files import data_files
 from highwater.engine.corpus.readers import records
-from highwater.engine.corpus.render_processes import Placed, rendered
+from highwater.engine.corpus.render_processes import PlacedRecord, rendered
 from highwater.engine.corpus.rendering import Rendering, supervised
 from highwater.engine.corpus.text_tokens import Tokenizer
 from highwater.errors import HighwaterError, UsageError
@@ -411,7 +411,7 @@ def test_what_a_users_function_raises_names_the_record(
 def rendered_by(processes: int, data: Path, tokenizer: Path) -> list[tuple[str, list[list[int]]]]:
     rendering = Rendering(Tokenizer(tokenizer), vocab_size=512)
     (file,) = data_files([str(data)]).files
-    placed = (Placed(0, record) for record in records(file))
+    placed = (PlacedRecord(0, record) for record in records(file))
     render = supervised(rendering, trained="responses")
     return [
         (

@@ -30,7 +30,7 @@ _render: Render | None = None
 """What a process of the pool renders with: it is forked with it."""
 
 
-class Placed(NamedTuple):
+class PlacedRecord(NamedTuple):
     """A record of one of the files."""
 
     file: int
@@ -52,8 +52,8 @@ def processes_for(files: Sequence[DataFile]) -> int:
 
 
 def rendered(
-    records: Iterable[Placed], render: Render, *, processes: int
-) -> Iterator[tuple[Placed, list[Unit]]]:
+    records: Iterable[PlacedRecord], render: Render, *, processes: int
+) -> Iterator[tuple[PlacedRecord, list[Unit]]]:
     """Each record with the units that it is, in the order of the records.
 
     Raises UsageError for the first record that is refused.
@@ -69,14 +69,14 @@ def rendered(
 
 
 def _through(
-    pool: ProcessPoolExecutor, records: Iterator[Placed], most: int
-) -> Iterator[tuple[Placed, list[Unit]]]:
-    waiting: deque[tuple[list[Placed], Future[list[list[Unit] | _Refused]]]] = deque()
+    pool: ProcessPoolExecutor, records: Iterator[PlacedRecord], most: int
+) -> Iterator[tuple[PlacedRecord, list[Unit]]]:
+    waiting: deque[tuple[list[PlacedRecord], Future[list[list[Unit] | _Refused]]]] = deque()
     unread: HighwaterError | None = None
     is_read = False
     while waiting or not is_read:
         while not is_read and len(waiting) < most:
-            chunk: list[Placed] = []
+            chunk: list[PlacedRecord] = []
             try:
                 chunk.extend(islice(records, _CHUNK))
             except HighwaterError as error:  # what was read before it comes first

@@ -7,7 +7,7 @@ is kept under its digest. A corpus that is there is not made again.
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from highwater.engine.corpus.data_files import DataFiles, data_files
 from highwater.engine.corpus.long_documents import LengthLimit
 from highwater.engine.corpus.preference_pairs import preferences
 from highwater.engine.corpus.readers import records
-from highwater.engine.corpus.render_processes import Placed, processes_for, rendered
+from highwater.engine.corpus.render_processes import PlacedRecord, processes_for, rendered
 from highwater.engine.corpus.rendering import Render, Rendering, supervised
 from highwater.engine.corpus.rollouts import RewardFunction, rollouts
 from highwater.engine.corpus.store import CorpusWriter, disk_errors, open_corpus
@@ -27,11 +27,9 @@ from highwater.spec.codec import from_json, to_json
 from highwater.spec.corpus import Corpus, CorpusOrder, Tokenised
 from highwater.spec.objective import TRAITS
 from highwater.spec.preparation import Refused
-from highwater.spec.protocols import TOLD_S
+from highwater.spec.protocols import TOLD_S, OnPhase
 from highwater.spec.trial import PHASE_FILE
 from highwater.units import counted
-
-OnPhase = Callable[[str], None]
 
 
 def main() -> None:
@@ -153,14 +151,13 @@ def _write(
     processes: int,
 ) -> None:
     """Read, render and write every record, and say twice a second how far that is."""
-    told, count = 0.0, 0
+    told = 0.0
     everything = (
-        Placed(number, record)
+        PlacedRecord(number, record)
         for number, file in enumerate(found.files)
         for record in records(file)
     )
-    for placed, units in rendered(everything, render, processes=processes):
-        count += 1
+    for count, (placed, units) in enumerate(rendered(everything, render, processes=processes), 1):
         if time.monotonic() - told > TOLD_S:
             told = time.monotonic()
             on_phase(_progress(count, writer.tokens, placed.file, len(found.files)))
