@@ -195,6 +195,13 @@ def test_a_tokenizer_that_adds_a_space_is_cut_where_its_tokens_end_or_refused(
     assert ids_of(everything)[0][:-1] == plain(tokenizer, "over the hill")
 
 
+def test_a_conversation_of_which_a_template_writes_nothing_is_left_out(tmp_path: Path) -> None:
+    directory = write_tokenizer(tmp_path / "tokenizer", "{{ '' }}")
+    data = write_lines(tmp_path / "d.jsonl", [{"messages": CHAT[:2]}, {"text": "the cat"}])
+    corpus = made(tmp_path, data, tokenizer=directory)
+    assert (corpus.summary.empty, corpus.summary.documents) == (1, 1)
+
+
 def test_a_prompt_that_is_no_beginning_of_its_answer_is_refused_in_pairs(tmp_path: Path) -> None:
     directory = write_tokenizer(tmp_path / "tokenizer", COUNTING)
     pair = {"chosen": CHAT[:3], "rejected": [*CHAT[:2], CHAT[4]]}

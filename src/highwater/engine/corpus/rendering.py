@@ -83,7 +83,7 @@ class Rendering:
         if ends and pieces[-1][0][-1:] != [self.tokens.end_id]:
             pieces.append(([self.tokens.end_id], pieces[-1][1]))
         ids_L = np.array([token for ids, _ in pieces for token in ids], dtype=np.int64)
-        trained_L = np.repeat([t for _, t in pieces], [len(ids) for ids, _ in pieces]).astype(bool)
+        trained_L = np.array([trained for ids, trained in pieces for _ in ids], dtype=bool)
         self._refuse_foreign(record, ids_L)
         return TokenDocument(ids_L, trained_L, is_apart=encoded.is_apart, is_chat=not starts)
 
