@@ -63,7 +63,7 @@ def _answer(
         command = module(_TOKENISATION, str(source), str(target), str(parent))
         process = subprocess.Popen(
             under_reaper(command, inherit=[folder]),
-            env=clean_environment("native") | ON_THE_CPU | {"TOKENIZERS_PARALLELISM": "true"},
+            env=clean_environment("native") | ON_THE_CPU,
             stdin=subprocess.DEVNULL,
             stdout=talk,
             stderr=subprocess.STDOUT,

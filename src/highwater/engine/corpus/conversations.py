@@ -90,9 +90,13 @@ class ChatTemplate:
             ),
         )
 
-    def prompt_of(self, conversation: Conversation, count: int, text: str) -> str:
+    def prompt_of(
+        self, conversation: Conversation, count: int, text: str, *, hint: str | None = None
+    ) -> str:
         """What the assistant has read when it answers the first ``count`` messages: proven to be
         the beginning of the whole conversation's text.
+
+        Raises UsageError, with ``hint``, where it is not.
         """
         prompt = self.text(conversation.until(count), prompts=True)
         if not text.startswith(prompt):
@@ -100,6 +104,7 @@ class ChatTemplate:
                 conversation,
                 count,
                 "what the template writes before it is not what it writes there",
+                hint,
             )
         return prompt
 
@@ -170,10 +175,13 @@ def _without_none(message: Message) -> dict[str, Any]:
     return {name: value for name, value in message.items() if value is not None}
 
 
-def _not_found(conversation: Conversation, number: int, why: str) -> UsageError:
+def _not_found(
+    conversation: Conversation, number: int, why: str, hint: str | None = None
+) -> UsageError:
     return UsageError(
         f"{conversation.name}: where message {number + 1} begins and ends in the text cannot be "
         f"proven: {why}",
-        hint="train on every token, `--trained all`, or mark the assistant's turns in the chat "
+        hint=hint
+        or "train on every token, `--trained all`, or mark the assistant's turns in the chat "
         "template by `{% generation %}`",
     )

@@ -12,7 +12,7 @@ from highwater.engine.corpus.data_files import DataFile, bytes_digest
 from highwater.spec.codec import digest
 from highwater.spec.corpus import CorpusOrder
 
-_MADE_AS = 1
+_WRITTEN_AS = 1
 """Counted up where the same order makes other files."""
 _OF_A_TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
@@ -31,7 +31,7 @@ def corpus_digest(order: CorpusOrder, files: Sequence[DataFile], reward: Any | N
         *(order.long_documents, order.trained, order.reward),
     )
     return digest(
-        (_MADE_AS, choices, data, _tokenizer_digest(order.tokenizer), _source_digest(reward))
+        (_WRITTEN_AS, choices, data, _tokenizer_digest(order.tokenizer), _source_digest(reward))
     )
 
 

@@ -25,6 +25,8 @@ class LengthLimit:
         self.truncated_tokens = 0
         self.split = 0
         self.empty = 0
+        self.longest_tokens = 0
+        """Of the documents as they came."""
 
     def __call__(self, unit: Unit, *, name: str) -> Iterator[Unit]:
         """The units that are trained of a unit, without those of which nothing is.
@@ -32,6 +34,8 @@ class LengthLimit:
         Raises UsageError, with the record's name, for a document that is too long where none may
         be.
         """
+        lengths = (len(document.ids_L) for document in unit.documents)
+        self.longest_tokens = max(self.longest_tokens, *lengths)
         if self._choice == "split":
             yield from self._pieces(unit)
             return

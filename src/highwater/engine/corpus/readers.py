@@ -21,7 +21,6 @@ from highwater.spec.codec import from_json
 _ROWS = 256
 """Rows of a table that are in memory at a time."""
 _BOM = b"\xef\xbb\xbf"
-INSTALL_DATA = "`pip install 'highwater[data]'`"
 _TO_LINES = (
     "python3 -c 'import json, sys; [print(json.dumps(record)) for record in json.load(sys.stdin)]'"
 )
@@ -185,7 +184,8 @@ def _broken_table(file: DataFile, row: int, error: Exception) -> UsageError:
 def _refuse_without(package: str, file: DataFile) -> None:
     if find_spec(package) is None:
         raise UsageError(
-            f"{file.name} is read by {package}, which is not installed here", hint=INSTALL_DATA
+            f"{file.name} is read by {package}, which is not installed here",
+            hint=f"`pip install {package}`",
         )
 
 

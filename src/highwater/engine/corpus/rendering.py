@@ -39,6 +39,10 @@ class TokenDocument(NamedTuple):
     reward: float = 0.0
     logprobs_L: NDArray[np.float32] | None = None
     """When the tokens were sampled; NaN where they were not."""
+    is_apart: bool = False
+    """Whether its prompt and its response were tokenised each by itself."""
+    is_chat: bool = False
+    """Whether a chat template made its text."""
 
 
 class Unit(NamedTuple):
@@ -49,6 +53,7 @@ class Unit(NamedTuple):
     """The name of the group that they are a part of; None: they are a unit alone."""
 
 
+_AS_TEXTS = "write the prompt and what answers it as texts, in the place of messages"
 Render = Callable[[DataRecord], Iterator[Unit]]
 
 
@@ -59,10 +64,6 @@ class Rendering:
         """``vocab_size``: ids that the model knows are below it."""
         self.tokens = tokens
         self.vocab_size = vocab_size
-        self.apart = 0
-        """Documents whose parts were tokenised by themselves."""
-        self.has_chatted = False
-        """Whether a chat template was asked for."""
 
     def document(
         self,
@@ -76,19 +77,20 @@ class Rendering:
         and with an end-of-text token unless it ends in one.
         """
         encoded = encode_parts(self.tokens, [text for text, _ in parts], name=record.name)
-        self.apart += encoded.is_apart
         pieces = [(ids, trained) for ids, (_, trained) in zip(encoded.ids, parts, strict=True)]
         if starts and self.tokens.start_ids:
             pieces.insert(0, (list(self.tokens.start_ids), pieces[0][1]))
         if ends and pieces[-1][0][-1:] != [self.tokens.end_id]:
             pieces.append(([self.tokens.end_id], pieces[-1][1]))
         ids_L = np.array([token for ids, _ in pieces for token in ids], dtype=np.int64)
-        trained_L = np.repeat([t for _, t in pieces], [len(ids) for ids, _ in pieces]).astype(bool)
+        trained_L = np.array([trained for ids, trained in pieces for _ in ids], dtype=bool)
         self._refuse_foreign(record, ids_L)
-        return TokenDocument(ids_L, trained_L)
+        return TokenDocument(ids_L, trained_L, is_apart=encoded.is_apart, is_chat=not starts)
 
-    def answered(self, record: DataRecord, prompt: Said, response: Said) -> TokenDocument:
-        """A prompt and a response to it, which alone is trained.
+    def answered(
+        self, record: DataRecord, prompt: Said, response: Said, *, everything: bool = False
+    ) -> TokenDocument:
+        """A prompt and a response to it, which alone is trained unless ``everything`` is.
 
         Texts follow each other as they are. Messages are a conversation; a text that answers one
         follows the template's beginning of an answer, as it was sampled.
@@ -100,19 +102,20 @@ class Rendering:
                     hint="write both as texts, or both as lists of messages",
                 )
             return self.document(
-                record, [(prompt, False), (response, True)], starts=True, ends=True
+                record, _parts(prompt, response, everything), starts=True, ends=True
             )
         chat = self.chat(record)
         if isinstance(response, str):
             begun = chat.text(conversation_of(record, prompt), prompts=True)
             return self.document(
-                record, [(begun, False), (response, True)], starts=False, ends=True
+                record, _parts(begun, response, everything), starts=False, ends=True
             )
         conversation = conversation_of(record, (*prompt, *response))
         text = chat.text(conversation)
-        begin = len(chat.prompt_of(conversation, len(prompt), text))
-        parts = [(text[:begin], False), (text[begin:], True)]
-        return self.document(record, parts, starts=False, ends=False)
+        begin = len(chat.prompt_of(conversation, len(prompt), text, hint=_AS_TEXTS))
+        return self.document(
+            record, _parts(text[:begin], text[begin:], everything), starts=False, ends=False
+        )
 
     def prompt_ids(self, record: DataRecord, prompt: Said) -> NDArray[np.int64]:
         """The tokens that a policy is given to answer a prompt."""
@@ -138,7 +141,6 @@ class Rendering:
                 hint="name the directory of a tokenizer that has one, `--tokenizer DIRECTORY`, or "
                 'write texts: `{"prompt": "Hi", "completion": "Yes"}`',
             )
-        self.has_chatted = True
         return self.tokens.chat
 
     def _refuse_foreign(self, record: DataRecord, ids_L: NDArray[np.int64]) -> None:
@@ -148,6 +150,12 @@ class Rendering:
                 f"knows the ids 0 to {self.vocab_size - 1}",
                 hint="name the model's own tokenizer: `--tokenizer DIRECTORY`",
             )
+
+
+def _parts(prompt: str, response: str, everything: bool) -> list[tuple[str, bool]]:
+    if everything:
+        return [(prompt + response, True)]
+    return [(prompt, False), (response, True)]
 
 
 def supervised(rendering: Rendering, *, trained: TrainedTokens) -> Render:
@@ -201,10 +209,7 @@ def _completion(
     rendering: Rendering, record: DataRecord, prompt: Said, response: Said, everything: bool
 ) -> TokenDocument:
     if isinstance(prompt, str) or isinstance(response, str):
-        document = rendering.answered(record, prompt, response)
-        if everything:
-            return document._replace(trained_L=np.ones_like(document.trained_L))
-        return document
+        return rendering.answered(record, prompt, response, everything=everything)
     return _conversation(rendering, record, (*prompt, *response), len(prompt), everything)
 
 

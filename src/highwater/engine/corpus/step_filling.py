@@ -60,17 +60,17 @@ def fill_steps(
     return _laid_out([steps[number] for number in shuffled(len(steps), seed, epoch, _TRIES)])
 
 
-Item = tuple[int, int]
+Measured = tuple[int, int]
 """A document: its length, and its number."""
 
 
-class _Step:
+class _OpenStep:
     """One step while it is filled: each document in the row that it leaves the least room in, which
     keeps rows free for long ones.
     """
 
     def __init__(self, rows: int, row_tokens: int) -> None:
-        self.units: dict[int, list[Item]] = {}
+        self.units: dict[int, list[Measured]] = {}
         self.documents = 0
         self._rows = rows
         self._row_tokens = row_tokens
@@ -78,7 +78,7 @@ class _Step:
         self._room = rows * row_tokens
         self._repacked = 0
 
-    def take(self, unit: int, items: list[Item]) -> bool:
+    def take(self, unit: int, items: list[Measured]) -> bool:
         """Take a unit; false where its documents do not fit."""
         if sum(length for length, _ in items) > self._room:
             return False
@@ -93,28 +93,24 @@ class _Step:
         self._room -= sum(length for length, _ in items)
         return True
 
-    def without(self, unit: int) -> "_Step":
+    def without(self, unit: int) -> "_OpenStep":
         """The step without a unit."""
-        left = _Step(self._rows, self._row_tokens)
+        left = _OpenStep(self._rows, self._row_tokens)
         left.units = {each: items for each, items in self.units.items() if each != unit}
         items = list(chain(*left.units.values()))
         left.documents = len(items)
         left._room -= sum(length for length, _ in items)
-        taken = set(self.units[unit])
-        left._packing = _Packing(self._rows, self._row_tokens)
-        left._packing.put(
-            [[item for item in row if item not in taken] for row in self._packing.rows]
-        )
+        left._packing = self._packing.without(set(self.units[unit]))
         return left
 
-    def final_rows(self) -> list[list[Item]]:
+    def final_rows(self) -> list[list[Measured]]:
         """The documents of each row, about as many tokens in each where that can be: ranks wait
         for each other. None is empty.
         """
         balanced = _balanced(list(chain(*self.units.values())), self._rows, self._row_tokens)
         return balanced or _none_empty(self._packing.rows)
 
-    def _repacked_with(self, items: list[Item]) -> "_Packing | None":
+    def _repacked_with(self, items: list[Measured]) -> "_Packing | None":
         """All documents packed from the start, the longest of all first; None where they do not
         fit, or this was tried too often.
         """
@@ -129,7 +125,7 @@ class _Packing:
     """Documents in rows by best fit."""
 
     def __init__(self, rows: int, row_tokens: int) -> None:
-        self.rows: list[list[Item]] = [[] for _ in range(rows)]
+        self.rows: list[list[Measured]] = [[] for _ in range(rows)]
         self._row_tokens = row_tokens
         self._rooms = [(row_tokens, row) for row in range(rows)]  # ascending
 
@@ -139,7 +135,7 @@ class _Packing:
         other.rows, other._rooms = [list(row) for row in self.rows], list(self._rooms)
         return other
 
-    def add(self, items: list[Item]) -> bool:
+    def add(self, items: list[Measured]) -> bool:
         """Add documents, the longest first; false where one has no room, and then only some are
         added.
         """
@@ -152,19 +148,22 @@ class _Packing:
             self.rows[row].append(item)
         return True
 
-    def put(self, rows: list[list[Item]]) -> None:
-        """Have these rows."""
-        self.rows = rows
-        self._rooms = sorted(
-            (self._row_tokens - sum(length for length, _ in row), at) for at, row in enumerate(rows)
+    def without(self, items: set[Measured]) -> "_Packing":
+        """Another without these documents, the others where they are."""
+        other = _Packing(0, self._row_tokens)
+        other.rows = [[item for item in row if item not in items] for row in self.rows]
+        other._rooms = sorted(
+            (self._row_tokens - sum(length for length, _ in row), at)
+            for at, row in enumerate(other.rows)
         )
+        return other
 
 
-def _balanced(items: list[Item], rows: int, row_tokens: int) -> list[list[Item]] | None:
+def _balanced(items: list[Measured], rows: int, row_tokens: int) -> list[list[Measured]] | None:
     """Documents in rows, the longest first, each in the row with the least in it; None where one
     has no room there.
     """
-    packed: list[list[Item]] = [[] for _ in range(rows)]
+    packed: list[list[Measured]] = [[] for _ in range(rows)]
     loads = [(0, row) for row in range(rows)]
     for item in sorted(items, reverse=True):
         load, row = loads[0]
@@ -175,7 +174,7 @@ def _balanced(items: list[Item], rows: int, row_tokens: int) -> list[list[Item]]
     return packed
 
 
-def _none_empty(rows: list[list[Item]]) -> list[list[Item]]:
+def _none_empty(rows: list[list[Measured]]) -> list[list[Measured]]:
     """The rows, an empty one with the shortest document of the row that has the most; there are as
     many documents as rows.
     """
@@ -199,9 +198,9 @@ class _Filling:
     def steps(self, order: NDArray[np.int64]) -> list[list[Iterable[int]]] | None:
         """The documents of each row of each step; None where a row would be empty."""
         waiting = deque(int(unit) for unit in order)
-        steps: list[_Step] = []
+        steps: list[_OpenStep] = []
         while waiting:
-            step = _Step(self._rows, self._row_tokens)
+            step = _OpenStep(self._rows, self._row_tokens)
             while waiting and self._takes(step, waiting[0]):
                 waiting.popleft()
             while step.documents < self._rows and self._take_another(step, waiting):
@@ -212,14 +211,14 @@ class _Filling:
             return None
         return [[[document for _, document in row] for row in step.final_rows()] for step in steps]
 
-    def _takes(self, step: _Step, unit: int) -> bool:
+    def _takes(self, step: _OpenStep, unit: int) -> bool:
         if len(step.units) == self._most:
             return False
         documents = range(int(self._units.starts[unit]), int(self._units.starts[unit + 1]))
         lengths = self._units.lengths
         return step.take(unit, [(int(lengths[number]), number) for number in documents])
 
-    def _take_another(self, step: _Step, waiting: deque[int]) -> bool:
+    def _take_another(self, step: _OpenStep, waiting: deque[int]) -> bool:
         """Give the step one of the next units that fits; false where none does."""
         for unit in islice(waiting, _LOOKED_AT):
             if self._takes(step, unit):
@@ -227,7 +226,7 @@ class _Filling:
                 return True
         return False
 
-    def _lend(self, steps: list[_Step], poor: _Step) -> bool:
+    def _lend(self, steps: list[_OpenStep], poor: _OpenStep) -> bool:
         """Give a step units of others that have documents enough without them, until it has; false
         where none can.
         """

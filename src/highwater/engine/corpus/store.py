@@ -63,6 +63,10 @@ class CorpusWriter:
         self.tokens = 0
         self.trained_tokens = 0
         self.longest_tokens = 0
+        self.apart = 0
+        """Documents whose prompts were tokenised by themselves."""
+        self.chats = 0
+        """Documents that a chat template made."""
 
     def __enter__(self) -> Self:
         with disk_errors(self._directory):
@@ -139,6 +143,8 @@ class CorpusWriter:
         for name, value in zip(_DOCUMENT_FILES, (*where, document.reward), strict=True):
             self._append(name, value)
         self.documents += 1
+        self.apart += document.is_apart
+        self.chats += document.is_chat
         self.tokens += count
         self.trained_tokens += int(np.count_nonzero(document.trained_L[1:]))
         self.longest_tokens = max(self.longest_tokens, count)

@@ -135,8 +135,7 @@ def encode_parts(tokens: TextTokens, parts: Sequence[str], *, name: str) -> Part
     where neither can be.
     """
     apart = tuple(tokens.encode(part) if part else [] for part in parts)
-    text = "".join(parts)
-    whole = tokens.encode(text)
+    whole = apart[0] if len(parts) == 1 else tokens.encode("".join(parts))
     if list(chain(*apart)) == whole:
         return Parts(apart, is_apart=False)
     cut = _cut(tokens, whole, parts)
@@ -146,8 +145,8 @@ def encode_parts(tokens: TextTokens, parts: Sequence[str], *, name: str) -> Part
         raise UsageError(
             f"{name}: a token of {tokens.name} reaches from a prompt into its response, and the "
             "two spell another text when each is tokenised by itself",
-            hint="end prompts where a word ends, with the space at the beginning of the response, "
-            "or train on every token: `--trained all`",
+            hint="end the prompt where a word ends, and begin the response with the space: "
+            '`{"prompt": "Say", "completion": " yes"}`',
         )
     return Parts(apart, is_apart=True)
 

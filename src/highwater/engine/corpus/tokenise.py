@@ -7,7 +7,7 @@ is kept under its digest. A corpus that is there is not made again.
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from highwater.engine.corpus.data_files import DataFiles, data_files
 from highwater.engine.corpus.long_documents import LengthLimit
 from highwater.engine.corpus.preference_pairs import preferences
 from highwater.engine.corpus.readers import records
+from highwater.engine.corpus.render_processes import PlacedRecord, processes_for, rendered
 from highwater.engine.corpus.rendering import Render, Rendering, supervised
 from highwater.engine.corpus.rollouts import RewardFunction, rollouts
 from highwater.engine.corpus.store import CorpusWriter, disk_errors, open_corpus
@@ -26,11 +27,9 @@ from highwater.spec.codec import from_json, to_json
 from highwater.spec.corpus import Corpus, CorpusOrder, Tokenised
 from highwater.spec.objective import TRAITS
 from highwater.spec.preparation import Refused
-from highwater.spec.protocols import TOLD_S
+from highwater.spec.protocols import TOLD_S, OnPhase
 from highwater.spec.trial import PHASE_FILE
 from highwater.units import counted
-
-OnPhase = Callable[[str], None]
 
 
 def main() -> None:
@@ -91,7 +90,10 @@ def _make(
         pairs=TRAITS[order.objective].pairs,
     )
     with CorpusWriter(made, vocab_size=order.vocab_size) as writer:
-        _write(found, _render(order, rendering, reward), limit, writer, on_phase)
+        # A function of the user's runs in this process alone.
+        processes = 1 if reward is not None else processes_for(found.files)
+        render = _render(order, rendering, reward)
+        _write(found, render, limit, writer, on_phase, processes=processes)
         if not writer.documents:
             raise _nothing(order, limit)
         on_phase(f"writing {writer.tokens:,} tokens")
@@ -140,27 +142,46 @@ def _render(order: CorpusOrder, rendering: Rendering, reward: RewardFunction | N
 
 
 def _write(
-    found: DataFiles, render: Render, limit: LengthLimit, writer: CorpusWriter, on_phase: OnPhase
+    found: DataFiles,
+    render: Render,
+    limit: LengthLimit,
+    writer: CorpusWriter,
+    on_phase: OnPhase,
+    *,
+    processes: int,
 ) -> None:
     """Read, render and write every record, and say twice a second how far that is."""
-    told, count = 0.0, 0
-    for number, file in enumerate(found.files):
-        for record in records(file):
-            count += 1
-            if time.monotonic() - told > TOLD_S:
-                told = time.monotonic()
-                where = f", file {number + 1} of {len(found.files)}" if len(found.files) > 1 else ""
-                on_phase(f"tokenising: {count:,} records, {writer.tokens:,} tokens{where}")
-            for unit in render(record):
-                for fitting in limit(unit, name=record.name):
-                    writer.add(fitting, file=number, row=record.row)
+    told = 0.0
+    everything = (
+        PlacedRecord(number, record)
+        for number, file in enumerate(found.files)
+        for record in records(file)
+    )
+    for count, (placed, units) in enumerate(rendered(everything, render, processes=processes), 1):
+        if time.monotonic() - told > TOLD_S:
+            told = time.monotonic()
+            on_phase(_progress(count, writer.tokens, placed.file, len(found.files)))
+        for unit in units:
+            for fitting in limit(unit, name=placed.record.name):
+                writer.add(fitting, file=placed.file, row=placed.record.row)
+
+
+def _progress(count: int, tokens: int, file: int, files: int) -> str:
+    where = f", file {file + 1} of {files}" if files > 1 else ""
+    return f"tokenising: {count:,} records, {tokens:,} tokens{where}"
 
 
 def _nothing(order: CorpusOrder, limit: LengthLimit) -> UsageError:
+    if limit.longest_tokens > order.length_tokens:
+        hint = f"train documents whole: `--length {limit.longest_tokens}`"
+    elif limit.longest_tokens > 1 and order.objective == "sft":
+        hint = "train on prompts and what else there is: `--trained all`"
+    else:
+        hint = "name data with text in it"
     return UsageError(
-        f"nothing to train on: none of {counted(limit.empty, 'document')} has a trained token past "
+        f"nothing to train on: none of {counted(limit.empty, 'record')} has a trained token past "
         f"its first, within {order.length_tokens} tokens",
-        hint="train longer documents, `--length 4k`, or prompts too, `--trained all`",
+        hint=hint,
     )
 
 
@@ -174,13 +195,13 @@ def _notes(
             f"{counted(len(found.left_out), 'text')} beside files of records are not trained: "
             f"{_some(found.left_out)}"
         )
-    if rendering.apart:
+    if writer.apart:
         notes.append(
-            f"in {counted(rendering.apart, 'document')} a token would reach from the prompt into "
+            f"in {counted(writer.apart, 'document')} a token would reach from the prompt into "
             "the response: the two are tokenised by themselves, as a model sees a prompt"
         )
     chat = rendering.tokens.chat
-    if rendering.has_chatted and chat is not None and chat.writes_the_date:
+    if writer.chats and chat is not None and chat.writes_the_date:
         notes.append("the chat template writes the date: that of today is in every conversation")
     if TRAITS[order.objective].advantages == "groups" and (alone := writer.units_of_one):
         notes.append(
