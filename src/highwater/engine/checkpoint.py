@@ -93,7 +93,7 @@ def load_sharded(
         for name, (parameter, _, held) in own.items():
             shard = local_shard(parameter.detach())
             reader.fill(saved["model", name, ""], shard, held)
-            for kind, moment in optimizer.state[parameter].items():
+            for kind, moment in optimizer.state.get(parameter, {}).items():
                 part = held if moment.ndim else FlatRange(0, 1)
                 reader.fill(saved["optimizer", name, kind], local_shard(moment), part)
 
@@ -160,7 +160,7 @@ def _refuse_another_model(
         if shape != tuple(parameter.shape) if is_whole else math.prod(shape) != numbers:
             differing.append(name)
     for name, (parameter, _, _) in own.items():
-        kinds = optimizer.state[parameter]
+        kinds = optimizer.state.get(parameter, {})
         differing += [name for kind in kinds if ("optimizer", name, kind) not in saved]
     if differing:
         raise UsageError(
