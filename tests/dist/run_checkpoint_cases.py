@@ -90,6 +90,8 @@ def resume(folder: Path, saved_by: str, *ways: str) -> None:
             place = f"{case}-{way}-{saved_by}-{dist.get_world_size()}"
             write(own, folder / f"loaded-{place}")
             finish(own, folder / f"resumed-{place}", list(found.losses))
+            if way == "fsdp1":
+                save_again(own, folder, case, place)
     for case in LOSSY if "shards" in ways else ():
         own, place = training(case, folder, seed=7), f"{case}-{saved_by}-{dist.get_world_size()}"
         try:
@@ -98,6 +100,15 @@ def resume(folder: Path, saved_by: str, *ways: str) -> None:
             tell(folder / f"refused-{place}.json", [error.problem, error.hint])
         else:
             write(own, folder / f"loaded-{place}")
+
+
+def save_again(own: Training, folder: Path, case: str, place: str) -> None:
+    """What FSDP1 goes on to save is read by FSDP2."""
+    of_run = RunCheckpoints(folder / f"again-{place}")
+    of_run.save(own, state([0.0] * STEPS))
+    fresh = training(case, folder, seed=7)
+    of_run.resume(fresh)
+    write(fresh, folder / f"read-again-{place}")
 
 
 def damaged(folder: Path) -> None:
@@ -200,7 +211,7 @@ def write(own: Training, path: Path, more: dict[str, Tensor] | None = None) -> N
                 place = f"{number} {name_in_files(name)}"
                 found[place] = whole(parameter.detach(), own.mesh)
                 for kind in ("exp_avg", "exp_avg_sq", "step"):
-                    moment: Any = optimizer.state[parameter].get(kind)
+                    moment: Any = optimizer.state.get(parameter, {}).get(kind)
                     if moment is not None:
                         moment = local_shard(moment)
                         moment = getattr(moment, "dequantize", moment.float)()

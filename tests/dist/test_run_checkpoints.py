@@ -65,6 +65,9 @@ def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_never_stopped(
                 assert torch.equal(loaded[key], expected), (place, key)
                 assert not key.endswith(" step") or expected.tolist() == [SAVED]
             resumed = load_file(folder / f"resumed-{place}")
+            if way == "fsdp1":
+                for key, expected in load_file(folder / f"read-again-{place}").items():
+                    assert torch.equal(resumed[key], expected), (place, key)
             is_same_order = resumed_by == 2 and way in ("shards", "states", "offload")
             for key, expected in went_on.items():
                 if key == "losses" and not is_same_order:

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from highwater.engine.shard_index import write_index
-from highwater.engine.shard_reader import ShardReader, Stretch
+from highwater.engine.shard_reader import FlatRange, ShardReader
 from highwater.errors import UsageError
 from highwater.models.adapters import adapted_layer, is_adapter, name_for_peft, write_adapters
 from highwater.models.decoder import Decoder
@@ -82,31 +82,31 @@ def load_sharded(
     tensor what one rank saved of it. Raises UsageError for another model's checkpoint, and for a
     damaged one.
     """
-    own = _own_stretches(model, mesh)
+    own = _held_by_rank(model, mesh)
     with ShardReader(directory) as reader:
         saved = {_saved_name(name): name for name in reader.tensors}
         _refuse_another_model(model, optimizer, own, saved, reader)
         for name, buffer in model.named_buffers():
             key = saved.get(("model", name_in_files(name), ""))
             if key is not None:
-                reader.fill(key, buffer, Stretch(0, buffer.numel()))
-        for name, (parameter, _, stretch) in own.items():
+                reader.fill(key, buffer, FlatRange(0, buffer.numel()))
+        for name, (parameter, _, held) in own.items():
             shard = local_shard(parameter.detach())
-            reader.fill(saved["model", name, ""], shard, stretch)
-            for kind, moment in optimizer.state[parameter].items():
-                part = stretch if moment.ndim else Stretch(0, 1)
+            reader.fill(saved["model", name, ""], shard, held)
+            for kind, moment in optimizer.state.get(parameter, {}).items():
+                part = held if moment.ndim else FlatRange(0, 1)
                 reader.fill(saved["optimizer", name, kind], local_shard(moment), part)
 
 
-class _Own(NamedTuple):
+class _TrainedShard(NamedTuple):
     """A trained parameter, how many numbers it has, and which of them are this rank's."""
 
     parameter: nn.Parameter
     numbers: int
-    stretch: Stretch
+    held: FlatRange
 
 
-def _own_stretches(model: Decoder, mesh: DeviceMesh) -> dict[str, _Own]:
+def _held_by_rank(model: Decoder, mesh: DeviceMesh) -> dict[str, _TrainedShard]:
     """The trained parameters by their names in files."""
     trained = {
         name_in_files(name): parameter
@@ -114,20 +114,22 @@ def _own_stretches(model: Decoder, mesh: DeviceMesh) -> dict[str, _Own]:
         if parameter.requires_grad
     }
     if not any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        own: dict[str, _Own] = {}
+        own: dict[str, _TrainedShard] = {}
         for name, parameter in trained.items():
             row = math.prod(parameter.shape[1:])
             first, last = own_rows(parameter)
-            own[name] = _Own(parameter, parameter.numel(), Stretch(first * row, last * row))
+            own[name] = _TrainedShard(
+                parameter, parameter.numel(), FlatRange(first * row, last * row)
+            )
         return own
-    # FSDP1 cuts its flat vectors into a stretch for each rank, in the order of the ranks.
+    # FSDP1 cuts its flat vectors into one stretch for each rank, in the order of the ranks.
     counts = torch.tensor(
         every_ranks([parameter.numel() for parameter in trained.values()], torch.int64, mesh)
     )
     starts = counts.cumsum(0) - counts
     found = zip(trained.items(), starts[dist.get_rank()].tolist(), counts.sum(0), strict=True)
     return {
-        name: _Own(parameter, int(numbers), Stretch(start, start + parameter.numel()))
+        name: _TrainedShard(parameter, int(numbers), FlatRange(start, start + parameter.numel()))
         for (name, parameter), start, numbers in found
     }
 
@@ -144,7 +146,7 @@ def _saved_name(key: str) -> tuple[str, str, str]:
 def _refuse_another_model(
     model: Decoder,
     optimizer: torch.optim.Optimizer,
-    own: Mapping[str, _Own],
+    own: Mapping[str, _TrainedShard],
     saved: Mapping[tuple[str, str, str], str],
     reader: ShardReader,
 ) -> None:
@@ -158,7 +160,7 @@ def _refuse_another_model(
         if shape != tuple(parameter.shape) if is_whole else math.prod(shape) != numbers:
             differing.append(name)
     for name, (parameter, _, _) in own.items():
-        kinds = optimizer.state[parameter]
+        kinds = optimizer.state.get(parameter, {})
         differing += [name for kind in kinds if ("optimizer", name, kind) not in saved]
     if differing:
         raise UsageError(

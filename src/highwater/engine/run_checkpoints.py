@@ -339,7 +339,7 @@ def checkpoint_bytes(training: Training) -> int:
     for model, optimizer in training.trained:
         for parameter in model.parameters():
             if parameter.requires_grad:
-                for each in (parameter.detach(), *optimizer.state[parameter].values()):
+                for each in (parameter.detach(), *optimizer.state.get(parameter, {}).values()):
                     own += sum(part.nbytes for part in _stored(local_shard(each)))
     return sum(gathered(own, training.mesh)) // copies(training.mesh)
 

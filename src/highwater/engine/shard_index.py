@@ -20,7 +20,7 @@ from highwater.spec.codec import Record, from_json, to_json
 INDEX_FILE = "index.json"
 
 
-class SavedPiece(Record, frozen=True, kw_only=True):
+class IndexedPiece(Record, frozen=True, kw_only=True):
     """A part of one tensor, as one rank had it."""
 
     file: str
@@ -33,13 +33,13 @@ class SavedPiece(Record, frozen=True, kw_only=True):
     sizes: tuple[int, ...]
 
 
-class SavedTensor(Record, frozen=True, kw_only=True):
+class IndexedTensor(Record, frozen=True, kw_only=True):
     """One tensor, whole in its pieces; of copies one is saved."""
 
     dtype: str
     """In PyTorch's words: ``float32``."""
     shape: tuple[int, ...]
-    pieces: tuple[SavedPiece, ...]
+    pieces: tuple[IndexedPiece, ...]
 
 
 class ShardIndex(Record, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ class ShardIndex(Record, frozen=True, kw_only=True):
     ``optimizer.state.<parameter>.exp_avg`` for example.
     """
 
-    tensors: Mapping[str, SavedTensor]
+    tensors: Mapping[str, IndexedTensor]
 
 
 def write_index(directory: Path, metadata: dcp.Metadata) -> None:
@@ -90,12 +90,12 @@ def damaged(path: Path, error: BaseException) -> UsageError:
 
 def _saved_tensor(
     name: str, entry: TensorStorageMetadata, places: Mapping[MetadataIndex, Any]
-) -> SavedTensor:
-    pieces: list[SavedPiece] = []
+) -> IndexedTensor:
+    pieces: list[IndexedPiece] = []
     for number, chunk in enumerate(entry.chunks):
         place = places[MetadataIndex(name, chunk.offsets, number)]
         pieces.append(
-            SavedPiece(
+            IndexedPiece(
                 file=place.relative_path,
                 start_bytes=place.offset,
                 length_bytes=place.length,
@@ -104,4 +104,4 @@ def _saved_tensor(
             )
         )
     dtype = str(entry.properties.dtype).removeprefix("torch.")
-    return SavedTensor(dtype=dtype, shape=tuple(entry.size), pieces=tuple(pieces))
+    return IndexedTensor(dtype=dtype, shape=tuple(entry.size), pieces=tuple(pieces))

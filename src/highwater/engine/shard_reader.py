@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.utils import (
 )
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from highwater.engine.shard_index import SavedPiece, SavedTensor, damaged, read_index
+from highwater.engine.shard_index import IndexedPiece, IndexedTensor, damaged, read_index
 from highwater.errors import UsageError
 from highwater.spec.optimizer import QUANTIZED_BLOCK
 
 
-class Stretch(NamedTuple):
+class FlatRange(NamedTuple):
     """The flat numbers of a tensor from ``start`` up to ``stop``."""
 
     start: int
@@ -36,35 +36,35 @@ class ShardReader:
     def __init__(self, directory: Path) -> None:
         """Read the index; UsageError where it cannot be."""
         self.directory = directory
-        self.tensors: Mapping[str, SavedTensor] = read_index(directory).tensors
+        self.tensors: Mapping[str, IndexedTensor] = read_index(directory).tensors
         self._open: dict[str, IO[bytes]] = {}
 
-    def fill(self, name: str, target: Tensor, stretch: Stretch) -> None:
+    def fill(self, name: str, target: Tensor, held: FlatRange) -> None:
         """Fill a shard, contiguous, with the numbers of a saved tensor that it holds.
 
         Raises UsageError for a tensor of another dtype, for moments of 8 bits whose blocks lie
         across shards, and for files that are damaged.
         """
         saved = self.tensors[name]
-        length = stretch.stop - stretch.start
+        length = held.stop - held.start
         assert target.numel() == length, f"{name}: a shard of {target.numel()} for {length}"
         filled = 0
         for piece in saved.pieces:
-            there = _stretch_of(name, piece, saved)
-            both = Stretch(max(stretch.start, there.start), min(stretch.stop, there.stop))
+            there = _range_of(name, piece, saved)
+            both = FlatRange(max(held.start, there.start), min(held.stop, there.stop))
             if both.start < both.stop:
                 filled += both.stop - both.start
                 _copy(
                     name,
-                    _Part(self._read(piece), both.start - there.start),
-                    _Part(target, both.start - stretch.start),
+                    _FlatPlace(self._read(piece), both.start - there.start),
+                    _FlatPlace(target, both.start - held.start),
                     both.stop - both.start,
                 )
         if filled != length:
             missing = f"of the numbers of {name} {filled} of {length} are in it"
             raise damaged(self.directory, ValueError(missing))
 
-    def _read(self, piece: SavedPiece) -> Tensor:
+    def _read(self, piece: IndexedPiece) -> Tensor:
         path = self.directory / piece.file
         try:
             if piece.file not in self._open:
@@ -94,14 +94,14 @@ class ShardReader:
             file.close()
 
 
-class _Part(NamedTuple):
+class _FlatPlace(NamedTuple):
     """A tensor, and the first of its flat numbers that is meant."""
 
     tensor: Tensor
     first: int
 
 
-def _stretch_of(name: str, piece: SavedPiece, saved: SavedTensor) -> Stretch:
+def _range_of(name: str, piece: IndexedPiece, saved: IndexedTensor) -> FlatRange:
     """Where a piece lies among the numbers of the whole: it is cut at rows."""
     if piece.offsets[1:] != (0,) * len(piece.offsets[1:]) or piece.sizes[1:] != saved.shape[1:]:
         raise UsageError(
@@ -110,10 +110,10 @@ def _stretch_of(name: str, piece: SavedPiece, saved: SavedTensor) -> Stretch:
         )
     row = math.prod(saved.shape[1:])
     first = piece.offsets[0] * row if piece.offsets else 0
-    return Stretch(first, first + math.prod(piece.sizes))
+    return FlatRange(first, first + math.prod(piece.sizes))
 
 
-def _copy(name: str, source: _Part, target: _Part, length: int) -> None:
+def _copy(name: str, source: _FlatPlace, target: _FlatPlace, length: int) -> None:
     """Copy flat numbers from one tensor to another, as they are."""
     is_coded, wants_codes = (
         is_traceable_wrapper_subclass(each.tensor) for each in (source, target)
@@ -134,7 +134,9 @@ def _copy(name: str, source: _Part, target: _Part, length: int) -> None:
     own.copy_(found.reshape(-1)[source.first : source.first + length])
 
 
-def _copy_codes(name: str, source: _Part, target: _Part, length: int, *, is_coded: bool) -> None:
+def _copy_codes(
+    name: str, source: _FlatPlace, target: _FlatPlace, length: int, *, is_coded: bool
+) -> None:
     """Copy codes and scales of 8 bits, which hold for whole blocks."""
     if not is_coded or any(n % QUANTIZED_BLOCK for n in (source.first, target.first, length)):
         kept = "float32" if not is_coded else "blocks that lie otherwise"
