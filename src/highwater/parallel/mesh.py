@@ -24,9 +24,9 @@ def join(device: torch.device) -> None:
 
     NCCL's communicator is made here rather than at the first collective, so that its memory can be
     told from the rest. A rank alone makes none: it has nobody to talk to, and would spend 0.5 GiB
-    on it.
+    on it. So is a process that nobody numbered.
     """
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if ranks == 1:
         join_alone(device)
         return
