@@ -77,7 +77,7 @@ def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
             rank.wait()
 
 
-def _leave(number: int, frame: object) -> NoReturn:
+def _leave(number: int, _: object) -> NoReturn:
     """End as the shell tells of a signal, with all that has to be tidied up."""
     sys.exit(128 + number)
 

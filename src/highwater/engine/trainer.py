@@ -24,7 +24,7 @@ from highwater.engine.assemble import assemble
 from highwater.engine.data import Batch, digest, pack
 from highwater.engine.evaluation import Evaluation, evaluate
 from highwater.engine.memory_log import allocator_settings, divide_budget
-from highwater.engine.rank_context import compute_dtype, synchronize, take_context
+from highwater.engine.rank_context import compute_dtype, device_of, synchronize, take_context
 from highwater.engine.step import train_step
 from highwater.engine.trainer_keywords import trial_of
 from highwater.engine.trial import rehearsal_batch, rehearse
@@ -33,6 +33,7 @@ from highwater.errors import HighwaterError, UsageError
 from highwater.parallel.mesh import every_ranks
 from highwater.spec.allocator_variables import ALLOCATOR_MODES, ALLOCATOR_VARIABLES
 from highwater.spec.model import load_model
+from highwater.spec.request import Request
 from highwater.units import counted, parse_tokens
 
 _SOURCE = "the loop"
@@ -78,25 +79,35 @@ class Trainer:
                 "this process is in a process group already, and a Trainer joins one of its own",
                 hint="make the Trainer first, and `close()` it before the next one",
             )
-        self._data_limit: tuple[int, int] | None = None
-        if request.memory is not None and self.spec.device == "cpu":
-            self._data_limit = _bounded_data(self.spec.memory_budget_bytes)
+        self._data_limit = resource.getrlimit(resource.RLIMIT_DATA)
+        """What this process's data segment is bounded by once the Trainer is closed."""
+        self._is_bounded = request.memory is not None
+        self._closed = False
+        self.steps_done = 0
+        """Steps so far, whose number dropout's random numbers are drawn by: a loop that goes on
+        from a save may set it."""
+        if self._is_bounded and self.spec.device == "cpu":
+            _bound_data(self.spec.memory_budget_bytes)
         _stay_on_this_machine()
+        try:
+            self._build(request)
+        except BaseException:
+            if self.spec.layout.gpus == 1:
+                self._leave()
+            raise
+
+    def _build(self, request: Request) -> None:
         self._context = take_context(self.spec)
-        self._is_bounded = request.memory is not None and self.device.type == "cuda"
         if request.allocator is not None:
             _check_allocator(self.device, ALLOCATOR_MODES[request.allocator])
         self.training = assemble(self.spec, self._context)
-        """Models and optimizers, for ``train_step`` and whatever else a loop of its own calls."""
-        if self._is_bounded:
+        """Models and optimizers, for ``train_step`` and whatever else a loop calls."""
+        if self._is_bounded and self.device.type == "cuda":
             self._bound_allocator()
-        self.steps_done = 0
-        """Steps so far; a loop that goes on from a save may set it, for dropout's random numbers."""
-        self._closed = False
         if self.training.policy.weights == "random" and self.rank == 0:
             warnings.warn(
-                f"random weights, of seed {seed}: {self.spec.model_directory} has none",
-                stacklevel=2,
+                f"random weights, of seed {self.spec.seed}: {self.spec.model_directory} has none",
+                stacklevel=3,
             )
 
     @property
@@ -150,8 +161,8 @@ class Trainer:
         """
         whole, tokens = self._read(micro_batches, trains=True)
         number = self.steps_done + 1
-        where = {"seed": self.spec.seed, "rank": self.rank, "device": self.device}
-        with seeded(step=number, **where):
+        seed = self.spec.seed
+        with seeded(seed=seed, rank=self.rank, step=number, device=self.device):
             loss, norms = train_step(self.training, self._shares(whole))
         policy_norm, *critic_norm = map(float, norms)
         result = StepResult(float(loss), policy_norm, tokens, *critic_norm)
@@ -215,19 +226,20 @@ class Trainer:
     ) -> None:
         if error is None:
             self.close()
-        elif not self._closed and dist.get_world_size() == 1:
+        elif not self._closed and self.spec.layout.gpus == 1:
             # of several, the others may wait in a collective: whoever started them ends them
             self._leave()
 
     def _leave(self) -> None:
         self._closed = True
-        if self._is_bounded:
-            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
-        if self._data_limit is not None:
-            resource.setrlimit(resource.RLIMIT_DATA, self._data_limit)
-        del self.training, self._context
+        if self._is_bounded and self.spec.device == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1.0, device_of(self.spec.device))
+        resource.setrlimit(resource.RLIMIT_DATA, self._data_limit)
+        for name in ("training", "_context"):
+            self.__dict__.pop(name, None)
         gc.collect()  # gloo's threads end with the last who knows the group, not at the exit
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     def _wait(self) -> None:
         if dist.get_world_size() > 1:
@@ -351,13 +363,12 @@ class Trainer:
         )
 
 
-def _bounded_data(budget_bytes: int | None) -> tuple[int, int]:
-    """Bound this process's data segment, unless it is bounded more; returns its limits before."""
+def _bound_data(budget_bytes: int | None) -> None:
+    """Bound this process's data segment, unless it is bounded more."""
     assert budget_bytes is not None
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    soft = budget_bytes if before[0] == resource.RLIM_INFINITY else min(before[0], budget_bytes)
-    resource.setrlimit(resource.RLIMIT_DATA, (soft, before[1]))
-    return before
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    least = budget_bytes if soft == resource.RLIM_INFINITY else min(soft, budget_bytes)
+    resource.setrlimit(resource.RLIMIT_DATA, (least, hard))
 
 
 def _stay_on_this_machine() -> None:
