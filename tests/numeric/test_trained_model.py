@@ -263,7 +263,7 @@ def _sequences(batch: Batch) -> list[tuple[torch.Tensor, float]]:
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("too_long", "tokens for a trial of"),
+        ("too_long", "tokens for a length of"),
         ("too_short", "would prove another length"),
         ("outside", "token ids outside"),
         ("label_outside", "the label 11, neither -100 nor a token id in 0..10"),

@@ -1,1 +1,30 @@
-"""Data plane: one training step, and the worker that measures it."""
+"""Data plane: one training step, and the worker that measures it.
+
+In one's own loop: ``from highwater.engine import Trainer``. What a name needs, torch with it, is
+loaded when it is used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from highwater.engine.evaluation import Evaluation as Evaluation
+    from highwater.engine.step import Training as Training
+    from highwater.engine.step import train_step as train_step
+    from highwater.engine.trainer import StepResult as StepResult
+    from highwater.engine.trainer import Trainer as Trainer
+
+_PUBLIC = {
+    "Evaluation": "highwater.engine.evaluation",
+    "StepResult": "highwater.engine.trainer",
+    "Trainer": "highwater.engine.trainer",
+    "Training": "highwater.engine.step",
+    "train_step": "highwater.engine.step",
+}
+__all__ = ["Evaluation", "StepResult", "Trainer", "Training", "train_step"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'highwater.engine' has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)

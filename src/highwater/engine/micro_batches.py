@@ -8,7 +8,7 @@ import torch
 
 from highwater.engine.data import UNTRAINED, Batch, Document, pack
 from highwater.engine.user_code import refuse_uncallable, user_function
-from highwater.engine.user_documents import EXAMPLE, read_documents, seen
+from highwater.engine.user_documents import EXAMPLE, read_documents, refuse_other_length, seen
 from highwater.errors import UsageError
 from highwater.spec.trial import PROMPT_TOKENS, TrialSpec
 
@@ -75,11 +75,15 @@ def _from_user(
         empty = True
         for micro_batch in _called(function, arguments, spec.data):
             empty = False
-            yield pack(
-                read_documents(
-                    micro_batch, spec, vocab_size=vocab_size, window_tokens=window_tokens
-                )
+            documents = read_documents(
+                micro_batch,
+                spec,
+                source=spec.data,
+                vocab_size=vocab_size,
+                window_tokens=window_tokens,
             )
+            refuse_other_length(documents, spec, spec.data)
+            yield pack(documents)
         if empty:
             raise UsageError(
                 f"{spec.data} yielded no micro-batch",

@@ -18,7 +18,7 @@ from highwater.parallel import mesh as process_mesh
 from highwater.parallel.mesh import SequenceGroups
 from highwater.spec.hardware import refuse_unfit_gpu
 from highwater.spec.model import load_model
-from highwater.spec.trial import TrialSpec
+from highwater.spec.trial import Device, TrialSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +56,8 @@ class RankContext:
 
 def take_context(spec: TrialSpec) -> RankContext:
     """Choose device and kernel and join the groups; MachineError for a GPU that cannot train."""
-    device = torch.device("cpu")
-    if spec.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = device_of(spec.device)
+    if device.type == "cuda":
         torch.cuda.set_device(device)
         refuse_unfit_gpu(
             torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
@@ -87,6 +86,13 @@ def take_context(spec: TrialSpec) -> RankContext:
         shared=shared,
         nccl_bytes=max(0, after_bytes - before_bytes),
     )
+
+
+def device_of(device: Device) -> torch.device:
+    """This rank's own GPU, the first where nobody numbered its process; or the CPU."""
+    if device == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def _prove_windows(device: torch.device, head_dim: int) -> None:

@@ -1,5 +1,5 @@
-"""A user's documents: what a function of ``--data`` yields, read and checked before anything trains
-on it.
+"""A user's documents: what a function of ``--data`` yields, or a loop of the user's own, read and
+checked before anything trains on it.
 """
 
 import operator
@@ -23,20 +23,32 @@ _MOST_GROUPS = 2**63
 
 
 def read_documents(
-    micro_batch: Any, spec: TrialSpec, *, vocab_size: int, window_tokens: int | None
+    micro_batch: Any, spec: TrialSpec, *, source: str, vocab_size: int, window_tokens: int | None
 ) -> list[Document]:
-    """The documents of what a user's function yielded.
+    """The documents of a micro-batch that ``source``, which errors name, yielded.
 
-    Raises UsageError for what the trial cannot be of: ``window_tokens`` is the longest document
-    that can be trained, where only those that every layer attends to whole can.
+    Raises UsageError for what cannot be trained: ``window_tokens`` is the longest document that can
+    be, where only those that every layer attends to whole can. How long they are together is not
+    looked at.
     """
-    assert spec.data is not None
-    documents = _documents(micro_batch, spec.data)
-    _check(documents, spec, vocab_size=vocab_size)
-    _check_lengths(documents, spec, window_tokens=window_tokens)
-    _check_numbers(documents, spec)
-    _check_pairs(documents, spec)
+    documents = _documents(micro_batch, source)
+    _check(documents, source, vocab_size=vocab_size)
+    _check_longest(documents, spec, source, window_tokens=window_tokens)
+    _check_numbers(documents, source)
+    _check_pairs(documents, spec, source)
     return documents
+
+
+def refuse_other_length(documents: Sequence[Document], spec: TrialSpec, source: str) -> None:
+    """Raise UsageError for documents that together would prove another length than the trial's."""
+    total = sum(len(document.ids_L) for document in documents)
+    tokens = spec.length_tokens * spec.sequences
+    if total != tokens:
+        raise UsageError(
+            f"{source} yielded a micro-batch of {total:,} tokens for a trial of {tokens:,}: it "
+            f"would prove another length",
+            hint="yield documents of exactly length_tokens x sequences tokens together",
+        )
 
 
 def _documents(micro_batch: Any, source: str) -> list[Document]:
@@ -122,56 +134,46 @@ def seen(value: Any) -> str:
     return text if len(text) <= _MOST_SEEN else f"{text[:_MOST_SEEN]}..."
 
 
-def _check(documents: Sequence[Document], spec: TrialSpec, *, vocab_size: int) -> None:
+def _check(documents: Sequence[Document], source: str, *, vocab_size: int) -> None:
     """Raise UsageError for what is no micro-batch of this model's tokens."""
     if not documents or not all(_is_whole(document) for document in documents):
         raise UsageError(
-            f"{spec.data} yielded a micro-batch that is not documents of token ids with labels "
+            f"{source} yielded a micro-batch that is not documents of token ids with labels "
             f"(and logprobs) of the same length",
             hint=f"yield lists of documents: {EXAMPLE}",
         )
     for document in documents:
         if ((document.ids_L < 0) | (document.ids_L >= vocab_size)).any():
             raise UsageError(
-                f"{spec.data} yielded token ids outside 0..{vocab_size - 1}",
+                f"{source} yielded token ids outside 0..{vocab_size - 1}",
                 hint="use the model's own tokenizer",
             )
         labels_L = document.labels_L
         foreign = labels_L[(labels_L != UNTRAINED) & ((labels_L < 0) | (labels_L >= vocab_size))]
         if len(foreign):
             raise UsageError(
-                f"{spec.data} yielded the label {int(foreign[0])}, neither {UNTRAINED} nor a "
+                f"{source} yielded the label {int(foreign[0])}, neither {UNTRAINED} nor a "
                 f"token id in 0..{vocab_size - 1}",
                 hint=f"label a token with its own id to train on it, with {UNTRAINED} not to",
             )
 
 
-def _check_lengths(
-    documents: Sequence[Document], spec: TrialSpec, *, window_tokens: int | None
+def _check_longest(
+    documents: Sequence[Document], spec: TrialSpec, source: str, *, window_tokens: int | None
 ) -> None:
-    """Raise UsageError for documents that would prove another length, or that some layer would not
-    attend to whole.
+    """Raise UsageError for a document past the length, or that some layer would not attend to
+    whole.
     """
-    longest, total = (
-        max(len(document.ids_L) for document in documents),
-        sum(len(document.ids_L) for document in documents),
-    )
-    tokens = spec.length_tokens * spec.sequences
+    longest = max(len(document.ids_L) for document in documents)
     if longest > spec.length_tokens:
         raise UsageError(
-            f"{spec.data} yielded a document of {longest:,} tokens for a trial of "
+            f"{source} yielded a document of {longest:,} tokens for a length of "
             f"{spec.length_tokens:,}",
-            hint=f"cut documents to length_tokens, or try with `--length {longest}`",
-        )
-    if total != tokens:
-        raise UsageError(
-            f"{spec.data} yielded a micro-batch of {total:,} tokens for a trial of {tokens:,}: it "
-            f"would prove another length",
-            hint="yield documents of exactly length_tokens x sequences tokens together",
+            hint=f"cut documents to {spec.length_tokens} tokens, or ask for a length of {longest}",
         )
     if window_tokens is not None and longest > window_tokens:
         raise UsageError(
-            f"{spec.data} yielded a document of {longest:,} tokens, past the sliding window of "
+            f"{source} yielded a document of {longest:,} tokens, past the sliding window of "
             f"{window_tokens:,} in which "
             f"{spec.model_name} attends, and a ring shares only what all layers attend to whole",
             hint=f"cut documents to {window_tokens} tokens, or use `--ulysses` in the place of "
@@ -179,14 +181,14 @@ def _check_lengths(
         )
 
 
-def _check_numbers(documents: Sequence[Document], spec: TrialSpec) -> None:
+def _check_numbers(documents: Sequence[Document], source: str) -> None:
     """Raise UsageError for what would make the loss NaN, which no later message could trace back to
     a document.
     """
     for document in documents:
         if not abs(document.reward) <= torch.finfo(torch.float32).max:  # nor is NaN
             raise UsageError(
-                f"{spec.data} yielded a document with the reward {document.reward}",
+                f"{source} yielded a document with the reward {document.reward}",
                 hint="yield finite rewards",
             )
         is_trained = without_first(document.labels_L) != UNTRAINED
@@ -195,23 +197,23 @@ def _check_numbers(documents: Sequence[Document], spec: TrialSpec) -> None:
             and not document.old_logprobs_L[is_trained].isfinite().all()
         ):
             raise UsageError(
-                f"{spec.data} yielded a document whose logprobs are not finite at tokens that are "
+                f"{source} yielded a document whose logprobs are not finite at tokens that are "
                 f"trained on",
                 hint="yield each token's log-probability when it was sampled, or no `logprobs` "
                 "for that document",
             )
         if not -_MOST_GROUPS <= document.group < _MOST_GROUPS:
             raise UsageError(
-                f"{spec.data} yielded a document of the group {document.group}",
+                f"{source} yielded a document of the group {document.group}",
                 hint="number groups by whole numbers of 64 bits",
             )
 
 
-def _check_pairs(documents: Sequence[Document], spec: TrialSpec) -> None:
+def _check_pairs(documents: Sequence[Document], spec: TrialSpec, source: str) -> None:
     """Raise UsageError for a document that is left without the other of its pair."""
     if spec.settings.traits.pairs and len(documents) % 2:
         raise UsageError(
-            f"{spec.data} yielded {len(documents)} documents in a micro-batch, and "
+            f"{source} yielded {len(documents)} documents in a micro-batch, and "
             f"{spec.settings.objective} trains on pairs",
             hint="yield chosen, rejected, chosen, rejected, ...",
         )

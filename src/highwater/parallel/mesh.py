@@ -5,6 +5,7 @@ import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, NoReturn
 
 import torch
@@ -18,21 +19,24 @@ from highwater.parallel.sequence_layout import SequenceLayout
 from highwater.spec.layout import Layout
 from highwater.spec.rank import STORE_VARIABLE
 
+_JOINED = count()
+"""How often this process has joined others before, one more each time."""
+
 
 def join(device: torch.device) -> None:
     """Join the group of all ranks: NCCL on GPUs, gloo on the CPU.
 
     NCCL's communicator is made here rather than at the first collective, so that its memory can be
     told from the rest. A rank alone makes none: it has nobody to talk to, and would spend 0.5 GiB
-    on it.
+    on it. So is a process that nobody numbered.
     """
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if ranks == 1:
         join_alone(device)
         return
     bound = device if device.type == "cuda" else None
     dist.init_process_group(
-        _backend(device), device_id=bound, store=_store(ranks), rank=rank, world_size=ranks
+        _backend(device), device_id=bound, store=_store(rank, ranks), rank=rank, world_size=ranks
     )
 
 
@@ -47,14 +51,20 @@ def _backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def _store(ranks: int) -> dist.Store | None:
+def _store(rank: int, ranks: int) -> dist.Store | None:
     """The store through which the ranks find each other; None for torch's own way.
 
     A file opens no port. Where none is named, torchrun for example started the ranks: they meet
-    through its server, which listens on every interface.
+    through its server, which listens on every interface. A process that joins again, after it has
+    left, meets where nothing is left of the time before: ranks would take it for each other's word.
     """
-    path = os.environ.get(STORE_VARIABLE)
-    return None if path is None else dist.FileStore(path, ranks)
+    path, before = os.environ.get(STORE_VARIABLE), next(_JOINED)
+    if path is not None:
+        return dist.FileStore(f"{path}.{before}" if before else path, ranks)
+    if not before:
+        return None
+    store, _, _ = next(dist.rendezvous("env://", rank, ranks))
+    return dist.PrefixStore(f"joined {before} times before", store)
 
 
 @contextmanager

@@ -1,0 +1,90 @@
+"""A loop around Trainer trains the same on ranks that share sequences, by a ring or by heads, or
+that have their own, as on one process; what one rank cannot do, all are told.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from rank_groups import RankGroups
+from safetensors.torch import load_file
+from trainer_cases import CASES, LENGTHS, MICRO_BATCHES, STEPS
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+LOSS, NORM, WEIGHTS = 1e-6, 1e-5, 1e-4
+"""Relative, in float32: sums are taken in another order, and AdamW divides by their like. Weights
+are compared by how far they went."""
+
+
+@pytest.mark.timeout(300)
+def test_a_loop_on_ranks_trains_what_it_trains_alone(ranks: RankGroups, tmp_path: Path) -> None:
+    start = _save_model(tmp_path / "model")
+    for processes in CASES:
+        (tmp_path / str(processes)).mkdir()
+        ranks.run("trainer_cases.py", processes, tmp_path / "model", tmp_path / str(processes))
+    (alone,) = _told(tmp_path / "1", 1)
+    expected, weights = alone["alone"], load_file(tmp_path / "1" / "alone" / "model.safetensors")
+    assert all(of_step[2] == MICRO_BATCHES * sum(LENGTHS) for of_step in expected["steps"])
+    for name in CASES[2]:
+        told = [of_rank[name] for of_rank in _told(tmp_path / "2", 2)]
+        shares = name != "data parallel"
+        assert [one["degree"] for one in told] == ([1, 1] if shares else [2, 2])
+        assert [one["data_rank"] for one in told] == ([0, 0] if shares else [0, 1])
+        assert told[0]["steps"] == told[1]["steps"], "every rank is told the same"
+        for found, wanted in zip(told[0]["steps"], expected["steps"], strict=True):
+            assert found[0] == pytest.approx(wanted[0], rel=LOSS), name
+            assert found[1] == pytest.approx(wanted[1], rel=NORM), name
+            assert found[2] == wanted[2], name
+        assert len(told[0]["steps"]) == STEPS
+        assert told[0]["evaluation"][0] == pytest.approx(expected["evaluation"][0], rel=NORM)
+        assert told[0]["evaluation"][1] == expected["evaluation"][1]
+        saved = load_file(tmp_path / "2" / name / "model.safetensors")
+        assert set(saved) == set(weights)
+        for parameter, weight in weights.items():
+            moved = (weight - start[parameter]).norm()
+            assert moved > 0
+            assert (saved[parameter] - weight).norm() < WEIGHTS * moved, (name, parameter)
+        _check_refusals(told, shares=shares)
+
+
+def _check_refusals(told: list[dict[str, Any]], *, shares: bool) -> None:
+    first, second = (one["refused"] for one in told)
+    assert "rank 1 cannot go on" in first["a token outside"]
+    assert "token ids outside" in second["a token outside"]
+    for one in (first, second):
+        assert "micro-batches, and all go through as many" in one["another number"]
+        assert (one["other documents"] is None) is not shares
+    if shares:
+        assert "were given different ones" in first["other documents"]
+        assert first["other documents"] == second["other documents"]
+    for one in told:
+        assert one["after"] == one["evaluation"], "what was refused has trained nothing"
+    assert "holds something" in told[0]["saved twice"]
+    assert "rank 0 cannot go on" in told[1]["saved twice"]
+
+
+def _told(folder: Path, processes: int) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
+
+
+def _save_model(folder: Path) -> dict[str, Any]:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
