@@ -6,7 +6,6 @@
 (``emit/accelerate.py``). Its losses never hold whole logits.
 """
 
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -37,6 +36,7 @@ from highwater.emit.emitted import (
     shape_here,
 )
 from highwater.errors import UsageError
+from highwater.spec.completions import generation_micro_batches
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
 from highwater.spec.model import ModelShape
@@ -70,8 +70,6 @@ COMMANDS: Mapping[Objective, Subcommand] = {
     "dpo": Subcommand("dpo", precomputes=True),
 }
 """TRL's subcommands, by objective; it has none for the others."""
-GENERATIONS = 8
-"""``num_generations`` of GRPOConfig: a generation batch is a multiple of it."""
 OPTIMIZERS: Mapping[OptimizerName, str | None] = {
     "adamw": None,  # the default, torch's AdamW in the parameters' dtype
     "adamw-8bit": "adamw_torch_8bit",
@@ -280,8 +278,7 @@ def _batch_values(training: TrlTraining) -> dict[str, Value]:
     if not settings.accumulates:
         values["gradient_accumulation_steps"] = 1
     if command.generates:
-        together = rows * layout.gpus
-        micro_batches = math.lcm(GENERATIONS, together) // together
+        micro_batches = generation_micro_batches(rows, layout.gpus)
         # A generated batch is trained on in one step, or in as many as it has micro-batches.
         name = "gradient_accumulation_steps" if settings.accumulates else "steps_per_generation"
         values[name] = micro_batches
