@@ -15,8 +15,7 @@ Sources: ``ChunkedLogProbFunction`` in trl/kernels/chunked_logprob.py, ``add_fus
 trl/trainer/utils.py and ``_generate`` in trl/trainer/grpo_trainer.py of trl 1.16.0;
 accelerate/utils/fsdp_utils.py of accelerate 1.15.0; modeling_qwen3.py of transformers 5.23.0.
 
-In the functions:  T tokens of a GPU's micro-batch  N trained ones of them  E hidden size  F width
-of an MLP  V vocabulary
+In the functions:  T tokens of a GPU's micro-batch  E hidden size  F width of an MLP
 """
 
 import msgspec
@@ -65,7 +64,8 @@ def footprint(
     generates = settings.traits.advantages == "groups"
     settings = msgspec.structs.replace(
         settings,
-        objective="sft" if settings.has_second_model else settings.objective,
+        objective="sft" if settings.traits.has_reference else settings.objective,
+        entropy="none",
         loss="chunked",
         mlp_tiles=None if settings.recompute == "none" else 1,
     )
@@ -83,19 +83,22 @@ def footprint(
 
 
 def _with_its_loss(phase: Phase, step: Step) -> Phase:
-    """The loss as TRL computes it: one tile of logits in the place of our chunk, and the gradient
-    of the hidden states in float32 (N x E) before it is rounded.
+    """The loss as TRL computes it, in doubt on every token: the hidden states, a copy of those that
+    are trained and their gradient, which is in float32 before it is rounded (T x E each); a tile of
+    logits in the place of our chunk.
     """
     if step.settings.traits.gives_scalars:
         return phase
-    tile = step.element * min(step.trained, _TILE_TOKENS) * _TILE_WIDTH
-    gradient = NUMBER_BYTES * step.trained * step.shape.hidden_size
-    head = 0 if step.is_frozen else (NUMBER_BYTES + step.element) * step.table
-    own = {"logits": tile, "gradient of the head": head}
+    hidden = step.tokens * step.shape.hidden_size
+    own = {
+        "hidden states": 3 * step.element * hidden,
+        "gradient of the hidden states in float32": NUMBER_BYTES * hidden,
+        "logits": step.element * min(step.tokens, _TILE_TOKENS) * _TILE_WIDTH,
+        "gradient of the head": 0 if step.is_frozen else (NUMBER_BYTES + step.element) * step.table,
+    }
     others = (term for term in phase.terms if term.name not in own)
     terms = (Term(name=name, bytes=size) for name, size in own.items())
-    summed = Term(name="gradient of the hidden states in float32", bytes=gradient)
-    return Phase(name=phase.name, terms=present(*others, *terms, summed))
+    return Phase(name=phase.name, terms=present(*others, *terms))
 
 
 def _generation(step: Step) -> Phase:
