@@ -223,7 +223,9 @@ def test_a_search_of_trl_starts_where_the_formula_says_and_is_done_in(
         ({"objective": "ppo"}, "not ppo", {"objective": "sft"}),
         ({"offload": "states"}, "only with all the rest", {"offload": True}),
         ({"ring": [2], "strategy": "fsdp"}, "FSDP2's, not FSDP's", {"strategy": "fsdp2"}),
-        ({"loss": "full"}, "another loss", {"loss": None}),
+        ({"loss": "full"}, "never hold whole logits", {"loss": "chunked"}),
+        ({"ulysses": [2], "objective": "grpo"}, "in `trl sft` alone", {"ulysses": [1]}),
+        ({"ulysses": [2], "strategy": "fsdp"}, "by a ring, not by heads", {"ulysses": [1]}),
         ({"mlp_tiles": 4}, "another mlp-tiles", {"mlp_tiles": None}),
     ],
 )

@@ -139,6 +139,34 @@ def refuse_untrainable(cell: Cell, shape: ModelShape | None) -> None:
     _refuse_optimizer(cell, sharing_of(cell.layout, shape))
 
 
+def refuse_other_sharing(cell: Cell, shape: ModelShape) -> None:
+    """Raise UsageError for heads where TRL shares a model's sequences by a ring, and for what
+    ``refuse_untrainable`` refuses.
+    """
+
+    def obstacle(objective: Objective, layout: Layout) -> str | None:
+        unknown = _obstacle(objective, layout, shape)
+        if unknown is not None or layout.ulysses_degree == 1:
+            return unknown
+        return _by_heads(layout) if sharing_of(layout, shape) == "ring" else None
+
+    objective, layout = cell.settings.objective, cell.layout
+    is_heads_alone = _obstacle(objective, layout, shape) is None and obstacle(objective, layout)
+    if is_heads_alone and cell.settings.strategy == "fsdp2":
+        raise UsageError(
+            _by_heads(layout), hint=f"use `--ulysses 1 --ring {layout.context_degree}`"
+        )
+    refuse_obstacle(cell, obstacle)
+    _refuse_optimizer(cell, sharing_of(layout, shape))
+
+
+def _by_heads(layout: Layout) -> str:
+    return (
+        "TRL shares this model's sequences by a ring, not by heads: Ulysses over "
+        f"{layout.ulysses_degree} GPUs is DeepSpeed's there, with other shards"
+    )
+
+
 def _obstacle(objective: Objective, layout: Layout, shape: ModelShape | None) -> str | None:
     """Why TRL cannot train an objective in a layout, in words; None where it can."""
     unknown = other_objective(objective, COMMANDS, name="TRL")
@@ -168,7 +196,7 @@ def _said(
     command = COMMANDS[chosen.cell.settings.objective]
     return [
         *heading(found, chosen, name="TRL", version=VERSION),
-        f"beside it {FILE}: the same words after `highwater emit --for accelerate`",
+        f"beside it {FILE}: how processes start, and share states and sequences",
         *((_FLASH,) if attention(sharing) == "flash_attention_2" else ()),
         *model_lies(model_path, before="it starts"),
         *(_about_rollout(found) if command.generates else ()),

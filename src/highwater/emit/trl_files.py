@@ -21,7 +21,7 @@ from highwater.emit.accelerate_files import (
     refuse_unlaunched,
 )
 from highwater.emit.emitted import nested
-from highwater.emit.trl import COMMANDS, TrlTraining, refuse_untrainable, trl_values
+from highwater.emit.trl import COMMANDS, TrlTraining, refuse_other_sharing, trl_values
 from highwater.errors import UsageError
 from highwater.spec.allocator_variables import ALLOCATOR_VARIABLES
 from highwater.spec.completions import GENERATIONS, generation_micro_batches
@@ -144,13 +144,11 @@ def refuse_untried(spec: TrialSpec, shape: ModelShape) -> None:
 
 def refuse_unwritten(spec: TrialSpec, shape: ModelShape) -> None:
     """Raise UsageError for settings that no configuration of TRL says, tried or predicted."""
-    layout = spec.layout
-    refuse_untrainable(Cell(settings=spec.settings, layout=layout), shape)
-    if layout.ulysses_degree > 1 and sharing_of(layout, shape) == "ring":
+    refuse_other_sharing(Cell(settings=spec.settings, layout=spec.layout), shape)
+    if spec.settings.holds_logits:
         raise UsageError(
-            f"TRL shares this model's sequences by a ring, not by heads: Ulysses over "
-            f"{layout.ulysses_degree} GPUs is DeepSpeed's there, with other shards",
-            hint=f"use `--ulysses 1 --ring {layout.context_degree}`",
+            "TRL's losses are computed in tiles, and never hold whole logits",
+            hint="use `--loss chunked`, or leave `--loss` out",
         )
     refuse_unlaunched(spec, name="TRL")
 

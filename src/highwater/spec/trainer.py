@@ -90,7 +90,7 @@ TRAINERS: Mapping[Trainer, TrainerTraits] = {
         settings=frozenset(
             (
                 *("ulysses", "ring", "copies", "strategy", "allocator", "recompute", "offload"),
-                *("sequences_per_micro_batch", "micro_batches", "objective", "entropy"),
+                *("sequences_per_micro_batch", "micro_batches", "objective", "entropy", "loss"),
                 *("optimizer", "lora", "lora_alpha", "lora_targets", "lora_base"),
                 *("rope", "headroom", "start_length", "resolution", "max_length"),
             )
