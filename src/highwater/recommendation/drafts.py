@@ -7,8 +7,8 @@ seconds.
 from collections.abc import Mapping
 from typing import Any
 
+from highwater.memory.question import predicted_question
 from highwater.recommendation.recommend import trainers_gpus
-from highwater.recommendation.trainer_question import trainer_question
 from highwater.run.probe import gpus_meant
 from highwater.spec.ladder import simplicity
 from highwater.spec.recommendation import Candidate, Recommendation
@@ -34,7 +34,7 @@ def drafted(
     """
     where = trainers_gpus(gpus_meant(gpus, gpu_memory), rollout_gpus)
     tokens = parse_tokens(str(length))
-    question, notes = trainer_question(model, where, trainer, tokens, dict(settings))
+    question, notes = predicted_question(model, where, trainer, tokens, dict(settings))
     cells = sorted(question.cells, key=simplicity)
     return Recommendation(
         model_name=question.model.name,
