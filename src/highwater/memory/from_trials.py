@@ -180,6 +180,8 @@ def _headroom(study: Study, cell: Cell, length_tokens: int) -> tuple[int | None,
         and trial.result.headroom_bytes is not None
     ]
     left = min((fit for fit in fits if fit[0] >= length_tokens), default=None)
+    if left is not None and left[1] < 0:  # watched from outside, where a bound is the allocator's
+        return None, None
     answer = study.answer_of(cell)
     if left is not None:
         return left[1], left[0]
