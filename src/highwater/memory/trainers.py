@@ -22,8 +22,8 @@ from highwater.memory.interval.residuals import (
 )
 from highwater.memory.trinity import bundled_traces, closed_form
 from highwater.memory.trinity.published_fields import published_fields
-from highwater.memory.trl import closed_form as trl_closed_form
-from highwater.memory.trl.edges import bundled_edges, study_edges
+from highwater.memory.trl import step_bytes
+from highwater.memory.trl.recorded_edges import bundled_edges, study_edges
 from highwater.spec.model import ModelShape
 from highwater.spec.study import Cell, Question, Study
 from highwater.spec.trainer import OURS, Trainer, predicted_trainer
@@ -95,8 +95,8 @@ MEMORY: Mapping[Trainer, TrainerMemory] = {
         fixed_fields=published_fields,
     ),
     "trl": TrainerMemory(
-        formula=trl_closed_form.footprint,
-        accuracy=trl_closed_form.ACCURACY,
+        formula=step_bytes.footprint,
+        accuracy=step_bytes.ACCURACY,
         residuals=bundled_edges,
         learn=lambda study, _: study_edges(study),
         fixed_fields=lambda _: {"loss": "chunked", "allocator": "expandable"},

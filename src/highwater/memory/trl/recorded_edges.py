@@ -7,7 +7,7 @@ from highwater.memory.formula.breakdown import Footprint
 from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.memory.interval.edges import edge_residuals
 from highwater.memory.interval.residuals import Residual, leave_out
-from highwater.memory.trl.closed_form import footprint
+from highwater.memory.trl.step_bytes import footprint
 from highwater.spec.codec import from_json
 from highwater.spec.study import Study
 from highwater.spec.trial import TrialSpec
