@@ -271,7 +271,7 @@ def _trainer(parser: Parser, *, and_tried: bool = False) -> None:
     parser.add_argument(
         "--trainer",
         dest="predicted_for",
-        choices=(*TRAINERS, *FOREIGN) if and_tried else tuple(TRAINERS),
+        choices=tuple(dict.fromkeys((*TRAINERS, *FOREIGN))) if and_tried else tuple(TRAINERS),
         type=str if and_tried else _predicted,
         default=OURS,
         help=f"whose step is predicted{studies} (default: {OURS})",

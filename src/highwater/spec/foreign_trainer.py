@@ -11,6 +11,7 @@ from typing import Literal
 from highwater.errors import UsageError
 from highwater.spec.codec import Record
 from highwater.spec.declared_settings import DECLARED
+from highwater.spec.objective import Objective
 from highwater.spec.refusals import Spelling
 from highwater.spec.settings import Loss
 
@@ -78,6 +79,8 @@ class ForeignTraits(Record, frozen=True, kw_only=True):
     is_launched: bool = False
     """Whether a launcher that is told the layout starts that command; else the command itself says
     how many processes there are, and how they share."""
+    objectives: frozenset[Objective] | None = None
+    """Objectives that its trials are written for. None: what it trains is its own affair."""
     loss: Loss = "full"
     """What its rungs say of the logits: ``chunked`` where its own loss never holds them whole."""
 
@@ -125,14 +128,15 @@ FOREIGN: Mapping[ForeignName, ForeignTraits] = {
             *("strategy", "recompute", "offload", "lora", "lora_alpha", "lora_targets"),
             "lora_base",
         },
+        objectives=frozenset(("sft", "grpo")),
         loss="chunked",
     ),
 }
 """The traits of each foreign trainer, by the name that ``--trainer`` takes."""
 
 
-def foreign_name(name: TriedTrainer) -> ForeignName | None:
-    """The foreign trainer of this name; None for this package's engine."""
+def foreign_name(name: str) -> ForeignName | None:
+    """The foreign trainer of this name; None for a name of no such trainer, as our engine's."""
     for known in FOREIGN:
         if known == name:
             return known
