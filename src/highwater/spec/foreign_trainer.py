@@ -14,8 +14,10 @@ from highwater.spec.declared_settings import DECLARED
 from highwater.spec.refusals import Spelling
 from highwater.spec.settings import Loss
 
-ForeignName = Literal["command", "accelerate", "trl"]
-TriedTrainer = Literal["highwater", "command", "accelerate", "trl"]
+ForeignName = Literal["command", "accelerate", "trl", "llamafactory", "axolotl", "ms-swift"]
+TriedTrainer = Literal[
+    "highwater", "command", "accelerate", "trl", "llamafactory", "axolotl", "ms-swift"
+]
 """What ``find --trainer`` takes: this package's engine, or a foreign trainer."""
 
 
@@ -78,6 +80,8 @@ class ForeignTraits(Record, frozen=True, kw_only=True):
     is_launched: bool = False
     """Whether a launcher that is told the layout starts that command; else the command itself says
     how many processes there are, and how they share."""
+    has_run_on_gpus: bool = True
+    """Whether its trials were tried on GPUs; else only on the CPU."""
     loss: Loss = "full"
     """What its rungs say of the logits: ``chunked`` where its own loss never holds them whole."""
 
@@ -95,6 +99,12 @@ FROM_OUTSIDE = frozenset(
     )
 )
 """Fields of ``Request`` that are set around any trainer, without a word of its own."""
+
+_OF_FINETUNERS = FROM_OUTSIDE | {
+    *("command", "trainer_config", "micro_batches", "sequences_per_micro_batch", "optimizer"),
+    *("recompute", "offload", "lora", "lora_alpha", "lora_targets", "lora_base"),
+}
+"""Fields that every trainer for supervised fine-tuning can be told."""
 
 FOREIGN: Mapping[ForeignName, ForeignTraits] = {
     "command": ForeignTraits(
@@ -126,6 +136,17 @@ FOREIGN: Mapping[ForeignName, ForeignTraits] = {
             "lora_base",
         },
         loss="chunked",
+    ),
+    "llamafactory": ForeignTraits(
+        title="LLaMA-Factory", settings=_OF_FINETUNERS | {"strategy"}, has_run_on_gpus=False
+    ),
+    "axolotl": ForeignTraits(
+        title="Axolotl",
+        settings=_OF_FINETUNERS | {"strategy", "ulysses", "ring", "copies", "rope"},
+        has_run_on_gpus=False,
+    ),
+    "ms-swift": ForeignTraits(
+        title="ms-swift", settings=_OF_FINETUNERS | {"ulysses", "ring"}, has_run_on_gpus=False
     ),
 }
 """The traits of each foreign trainer, by the name that ``--trainer`` takes."""
