@@ -23,6 +23,8 @@ from highwater.emit.ms_swift import (
 )
 from highwater.errors import UsageError
 from highwater.spec.allocator_variables import ALLOCATOR_VARIABLES
+from highwater.spec.hub import is_hub_id
+from highwater.spec.model_catalog import catalog_model
 
 _RECOMPUTES = "gradient_checkpointing"
 _VARIABLES = "ENV"
@@ -61,6 +63,7 @@ def _own(launched: Launched, emitted: Mapping[str, Any]) -> dict[str, Any]:
         "add_version": False,
         "sequence_parallel_size": spec.layout.context_degree,
         "fsdp": str(place.folder / SHARDING),
+        "fsdp_config": None,
         "use_cpu": launched.is_on_cpu,
         f"include_{COUNTED}": True,
         **({"attn_impl": emitted["attn_impl"]} if is_shared else {}),
@@ -74,15 +77,28 @@ def _settled(launched: Launched, config: dict[str, Any], base: Base) -> TrialFil
     theirs = mapping_in(base.config, _VARIABLES)
     variables: dict[str, Any] = {n: value for n, value in theirs.items() if n not in left}
     own: dict[str, Any] = {_VARIABLES: variables, _RECOMPUTES: recomputes}
+    notes = _known_by(launched, base)
     if launched.is_on_cpu:
-        return TrialFiles({**config, **own, "fsdp": None})
+        return TrialFiles({**config, **own, "fsdp": None}, notes=notes)
     sharding = ms_swift_sharding(launched.spec.settings)
     section = mapping_in(sharding, "fsdp_config")
     section["activation_checkpointing"] = section["activation_checkpointing"] and not recomputes
     if config.get("quant_bits") == 4:
         section["cpu_ram_efficient_loading"] = False
     variables[_PROCESSES] = launched.spec.layout.gpus
-    return TrialFiles({**config, **own}, {SHARDING: {**sharding, "fsdp_config": section}})
+    beside = {SHARDING: {**sharding, "fsdp_config": section}}
+    return TrialFiles({**config, **own}, beside, notes)
+
+
+def _known_by(launched: Launched, base: Base) -> tuple[str, ...]:
+    """How ms-swift gets to know what the model is, where its name may not say it."""
+    name = launched.spec.model_name
+    if "model_type" in base.config or catalog_model(name) is not None or is_hub_id(name):
+        return ()
+    return (
+        "ms-swift tells a model by its directory's name: where that is not as on the Hub, "
+        "`model_type` and `template` in `--trainer-config` say what it is",
+    )
 
 
 def _start(launched: Launched, words: tuple[str, ...]) -> tuple[str, ...]:

@@ -151,6 +151,17 @@ FOREIGN: Mapping[ForeignName, ForeignTraits] = {
 }
 """The traits of each foreign trainer, by the name that ``--trainer`` takes."""
 
+BY_COMMAND: Mapping[str, str] = {
+    "verl": "verl",
+    "trinity": "Trinity-RFT",
+    "areal": "AReaL",
+    "torchtitan": "torchtitan",
+}
+"""Titles of trainers that ``emit`` writes for and that a command of the user's alone starts, by the
+name that somebody may give to ``--trainer``: nobody has seen a step of theirs on the CPU."""
+PAGE = "docs/other_trainers.md"
+"""Where those commands are."""
+
 
 def foreign_name(name: TriedTrainer) -> ForeignName | None:
     """The foreign trainer of this name; None for this package's engine."""
