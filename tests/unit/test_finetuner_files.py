@@ -15,10 +15,10 @@ from highwater.emit import axolotl, llamafactory, ms_swift
 from highwater.emit.axolotl_files import AXOLOTL
 from highwater.emit.finetuner_files import (
     DOCUMENTS,
-    Base,
     Finetuner,
-    Launched,
-    TrialFiles,
+    FinetunerFiles,
+    FinetunerTrial,
+    OwnFile,
     TrialPlace,
     trial_files,
 )
@@ -75,16 +75,16 @@ def trial(model: str = "Qwen3-4B", *, layout: Mapping[str, int] = {}, **fields: 
     return msgspec.structs.replace(spec, **own)
 
 
-def launched(spec: TrialSpec, *, has_flash: bool = False) -> Launched:
+def launched(spec: TrialSpec, *, has_flash: bool = False) -> FinetunerTrial:
     model = load_model(spec.model_directory)
     scaled = yarn(model, length_tokens=spec.length_tokens)
-    return Launched(spec, model.shape, PLACE, scaled, has_flash)
+    return FinetunerTrial(spec, model.shape, PLACE, scaled, has_flash)
 
 
 def files(
     trainer: Finetuner, spec: TrialSpec, *, has_flash: bool = False, **base: Any
-) -> TrialFiles:
-    return trial_files(trainer, launched(spec, has_flash=has_flash), Base(base, "base.yaml"))
+) -> FinetunerFiles:
+    return trial_files(trainer, launched(spec, has_flash=has_flash), OwnFile(base, "base.yaml"))
 
 
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda each: each.name)
@@ -376,7 +376,7 @@ def test_a_file_that_is_none_of_its_is_refused(tmp_path: Path) -> None:
         base_of(AXOLOTL, trainer_of("axolotl", own))
     assert "axolotl train" in str(refused.value.hint)
     own.write_text("seed: 3\n")
-    assert base_of(AXOLOTL, trainer_of("axolotl", own)) == Base({"seed": 3}, "base.yaml")
+    assert base_of(AXOLOTL, trainer_of("axolotl", own)) == OwnFile({"seed": 3}, "base.yaml")
 
 
 def test_what_has_not_run_on_gpus_says_so_there_alone() -> None:

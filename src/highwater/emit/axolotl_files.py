@@ -7,10 +7,10 @@ from highwater.emit.accelerate_files import mapping_in
 from highwater.emit.axolotl import FILE, axolotl_values, refuse_untrainable
 from highwater.emit.finetuner_files import (
     DOCUMENTS,
-    Base,
     Finetuner,
-    Launched,
-    TrialFiles,
+    FinetunerFiles,
+    FinetunerTrial,
+    OwnFile,
     of_recomputation,
 )
 from highwater.errors import UsageError
@@ -31,7 +31,7 @@ _BY_COMMAND = (
 )
 
 
-def _refuse(launched: Launched) -> None:
+def _refuse(launched: FinetunerTrial) -> None:
     refuse_untrainable(launched.cell)
     layout = launched.spec.layout
     if layout.ulysses_degree > 1:
@@ -41,7 +41,7 @@ def _refuse(launched: Launched) -> None:
         )
 
 
-def _own(launched: Launched, emitted: Mapping[str, Any]) -> dict[str, Any]:
+def _own(launched: FinetunerTrial, emitted: Mapping[str, Any]) -> dict[str, Any]:
     spec, place = launched.spec, launched.place
     is_shared = spec.layout.context_degree > 1
     return {
@@ -70,12 +70,12 @@ def _own(launched: Launched, emitted: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _settled(launched: Launched, config: dict[str, Any], base: Base) -> TrialFiles:
+def _settled(launched: FinetunerTrial, config: dict[str, Any], base: OwnFile) -> FinetunerFiles:
     """FSDP's section over the user's own, and one of both that recompute; on the CPU no FSDP."""
     recomputes = of_recomputation(launched, base, name=_RECOMPUTES)
     if launched.is_on_cpu:
         own = dict.fromkeys(("fsdp_version", "fsdp_config", *_MESH))
-        return TrialFiles({**config, **own, "bf16": False, _RECOMPUTES: recomputes})
+        return FinetunerFiles({**config, **own, "bf16": False, _RECOMPUTES: recomputes})
     usual, settings = Settings(), launched.spec.settings
     ours: dict[str, Any] = config["fsdp_config"]
     if config.get("load_in_4bit"):
@@ -94,10 +94,10 @@ def _settled(launched: Launched, config: dict[str, Any], base: Base) -> TrialFil
     own = {"fsdp_config": {**ours, **kept}}
     # as the user's file has it: a mode of Axolotl's own, too
     own |= {_RECOMPUTES: config[_RECOMPUTES] if recomputes else None}
-    return TrialFiles({**config, **own})
+    return FinetunerFiles({**config, **own})
 
 
-def _start(launched: Launched, words: tuple[str, ...]) -> tuple[str, ...]:
+def _start(launched: FinetunerTrial, words: tuple[str, ...]) -> tuple[str, ...]:
     """Its own command, without the launcher's file that ``accelerate config`` may have left."""
     told = (*words, "train", str(launched.place.folder / FILE), "--launcher")
     if launched.is_on_cpu:
@@ -111,7 +111,7 @@ def _start(launched: Launched, words: tuple[str, ...]) -> tuple[str, ...]:
     )
 
 
-def _environment(launched: Launched) -> Mapping[str, str]:  # noqa: ARG001
+def _environment(launched: FinetunerTrial) -> Mapping[str, str]:  # noqa: ARG001
     return {"AXOLOTL_DO_NOT_TRACK": "1"}
 
 

@@ -41,7 +41,7 @@ class TrialPlace(NamedTuple):
     output: Path
 
 
-class Launched(NamedTuple):
+class FinetunerTrial(NamedTuple):
     """What a trial's processes are given."""
 
     spec: TrialSpec
@@ -75,7 +75,7 @@ class Launched(NamedTuple):
         return self.spec.settings.recompute != Settings().recompute
 
 
-class Base(NamedTuple):
+class OwnFile(NamedTuple):
     """The user's own configuration."""
 
     config: Mapping[str, Any] = MappingProxyType({})
@@ -84,7 +84,7 @@ class Base(NamedTuple):
     """What it is called, for readers."""
 
 
-class TrialFiles(NamedTuple):
+class FinetunerFiles(NamedTuple):
     """The files of a trial, and what a reader should know of them."""
 
     config: dict[str, Any]
@@ -107,15 +107,15 @@ class Finetuner:
     """The name of its configuration."""
     values: Callable[[FineTuning], dict[str, Value]]
     """Its emitted settings by name."""
-    refuse: Callable[[Launched], None]
+    refuse: Callable[[FinetunerTrial], None]
     """Raises UsageError for settings that it does not have."""
-    own: Callable[[Launched, Mapping[str, Any]], dict[str, Any]]
+    own: Callable[[FinetunerTrial, Mapping[str, Any]], dict[str, Any]]
     """The fields that are a trial's, by the trial and what is emitted for it; None: left out."""
-    settled: Callable[[Launched, dict[str, Any], Base], TrialFiles]
+    settled: Callable[[FinetunerTrial, dict[str, Any], OwnFile], FinetunerFiles]
     """The files from all fields together, where some exclude each other."""
-    start: Callable[[Launched, tuple[str, ...]], tuple[str, ...]]
+    start: Callable[[FinetunerTrial, tuple[str, ...]], tuple[str, ...]]
     """The command, by the words of its program."""
-    environment: Callable[[Launched], Mapping[str, str]]
+    environment: Callable[[FinetunerTrial], Mapping[str, str]]
     """Variables beside those of every trial."""
     left_out: Collection[str]
     """The user's fields about data, reports and checkpoints, of which a trial has its own or none;
@@ -148,7 +148,7 @@ class Finetuner:
         return f"name the file that `{self.program} {self.subcommand}` takes"
 
 
-def trial_files(trainer: Finetuner, launched: Launched, base: Base) -> TrialFiles:
+def trial_files(trainer: Finetuner, launched: FinetunerTrial, base: OwnFile) -> FinetunerFiles:
     """The files of one trial, over the user's own fields.
 
     Raises UsageError for what the trainer is not tried with, by name, and what is instead.
@@ -168,7 +168,7 @@ def trial_files(trainer: Finetuner, launched: Launched, base: Base) -> TrialFile
     return found._replace(config=config, notes=(*notes, f"attention is {said}"))
 
 
-def of_recomputation(launched: Launched, base: Base, *, name: str) -> bool:
+def of_recomputation(launched: FinetunerTrial, base: OwnFile, *, name: str) -> bool:
     """Whether the trainer's own switch recomputes, called ``name``: the user's where it is there
     and nobody named another. On GPUs FSDP recomputes where it does not; both at once are refused by
     transformers.
@@ -178,7 +178,7 @@ def of_recomputation(launched: Launched, base: Base, *, name: str) -> bool:
     return launched.is_on_cpu and launched.spec.settings.recompute != "none"
 
 
-def _refuse_untried(trainer: Finetuner, launched: Launched) -> None:
+def _refuse_untried(trainer: Finetuner, launched: FinetunerTrial) -> None:
     """Raise UsageError for settings and lengths that trials of the trainer cannot have."""
     length_tokens, multiple = launched.spec.length_tokens, trainer.multiple
     refuse_unlaunched(launched.spec, name=trainer.title)
@@ -193,7 +193,7 @@ def _refuse_untried(trainer: Finetuner, launched: Launched) -> None:
         )
 
 
-def _refuse_base(trainer: Finetuner, base: Base) -> None:
+def _refuse_base(trainer: Finetuner, base: OwnFile) -> None:
     """Raise UsageError for a field of the user's that a trial cannot take over."""
     for name, hint in trainer.refused.items():
         value = base.config.get(name)
@@ -208,7 +208,7 @@ def _refuse_base(trainer: Finetuner, base: Base) -> None:
             )
 
 
-def _emitted(trainer: Finetuner, launched: Launched) -> dict[str, Any]:
+def _emitted(trainer: Finetuner, launched: FinetunerTrial) -> dict[str, Any]:
     """What is emitted for the trial's settings, without flash attention where it is not there."""
     training = FineTuning(
         launched.cell,
@@ -220,7 +220,7 @@ def _emitted(trainer: Finetuner, launched: Launched) -> dict[str, Any]:
     return values if launched.has_flash else {**values, **trainer.without_flash}
 
 
-def _named(trainer: Finetuner, launched: Launched) -> list[str]:
+def _named(trainer: Finetuner, launched: FinetunerTrial) -> list[str]:
     """The fields of settings that somebody named, as far as that shows: they are not the
     default.
     """
@@ -238,7 +238,7 @@ def _is_one(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _notes(
-    base: Base, kept: Mapping[str, Any], config: Mapping[str, Any], left: Collection[str]
+    base: OwnFile, kept: Mapping[str, Any], config: Mapping[str, Any], left: Collection[str]
 ) -> tuple[str, ...]:
     """Which of the user's fields say something else in the trial, or nothing."""
     changed = sorted(name for name, value in kept.items() if config.get(name) != value)

@@ -8,10 +8,10 @@ from highwater.emit.emitted import nested
 from highwater.emit.finetuner_files import (
     COUNTED,
     DOCUMENTS,
-    Base,
     Finetuner,
-    Launched,
-    TrialFiles,
+    FinetunerFiles,
+    FinetunerTrial,
+    OwnFile,
 )
 from highwater.emit.llamafactory import (
     FILE,
@@ -26,11 +26,11 @@ _DATASETS = "dataset_info.json"
 _BY_FSDP = "leave it out: a trial shares states by FSDP, which accelerate's file says"
 
 
-def _refuse(launched: Launched) -> None:
+def _refuse(launched: FinetunerTrial) -> None:
     refuse_untrainable(launched.cell)
 
 
-def _own(launched: Launched, emitted: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG001
+def _own(launched: FinetunerTrial, emitted: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG001
     spec, place = launched.spec, launched.place
     return {
         "model_name_or_path": str(place.model_directory),
@@ -48,7 +48,7 @@ def _own(launched: Launched, emitted: Mapping[str, Any]) -> dict[str, Any]:  # n
     }
 
 
-def _settled(launched: Launched, config: dict[str, Any], base: Base) -> TrialFiles:  # noqa: ARG001
+def _settled(launched: FinetunerTrial, config: dict[str, Any], base: OwnFile) -> FinetunerFiles:  # noqa: ARG001
     """The data's description, and on GPUs accelerate's file, beside the configuration."""
     config.setdefault("template", "empty")
     described = {_DATASET: {"file_name": DOCUMENTS, "columns": {"response": "text"}}}
@@ -59,10 +59,10 @@ def _settled(launched: Launched, config: dict[str, Any], base: Base) -> TrialFil
             launcher["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] = False
         # 0: a free port, not that of a trial beside this one
         beside[LAUNCHER] = launcher | {"main_process_port": 0, "use_cpu": False}
-    return TrialFiles(config, beside)
+    return FinetunerFiles(config, beside)
 
 
-def _start(launched: Launched, words: tuple[str, ...]) -> tuple[str, ...]:
+def _start(launched: FinetunerTrial, words: tuple[str, ...]) -> tuple[str, ...]:
     """Its own command on the CPU; on GPUs accelerate's, as its examples with FSDP have it."""
     file = str(launched.place.folder / FILE)
     if launched.is_on_cpu:
@@ -72,7 +72,7 @@ def _start(launched: Launched, words: tuple[str, ...]) -> tuple[str, ...]:
     return (*words[:-1], *starts, file)
 
 
-def _environment(launched: Launched) -> Mapping[str, str]:  # noqa: ARG001
+def _environment(launched: FinetunerTrial) -> Mapping[str, str]:  # noqa: ARG001
     return {}
 
 

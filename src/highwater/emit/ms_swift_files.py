@@ -7,10 +7,10 @@ from highwater.emit.accelerate_files import mapping_in
 from highwater.emit.finetuner_files import (
     COUNTED,
     DOCUMENTS,
-    Base,
     Finetuner,
-    Launched,
-    TrialFiles,
+    FinetunerFiles,
+    FinetunerTrial,
+    OwnFile,
     of_recomputation,
 )
 from highwater.emit.ms_swift import (
@@ -36,7 +36,7 @@ _BY_COMMAND = (
 )
 
 
-def _refuse(launched: Launched) -> None:
+def _refuse(launched: FinetunerTrial) -> None:
     refuse_untrainable(launched.cell)
     layout = launched.spec.layout
     by_heads = sharing_heads(layout, launched.shape)
@@ -48,7 +48,7 @@ def _refuse(launched: Launched) -> None:
         )
 
 
-def _own(launched: Launched, emitted: Mapping[str, Any]) -> dict[str, Any]:
+def _own(launched: FinetunerTrial, emitted: Mapping[str, Any]) -> dict[str, Any]:
     spec, place = launched.spec, launched.place
     is_shared = spec.layout.context_degree > 1
     return {
@@ -70,7 +70,7 @@ def _own(launched: Launched, emitted: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _settled(launched: Launched, config: dict[str, Any], base: Base) -> TrialFiles:
+def _settled(launched: FinetunerTrial, config: dict[str, Any], base: OwnFile) -> FinetunerFiles:
     """FSDP2's file, and one of both that recompute; on the CPU one process without FSDP."""
     recomputes = of_recomputation(launched, base, name=_RECOMPUTES)
     left = (*ALLOCATOR_VARIABLES, *_OF_A_LAUNCH)
@@ -79,7 +79,7 @@ def _settled(launched: Launched, config: dict[str, Any], base: Base) -> TrialFil
     own: dict[str, Any] = {_VARIABLES: variables, _RECOMPUTES: recomputes}
     notes = _known_by(launched, base)
     if launched.is_on_cpu:
-        return TrialFiles({**config, **own, "fsdp": None}, notes=notes)
+        return FinetunerFiles({**config, **own, "fsdp": None}, notes=notes)
     sharding = ms_swift_sharding(launched.spec.settings)
     section = mapping_in(sharding, "fsdp_config")
     section["activation_checkpointing"] = section["activation_checkpointing"] and not recomputes
@@ -87,10 +87,10 @@ def _settled(launched: Launched, config: dict[str, Any], base: Base) -> TrialFil
         section["cpu_ram_efficient_loading"] = False
     variables[_PROCESSES] = launched.spec.layout.gpus
     beside = {SHARDING: {**sharding, "fsdp_config": section}}
-    return TrialFiles({**config, **own}, beside, notes)
+    return FinetunerFiles({**config, **own}, beside, notes)
 
 
-def _known_by(launched: Launched, base: Base) -> tuple[str, ...]:
+def _known_by(launched: FinetunerTrial, base: OwnFile) -> tuple[str, ...]:
     """How ms-swift gets to know what the model is, where its name may not say it."""
     name = launched.spec.model_name
     if "model_type" in base.config or catalog_model(name) is not None or is_hub_id(name):
@@ -101,11 +101,11 @@ def _known_by(launched: Launched, base: Base) -> tuple[str, ...]:
     )
 
 
-def _start(launched: Launched, words: tuple[str, ...]) -> tuple[str, ...]:
+def _start(launched: FinetunerTrial, words: tuple[str, ...]) -> tuple[str, ...]:
     return (*words, "sft", str(launched.place.folder / FILE))
 
 
-def _environment(launched: Launched) -> Mapping[str, str]:
+def _environment(launched: FinetunerTrial) -> Mapping[str, str]:
     """Its number of processes, which the user's shell may say, too."""
     return {} if launched.is_on_cpu else {_PROCESSES: str(launched.spec.layout.gpus)}
 

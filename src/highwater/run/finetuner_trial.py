@@ -18,9 +18,9 @@ from highwater.emit.emitted import comment
 from highwater.emit.finetuner_files import (
     COUNTED,
     DOCUMENTS,
-    Base,
     Finetuner,
-    Launched,
+    FinetunerTrial,
+    OwnFile,
     TrialPlace,
     trial_files,
 )
@@ -106,23 +106,23 @@ def check_finetuner(
     return (*missing_files(Path(spec.model_directory)).notes, *files.notes)
 
 
-def base_of(trainer: Finetuner, foreign: ForeignTrainer) -> Base:
+def base_of(trainer: Finetuner, foreign: ForeignTrainer) -> OwnFile:
     """The user's own configuration.
 
     Raises UsageError for a file that cannot be read, or is no YAML of named fields.
     """
     content = base_config(foreign)
     if content is None or foreign.base_config_path is None:
-        return Base()
+        return OwnFile()
     path = Path(foreign.base_config_path)
-    return Base(config=yaml_fields(content, path, hint=trainer.hint), source=path.name)
+    return OwnFile(config=yaml_fields(content, path, hint=trainer.hint), source=path.name)
 
 
-def _launched(spec: TrialSpec, folder: Path, program: str) -> Launched:
+def _launched(spec: TrialSpec, folder: Path, program: str) -> FinetunerTrial:
     model, python = load_model(spec.model_directory), python_of(program)
     # Some know a model by what its directory is called.
     place = TrialPlace(folder / Path(spec.model_name).name, folder, folder / OUTPUT)
-    return Launched(
+    return FinetunerTrial(
         spec=spec,
         shape=model.shape,
         place=place,
