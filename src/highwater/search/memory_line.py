@@ -91,7 +91,10 @@ def unknown_trainer_line(question: Question, cell: Cell, usable_bytes: int) -> M
 
 _LINES: Mapping[str, MemoryLineOf] = {
     "accelerate": hugging_face_line,
+    "llamafactory": hugging_face_line,
+    "axolotl": hugging_face_line,
+    "ms-swift": hugging_face_line,
     "command": unknown_trainer_line,
 }
-"""Lines of trainers that no formula knows; what accelerate launches is mostly a script with Hugging
-Face's loss."""
+"""Lines of trainers that no formula knows; what accelerate launches, and the trainers for supervised
+fine-tuning, mostly have Hugging Face's loss."""

@@ -80,7 +80,7 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
             _RUN,
             "--trainer command: what starts it, with {length} and other values of the trial in its "
             "words; no shell runs it. --trainer accelerate: the script that it launches, likewise. "
-            "--trainer trl: the program, where it is not `trl`",
+            "any other trainer: the program, where it is not its own name in PATH",
         ),
         Setting(
             "trainer_config",

@@ -15,8 +15,10 @@ from highwater.spec.objective import Objective
 from highwater.spec.refusals import Spelling
 from highwater.spec.settings import Loss
 
-ForeignName = Literal["command", "accelerate", "trl"]
-TriedTrainer = Literal["highwater", "command", "accelerate", "trl"]
+ForeignName = Literal["command", "accelerate", "trl", "llamafactory", "axolotl", "ms-swift"]
+TriedTrainer = Literal[
+    "highwater", "command", "accelerate", "trl", "llamafactory", "axolotl", "ms-swift"
+]
 """What ``find --trainer`` takes: this package's engine, or a foreign trainer."""
 
 
@@ -81,6 +83,8 @@ class ForeignTraits(Record, frozen=True, kw_only=True):
     how many processes there are, and how they share."""
     objectives: frozenset[Objective] | None = None
     """Objectives that its trials are written for. None: what it trains is its own affair."""
+    has_run_on_gpus: bool = True
+    """Whether its trials were tried on GPUs; else only on the CPU."""
     loss: Loss = "full"
     """What its rungs say of the logits: ``chunked`` where its own loss never holds them whole."""
 
@@ -98,6 +102,12 @@ FROM_OUTSIDE = frozenset(
     )
 )
 """Fields of ``Request`` that are set around any trainer, without a word of its own."""
+
+_OF_FINETUNERS = FROM_OUTSIDE | {
+    *("command", "trainer_config", "micro_batches", "sequences_per_micro_batch", "optimizer"),
+    *("recompute", "offload", "lora", "lora_alpha", "lora_targets", "lora_base"),
+}
+"""Fields that every trainer for supervised fine-tuning can be told."""
 
 FOREIGN: Mapping[ForeignName, ForeignTraits] = {
     "command": ForeignTraits(
@@ -131,8 +141,30 @@ FOREIGN: Mapping[ForeignName, ForeignTraits] = {
         objectives=frozenset(("sft", "grpo")),
         loss="chunked",
     ),
+    "llamafactory": ForeignTraits(
+        title="LLaMA-Factory", settings=_OF_FINETUNERS | {"strategy"}, has_run_on_gpus=False
+    ),
+    "axolotl": ForeignTraits(
+        title="Axolotl",
+        settings=_OF_FINETUNERS | {"strategy", "ulysses", "ring", "copies", "rope"},
+        has_run_on_gpus=False,
+    ),
+    "ms-swift": ForeignTraits(
+        title="ms-swift", settings=_OF_FINETUNERS | {"ulysses", "ring"}, has_run_on_gpus=False
+    ),
 }
 """The traits of each foreign trainer, by the name that ``--trainer`` takes."""
+
+BY_COMMAND: Mapping[str, str] = {
+    "verl": "verl",
+    "trinity": "Trinity-RFT",
+    "areal": "AReaL",
+    "torchtitan": "torchtitan",
+}
+"""Titles of trainers that ``emit`` writes for and that a command of the user's alone starts, by the
+name that somebody may give to ``--trainer``: nobody has seen a step of theirs on the CPU."""
+PAGE = "docs/other_trainers.md"
+"""Where those commands are."""
 
 
 def foreign_name(name: str) -> ForeignName | None:

@@ -15,7 +15,9 @@ from highwater.spec.codec import Record
 from highwater.spec.declaration import NUMBER, SHARE, words_of
 from highwater.spec.declared_settings import DECLARED
 from highwater.spec.foreign_trainer import (
+    BY_COMMAND,
     FOREIGN,
+    PAGE,
     ForeignName,
     TriedTrainer,
     foreign_name,
@@ -327,6 +329,12 @@ def _mistyped(
     name = path[1]
     row, value, allowed = DECLARED[name], values.get(name), choices(name)
     shown = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    if name == "trainer" and shown in BY_COMMAND:
+        title = BY_COMMAND[shown]
+        return UsageError(
+            f"{spelling.where}{title} is not ready: it is tried by a command of yours",
+            hint=f"use `{spelling.setting(name, 'command')}`; {title}'s command is in {PAGE}",
+        )
     problem = f"{spelling.where}{name} {shown!r} is not"
     near = nearest(shown, allowed)
     if row.kind is None:
