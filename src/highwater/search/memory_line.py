@@ -96,5 +96,5 @@ _LINES: Mapping[str, MemoryLineOf] = {
     "ms-swift": hugging_face_line,
     "command": unknown_trainer_line,
 }
-"""Lines of trainers that no formula knows; what accelerate launches, and the trainers for supervised
-fine-tuning, mostly have Hugging Face's loss."""
+"""Lines of trainers that no formula knows; what accelerate launches, and the trainers for
+supervised fine-tuning, mostly have Hugging Face's loss."""
