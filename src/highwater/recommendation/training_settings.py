@@ -138,10 +138,12 @@ def _checked(
 def _what_fits(request: Request, asked: TrainingRequest, machine: Machine, spec: TrialSpec) -> str:
     """What to type where the named settings do not fit."""
     try:
-        cell = _recommended(request, asked, machine, spec)
+        _recommended(request, asked, machine, spec)
     except MachineError as error:
         return error.hint
-    return f"use `--settings recommended`, which is {cell.label}, and leave other settings out"
+    named = ", ".join(f"`--{name.replace('_', '-')}`" for name in named_settings(request))
+    place = f" in the place of {named}" if named else ""
+    return f"use `--settings recommended`{place}: they are predicted to fit"
 
 
 def _recommended(
@@ -176,9 +178,11 @@ def _recommended(
 
 
 def _simplest_here(request: Request, machine: Machine, spec: TrialSpec) -> Cell:
-    """The simplest rung that fits a process on the CPU."""
+    """The simplest rung that fits a process on the CPU, whatever settings are named."""
+    usual = Request(model=request.model)
     every = msgspec.structs.replace(
         request,
+        **{name: getattr(usual, name) for name in named_settings(request)},
         gpus=(spec.layout.gpus,),
         memory=spec.memory_budget_bytes,
         start_length=spec.length_tokens,
