@@ -53,6 +53,7 @@ SHARED = {
     "rope": "rotary positions: the config and the model",
     "step": "a training step and its benchmark",
     "trainers": "what one room has of each trainer, a row for each",
+    "training": "what a run of training is, and how it is started",
     "trial": "what a trial is, and how it is trained",
 }
 """Names of files in more than one room, and the one thing that they mean in all."""

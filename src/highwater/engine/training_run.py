@@ -55,7 +55,7 @@ class TrainingRun(RankRun):
         training, context = self.assembled()
         self._resume(training)
         self.divide_budget(training, context)
-        rows = _Rows(spec, context)
+        rows = _StepRows(spec, context)
         if self._state.step == 0:
             self._evaluate_if_due(training, rows, is_first=True)
         while self._state.step < spec.steps and not self._has_to_stop(training):
@@ -87,7 +87,7 @@ class TrainingRun(RankRun):
             keep_lines_up_to(Path(self.spec.statistics.path), step=state.step)
         sys.stdout.write(f"goes on after step {state.step}\n")
 
-    def _train(self, training: Training, batches: Sequence["_Row"], step: int) -> None:
+    def _train(self, training: Training, batches: Sequence["_OwnRow"], step: int) -> None:
         self.where.enter("data")
         self._say(phase="training")
         _set_rate(training, self.spec.hyperparameters.learning_rate, self.training_spec, step)
@@ -115,7 +115,7 @@ class TrainingRun(RankRun):
         )
 
     def _evaluate_if_due(
-        self, training: Training, rows: "_Rows", *, is_first: bool = False
+        self, training: Training, rows: "_StepRows", *, is_first: bool = False
     ) -> None:
         """Evaluate before the first step, when it is due, and after the last one; note the best."""
         spec, step = self.training_spec, self._state.step
@@ -177,7 +177,7 @@ class TrainingRun(RankRun):
         self._on_progress(to_json(self._progress))
 
 
-class _Row:
+class _OwnRow:
     """A rank's share of one micro-batch, and what is in the whole."""
 
     def __init__(self, batch: Batch, names: tuple[str, ...]) -> None:
@@ -185,7 +185,7 @@ class _Row:
         self.names = names
 
 
-class _Rows:
+class _StepRows:
     """The micro-batches of this rank, of any step."""
 
     def __init__(self, spec: TrainingSpec, context: RankContext) -> None:
@@ -205,7 +205,7 @@ class _Rows:
             None if spec.evaluation is None else _opened(spec, spec.evaluation.directory)
         )
 
-    def of_step(self, step: int) -> list[_Row]:
+    def of_step(self, step: int) -> list[_OwnRow]:
         """This rank's of a step; data ranks take turns in those of the whole."""
         return [
             self._row(self._corpus, documents)
@@ -224,10 +224,10 @@ class _Rows:
         own = rows[self._context.data_rank :: self._ranks]
         return [self._row(self._evaluation, documents).batch for documents in own]
 
-    def _row(self, corpus: OpenCorpus, documents: Sequence[int]) -> _Row:
+    def _row(self, corpus: OpenCorpus, documents: Sequence[int]) -> _OwnRow:
         whole = pack([corpus.document(number) for number in documents])
         names = tuple(corpus.name_of(number) for number in documents)
-        return _Row(self._context.share_of(whole), names)
+        return _OwnRow(self._context.share_of(whole), names)
 
 
 def _opened(spec: TrainingSpec, directory: str) -> OpenCorpus:
@@ -252,7 +252,7 @@ def _set_rate(training: Training, rate: float, spec: TrainingSpec, step: int) ->
             group["lr"] = rate * spec.schedule.factor(step)
 
 
-def _names_of_the_broken(training: Training, rows: Sequence[_Row]) -> str:
+def _names_of_the_broken(training: Training, rows: Sequence[_OwnRow]) -> str:
     """The documents of this rank that have a trained token whose log-probability is not finite, or
     all of its step where none has, in words.
     """
