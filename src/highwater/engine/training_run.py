@@ -16,7 +16,7 @@ from highwater.engine.corpus.evaluation_rows import evaluation_rows
 from highwater.engine.corpus.step_plan import StepPlan
 from highwater.engine.corpus.store import OpenCorpus, open_corpus
 from highwater.engine.data import Batch, pack
-from highwater.engine.evaluation import Evaluation, evaluate
+from highwater.engine.evaluation import evaluate
 from highwater.engine.export import export
 from highwater.engine.rank_context import RankContext
 from highwater.engine.rank_run import RankRun
@@ -125,8 +125,7 @@ class TrainingRun(RankRun):
             return
         self.where.enter("evaluation")
         self._say(phase="evaluating")
-        found: Evaluation = evaluate(training, rows.of_evaluation())
-        loss = found.loss
+        loss = rows.evaluate(training)
         if loss is None or not math.isfinite(loss):
             raise FloatingPointError(f"the evaluation after step {step} gave the loss {loss}")
         evaluations = (*self._state.evaluations, (step, loss))
@@ -212,17 +211,29 @@ class _StepRows:
             for documents in self._plan.step(step)[self._context.data_rank :: self._ranks]
         ]
 
-    def of_evaluation(self) -> list[Batch]:
-        """This rank's of the evaluation: as many on every rank, and each document once."""
-        assert self._evaluation is not None
+    def evaluate(self, training: Training) -> float | None:
+        """The mean loss over the corpus that is evaluated, each document once; None where it has
+        none.
+
+        Data ranks take turns in its rows. Those that are left over, fewer than ranks, every rank
+        evaluates whole: shards are gathered for as many rows on each.
+        """
+        if self._evaluation is None:
+            return None
         rows = evaluation_rows(
-            self._evaluation.lengths,
-            self._evaluation.units,
-            row_tokens=self._row_tokens,
-            ranks=self._ranks,
+            self._evaluation.lengths, self._evaluation.units, row_tokens=self._row_tokens
         )
-        own = rows[self._context.data_rank :: self._ranks]
-        return [self._row(self._evaluation, documents).batch for documents in own]
+        even = len(rows) - len(rows) % self._ranks
+        own, left = rows[:even][self._context.data_rank :: self._ranks], rows[even:]
+        total_loss, counted = 0.0, 0.0
+        for part, copies in ((own, 1), (left, self._ranks)):
+            if part:
+                batches = [self._row(self._evaluation, documents).batch for documents in part]
+                found = evaluate(training, batches)
+                if found.loss is not None:
+                    total_loss += found.loss * found.counted / copies
+                    counted += found.counted / copies
+        return total_loss / counted if counted else None
 
     def _row(self, corpus: OpenCorpus, documents: Sequence[int]) -> _OwnRow:
         whole = pack([corpus.document(number) for number in documents])
