@@ -28,6 +28,7 @@ from highwater.spec.codec import Record, from_json, to_json
 from highwater.spec.corpus import Corpus, CorpusOrder
 from highwater.spec.files import CONFIG_BYTES, read_file
 from highwater.spec.model import load_model
+from highwater.spec.objective import TRAITS
 from highwater.spec.plan_notes import weights_notes
 from highwater.spec.preparation import missing_files
 from highwater.spec.profiling import SnapshotOrder
@@ -127,6 +128,9 @@ def prepare_training(
     check_request(request, machine)
     if request.gpus is None and request.device != "cpu" and machine.gpus:
         request = msgspec.structs.replace(request, gpus=(len(machine.gpus),))
+    together = TRAITS[request.objective].documents_together
+    if request.token_budget is None and request.sequences_per_micro_batch < together:
+        request = msgspec.structs.replace(request, sequences_per_micro_batch=together)
     chosen = chosen_trial(request, asked, machine)
     trial = chosen.spec
     check_machine(request, machine, trial.settings, trial.device, gpus=trial.layout.gpus)
