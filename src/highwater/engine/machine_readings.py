@@ -19,7 +19,7 @@ from torch import nn
 
 from highwater.attention.dense import attend, select_kernel
 from highwater.engine.memory_log import outside_allocator_bytes
-from highwater.engine.trial import versions
+from highwater.engine.rank_run import versions
 from highwater.kernels import gates as gate_kernels
 from highwater.kernels import rows as row_kernels
 from highwater.parallel import fsdp2

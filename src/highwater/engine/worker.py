@@ -11,6 +11,7 @@ import resource
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ import msgspec
 
 from highwater.errors import HighwaterError
 from highwater.spec.oom import exhausted_memory
+from highwater.spec.protocols import OnPhase
 from highwater.spec.secrets import LOGGED, kept
 from highwater.spec.trial import (
     PHASE_FILE,
@@ -32,7 +34,7 @@ from highwater.spec.trial import (
 from highwater.units import MIB
 
 if TYPE_CHECKING:
-    from highwater.engine.trial import Trial
+    from highwater.engine.rank_run import RankRun
 
 EXIT_FAILED = 1
 _SPENT_BYTES = 64 * MIB
@@ -41,28 +43,38 @@ of memory."""
 
 
 def main() -> None:
-    """Run one rank: ``python -m highwater.engine.worker SPEC REPORTS``."""
-    spec_path, reports = Path(sys.argv[1]), Path(sys.argv[2])
-    spec = msgspec.json.decode(spec_path.read_bytes(), type=TrialSpec)
+    """Run one rank of a trial: ``python -m highwater.engine.worker SPEC REPORTS``."""
+    spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=TrialSpec)
+
+    def made(on_phase: OnPhase) -> "RankRun":
+        from highwater.engine.trial import Trial
+
+        return Trial(spec, on_phase=on_phase)
+
+    run_rank(spec, made, Path(sys.argv[2]))
+
+
+def run_rank(spec: TrialSpec, made: Callable[[OnPhase], "RankRun"], reports: Path) -> None:
+    """Run what ``made`` makes under the limit of ``spec``, and leave the report; ``made`` imports
+    torch, and nothing before it does.
+    """
     before = resource.getrlimit(resource.RLIMIT_DATA)
     if spec.device == "cpu":
         assert spec.memory_budget_bytes is not None
         resource.setrlimit(resource.RLIMIT_DATA, (spec.memory_budget_bytes, before[1]))
-    trial = None
+    run = None
     try:
-        from highwater.engine.trial import Trial as LoadedTrial
-
-        trial = LoadedTrial(spec, on_phase=partial(_tell, reports))
-        trial.run()
-        _write(reports, trial.snapshot())
+        run = made(partial(_tell, reports))
+        run.run()
+        _write(reports, run.snapshot())
     except BaseException as error:  # noqa: BLE001 -- the process edge: the whole error is recorded
         try:
             kind = _kind(error, spec)
             resource.setrlimit(
                 resource.RLIMIT_DATA, before
             )  # what is left of the limit may be too little for a report
-            _report_failure(reports, _failed(trial, error, kind))
-            _write_snapshot(trial)
+            _report_failure(reports, _failed(run, error, kind))
+            _write_snapshot(run)
         finally:
             # No clean-up: the peers may hang in a collective, and the reaper ends them once this
             # process is gone.
@@ -108,13 +120,13 @@ def _report_failure(reports: Path, report: RankReport) -> None:
         sys.stderr.flush()
 
 
-def _failed(trial: "Trial | None", error: BaseException, kind: FailureKind) -> RankReport:
+def _failed(run: "RankRun | None", error: BaseException, kind: FailureKind) -> RankReport:
     """The report of a rank that did not finish."""
     hint = error.hint if isinstance(error, HighwaterError) else None
-    phase, layer = (trial.where.phase, trial.where.layer) if trial else ("setup", None)
+    phase, layer = (run.where.phase, run.where.layer) if run else ("setup", None)
     alive = None
-    if trial is not None and kind == "device_memory":
-        alive, phase, layer = _alive(trial, error)
+    if run is not None and kind == "device_memory":
+        alive, phase, layer = _alive(run, error)
     failure = Failure(
         kind=kind,
         phase=phase,
@@ -124,25 +136,25 @@ def _failed(trial: "Trial | None", error: BaseException, kind: FailureKind) -> R
         layer=layer,
         alive=alive,
     )
-    return msgspec.structs.replace(_last_report(trial), failure=failure)
+    return msgspec.structs.replace(_last_report(run), failure=failure)
 
 
-def _alive(trial: "Trial", error: BaseException) -> tuple[AliveMemory | None, str, int | None]:
+def _alive(run: "RankRun", error: BaseException) -> tuple[AliveMemory | None, str, int | None]:
     """What was alive when memory ran out, and where the step was."""
     try:
-        if trial.out_of_memory is not None:
-            return trial.out_of_memory.alive(error)
+        if run.out_of_memory is not None:
+            return run.out_of_memory.alive(error)
     except Exception:  # noqa: BLE001 -- the process edge: the failure itself is told all the same
         traceback.print_exc()
-    return None, trial.where.phase, trial.where.layer
+    return None, run.where.phase, run.where.layer
 
 
-def _write_snapshot(trial: "Trial | None") -> None:
+def _write_snapshot(run: "RankRun | None") -> None:
     """Write what a trial that failed has recorded of its memory, where it was to record any."""
-    if trial is None or trial.profiler is None:
+    if run is None or run.profiler is None:
         return
     try:
-        trial.profiler.write()
+        run.profiler.write()
     except Exception:  # noqa: BLE001 -- the process edge: the failure itself is told already
         traceback.print_exc()
         sys.stderr.flush()
@@ -163,16 +175,16 @@ def _printable(text: str) -> str:
     return text.encode("utf-8", errors="backslashreplace").decode("utf-8")
 
 
-def _last_report(trial: "Trial | None") -> RankReport:
+def _last_report(run: "RankRun | None") -> RankReport:
     """What is known of a rank that failed; without its peaks where the device answers nothing any
     more.
     """
-    if trial is None:
+    if run is None:
         return RankReport(rank=int(os.environ["RANK"]))
     try:
-        return trial.snapshot()
+        return run.snapshot()
     except RuntimeError:  # a CUDA error that sticks: every further call raises it again
-        return trial.report
+        return run.report
 
 
 def _write(reports: Path, report: RankReport) -> None:

@@ -8,9 +8,9 @@ from highwater.attention.dense import prove
 from highwater.engine.assemble import assemble
 from highwater.engine.data import Batch
 from highwater.engine.rank_context import RankContext, compute_dtype
+from highwater.engine.rank_run import rehearse
 from highwater.engine.statistics import Statistics, summed
 from highwater.engine.step import Training
-from highwater.engine.trial import rehearse
 from highwater.spec.events import ReleaseCached
 from highwater.spec.model import load_model
 from highwater.spec.trial import TrialSpec

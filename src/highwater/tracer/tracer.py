@@ -29,8 +29,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from highwater.engine.micro_batches import batches
 from highwater.engine.rank_context import RankContext
+from highwater.engine.rank_run import rehearsal_batch
 from highwater.engine.step import train_step
-from highwater.engine.trial import rehearsal_batch
 from highwater.models.build import read_config
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.events import EventLog, TraceOrder
