@@ -19,8 +19,8 @@ from torch import Tensor
 from highwater.attention.registry import register
 from highwater.engine.data import Batch, Document, pack, share_of
 from highwater.engine.optimizers import make_optimizer
-from highwater.engine.step import Training, train_step
 from highwater.engine.rank_run import rehearse
+from highwater.engine.step import Training, train_step
 from highwater.models.build import build, read_config
 from highwater.models.decoder import Decoder
 from highwater.parallel import mesh as process_mesh

@@ -25,9 +25,9 @@ from highwater.engine.data import Batch, digest, pack
 from highwater.engine.evaluation import Evaluation, evaluate
 from highwater.engine.memory_log import allocator_settings, divide_budget
 from highwater.engine.rank_context import compute_dtype, device_of, synchronize, take_context
+from highwater.engine.rank_run import rehearsal_batch, rehearse
 from highwater.engine.step import train_step
 from highwater.engine.trainer_keywords import trial_of
-from highwater.engine.trial import rehearsal_batch, rehearse
 from highwater.engine.user_documents import read_documents
 from highwater.errors import HighwaterError, UsageError
 from highwater.parallel.mesh import every_ranks
