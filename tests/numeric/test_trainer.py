@@ -80,8 +80,9 @@ def test_what_a_step_cannot_be_of_is_refused_and_trains_nothing(trainer: Trainer
         ([[{"input_ids": [1, 2], "label": [1, 2]}]], "the field 'label'"),
         ([[{"input_ids": [1, 2], "labels": [-100, -100]}]], "trains no token"),
     ):
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=said) as raised:
             trainer.step(rows)
+        assert "`--" not in raised.value.hint, "hints speak in keywords"
     assert trainer.evaluate(ROWS) == before
     assert trainer.steps_done == 0
 

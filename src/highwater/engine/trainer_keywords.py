@@ -51,8 +51,13 @@ def trial_of(
     try:
         return _trial_of(model, length_tokens, settings, seed=seed)
     except HighwaterError as error:
-        error.hint = _FLAGS.sub(_in_keywords, error.hint)
+        error.hint = in_keywords(error.hint)
         raise
+
+
+def in_keywords(hint: str) -> str:
+    """A hint of the command line's, its flags spelled as keywords."""
+    return _FLAGS.sub(_as_keywords, hint)
 
 
 def _trial_of(
@@ -71,7 +76,7 @@ def _trial_of(
     return msgspec.structs.replace(spec, seed=seed), request
 
 
-def _in_keywords(flags: re.Match[str]) -> str:
+def _as_keywords(flags: re.Match[str]) -> str:
     """Flags as keywords: ``ulysses=4, ring=2``; what stands without a value is a name."""
     found = _FLAG.findall(flags[1])
     spelled = (
