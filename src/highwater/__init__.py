@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from highwater.pages.study.build import write_report as write_report
     from highwater.recommendation.recommend import recommend as recommend
     from highwater.spec.sparse_pattern import SparsePatternConfig as SparsePatternConfig
+    from highwater.training import train as train
 
 _PUBLIC = {
     "find": "highwater.api",
@@ -39,6 +40,7 @@ _PUBLIC = {
     "recommend": "highwater.recommendation.recommend",
     "study_report": "highwater.pages.study.build",
     "write_report": "highwater.pages.study.build",
+    "train": "highwater.training",
     "HighwaterError": "highwater.errors",
     "MemoryProfiler": "highwater.engine.memory_profiler",
     "SparsePatternConfig": "highwater.spec.sparse_pattern",
@@ -63,6 +65,7 @@ __all__ = [
     "register_block_sparse",
     "run_trial",
     "study_report",
+    "train",
     "write_guide",
     "write_report",
 ]

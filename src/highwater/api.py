@@ -25,7 +25,6 @@ from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.memory.interval.residuals import PredictionMethod
 from highwater.memory.question import (
     memory_limit_of,
-    predicted_question,
     unanswered,
     with_usual_host,
 )
@@ -33,6 +32,7 @@ from highwater.memory.table_accuracy import TableAccuracy, memory_limits_of, tab
 from highwater.memory.trace.exact import predict_exactly
 from highwater.memory.trace.timeline import timeline as draw_timeline
 from highwater.memory.trainers import by_formula, calibration_of
+from highwater.recommendation.trainer_question import trainer_question
 from highwater.recommendation.user_measurements import OnCalibrate, own_constants, own_residuals
 from highwater.run import node_place, ray_search
 from highwater.run.diagnosis import diagnose, undiagnosed
@@ -162,14 +162,19 @@ def predict(
     )
     memory_limit = with_usual_host(memory_limit, where, host_meant(gpus, gpu_memory))
     length_tokens = None if length is None else parse_tokens(str(length))
-    question, notes = predicted_question(model, where, trainer, length_tokens, settings)
+    question, notes = trainer_question(model, where, trainer, length_tokens, settings)
     if exact and settings.get("attention") == "block_sparse":
         raise UsageError(
             "steps with block-sparse attention are not traced", hint="leave `--exact` out"
         )
     method: PredictionMethod = "trace" if exact else "formula"
     own = own_residuals(
-        calibrate_with, method, memory_limit.constants, on_calibrate=on_calibrate, on_trace=on_trace
+        calibrate_with,
+        method,
+        memory_limit.constants,
+        trainer=trainer,
+        on_calibrate=on_calibrate,
+        on_trace=on_trace,
     )
     prediction = unanswered(question, where, memory_limit, trainer, method, length_tokens)
     known = calibration_of(question, trainer, method=method, own=own)
@@ -216,13 +221,14 @@ def _check_exact(*, exact: bool, timeline: str | Path | None, is_traceable: bool
 def _check_trainer(
     trainer: TrainerName, *, calibrate_with: Sequence[str | Path], constants: str | Path | None
 ) -> None:
-    for is_named, what in (
-        (bool(calibrate_with), "trials of"),
-        (constants is not None, "constants as measured for"),
+    traits = TRAINERS[trainer]
+    for is_refused, what in (
+        (calibrate_with and not traits.is_run, "trials of"),
+        (constants is not None and traits.traces != "made", "constants as measured for"),
     ):
-        if is_named and not TRAINERS[trainer].is_run:
+        if is_refused:
             raise UsageError(
-                f"{what} this engine say nothing about {TRAINERS[trainer].step}",
+                f"{what} this engine say nothing about {traits.step}",
                 hint="leave `--trainer` out",
             )
 

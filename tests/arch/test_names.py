@@ -44,6 +44,7 @@ ELSEWHERE = {
 }
 """Words that mean what the field means by them there."""
 SHARED = {
+    "corpus": "what is trained on, tokenised: what it is, and the process that makes it",
     "build": "puts together what its room is about",
     "environment": "what a process is started in: a trial's, a benchmark's",
     "guide": "the command and its page",

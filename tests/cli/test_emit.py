@@ -84,20 +84,25 @@ def test_each_of_the_others_prints_its_file_and_the_command_that_follows_works(
         done = highwater("emit", "--for", target, *words)
         assert done.returncode == 0, done.stderr
         answer, heading = done.stdout.splitlines()[:2]
-        assert answer.startswith("# Yes: Qwen3-8B trains 65,536 tokens on 4 x H20-96GB with ")
+        is_its_own = target == "trl"
+        whose = " for TRL's trainer" if is_its_own else ""
+        said = f"# Yes: Qwen3-8B trains 65,536 tokens on 4 x H20-96GB{whose} with "
+        assert answer.startswith(said)
         assert heading.startswith(f"{first}: Qwen3-8B, ")
-        assert "highwater's own engine" in done.stdout
-        assert "--trainer" not in following(done)
+        assert ("highwater's own engine" in done.stdout) != is_its_own
+        assert ("--trainer" in following(done)) == is_its_own
         assert highwater(*following(done)).returncode == 0
 
 
-def test_the_file_beside_trls_is_what_emit_prints_for_accelerate(highwater: Run) -> None:
+def test_the_file_beside_trls_says_what_emit_prints_for_accelerate(highwater: Run) -> None:
     words = ("Qwen3-8B", "--gpus", "4xH20-96GB", "--length", "64k", "--json")
+    words = (*words, "--allocator", "expandable", "--loss", "chunked")
     of_trl, of_accelerate = (
         json.loads(highwater("emit", "--for", target, *words).stdout)
         for target in ("trl", "accelerate")
     )
-    assert of_trl["beside"] == {"accelerate.yaml": of_accelerate["text"]}
+    (beside,) = of_trl["beside"].values()
+    assert yaml.safe_load(beside) == yaml.safe_load(of_accelerate["text"])
     assert yaml.safe_load(of_trl["text"])["accelerate_config"] == "accelerate.yaml"
     assert of_accelerate["cannot"]
 
@@ -253,7 +258,7 @@ def test_a_folder_has_every_file_with_the_models_id_filled_in(
 def test_the_page_of_what_to_check_says_what_was_predicted_and_what_is_missing(
     highwater: Run, tmp_path: Path
 ) -> None:
-    words = ("Qwen3-8B", "--gpus", "4xH20-96GB", "--length", "64k", "--ulysses", "4")
+    words = ("Qwen3-8B", "--gpus", "4xH20-96GB", "--length", "64k", "--ring", "4")
     done = highwater("emit", "--for", "trl", *words, "-o", "mine", "--json")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
@@ -267,7 +272,7 @@ def test_the_page_of_what_to_check_says_what_was_predicted_and_what_is_missing(
         "## Before the first long run",
     ]
     assert all(f"- {each}\n" in page for each in document["cannot"])
-    found = json.loads(highwater("recommend", *words, "--json").stdout)
+    found = json.loads(highwater("recommend", *words, "--trainer", "trl", "--json").stdout)
     used = found["device_bytes"] - found["chosen"]["headroom_bytes"]
     assert f"`nvidia-smi` while they run: {used / 2**30:.2f} GiB of each GPU" in page
     command = page.partition("Made by `")[2].partition("`")[0]

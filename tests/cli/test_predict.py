@@ -605,3 +605,33 @@ def test_what_several_machines_cannot_be_asked_is_refused_with_a_hint_that_works
     for way in offered(hint):
         done = highwater(*words.split(), *way)
         assert done.returncode == 0, (way, done.stderr)
+
+
+def test_what_trl_needs_is_answered_without_a_gpu(highwater: Run) -> None:
+    words = ("Qwen3-4B", "--gpus", "1xH200-141GB", "--trainer", "trl", "--length", "128k")
+    done = highwater("predict", *words)
+    assert done.returncode == 0
+    assert done.stdout == (
+        "Yes: Qwen3-4B trains 131,072 tokens on 1 x H200-141GB for TRL's trainer with expandable "
+        "segments, a chunked loss and YaRN: safe, 39.76 GiB of each GPU left, 512.0 MiB of host "
+        "memory. Predicted.\n"
+        "\n"
+        "Qwen3-4B on 1 x H200-141GB, 139.80 GiB each, 131,072* tokens, trained by TRL: predicted "
+        "by formula, nothing was run\n"
+        "\n"
+        "settings                                  SP  fits   headroom  host memory\n"
+        "expandable, chunked loss                   1  safe  39.76 GiB    512.0 MiB\n"
+        "expandable, chunked loss, states on host   1  safe  99.77 GiB    70.17 GiB\n"
+        "\n"
+        "* past the native length of 40,960: YaRN; `--explain` says what from, and how good such "
+        "answers were\n"
+    )
+    assert following(done) == ["predict", *words, "--explain"]
+    explained = highwater("predict", *words, "--explain")
+    assert "expandable, 3 edges: 0.950 to 1.061 of the prediction" in explained.stdout
+    tried = ("--gpus", "1", "--ulysses", "1", "--length", "131072", "--trainer", "trl")
+    assert following(explained) == ["try", "Qwen3-4B", *tried, "--allocator", "expandable"]
+    searched = following(highwater("predict", *words[:-2], "--objective", "grpo", "--explain"))
+    assert searched[:2] == ["find", "Qwen3-4B"]
+    assert "--loss" not in searched
+    assert {"--trainer", "--objective"} <= set(searched)

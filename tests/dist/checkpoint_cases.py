@@ -5,10 +5,12 @@
 ``went-on-<case>-<processes>``. ``resume N`` loads the shards that N processes saved into a fresh
 model, trains the other step; writes ``resumed-<case>-<N>-<M>``. ``hf``       trains a step past the
 native length and saves Hugging Face weights; writes the logits of the model in memory. A mode that
-ends in ``-copies`` is of two copies of the shards, by FSDP2 alone.
+ends in ``-copies`` is of two copies of the shards, by FSDP2 alone. ``load N`` has the engine load
+what N processes saved, by the same strategy and by the other; writes what was loaded as
+``loaded-<case>-<strategy>-<N>-<M>``, where ``save`` writes it as ``saved-<case>-<N>``.
 
-Loading is by torch alone: the shards are torch.distributed.checkpoint's, and read without this
-project.
+``resume`` loads by torch alone: the shards are torch.distributed.checkpoint's, and read without
+this project.
 """
 
 import sys
@@ -33,7 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from highwater.attention.registry import register
-from highwater.engine.checkpoint import save_pretrained, save_sharded
+from highwater.engine.checkpoint import load_sharded, save_pretrained, save_sharded
 from highwater.engine.data import Batch, Document, pack
 from highwater.engine.optimizers import make_optimizer
 from highwater.engine.step import Training, train_step
@@ -69,7 +71,9 @@ def main() -> None:
     layout = Layout(gpus=dist.get_world_size(), replicate_degree=2 if copied else 1)
     mesh = process_mesh.shard_mesh(layout, device)
     for case in COPIED if copied else CASES:
-        {"save": save, "resume": resume, "hf": hf}[mode](case, folder, mesh, *map(int, rest))
+        {"save": save, "resume": resume, "load": load, "hf": hf}[mode](
+            case, folder, mesh, *map(int, rest)
+        )
     process_mesh.leave()
 
 
@@ -78,6 +82,7 @@ def save(case: str, folder: Path, mesh: dist.DeviceMesh) -> None:
     optimizer = make_optimizer(model, Hyperparameters())
     train(model, optimizer, mesh)
     save_sharded(model, optimizer, folder / f"sharded-{case}-{mesh.size()}", mesh=mesh)
+    write_state(model, optimizer, folder / f"saved-{case}-{mesh.size()}", mesh)
     train(model, optimizer, mesh)
     write_state(model, optimizer, folder / f"went-on-{case}-{mesh.size()}", mesh)
 
@@ -99,6 +104,28 @@ def resume(case: str, folder: Path, mesh: dist.DeviceMesh, saved_by: int) -> Non
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
     train(model, optimizer, mesh)
     write_state(model, optimizer, folder / f"resumed-{case}-{saved_by}-{mesh.size()}", mesh)
+
+
+def load(case: str, folder: Path, mesh: dist.DeviceMesh, saved_by: int) -> None:
+    name = case.partition("-")[0]
+    for strategy in STRATEGIES if mesh.ndim == 1 else ("fsdp2",):
+        own = f"{name}-{strategy}"
+        model = built(own, folder / "configs", mesh, torch.float64, length=64, recompute="none")
+        optimizer = make_optimizer(model, Hyperparameters())
+        places = storages(model, optimizer)
+        load_sharded(model, optimizer, folder / f"sharded-{case}-{saved_by}", mesh=mesh)
+        assert storages(model, optimizer) == places, "nothing is allocated anew"
+        target = folder / f"loaded-{case}-{strategy}-{saved_by}-{mesh.size()}"
+        write_state(model, optimizer, target, mesh)
+
+
+def storages(model: Decoder, optimizer: torch.optim.Optimizer) -> list[int]:
+    """Where this rank's weights and moments lie."""
+    return [
+        local_shard(each).untyped_storage().data_ptr()
+        for parameter in model.parameters()
+        for each in (parameter.detach(), *optimizer.state[parameter].values())
+    ]
 
 
 def hf(case: str, folder: Path, mesh: dist.DeviceMesh) -> None:

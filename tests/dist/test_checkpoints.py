@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 transformers = pytest.importorskip("transformers", reason="the data plane needs the train extra")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from checkpoint_cases import CASES, COPIED, LENGTH, MODELS, NARROW, REWARD
+from checkpoint_cases import CASES, COPIED, LENGTH, MODELS, NARROW, REWARD, STRATEGIES
 from logits import TOKENS
 from rank_groups import RankGroups
 from reference import save_models
@@ -103,6 +104,39 @@ def test_copies_write_each_shard_once_and_others_go_on_from_them(
         )
         of_copies, of_shards = sizes
         assert abs(of_copies - of_shards) < 4096 * len(went_on)
+
+
+@pytest.mark.corpus
+@pytest.mark.parametrize("loaded_by", [2, 1, pytest.param(4, marks=pytest.mark.slow)])
+def test_what_the_engine_loads_is_what_was_saved_bit_by_bit_whoever_saved_it(
+    folder: Path, ranks: RankGroups, loaded_by: int
+) -> None:
+    ranks.run(SCRIPT, loaded_by, "load", folder, "2")
+    for case, strategy in product(CASES, STRATEGIES):
+        assert_loaded(folder, case, strategy, 2, loaded_by)
+
+
+@pytest.mark.corpus
+def test_copies_load_what_shards_saved_and_shards_what_copies_saved(
+    folder: Path, ranks: RankGroups
+) -> None:
+    if not (folder / f"saved-{COPIED[0]}-4").exists():
+        ranks.run(SCRIPT, 4, "save-copies", folder)
+    ranks.run(SCRIPT, 4, "load-copies", folder, "2")
+    ranks.run(SCRIPT, 2, "load-copies", folder, "4")
+    for case in COPIED:
+        assert_loaded(folder, case, "fsdp2", 2, 4)
+        assert_loaded(folder, case, "fsdp2", 4, 2)
+
+
+def assert_loaded(folder: Path, case: str, strategy: str, saved_by: int, loaded_by: int) -> None:
+    saved = load_file(folder / f"saved-{case}-{saved_by}")
+    loaded = load_file(folder / f"loaded-{case}-{strategy}-{saved_by}-{loaded_by}")
+    assert set(loaded) == set(saved)
+    for key, expected in saved.items():
+        assert loaded[key].dtype == expected.dtype, (case, strategy, key)
+        assert torch.equal(loaded[key], expected), (case, strategy, key)
+        assert expected.any() or "lm_head" in key or "router" in key, (case, key)
 
 
 def test_copies_save_the_weights_that_others_save(

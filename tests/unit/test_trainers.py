@@ -8,6 +8,7 @@ from highwater.emit.emitted import Target
 from highwater.emit.targets import TARGETS
 from highwater.memory.trainers import MEMORY
 from highwater.spec.declared_settings import DECLARED
+from highwater.spec.foreign_trainer import FOREIGN
 from highwater.spec.layout import Layout
 from highwater.spec.settings import Settings
 from highwater.spec.trainer import TRAINERS, TrainerName
@@ -23,8 +24,11 @@ def test_every_room_has_a_row_of_every_trainer() -> None:
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "TRACED"
     )
     assert isinstance(traced, ast.Dict)
-    rows = [set(TRAINERS), set(MEMORY), {ast.literal_eval(key) for key in traced.keys if key}]
-    assert rows == [set(get_args(TrainerName))] * 3
+    assert set(TRAINERS) == set(MEMORY) == set(get_args(TrainerName))
+    assert {ast.literal_eval(key) for key in traced.keys if key} == {
+        name for name, traits in TRAINERS.items() if traits.traces != "none"
+    }
+    assert {name for name, traits in TRAINERS.items() if traits.is_watched} <= set(FOREIGN)
 
 
 def test_every_target_has_a_row_whose_step_some_trainer_has() -> None:

@@ -369,8 +369,8 @@ def ours(spec: Any, device: Any) -> Any:
     from highwater.engine.assemble import assemble
     from highwater.engine.micro_batches import batches
     from highwater.engine.rank_context import RankContext
+    from highwater.engine.rank_run import rehearsal_batch, rehearse
     from highwater.engine.step import train_step
-    from highwater.engine.trial import rehearsal_batch, rehearse
     from highwater.parallel import mesh as process_mesh
     from highwater.spec.model import load_model
 

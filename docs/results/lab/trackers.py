@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from highwater.engine.assemble import assemble
 from highwater.engine.data import shard
 from highwater.engine.micro_batches import batches
+from highwater.engine.rank_run import rehearsal_batch, rehearse
 from highwater.engine.step import Training, train_step
-from highwater.engine.trial import rehearsal_batch, rehearse
 from highwater.models import build as model
 from highwater.spec.events import TraceOrder
 from highwater.tracer import fake_cuda, kernel_stubs, tracer

@@ -2,13 +2,15 @@
 
     python docs/results/other_trainers/how_far.py --venvs DIR
     python docs/results/other_trainers/how_far.py --venvs DIR --only llamafactory ms-swift
+    python docs/results/other_trainers/how_far.py --venvs DIR --ready
     python docs/results/other_trainers/how_far.py --table
 
 ``DIR/<trainer>`` is an environment with that trainer in it (tests/emit/requirements has what its
 parser imports; what training imports beside is in how_far.md). Each trainer's own entry point is
 started three times, under a time limit: for its help, on what ``highwater emit`` wrote for a model
 of two layers, and, where two steps of that were done, by ``highwater find --trainer command``
-until memory runs out. What came of it goes to how_far.json.
+until memory runs out. ``--ready`` does the same search by ``find --trainer NAME`` alone, for the
+trainers that are ready. What came of it goes to how_far.json.
 """
 
 import argparse
@@ -41,6 +43,14 @@ KEPT_LINES = 6
 KEPT_CHARACTERS = 240
 SEARCH = ("--memory", "5GiB", "--start-length", "512", "--resolution", "512")
 SEARCH += ("--max-length", "8192", "--timeout", "5m")
+READY: Mapping[str, str] = {
+    "llamafactory": "",
+    "axolotl": "",
+    "ms-swift": "model_type: qwen3\ntemplate: qwen3\ntuner_type: full\ntorch_dtype: bfloat16\n"
+    "bf16: true\nattn_impl: sdpa\n",
+}
+"""The user's own file of the trainers that are ready; empty: none. ms-swift has to be told what a
+directory is that is not called as on the Hub."""
 QUIET = {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
@@ -247,11 +257,16 @@ def main() -> None:
             made = [maker, HERE / "tiny_model.py", ROOT / "examples" / "tiny", work]
             subprocess.run(made, check=True, env=os.environ | QUIET)
             for name in words.only:
-                found = tried(name, venvs / name, work, is_searched=not words.no_find)
+                if words.ready:
+                    found = recorded()[name] | {"ready": ready(name, venvs / name, work)}
+                else:
+                    found = tried(name, venvs / name, work, is_searched=not words.no_find)
                 record = json.dumps(recorded() | {name: found}, indent=1, sort_keys=True)
                 RECORD.write_text(record + "\n")
                 print(name, found["emitted"], flush=True)
     print(table(recorded()))
+    print()
+    print(table_of_searches(recorded()))
 
 
 def recorded() -> dict[str, Any]:
@@ -265,10 +280,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--venvs", type=Path, help="environments, one folder for each trainer")
     parser.add_argument("--only", nargs="+", choices=TRAINERS, default=list(TRAINERS))
     parser.add_argument("--no-find", action="store_true", help="without the searches")
+    parser.add_argument("--ready", action="store_true", help="the searches by name, alone")
     parser.add_argument("--table", action="store_true", help="print what is recorded, try nothing")
     words = parser.parse_args()
     if not words.table and words.venvs is None:
         parser.error("--venvs DIR, or --table")
+    if words.ready:
+        words.only = [name for name in words.only if name in READY]
     return words
 
 
@@ -309,7 +327,25 @@ def tried(name: str, venv: Path, work: Path, *, is_searched: bool) -> dict[str, 
     found |= {} if other is None else {"other": other}
     if row.find is None or not is_searched or trained["steps_seen"] < STEPS:
         return found
-    return found | {"find": searched(row.find, folder, environment, names)}
+    by_command = ("--trainer", "command", "--command", row.find)
+    return found | {"find": searched(by_command, folder, environment, names)}
+
+
+def ready(name: str, venv: Path, work: Path) -> dict[str, Any]:
+    """What ``find --trainer NAME`` answers, with one micro-batch, as the emitted files have it."""
+    folder = work / name
+    folder.mkdir()
+    typed = ["--trainer", name, "--micro-batches", "1"]
+    if READY[name]:
+        (folder / "base.yaml").write_text(READY[name])
+        typed += ["--trainer-config", "base.yaml"]
+    names = {
+        str(work): "WORK",
+        str(venv): "VENV",
+        str(venv.parent): "VENVS",
+        str(ROOT): "HIGHWATER",
+    }
+    return searched(typed, folder, environment_of(venv, folder), names)
 
 
 def environment_of(venv: Path, folder: Path) -> dict[str, str]:
@@ -355,11 +391,10 @@ def started(
 
 
 def searched(
-    command: str, folder: Path, environment: Mapping[str, str], names: Mapping[str, str]
+    trainer: Sequence[str], folder: Path, environment: Mapping[str, str], names: Mapping[str, str]
 ) -> dict[str, Any]:
-    """What ``find`` answers for a command, and its trials, of one of which memory ran out."""
-    words = ["find", "../tiny", "--device", "cpu", "--gpus", "1", *SEARCH]
-    words += ["--trainer", "command", "--command", command]
+    """What ``find`` answers for a trainer, and its trials, of one of which memory ran out."""
+    words = ["find", "../tiny", "--device", "cpu", "--gpus", "1", *SEARCH, *trainer]
     typed = highwater(*words, "--study", "study.jsonl", "--log-dir", "logs", "--json")
     done = subprocess.run(
         typed,
@@ -372,7 +407,7 @@ def searched(
     )
     answer = json.loads(done.stdout) if done.stdout.strip() else {}
     found = {
-        "flags": [*words[1:-1], command],
+        "flags": words[1:],
         "exit_code": done.returncode,
         "said": done.stderr.splitlines()[-KEPT_LINES:],
         "answers": [short(each, ANSWERED) for each in answer.get("answers", ())],
@@ -494,6 +529,31 @@ def table(found: Mapping[str, Any]) -> str:
             f"| {name} | {version} | {help_s} | exit {trained['exit_code']} "
             f"| {trained['steps_seen']} | {ended} |"
         )
+    return "\n".join(lines)
+
+
+def tokens(number: int | None) -> str:
+    """A length for readers."""
+    return "" if number is None else f"{number:,}"
+
+
+def table_of_searches(found: Mapping[str, Any]) -> str:
+    """The searches by a command and by the trainer's name, as a table in Markdown."""
+    lines = [
+        "| trainer | started by | longest that fit | ran out of memory | trials | time of trials "
+        "| data segment, sampled |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, row in found.items():
+        for kind, started_by in (("find", "`--trainer command`"), ("ready", f"`--trainer {name}`")):
+            for answer in row.get(kind, {}).get("answers", ()):
+                trials, peak = row[kind]["trials"], answer["peak_reserved_bytes"]
+                lines.append(
+                    f"| {name} | {started_by} | {tokens(answer['capacity_tokens'])} "
+                    f"| {tokens(answer['does_not_fit_tokens'])} | {len(trials)} "
+                    f"| {sum(trial['wall_s'] for trial in trials):.0f} s "
+                    f"| {'' if peak is None else f'{peak / 1024**3:.2f} GiB'} |"
+                )
     return "\n".join(lines)
 
 

@@ -104,11 +104,13 @@ def _run(words: Sequence[str]) -> int:
         profile,
         recommend,
         report,
+        train,
     )
 
     handlers = {
         "find": commands.find,
         "try": commands.try_,
+        "train": train.train,
         "predict": predict.predict,
         "guide": guide.guide,
         "recommend": recommend.recommend,

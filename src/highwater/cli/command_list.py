@@ -66,6 +66,16 @@ COMMANDS: dict[str, CommandHelp] = {
             "highwater try tiny --length 4k --device cpu",
         ),
     ),
+    "train": CommandHelp(
+        _TRY,
+        "train with what was found or is recommended, on your own data, to a model that loads",
+        (
+            "highwater train Qwen3-0.6B --data data.jsonl --length 32k --steps 200 --output ./run",
+            "highwater train Qwen3-8B --data data.jsonl --length 64k --steps 500 --output ./run "
+            "--settings study.jsonl",
+            "highwater train tiny --data docs/ --length 1k --steps 20 --output ./run --device cpu",
+        ),
+    ),
     "guide": CommandHelp(
         _TAKE,
         "a page for the team: the simplest settings for each length, from studies, known "

@@ -12,6 +12,7 @@ from highwater.cli.command_list import COMMANDS, SHELLS, groups
 from highwater.cli.flags import add_json, add_output, add_settings, add_trained
 from highwater.cli.page_flags import profile_flags, report_flags, show_flags
 from highwater.cli.parser import Parser, parse_strictly
+from highwater.cli.train_flags import add_train_flags
 from highwater.emit.emitted import Target
 from highwater.errors import UsageError
 from highwater.spec.declaration import CommandName
@@ -98,6 +99,13 @@ def _try_flags(parser: Parser) -> None:
     )
     add_settings(parser, "try", "trial", heading="the trial")
     _hyperparameters(parser, "try")
+
+
+def _train_flags(parser: Parser) -> None:
+    _model_and_config(parser)
+    add_train_flags(parser)
+    add_settings(parser, "train", "trial", heading="the step")
+    _hyperparameters(parser, "train")
 
 
 def _hyperparameters(parser: Parser, command: CommandName) -> None:
@@ -263,7 +271,7 @@ def _trainer(parser: Parser, *, and_tried: bool = False) -> None:
     parser.add_argument(
         "--trainer",
         dest="predicted_for",
-        choices=(*TRAINERS, *FOREIGN) if and_tried else tuple(TRAINERS),
+        choices=tuple(dict.fromkeys((*TRAINERS, *FOREIGN))) if and_tried else tuple(TRAINERS),
         type=str if and_tried else _predicted,
         default=OURS,
         help=f"whose step is predicted{studies} (default: {OURS})",
@@ -365,6 +373,7 @@ def _compare_search_flags(parser: Parser) -> None:
 _FLAGS: Mapping[str, Callable[[Parser], None]] = {
     "find": _find_flags,
     "try": _try_flags,
+    "train": _train_flags,
     "predict": _predict_flags,
     "guide": _guide_flags,
     "recommend": _recommend_flags,

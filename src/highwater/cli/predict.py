@@ -11,7 +11,7 @@ from itertools import count
 from highwater import api
 from highwater.cli import console
 from highwater.cli.flags import named_model, typed_limits, typed_values
-from highwater.cli.recommend import words_again
+from highwater.cli.recommend import is_tried, words_again
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
 from highwater.memory.capacity import Prediction
 from highwater.memory.table_accuracy import TableAccuracy
@@ -21,7 +21,7 @@ from highwater.pages.prediction_tables import accuracy_table, prediction_table, 
 from highwater.recommendation.recommend import what_would_fit
 from highwater.spec.declaration import flag_of, words_of
 from highwater.spec.declared_settings import taken_by
-from highwater.spec.hardware import runs_trials
+from highwater.spec.foreign_trainer import FOREIGN, foreign_name
 from highwater.spec.recommendation import Alternative
 from highwater.spec.request import request_from, trial_flags
 from highwater.spec.settings_words import short_settings
@@ -178,14 +178,16 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
         return shlex.join(
             ("highwater", "predict", model, *words_again(arguments, drop=("--trainer",)))
         )
-    is_several = prediction.explained.cell.layout.is_several_machines
-    has_trial = not is_several and runs_trials(prediction.device_name)
+    foreign = foreign_name(prediction.trainer)
+    has_trial = is_tried(prediction.explained.cell, prediction.device_name, foreign)
     if not prediction.explained.capacity_tokens or not has_trial:
         return _alternatives(arguments, prediction)
     if prediction.length_tokens is not None:
-        flags = trial_flags(prediction.explained.cell, prediction.length_tokens)
+        flags = trial_flags(prediction.explained.cell, prediction.length_tokens, foreign)
         return shlex.join(("highwater", "try", model, *flags))
-    typed = {name: value for name, value in typed_values(arguments).items() if name != "model"}
+    refused = {"model", *(FOREIGN[foreign].refused(typed_values(arguments)) if foreign else ())}
+    typed = {n: value for n, value in typed_values(arguments).items() if n not in refused}
+    typed |= {"trainer": foreign} if foreign else {}
     of_the_mark: dict[str, object] = dict(prediction.explained.cell.layout.degree_settings)
     if settings.offload is not False:  # which a search looks for only where it is asked to
         of_the_mark |= {"allocator": settings.allocator, "offload": settings.offload}

@@ -14,9 +14,11 @@ from highwater.pages.caveats import assumed_host
 from highwater.pages.recommendation_tables import recommendation_tables, rung_list
 from highwater.recommendation.recommend import recommend as recommended
 from highwater.spec.declaration import flag_of, words_of
+from highwater.spec.foreign_trainer import FOREIGN, ForeignName, foreign_name
 from highwater.spec.hardware import runs_trials
 from highwater.spec.recommendation import Recommendation
 from highwater.spec.request import request_from, trial_flags
+from highwater.spec.study import Cell
 from highwater.spec.trainer import OURS, predicted_traits
 
 EXAMPLE = "highwater recommend Qwen3-8B --gpus 4xH20-96GB --length 64k"
@@ -81,18 +83,28 @@ def _next(arguments: argparse.Namespace, found: Recommendation) -> str:
         return shlex.join(("highwater", "report", found.candidates[0].found_in))
     if found.chosen is None:
         return _next_without_any(arguments, found, model)
-    is_several = found.chosen.cell.layout.is_several_machines
-    has_trial = not is_several and runs_trials(found.device_name)
+    foreign = foreign_name(found.trainer)
+    has_trial = is_tried(found.chosen.cell, found.device_name, foreign)
     if not has_trial and not arguments.list_:
         return shlex.join(("highwater", "recommend", model, *words_again(arguments), "--list"))
     if trainer.is_run and not arguments.list_:
         return shlex.join(
-            ("highwater", "try", model, *trial_flags(found.chosen.cell, found.length_tokens))
+            (
+                *("highwater", "try", model),
+                *trial_flags(found.chosen.cell, found.length_tokens, foreign),
+            )
         )
     if trainer.target is not None and not arguments.list_:
         words = words_again(arguments, drop=("--trainer",))
         return shlex.join(("highwater", "emit", "--for", trainer.target, model, *words))
     return shlex.join(("highwater", "recommend", model, *words_again(arguments)))
+
+
+def is_tried(cell: Cell, device_name: str, foreign: ForeignName | None) -> bool:
+    """Whether a trial can be made of a cell, on such GPUs and with this trainer."""
+    objectives = None if foreign is None else FOREIGN[foreign].objectives
+    is_written = objectives is None or cell.settings.objective in objectives
+    return is_written and not cell.layout.is_several_machines and runs_trials(device_name)
 
 
 def _next_without_any(arguments: argparse.Namespace, found: Recommendation, model: str) -> str:

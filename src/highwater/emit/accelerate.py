@@ -95,13 +95,10 @@ def layout_obstacle(layout: Layout, shape: ModelShape | None, *, name: str) -> s
 
 
 def reads_everything(shape: ModelShape | None) -> bool:
-    """Whether every layer reads all earlier tokens, by a plain softmax: neither window nor sinks
-    nor a cap, which torch's ring has no words for. None, of a model that is not here, does.
+    """Whether every layer reads all earlier tokens, as torch's ring does. None, of a model that is
+    not here, does.
     """
-    if shape is None:
-        return True
-    kinds = [run.kind.attention for run in shape.runs]
-    return not any(each.window_tokens or each.has_sinks or each.soft_cap for each in kinds)
+    return shape is None or shape.reads_everything
 
 
 def sharing_of(layout: Layout, shape: ModelShape | None) -> SequenceSharing:

@@ -28,12 +28,15 @@ from highwater.emit.emitted import (
     shared_copies,
     to_replace,
 )
+from highwater.emit.finetuning import FineTuning
 from highwater.spec.allocator_variables import allocator_environment
 from highwater.spec.layout import Layout
 from highwater.spec.objective import Objective
 from highwater.spec.optimizer import OptimizerName
 from highwater.spec.recommendation import Candidate, Recommendation
+from highwater.spec.rope import Yarn
 from highwater.spec.settings import Settings
+from highwater.spec.study import Cell
 
 VERSION = "0.19.0"
 FILE = "axolotl.yaml"
@@ -65,11 +68,10 @@ def axolotl(found: Recommendation, chosen: Candidate, *, model_path: str | None 
     optimizer that it does not have, and for an alpha that is no whole number.
     """
     settings, layout = chosen.cell.settings, chosen.cell.layout
-    refuse_obstacle(chosen.cell, _obstacle)
-    refuse_optimizer(settings, OPTIMIZERS, name="Axolotl")
+    refuse_untrainable(chosen.cell)
     # it turns expandable segments on by itself where the environment says nothing
     variables = allocator_environment(settings.allocator)
-    cannot = (*_cannot(chosen), *engine_alone(settings, name="Axolotl"))
+    cannot = (*_cannot(chosen.cell), *engine_alone(settings, name="Axolotl"))
     elsewhere = "" if model_path else ' --base_model="$MODEL_PATH"'
     start = f"torchrun --nproc_per_node={layout.gpus} -m axolotl.cli.train"
     command = f"{start} {FILE}{elsewhere}"
@@ -87,11 +89,17 @@ def axolotl(found: Recommendation, chosen: Candidate, *, model_path: str | None 
         "axolotl",
         VERSION,
         said,
-        _values(found, chosen, model_path),
+        axolotl_values(FineTuning.of(found, chosen, model_path)),
         command=command,
         environment=variables,
         cannot=cannot,
     )
+
+
+def refuse_untrainable(cell: Cell) -> None:
+    """Raise UsageError for an objective, a layout or an optimizer that Axolotl does not have."""
+    refuse_obstacle(cell, _obstacle)
+    refuse_optimizer(cell.settings, OPTIMIZERS, name="Axolotl")
 
 
 def _obstacle(objective: Objective, layout: Layout) -> str | None:
@@ -104,50 +112,52 @@ def _obstacle(objective: Objective, layout: Layout) -> str | None:
     return shared_copies(layout, name="Axolotl")
 
 
-def _is_second(chosen: Candidate) -> bool:
+def _is_second(cell: Cell) -> bool:
     """Whether FSDP2 shards the states: copies and shared sequences are its alone."""
-    layout = chosen.cell.layout
+    layout = cell.layout
     is_alone = layout.context_degree == layout.replicate_degree == 1
-    return chosen.cell.settings.strategy == "fsdp2" or not is_alone
+    return cell.settings.strategy == "fsdp2" or not is_alone
 
 
-def _packs(chosen: Candidate) -> bool:
+def _packs(cell: Cell) -> bool:
     """Whether sequences are packed: of several GPUs' one row alone may be."""
-    settings = chosen.cell.settings
-    return chosen.cell.layout.context_degree == 1 or settings.sequences_per_micro_batch == 1
+    settings = cell.settings
+    return cell.layout.context_degree == 1 or settings.sequences_per_micro_batch == 1
 
 
-def _cannot(chosen: Candidate) -> tuple[str, ...]:
-    settings, layout = chosen.cell.settings, chosen.cell.layout
+def _cannot(cell: Cell) -> tuple[str, ...]:
+    settings, layout = cell.settings, cell.layout
     said: list[str] = []
     if layout.context_degree > 1:
         how = "Ulysses" if layout.ring_degree == 1 else "a ring"
-        does = "gather keys and values of a few heads" if _packs(chosen) else "pass them on"
+        does = "gather keys and values of a few heads" if _packs(cell) else "pass them on"
         said.append(
             f"{how}: {layout.context_degree} GPUs share each sequence by context parallelism, "
             f"where they {does}"
         )
-    if not _packs(chosen):
+    if not _packs(cell):
         said.append(
             f"packed sequences, {settings.sequences_per_micro_batch} in a micro-batch that GPUs "
             "share: batches are padded"
         )
-    if _is_second(chosen) and settings.strategy == "fsdp":
+    if _is_second(cell) and settings.strategy == "fsdp":
         said.append("FSDP1 with shared sequences or copies: they are FSDP2's")
-    if _is_second(chosen) and settings.lora is None:
+    if _is_second(cell) and settings.lora is None:
         said.append(_NARROW)
     if settings.optimizer_traits.is_quantized:
         said.append(WHOLE_SHARDS)
     return tuple(said)
 
 
-def _values(found: Recommendation, chosen: Candidate, model_path: str | None) -> dict[str, Value]:
-    settings = chosen.cell.settings
+def axolotl_values(training: FineTuning) -> dict[str, Value]:
+    """Axolotl's settings by name: what holds memory, and stand-ins for what is learned."""
+    cell, model_path = training.cell, training.model_path
+    settings = cell.settings
     values: dict[str, Value] = {"base_model": model_path} if model_path else {}
     values |= {
-        "sequence_len": found.length_tokens,
-        "sample_packing": _packs(chosen),
-        **({"pad_to_sequence_len": True} if _packs(chosen) else {}),
+        "sequence_len": training.length_tokens,
+        "sample_packing": _packs(cell),
+        **({"pad_to_sequence_len": True} if _packs(cell) else {}),
         "micro_batch_size": settings.sequences_per_micro_batch,
         "gradient_accumulation_steps": 1,
         "bf16": True,
@@ -155,12 +165,12 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str | None) ->
         "optimizer": OPTIMIZERS[settings.optimizer],
         "learning_rate": 1e-5,
         **_lora_values(settings),
-        **_rope_values(found),
+        **_rope_values(training.yarn),
     }
     if settings.loss == "chunked":
         values |= {"plugins.0": _LIGER, "liger_fused_linear_cross_entropy": True}
     return values | {
-        **_sharding(chosen),
+        **_sharding(cell),
         "datasets.0.path": DATASET,
         "datasets.0.type": "chat_template",
     }
@@ -180,20 +190,20 @@ def _lora_values(settings: Settings) -> dict[str, Value]:
     return values | {f"lora_target_modules.{n}": name for n, name in enumerate(lora.names)}
 
 
-def _rope_values(found: Recommendation) -> dict[str, Value]:
-    if found.yarn is None:
+def _rope_values(yarn: Yarn | None) -> dict[str, Value]:
+    if yarn is None:
         return {}
     section = "overrides_of_model_config"
-    parameters = found.yarn.rope_parameters.items()
+    parameters = yarn.rope_parameters.items()
     return {
         **{f"{section}.rope_parameters.{name}": value for name, value in parameters},
-        f"{section}.max_position_embeddings": found.yarn.max_position_embeddings,
+        f"{section}.max_position_embeddings": yarn.max_position_embeddings,
     }
 
 
-def _sharding(chosen: Candidate) -> dict[str, Value]:
+def _sharding(cell: Cell) -> dict[str, Value]:
     """FSDP, by which its own recomputation goes, and the degrees that are not 1."""
-    settings, layout, is_second = chosen.cell.settings, chosen.cell.layout, _is_second(chosen)
+    settings, layout, is_second = cell.settings, cell.layout, _is_second(cell)
     fsdp: dict[str, Value] = {
         "offload_params": settings.offloads_model,
         "activation_checkpointing": settings.recompute != "none",

@@ -32,11 +32,13 @@ from highwater.emit.emitted import (
     yaml_text,
     yarn_lines,
 )
+from highwater.emit.finetuning import FineTuning
 from highwater.spec.layout import Layout
 from highwater.spec.objective import Objective
 from highwater.spec.optimizer import OptimizerName
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.spec.settings import Settings
+from highwater.spec.study import Cell
 
 VERSION = "0.9.5"
 FILE = "llamafactory.yaml"
@@ -61,8 +63,7 @@ def llamafactory(
     copies, for an optimizer that it does not have, and for an alpha that is no whole number.
     """
     settings = chosen.cell.settings
-    refuse_obstacle(chosen.cell, _obstacle)
-    refuse_optimizer(settings, OPTIMIZERS, name="LLaMA-Factory")
+    refuse_untrainable(chosen.cell)
     cannot = [WHOLE_SHARDS] if settings.optimizer_traits.is_quantized else []
     cannot += engine_alone(settings, name="LLaMA-Factory")
     variables = environment(chosen.cell.settings)
@@ -86,12 +87,20 @@ def llamafactory(
         "llamafactory",
         VERSION,
         said,
-        _values(found, chosen, model_path),
+        llamafactory_values(FineTuning.of(found, chosen, model_path)),
         command=command,
         environment=variables,
         cannot=cannot,
-        beside={LAUNCHER: _launcher(chosen)},
+        beside={LAUNCHER: _launcher(chosen.cell)},
     )
+
+
+def refuse_untrainable(cell: Cell) -> None:
+    """Raise UsageError for an objective, a layout or an optimizer that LLaMA-Factory does not
+    have.
+    """
+    refuse_obstacle(cell, _obstacle)
+    refuse_optimizer(cell.settings, OPTIMIZERS, name="LLaMA-Factory")
 
 
 def _obstacle(objective: Objective, layout: Layout) -> str | None:
@@ -106,15 +115,19 @@ def _obstacle(objective: Objective, layout: Layout) -> str | None:
     return None
 
 
-def _launcher(chosen: Candidate) -> str:
-    """Write accelerate's file, which leaves recomputation to LLaMA-Factory."""
-    values = launched_values(chosen.cell, "none")
-    values["fsdp_config.fsdp_activation_checkpointing"] = False
-    return yaml_text([f"how accelerate starts {FILE}, which recomputes by itself"], values)
+def _launcher(cell: Cell) -> str:
+    said = [f"how accelerate starts {FILE}, which recomputes by itself"]
+    return yaml_text(said, llamafactory_launcher(cell))
 
 
-def _values(found: Recommendation, chosen: Candidate, model_path: str | None) -> dict[str, Value]:
-    settings = chosen.cell.settings
+def llamafactory_launcher(cell: Cell) -> dict[str, Value]:
+    """Accelerate's settings by name, which leave recomputation to LLaMA-Factory."""
+    return launched_values(cell, "none") | {"fsdp_config.fsdp_activation_checkpointing": False}
+
+
+def llamafactory_values(training: FineTuning) -> dict[str, Value]:
+    """LLaMA-Factory's settings by name: what holds memory, and stand-ins for what is learned."""
+    settings, model_path = training.cell.settings, training.model_path
     values: dict[str, Value] = {"model_name_or_path": model_path} if model_path else {}
     optimizer = OPTIMIZERS[settings.optimizer]
     return values | {
@@ -122,7 +135,7 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str | None) ->
         "do_train": True,
         **_trained_values(settings),
         "dataset": DATASET,
-        "cutoff_len": found.length_tokens,
+        "cutoff_len": training.length_tokens,
         "neat_packing": True,
         "output_dir": "output",
         "per_device_train_batch_size": settings.sequences_per_micro_batch,

@@ -29,6 +29,7 @@ from highwater.emit.emitted import (
     to_replace,
     yarn_lines,
 )
+from highwater.emit.finetuning import FineTuning
 from highwater.spec.hub import is_hub_id
 from highwater.spec.layout import Layout
 from highwater.spec.model import ModelShape
@@ -36,6 +37,7 @@ from highwater.spec.objective import Objective
 from highwater.spec.optimizer import OptimizerName
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.spec.settings import Settings
+from highwater.spec.study import Cell
 
 VERSION = "4.6.0"
 FILE = "ms-swift.yaml"
@@ -67,10 +69,9 @@ def ms_swift(found: Recommendation, chosen: Candidate, *, model_path: str | None
     does not have.
     """
     settings = chosen.cell.settings
-    refuse_obstacle(chosen.cell, _obstacle)
-    refuse_optimizer(settings, OPTIMIZERS, name="ms-swift")
+    refuse_untrainable(chosen.cell)
     cannot = (
-        *_cannot(chosen, shape_here(found, model_path)),
+        *_cannot(chosen.cell, shape_here(found, model_path)),
         *engine_alone(settings, name="ms-swift"),
     )
     command = f"swift sft {FILE}{'' if model_path else _ELSEWHERE}"
@@ -81,7 +82,7 @@ def ms_swift(found: Recommendation, chosen: Candidate, *, model_path: str | None
         to_replace("dataset", "learning_rate", settings=settings),
         *(() if model_path and is_hub_id(model_path) else (_KIND,)),
         _FLASH,
-        *((_FUSED_LOSS,) if _fuses(chosen) else ()),
+        *((_FUSED_LOSS,) if _fuses(chosen.cell) else ()),
         *refusals(cannot, name="ms-swift"),
         *yarn_lines(found, why="the model is read from there"),
         f"start: {command}",
@@ -90,17 +91,23 @@ def ms_swift(found: Recommendation, chosen: Candidate, *, model_path: str | None
         "ms-swift",
         VERSION,
         said,
-        _values(found, chosen, model_path),
+        ms_swift_values(FineTuning.of(found, chosen, model_path)),
         command=command,
         environment=environment(chosen.cell.settings),
         cannot=cannot,
         takes_more=_WHOLE_LOGITS in cannot,
-        beside={SHARDING: json.dumps(_sharding(settings), indent=2) + "\n"},
+        beside={SHARDING: json.dumps(ms_swift_sharding(settings), indent=2) + "\n"},
     )
 
 
 _ELSEWHERE = ' --model "$MODEL_PATH"'
 """The flag that names the model where nobody said where it lies: its YAML knows no variables."""
+
+
+def refuse_untrainable(cell: Cell) -> None:
+    """Raise UsageError for an objective, a layout or an optimizer that ms-swift does not have."""
+    refuse_obstacle(cell, _obstacle)
+    refuse_optimizer(cell.settings, OPTIMIZERS, name="ms-swift")
 
 
 def _obstacle(objective: Objective, layout: Layout) -> str | None:
@@ -111,16 +118,21 @@ def _obstacle(objective: Objective, layout: Layout) -> str | None:
     return unknown
 
 
-def _fuses(chosen: Candidate) -> bool:
+def _fuses(cell: Cell) -> bool:
     """Whether the loss is Liger's: with shared sequences it would take no effect."""
-    return chosen.cell.settings.loss == "chunked" and chosen.cell.layout.context_degree == 1
+    return cell.settings.loss == "chunked" and cell.layout.context_degree == 1
 
 
-def _cannot(chosen: Candidate, shape: ModelShape | None) -> tuple[str, ...]:
-    settings, layout = chosen.cell.settings, chosen.cell.layout
-    said: list[str] = []
+def sharing_heads(layout: Layout, shape: ModelShape | None) -> int:
+    """GPUs that share a sequence by heads in ms-swift; the others pass keys and values on."""
     key_heads = layout.ulysses_degree if shape is None else shape.kv_heads
-    by_heads = math.gcd(key_heads, layout.context_degree)
+    return math.gcd(key_heads, layout.context_degree)
+
+
+def _cannot(cell: Cell, shape: ModelShape | None) -> tuple[str, ...]:
+    settings, layout = cell.settings, cell.layout
+    said: list[str] = []
+    by_heads = sharing_heads(layout, shape)
     if by_heads != layout.ulysses_degree:
         ring = layout.context_degree // by_heads
         rest = f", and {ring} such groups pass keys and values on" if ring > 1 else ""
@@ -130,21 +142,23 @@ def _cannot(chosen: Candidate, shape: ModelShape | None) -> tuple[str, ...]:
         )
     if settings.strategy == "fsdp":
         said.append("FSDP1: it is written for FSDP2")
-    if settings.loss == "chunked" and not _fuses(chosen):
+    if settings.loss == "chunked" and not _fuses(cell):
         said.append(_WHOLE_LOGITS)
     if settings.optimizer_traits.is_quantized:
         said.append(WHOLE_SHARDS)
     return tuple(said)
 
 
-def _values(found: Recommendation, chosen: Candidate, model_path: str | None) -> dict[str, Value]:
-    settings, layout = chosen.cell.settings, chosen.cell.layout
+def ms_swift_values(training: FineTuning) -> dict[str, Value]:
+    """ms-swift's settings by name: what holds memory, and stand-ins for what is learned."""
+    cell, model_path = training.cell, training.model_path
+    settings, layout = cell.settings, cell.layout
     values: dict[str, Value] = {"model": model_path} if model_path else {}
     # by itself it would look for an id on ModelScope
     values |= {"use_hf": True} if model_path is None or is_hub_id(model_path) else {}
     variables: dict[str, Value] = {
         "NPROC_PER_NODE": layout.gpus,
-        **environment(chosen.cell.settings),
+        **environment(settings),
     }
     return values | {
         **_trained_values(settings),
@@ -152,7 +166,7 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str | None) ->
         "torch_dtype": "bfloat16",
         "bf16": True,
         "attn_impl": "flash_attention_2",
-        "max_length": found.length_tokens,
+        "max_length": training.length_tokens,
         "packing": True,
         "per_device_train_batch_size": settings.sequences_per_micro_batch,
         "gradient_accumulation_steps": 1,
@@ -161,7 +175,7 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str | None) ->
         "fsdp": SHARDING,
         "optim": OPTIMIZERS[settings.optimizer],
         "learning_rate": 1e-5,
-        **({"use_liger_kernel": True} if _fuses(chosen) else {}),
+        **({"use_liger_kernel": True} if _fuses(cell) else {}),
         **{f"ENV.{name}": value for name, value in variables.items()},
     }
 
@@ -193,7 +207,7 @@ def _trained_values(settings: Settings) -> dict[str, Value]:
     return values
 
 
-def _sharding(settings: Settings) -> dict[str, object]:
+def ms_swift_sharding(settings: Settings) -> dict[str, object]:
     """FSDP2, by which its recomputation goes, as its own ``config/fsdp2.json`` has it."""
     offload = " offload" if settings.offloads_model else ""
     return {

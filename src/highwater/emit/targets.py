@@ -115,7 +115,7 @@ TARGETS: Mapping[Target, EmitTarget] = {
             "the data: `--dataset_name NAME` after `./launch.sh`, or `dataset_name` in trl.yaml",
             "learning rate, epochs and `output_dir`, in trl.yaml",
         ),
-        predicted_for="highwater",
+        predicted_for="trl",
         knows=_OF_THE_ENGINE | _LORA | {"lora_base", "optimizer"},
     ),
     "torchtitan": EmitTarget(

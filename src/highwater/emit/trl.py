@@ -6,7 +6,6 @@
 (``emit/accelerate.py``). Its losses never hold whole logits.
 """
 
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -37,6 +36,7 @@ from highwater.emit.emitted import (
     shape_here,
 )
 from highwater.errors import UsageError
+from highwater.spec.completions import generation_micro_batches
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
 from highwater.spec.model import ModelShape
@@ -70,8 +70,6 @@ COMMANDS: Mapping[Objective, Subcommand] = {
     "dpo": Subcommand("dpo", precomputes=True),
 }
 """TRL's subcommands, by objective; it has none for the others."""
-GENERATIONS = 8
-"""``num_generations`` of GRPOConfig: a generation batch is a multiple of it."""
 OPTIMIZERS: Mapping[OptimizerName, str | None] = {
     "adamw": None,  # the default, torch's AdamW in the parameters' dtype
     "adamw-8bit": "adamw_torch_8bit",
@@ -141,6 +139,34 @@ def refuse_untrainable(cell: Cell, shape: ModelShape | None) -> None:
     _refuse_optimizer(cell, sharing_of(cell.layout, shape))
 
 
+def refuse_other_sharing(cell: Cell, shape: ModelShape) -> None:
+    """Raise UsageError for heads where TRL shares a model's sequences by a ring, and for what
+    ``refuse_untrainable`` refuses.
+    """
+
+    def obstacle(objective: Objective, layout: Layout) -> str | None:
+        unknown = _obstacle(objective, layout, shape)
+        if unknown is not None or layout.ulysses_degree == 1:
+            return unknown
+        return _by_heads(layout) if sharing_of(layout, shape) == "ring" else None
+
+    objective, layout = cell.settings.objective, cell.layout
+    is_heads_alone = _obstacle(objective, layout, shape) is None and obstacle(objective, layout)
+    if is_heads_alone and cell.settings.strategy == "fsdp2":
+        raise UsageError(
+            _by_heads(layout), hint=f"use `--ulysses 1 --ring {layout.context_degree}`"
+        )
+    refuse_obstacle(cell, obstacle)
+    _refuse_optimizer(cell, sharing_of(layout, shape))
+
+
+def _by_heads(layout: Layout) -> str:
+    return (
+        "TRL shares this model's sequences by a ring, not by heads: Ulysses over "
+        f"{layout.ulysses_degree} GPUs is DeepSpeed's there, with other shards"
+    )
+
+
 def _obstacle(objective: Objective, layout: Layout, shape: ModelShape | None) -> str | None:
     """Why TRL cannot train an objective in a layout, in words; None where it can."""
     unknown = other_objective(objective, COMMANDS, name="TRL")
@@ -170,7 +196,7 @@ def _said(
     command = COMMANDS[chosen.cell.settings.objective]
     return [
         *heading(found, chosen, name="TRL", version=VERSION),
-        f"beside it {FILE}: the same words after `highwater emit --for accelerate`",
+        f"beside it {FILE}: how processes start, and share states and sequences",
         *((_FLASH,) if attention(sharing) == "flash_attention_2" else ()),
         *model_lies(model_path, before="it starts"),
         *(_about_rollout(found) if command.generates else ()),
@@ -280,8 +306,7 @@ def _batch_values(training: TrlTraining) -> dict[str, Value]:
     if not settings.accumulates:
         values["gradient_accumulation_steps"] = 1
     if command.generates:
-        together = rows * layout.gpus
-        micro_batches = math.lcm(GENERATIONS, together) // together
+        micro_batches = generation_micro_batches(rows, layout.gpus)
         # A generated batch is trained on in one step, or in as many as it has micro-batches.
         name = "gradient_accumulation_steps" if settings.accumulates else "steps_per_generation"
         values[name] = micro_batches

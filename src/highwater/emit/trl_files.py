@@ -6,7 +6,6 @@ the steps or the output: those are the trial's. What would make a trial prove so
 nothing, is refused by name. Names: as in ``emit/trl.py``.
 """
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -22,9 +21,10 @@ from highwater.emit.accelerate_files import (
     refuse_unlaunched,
 )
 from highwater.emit.emitted import nested
-from highwater.emit.trl import COMMANDS, GENERATIONS, TrlTraining, refuse_untrainable, trl_values
+from highwater.emit.trl import COMMANDS, TrlTraining, refuse_other_sharing, trl_values
 from highwater.errors import UsageError
 from highwater.spec.allocator_variables import ALLOCATOR_VARIABLES
+from highwater.spec.completions import GENERATIONS, generation_micro_batches
 from highwater.spec.model import ModelShape
 from highwater.spec.objective import Objective
 from highwater.spec.preparation import DocumentKind
@@ -134,19 +134,21 @@ class TrialBatch(NamedTuple):
 
 def refuse_untried(spec: TrialSpec, shape: ModelShape) -> None:
     """Raise UsageError for settings that TRL is not tried with, by name, and what is instead."""
-    settings, layout = spec.settings, spec.layout
-    cell = Cell(settings=settings, layout=layout)
-    if settings.objective not in TRIED:
+    if spec.settings.objective not in TRIED:
         raise UsageError(
-            f"trials of TRL are written for {', '.join(TRIED)}, not for {settings.objective}",
+            f"trials of TRL are written for {', '.join(TRIED)}, not for {spec.settings.objective}",
             hint="use `--objective sft`",
         )
-    refuse_untrainable(cell, shape)
-    if layout.ulysses_degree > 1 and sharing_of(layout, shape) == "ring":
+    refuse_unwritten(spec, shape)
+
+
+def refuse_unwritten(spec: TrialSpec, shape: ModelShape) -> None:
+    """Raise UsageError for settings that no configuration of TRL says, tried or predicted."""
+    refuse_other_sharing(Cell(settings=spec.settings, layout=spec.layout), shape)
+    if spec.settings.holds_logits:
         raise UsageError(
-            f"TRL shares this model's sequences by a ring, not by heads: Ulysses over "
-            f"{layout.ulysses_degree} GPUs is DeepSpeed's there, with other shards",
-            hint=f"use `--ulysses 1 --ring {layout.context_degree}`",
+            "TRL's losses are computed in tiles, and never hold whole logits",
+            hint="use `--loss chunked`, or leave `--loss` out",
         )
     refuse_unlaunched(spec, name="TRL")
 
@@ -163,8 +165,7 @@ def batch_of(spec: TrialSpec, base: Mapping[str, Any]) -> TrialBatch:
     rows, layout = spec.settings.sequences_per_micro_batch, spec.layout
     micro_batches = spec.micro_batches
     if COMMANDS[spec.settings.objective].generates:
-        together = rows * layout.gpus
-        micro_batches = math.lcm(_generations(base), together) // together
+        micro_batches = generation_micro_batches(rows, layout.gpus, _generations(base))
     return TrialBatch(micro_batches=micro_batches, rows=rows, groups=layout.data_parallel_degree)
 
 

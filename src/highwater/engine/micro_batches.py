@@ -1,16 +1,13 @@
 """Micro-batches: where a trial's documents come from, the seed or a function of the user's."""
 
-import importlib
-import inspect
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from highwater.engine.data import UNTRAINED, Batch, Document, pack
+from highwater.engine.user_code import refuse_uncallable, user_function
 from highwater.engine.user_documents import EXAMPLE, read_documents, refuse_other_length, seen
 from highwater.errors import UsageError
 from highwater.spec.trial import PROMPT_TOKENS, TrialSpec
@@ -67,7 +64,7 @@ def _from_user(
     without them the policy before the step takes their place.
     """
     assert spec.data is not None
-    function = _resolve(spec.data)
+    function = user_function(spec.data, what="data source")
     arguments = {
         "data_rank": data_rank,
         "data_parallel_degree": spec.layout.data_parallel_degree,
@@ -94,33 +91,11 @@ def _from_user(
             )
 
 
-def _resolve(source: str) -> Any:
-    """The function that ``--data`` names: the user's code, run as it is. No other code comes from
-    the working directory.
-    """
-    module, _, name = source.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)  # last: a random.py there is nobody's random
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        hint = "check the name, and that it is in this folder, or that PYTHONPATH has its folder"
-        raise UsageError(f"data source {source!r}: {error}", hint=hint) from error
-
-
 def _called(function: Any, arguments: Mapping[str, Any], source: str) -> Iterable[Any]:
     """What the function gives for these keywords; raises UsageError where it cannot be called so,
     or gives no micro-batches.
     """
-    try:
-        inspect.signature(function).bind(**arguments)
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"{source} cannot be called with {', '.join(arguments)}: {error}",
-            hint="define it as `def batches(*, length_tokens, **_)`: names that it does not need "
-            "go into `**_`",
-        ) from error
+    refuse_uncallable(function, arguments, source, define="def batches(*, length_tokens, **_)")
     given = function(**arguments)
     if not isinstance(given, Iterable):
         raise UsageError(

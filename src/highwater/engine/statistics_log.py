@@ -71,6 +71,11 @@ class StatisticsLog:
             told = numbers | rates
             self._files.write(step, {name: told[name] for name in QUANTITIES if name in told})
 
+    def write_evaluation(self, step: int, loss: float) -> None:
+        """Write the loss of an evaluation after a step, on rank 0."""
+        if self._files is not None:
+            self._files.write(step, {"evaluation_loss": loss})
+
     def _model_flops(self, micro_batches: Sequence[Batch]) -> float:
         """This rank's share of the FLOPs on the documents there were."""
         shape = load_model(self._spec.model_directory).shape

@@ -15,21 +15,32 @@ from highwater.spec.hardware import SAME_MEMORY, kind_name
 from highwater.spec.model import Model
 from highwater.spec.recommendation import Candidate, StepTime
 from highwater.spec.study import Cell, RecordedTrial, Study
+from highwater.spec.trainer import OURS, AnyTrainer
 from highwater.spec.trial import Outcome
 from highwater.units import format_bytes
 
 
 def obstacle(
-    study: Study, *, model: Model, device_name: str, memory_limit: MemoryLimit
+    study: Study,
+    *,
+    model: Model,
+    device_name: str,
+    memory_limit: MemoryLimit,
+    trainer: AnyTrainer = OURS,
 ) -> str | None:
-    """Why a study says nothing of a model on such GPUs, in words; None when it does."""
+    """Why a study says nothing of a model that a trainer trains on such GPUs, in words; None when
+    it does.
+    """
     foreign = study.question.foreign
-    if foreign is not None:
-        return f"its trainer is {foreign.title}; `--trainer {foreign.trainer}` recommends from it"
-    return elsewhere(study, model=model, device_name=device_name, memory_limit=memory_limit)
+    theirs: AnyTrainer = OURS if foreign is None else foreign.trainer
+    if theirs != trainer and foreign is not None:
+        return f"its trainer is {foreign.title}; `--trainer {theirs}` recommends from it"
+    if theirs != trainer:
+        return "its trainer is this package's engine"
+    return _elsewhere(study, model=model, device_name=device_name, memory_limit=memory_limit)
 
 
-def elsewhere(
+def _elsewhere(
     study: Study, *, model: Model, device_name: str, memory_limit: MemoryLimit
 ) -> str | None:
     """Why a study, whoever trained, is of another model or of other GPUs; None where it is not."""
@@ -169,6 +180,8 @@ def _headroom(study: Study, cell: Cell, length_tokens: int) -> tuple[int | None,
         and trial.result.headroom_bytes is not None
     ]
     left = min((fit for fit in fits if fit[0] >= length_tokens), default=None)
+    if left is not None and left[1] < 0:  # watched from outside, where a bound is the allocator's
+        return None, None
     answer = study.answer_of(cell)
     if left is not None:
         return left[1], left[0]

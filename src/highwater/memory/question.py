@@ -97,7 +97,7 @@ def _requests(
     common: dict[str, Any] = {
         "model": model,
         "gpus": [where.gpus],
-        "ulysses": _degrees(model, where, settings),
+        **_default_degrees(model, where, trainer, settings),
         "device": "cuda",
         "dry_run": True,
         **_copies_of_machines(where),
@@ -153,6 +153,20 @@ def _refuse_without_copies(where: Cluster, trainer: TrainerName) -> None:
         )
 
 
+def _default_degrees(
+    model: str, where: Cluster, trainer: TrainerName, settings: Mapping[str, Any]
+) -> dict[str, list[int]]:
+    """Every degree in which a trainer shares a sequence by itself: by heads, or round a ring."""
+    rings, shape = TRAINERS[trainer].ring_objectives, load_model(model).shape
+    if rings is None or not shape.reads_everything:
+        return {"ulysses": _degrees(model, where, settings)}
+    is_whole = where.is_several_machines or "ulysses" in settings or "copies" in settings
+    if is_whole or settings.get("objective", "sft") not in rings:
+        return {"ulysses": [1]}
+    every = [degree for degree in range(1, where.gpus + 1) if where.gpus % degree == 0]
+    return {"ulysses": [1], "ring": every}
+
+
 def _degrees(model: str, where: Cluster, settings: Mapping[str, Any]) -> list[int]:
     """Every Ulysses degree that works for a model on so many GPUs; of several machines within one,
     beside the copies and rings that are named.
@@ -189,7 +203,9 @@ def _ring_notes(
     if ring_obstacle(load_model(model).shape, longest_tokens) is not None:
         return ()
     is_named = "ulysses" in settings or "ring" in settings
-    if where.is_several_machines or is_named or TRAINERS[trainer].refused(["ring"]):
+    traits = TRAINERS[trainer]
+    has_no_other = bool(traits.refused(["ring"])) or traits.ring_objectives is not None
+    if where.is_several_machines or is_named or has_no_other:
         return ()
     most = max(_degrees(model, where, settings))
     if most == where.gpus:

@@ -11,14 +11,22 @@ from typing import Any
 import msgspec
 
 from highwater.memory.capacity import Asked, CellPrediction, MemoryLimit, Prediction, predict_cells
+from highwater.memory.formula.constants import MachineConstants
 from highwater.memory.formula.formula import Formula, likely_footprint
 from highwater.memory.interval.calibration import Calibration, calibrate
-from highwater.memory.interval.residuals import PredictionMethod, Residual, bundled_residuals
+from highwater.memory.interval.residuals import (
+    PredictionMethod,
+    Residual,
+    bundled_residuals,
+    study_residuals,
+)
 from highwater.memory.trinity import bundled_traces, closed_form
 from highwater.memory.trinity.published_fields import published_fields
+from highwater.memory.trl import step_bytes
+from highwater.memory.trl.recorded_edges import bundled_edges, study_edges
 from highwater.spec.model import ModelShape
-from highwater.spec.study import Cell, Question
-from highwater.spec.trainer import TrainerName
+from highwater.spec.study import Cell, Question, Study
+from highwater.spec.trainer import OURS, TrainerName, predicted_trainer
 from highwater.speed.step_seconds import predicted_step
 
 _NO_INTERVAL = "nobody recorded its trials: a prediction without an interval"
@@ -48,6 +56,11 @@ class TrainerMemory:
     """What is known besides of the formula's errors, of LoRA."""
     residuals: Callable[[], tuple[Residual, ...]] | None = None
     """Recorded trials of it, from which intervals are learned. None: nobody recorded any."""
+    learn: Callable[[Study, MachineConstants | None], tuple[Residual, ...]] | None = None
+    """What a user's own study of it teaches intervals, given constants measured on its GPUs. None:
+    its trials are not run here."""
+    is_timed: bool = False
+    """Whether the time of its steps is predicted."""
     replay: BundledReplay | None = None
     """Traces that answer some cells; None: every cell is answered by the formula."""
     fixed_fields: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda _: {}
@@ -67,6 +80,8 @@ MEMORY: Mapping[TrainerName, TrainerMemory] = {
         "FSDP2, one to four H200s) 4 took more than the upper end; `--calibrate` learns from "
         "trials of your own (docs/results/predict)",
         residuals=bundled_residuals,
+        learn=study_residuals,
+        is_timed=True,
     ),
     "trinity": TrainerMemory(
         formula=closed_form.footprint,
@@ -78,6 +93,13 @@ MEMORY: Mapping[TrainerName, TrainerMemory] = {
             accuracy=bundled_traces.ACCURACY,
         ),
         fixed_fields=published_fields,
+    ),
+    "trl": TrainerMemory(
+        formula=step_bytes.footprint,
+        accuracy=step_bytes.ACCURACY,
+        residuals=bundled_edges,
+        learn=lambda study, _: study_edges(study),
+        fixed_fields=lambda _: {"loss": "chunked", "allocator": "expandable"},
     ),
 }
 """How the memory of each trainer is predicted, by the name that ``--trainer`` takes."""
@@ -97,7 +119,7 @@ def predict_by_formula(
     row = MEMORY[trainer]
     guessed = predict_cells(question, memory_limit, row.formula, known)
     if row.replay is None:
-        return with_steps(question, guessed)
+        return with_steps(question, guessed) if row.is_timed else guessed
     shape, replay = question.model.shape, row.replay
     return tuple(
         replay.predict(question, cell, memory_limit, by_formula, asked)
@@ -105,6 +127,12 @@ def predict_by_formula(
         else by_formula
         for cell, by_formula in zip(question.cells, guessed, strict=True)
     )
+
+
+def formula_of(question: Question) -> Formula | None:
+    """The formula of the trainer that a question is asked of; None of one that no formula knows."""
+    trainer = OURS if question.foreign is None else predicted_trainer(question.foreign.trainer)
+    return None if trainer is None else MEMORY[trainer].formula
 
 
 def with_steps(question: Question, cells: tuple[CellPrediction, ...]) -> tuple[CellPrediction, ...]:

@@ -317,8 +317,9 @@ def _constants(own: MachineConstants, gpus: int) -> str:
 def learned(calibration: Calibration) -> list[str]:
     """What the intervals promise, what they were learned from, and for what they were not."""
     notes: list[str] = []
+    what = "edges" if calibration.edges else "trials"
     each = [
-        f"{factors.allocator}, {factors.residuals} trials: {factors.lower:.3f} to "
+        f"{factors.allocator}, {factors.residuals} {what}: {factors.lower:.3f} to "
         f"{factors.upper:.3f} of the prediction"
         for factors in calibration.factors
     ]
@@ -330,19 +331,19 @@ def learned(calibration: Calibration) -> list[str]:
     own = f", {calibration.own_trials} of them yours" if calibration.own_trials else ""
     coverage = f"{calibration.coverage:.0%}".replace("%", " %")
     notes.append(
-        f"each end is to hold for {coverage} of trials like those it was learned from "
+        f"each end is to hold for {coverage} of {what} like those it was learned from "
         f"({'; '.join(each)}{own}): {where}"
     )
     few = [factors.allocator for factors in calibration.factors if factors.is_widened]
     if few:
         needed = least_residuals(calibration.coverage)
         notes.append(
-            f"{', '.join(few)}: below {needed} trials no count gives {coverage}, so the ends are "
+            f"{', '.join(few)}: below {needed} {what} no count gives {coverage}, so the ends are "
             f"the extremes, widened"
         )
     if calibration.unlike:
         notes.append(
-            f"not among those trials, so nobody knows its coverage there: "
+            f"not among those {what}, so nobody knows its coverage there: "
             f"{plain(', '.join(calibration.unlike))}"
         )
     return notes

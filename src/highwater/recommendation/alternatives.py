@@ -205,8 +205,9 @@ def _rings(goal: Goal) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...], 
     where none does.
     """
     shape, gpus = load_model(goal.model).shape, goal.where.gpus
-    if gpus == 1 or TRAINERS[goal.trainer].refused(["ring"]):
-        return
+    traits = TRAINERS[goal.trainer]
+    if gpus == 1 or traits.refused(["ring"]) or traits.ring_objectives is not None:
+        return  # none to share round, or tried by itself
     divisors = [degree for degree in range(1, gpus + 1) if gpus % degree == 0]
     heads = [degree for degree in divisors if heads_obstacle(shape, degree) is None]
     every: dict[str, object] = {"ulysses": heads, "ring": divisors[1:]}

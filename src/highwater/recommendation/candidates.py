@@ -13,9 +13,11 @@ import msgspec
 
 from highwater.memory.capacity import CellPrediction, MemoryLimit
 from highwater.memory.interval.calibration import Calibration
-from highwater.memory.question import default_fields, predicted_question
+from highwater.memory.question import default_fields
 from highwater.memory.trainers import calibration_of, predict_by_formula
+from highwater.recommendation.trainer_question import trainer_question
 from highwater.spec.cluster import Cluster
+from highwater.spec.declared_settings import DECLARED
 from highwater.spec.hardware import kind_of
 from highwater.spec.objective import TRAITS
 from highwater.spec.recommendation import Candidate, StepTime, order
@@ -64,7 +66,7 @@ class Goal:
     ) -> tuple[Question, tuple[str, ...]]:
         """Every rung and degree with a token budget for ``sequences``, and its plan's notes."""
         settings = {**self.settings, "sequences_per_micro_batch": sequences}
-        return predicted_question(self.model, self.where, self.trainer, length_tokens, settings)
+        return trainer_question(self.model, self.where, self.trainer, length_tokens, settings)
 
     def known(self, question: Question) -> Calibration | None:
         """What the intervals of predictions are learned from."""
@@ -181,8 +183,12 @@ def _command(goal: Goal, question: Question, cell: Cell) -> str:
     words = ["highwater", "predict", goal.model, "--gpus", where.typed]
     if kind is None or kind.usable_bytes != where.device_bytes:
         words += ["--gpu-memory", str(where.device_bytes)]
-    if TRAINERS[goal.trainer].knows_every_setting:
+    traits = TRAINERS[goal.trainer]
+    if traits.knows_every_setting:
         words += setting_flags(settings)
+    elif traits.is_run:
+        words += ["--trainer", goal.trainer]
+        words += setting_flags(settings, but_not=traits.refused(DECLARED))
     else:
         words += ["--trainer", goal.trainer, "--allocator", settings.allocator]
         words += ["--offload"] if settings.offloads_model else []

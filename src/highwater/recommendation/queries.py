@@ -57,9 +57,7 @@ def query_of_prediction(prediction: Prediction, model: str | None = None) -> Que
     kind = kind_of(prediction.device_name)
     words = _model_words((model or prediction.model_name,), prediction.config_digest)
     cells = tuple(each.cell for each in prediction.cells)
-    settings = (
-        _settings(cells) if TRAINERS[prediction.trainer].knows_every_setting else _rope(cells)
-    )
+    settings = _settings(cells) if TRAINERS[prediction.trainer].is_run else _rope(cells)
     is_nameless = prediction.device_name == nameless(prediction.device_bytes)
     if words is None or settings is None or prediction.method == "trace":
         return None

@@ -25,7 +25,7 @@ from highwater.memory.question import memory_limit_of, with_usual_host
 from highwater.memory.trainers import accuracy, replayed_cells
 from highwater.recommendation.alternatives import alternatives
 from highwater.recommendation.candidates import Goal, predicted_candidates
-from highwater.recommendation.tried import tried_recommendation
+from highwater.recommendation.tried import measured_cells, tried_recommendation
 from highwater.run.probe import gpus_meant, host_meant
 from highwater.spec.cluster import Cluster
 from highwater.spec.declared_settings import DECLARED, TOPICS
@@ -66,8 +66,8 @@ def recommend(
     are set aside: the others are the trainer's, and every count is of these. ``studies`` are files
     that ``highwater find`` wrote: where one tells of a cell, of this model on as many GPUs of this
     kind, that is taken and labelled measured. The other cells are predicted by formula, and fit
-    where the upper end of the interval does. With a ``trainer`` that is tried alone, a foreign one,
-    nothing is predicted: its studies alone answer.
+    where the upper end of the interval does. With a ``trainer`` that is tried alone nothing is
+    predicted: its studies alone answer.
 
     The other arguments, and ``settings``, are those of ``predict``. Nothing is run. Raises
     HighwaterError for what cannot be asked.
@@ -287,18 +287,39 @@ def _with_trials(
         # a trial that fit is a fact: only a headroom that was asked for speaks against it
         study = with_margin(recorded, asked_bytes)
         device_name = goal.where.device_name
-        why = obstacle(study, model=question.model, device_name=device_name, memory_limit=limit)
+        why = obstacle(
+            study,
+            model=question.model,
+            device_name=device_name,
+            memory_limit=limit,
+            trainer=goal.trainer,
+        )
         found = [
             None
             if why or (limit.host_bytes is not None and (each.host_bytes or 0) > limit.host_bytes)
             else as_measured(each, study, goal.length_tokens)
             for each in candidates
         ]
-        if not any(found):
+        beside = () if why else _measured_beside(candidates, goal, study)
+        if not any(found) and not beside:
             ranks = counted_ranks(goal.where.gpus, "cuda")
             silent = f"no rung that is asked about has an answer for this length on {ranks}"
             notes.append(f"{study.path} is not used: {why or silent}")
         for index, measured in enumerate(found):
             if measured is not None and candidates[index].source == "predicted":
                 candidates[index] = measured
-    return tuple(candidates), tuple(notes)
+        candidates += beside
+    return tuple(sorted(candidates, key=lambda each: each.order)), tuple(notes)
+
+
+def _measured_beside(
+    candidates: Sequence[Candidate], goal: Goal, study: Study
+) -> tuple[Candidate, ...]:
+    """What a trainer that is watched from outside was seen to train with settings that nobody asked
+    about, where nobody asked for any.
+    """
+    if not TRAINERS[goal.trainer].is_watched or set(goal.settings) - {"headroom"}:
+        return ()
+    known = {each.cell for each in candidates}
+    told = measured_cells(study, goal.where.gpus, goal.length_tokens)
+    return tuple(each for cell, each in told.items() if cell not in known)

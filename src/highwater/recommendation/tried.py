@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from highwater.errors import UsageError
 from highwater.memory.capacity import MemoryLimit
-from highwater.memory.from_trials import as_measured, elsewhere, with_margin
+from highwater.memory.from_trials import as_measured, obstacle, with_margin
 from highwater.recommendation.candidates import token_budget
 from highwater.spec.cluster import Cluster
 from highwater.spec.model import load_model
@@ -37,10 +37,14 @@ def tried_recommendation(
     notes: list[str] = []
     for recorded in studies:
         study = with_margin(recorded, margin_bytes)
-        why = _other_trainer(study, trainer) or elsewhere(
-            study, model=read, device_name=where.device_name, memory_limit=memory_limit
+        why = obstacle(
+            study,
+            model=read,
+            device_name=where.device_name,
+            memory_limit=memory_limit,
+            trainer=trainer,
         )
-        told = {} if why else _measured(study, where.gpus, length_tokens)
+        told = {} if why else measured_cells(study, where.gpus, length_tokens)
         if not told:
             ranks = counted_ranks(where.gpus, "cuda")
             notes.append(
@@ -72,16 +76,7 @@ def tried_recommendation(
     )
 
 
-def _other_trainer(study: Study, trainer: AnyTrainer) -> str | None:
-    """That a study is of another trainer, in words; None where it is of this one."""
-    foreign = study.question.foreign
-    if foreign is not None and foreign.trainer == trainer:
-        return None
-    title = "this package's engine" if foreign is None else foreign.title
-    return f"its trainer is {title}"
-
-
-def _measured(study: Study, gpus: int, length_tokens: int) -> dict[Cell, Candidate]:
+def measured_cells(study: Study, gpus: int, length_tokens: int) -> dict[Cell, Candidate]:
     """What a study's trials say of a length, by cell."""
     unknown = (
         Candidate(

@@ -21,11 +21,11 @@ from highwater.memory.interval.residuals import (
     Residual,
     leave_out,
     refuse_silent,
-    study_residuals,
     tells_nothing,
     traced_residual,
     worth_tracing,
 )
+from highwater.memory.trainers import MEMORY
 from highwater.run.tracing import CachedTracer, fullest_rank, trace_directory
 from highwater.spec.cluster import Cluster
 from highwater.spec.codec import from_json
@@ -41,6 +41,7 @@ from highwater.spec.machine_constants import (
 )
 from highwater.spec.model import Model, load_model
 from highwater.spec.study import RecordedTrial, Study
+from highwater.spec.trainer import OURS, TrainerName
 from highwater.spec.trial import TrialSpec
 from highwater.store.journal import read_study
 
@@ -105,6 +106,7 @@ def own_residuals(
     method: PredictionMethod,
     constants: MachineConstants | None,
     *,
+    trainer: TrainerName = OURS,
     on_calibrate: OnCalibrate | None,
     on_trace: Callable[[TrialSpec], None] | None,
 ) -> tuple[Residual, ...]:
@@ -114,10 +116,11 @@ def own_residuals(
     predicted.
     """
     read = [read_study(Path(path)) for path in studies]
-    if method == "formula":
-        return tuple(residual for study in read for residual in study_residuals(study, constants))
-    if not read:
+    learn = MEMORY[trainer].learn
+    if not read or learn is None:
         return ()
+    if method == "formula":
+        return tuple(residual for study in read for residual in learn(study, constants))
     with ExitStack() as stack:
         each = [_Traceable.of(study, on_trace, stack) for study in read]
         if on_calibrate is not None:

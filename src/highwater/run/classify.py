@@ -53,6 +53,11 @@ def classify(spec: TrialSpec, ending: Ending) -> Verdict:
     What a rank wrote beside its report is read only where it died without one: in a good trial any
     text may stand there.
     """
+    return failure_of(spec, ending) or _classify_reports(spec, ending.reports)
+
+
+def failure_of(spec: TrialSpec, ending: Ending) -> Verdict | None:
+    """Why the processes did not all end by themselves and well; None where they did."""
     strange = _strange_ranks(spec, ending.reports)
     if strange is not None:
         return Verdict(Outcome.CRASHED, strange)
@@ -77,7 +82,7 @@ def classify(spec: TrialSpec, ending: Ending) -> Verdict:
     if ending.exit_code != 0:
         exited = f"the trial's processes exited with {ending.exit_code}"
         return Verdict(Outcome.CRASHED, f"every rank reported success, yet {exited}")
-    return _classify_reports(spec, ending.reports)
+    return None
 
 
 def _strange_ranks(spec: TrialSpec, reports: Sequence[RankReport]) -> str | None:

@@ -93,7 +93,7 @@ class EngineLauncher:
             damaged_reports=left.damaged_reports,
             lost=left.lost,
         )
-        _raise_refusal(reports)
+        raise_refusal(reports)
         outcome, reason = classify(spec, ending)
         result = TrialResult(
             outcome=outcome,
@@ -149,7 +149,7 @@ def _with_own_directory(spec: TrialSpec, parent: Path) -> Generator[TrialSpec]:
         yield msgspec.structs.replace(spec, checkpoint_directory=str(own))
 
 
-def _raise_refusal(reports: tuple[RankReport, ...]) -> None:
+def raise_refusal(reports: tuple[RankReport, ...]) -> None:
     """Raise what a worker refused: the user hears it, and it is no outcome."""
     for report in reports:
         failure = report.failure

@@ -6,10 +6,15 @@ to start and how its log shows the steps that are done. Everything else is the s
 """
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from threading import Event
 
+from highwater.emit.axolotl_files import AXOLOTL
+from highwater.emit.llamafactory_files import LLAMAFACTORY
+from highwater.emit.ms_swift_files import MS_SWIFT
 from highwater.run.accelerate_trial import check_accelerate, prepare_accelerate
+from highwater.run.finetuner_trial import check_finetuner, prepare_finetuner
 from highwater.run.foreign_command import OUTPUT, Check, ForeignCommand, Prepare
 from highwater.run.trl_trial import check_trl, prepare_trl
 from highwater.spec.command_template import filled_command
@@ -29,13 +34,20 @@ def prepare_command(
     return ForeignCommand(words=filled_command(foreign.command, spec, folder / OUTPUT))
 
 
+_FINETUNERS = (LLAMAFACTORY, AXOLOTL, MS_SWIFT)
+"""Trainers whose trials are a file of YAML."""
 PREPARE: Mapping[ForeignName, Prepare] = {
     "command": prepare_command,
     "accelerate": prepare_accelerate,
     "trl": prepare_trl,
+    **{each.name: partial(prepare_finetuner, each) for each in _FINETUNERS},
 }
 """How trials of each foreign trainer are prepared."""
-_CHECK: Mapping[ForeignName, Check] = {"accelerate": check_accelerate, "trl": check_trl}
+_CHECK: Mapping[ForeignName, Check] = {
+    "accelerate": check_accelerate,
+    "trl": check_trl,
+    **{each.name: partial(check_finetuner, each) for each in _FINETUNERS},
+}
 """What is looked at before the first trial of a foreign trainer, where there is anything."""
 
 

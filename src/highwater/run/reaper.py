@@ -11,6 +11,8 @@ that failed (128 + n for signal n). Options:
     --remove DIRECTORY    made for the command alone: removed once nobody is left who writes to it
     --inherit DIRECTORY   the parent's to remove: removed where the parent is dead by then
     --data-bytes N        what it starts has at most so large a data segment (RLIMIT_DATA), each
+    --grace-s N           told to end, it tells what it started, and kills it N seconds later, or
+                          when it is told once more; a parent that died tells nobody
     --ranks N FOLDER FIRST WORLD STORE
                           N processes of the command, from the rank FIRST on of WORLD; in the folder
                           it is written how they ended (``RankShare`` of ranks.py)
@@ -27,7 +29,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -68,15 +71,18 @@ def under_reaper(
     inherit: Sequence[str | Path] = (),
     ranks: RankShare | None = None,
     data_bytes: int | None = None,
+    grace_s: float | None = None,
 ) -> list[str]:
     """The command that runs ``command`` under a reaper that this process holds.
 
-    ``remove``, ``inherit``, ``ranks`` and ``data_bytes`` become the reaper's options.
+    ``remove``, ``inherit``, ``ranks``, ``data_bytes`` and ``grace_s`` become the reaper's options.
     """
     options = [word for directory in remove for word in ("--remove", str(directory))]
     options += [word for directory in inherit for word in ("--inherit", str(directory))]
     if data_bytes is not None:
         options += ["--data-bytes", str(data_bytes)]
+    if grace_s is not None:
+        options += ["--grace-s", str(grace_s)]
     if ranks is not None:
         options += ["--ranks", *ranks.words]
     return module("highwater.run.reaper", str(os.getpid()), *options, *command)
@@ -89,26 +95,35 @@ def main() -> NoReturn:
     inherited: list[str] = []
     ranks: RankShare | None = None
     data_bytes: int | None = None
+    grace_s: float | None = None
     while command[0].startswith("--"):
         option, value, *command = command
         if option == "--ranks":
             ranks, command = RankShare.of([value, *command[:4]]), command[4:]
         elif option == "--data-bytes":
             data_bytes = int(value)
+        elif option == "--grace-s":
+            grace_s = float(value)
         else:
             {"--remove": own, "--inherit": inherited}[option].append(value)
     signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    ends = _run(command, ranks, data_bytes) if os.getppid() == parent else None
+    awaits = partial(_wait_for, parent=parent, grace_s=grace_s)
+    ends = _run(command, ranks, data_bytes, awaits) if os.getppid() == parent else None
     _kill_descendants()
     for directory in own if os.getppid() == parent else own + inherited:
         shutil.rmtree(directory, ignore_errors=True)
     os._exit(EXIT_ENDED if ends is None else _status(ends))
 
 
-def _run(command: Sequence[str], ranks: RankShare | None, data_bytes: int | None) -> Ends | None:
-    """Run the command, or its ranks, and tell how each ended by itself.
+def _run(
+    command: Sequence[str],
+    ranks: RankShare | None,
+    data_bytes: int | None,
+    awaits: Callable[[Collection[int]], Ends | None],
+) -> Ends | None:
+    """Run the command, or its ranks, and tell how each ended by itself, as ``awaits`` does.
 
     None when the reaper was told to end.
     """
@@ -126,22 +141,24 @@ def _run(command: Sequence[str], ranks: RankShare | None, data_bytes: int | None
     if ranks is None:
         # Kept in a name: a process that nobody has would be reaped by whoever tidies up.
         child = subprocess.Popen(command, preexec_fn=prepare)
-        return _wait_for({child.pid})
+        return awaits({child.pid})
     started = Ranks(command, share=ranks, prepare=prepare)
-    ends = _wait_for(started.pids)
+    ends = awaits(started.pids)
     if ends is not None:
         _kill_descendants()
         started.leave_exits(ends)
     return ends
 
 
-def _wait_for(pids: Collection[int]) -> Ends | None:
-    """Reap whatever ends until all of these have, or some time after one of them failed.
+def _wait_for(pids: Collection[int], *, parent: int, grace_s: float | None) -> Ends | None:
+    """Reap whatever ends until all of these have, or some time after one of them failed, or was
+    told to end.
 
-    None when the reaper is told to end.
+    None when the reaper is told to end and gives no grace, or is told once more.
     """
     ends: Ends = []
     deadline_s: float | None = None
+    is_told = has_failed = False
     while len(ends) < len(pids):
         left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
         if left_s is None:
@@ -149,13 +166,24 @@ def _wait_for(pids: Collection[int]) -> Ends | None:
         else:
             heard = signal.sigtimedwait(_AWAITED, left_s)
         if heard is None:
-            break
+            return ends if has_failed else None
         if heard.si_signo != signal.SIGCHLD:
-            return None
+            if grace_s is None or is_told or os.getppid() != parent:
+                return None
+            is_told, deadline_s = True, time.monotonic() + grace_s
+            _tell_to_end(set(pids) - {pid for pid, _ in ends})
+            continue
         ends += [(pid, status) for pid, status in _reap() if pid in pids]
-        if deadline_s is None and any(status for _, status in ends):
-            deadline_s = time.monotonic() + _LAST_WORDS_S
+        if not has_failed and any(status for _, status in ends):
+            has_failed, last_words_s = True, time.monotonic() + _LAST_WORDS_S
+            deadline_s = last_words_s if deadline_s is None else min(deadline_s, last_words_s)
     return ends
+
+
+def _tell_to_end(pids: Collection[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
 
 
 def _reap() -> Ends:

@@ -1,5 +1,6 @@
-"""What TRL says of its steps: a dict in Python's words for each, printed where its first process
-logs. Names: ``SFTTrainer.compute_loss`` and ``GRPOTrainer._log`` of trl 1.16.0.
+"""What TRL and other trainers on transformers' own say of their steps: a dict in Python's words for
+each, printed where the first process logs. Names of TRL's: ``SFTTrainer.compute_loss`` and
+``GRPOTrainer._log`` of trl 1.16.0.
 
 Numbers are printed with four digits, so a count of tokens is compared as far as it is said.
 """
@@ -16,14 +17,16 @@ _ROUNDED = 0.5 * 10 ** (1 - _DIGITS)
 """The largest share by which rounding to so many digits changes a number."""
 
 
-def steps_of(text: str, *, step_tokens: int, shared_by: int = 1) -> int:
-    """Steps that TRL logged in order, each with a finite loss and with as many tokens as it should
-    have seen by then: ``step_tokens`` in every step, or as many times that as GPUs share a sequence
-    and count it each.
+def steps_of(
+    text: str, *, step_tokens: int, shared_by: int = 1, counted: str = "num_tokens"
+) -> int:
+    """Steps that a trainer logged in order, each with a finite loss and with as many tokens as it
+    should have seen by then: ``step_tokens`` in every step, or as many times that as GPUs share a
+    sequence and count it each. ``counted``: the name of that count.
     """
     done = 0
     for step in logged_steps(text):
-        tokens, expected = _number(step.get("num_tokens")), (done + 1) * step_tokens
+        tokens, expected = _number(step.get(counted)), (done + 1) * step_tokens
         is_exact = _is(tokens, expected) or _is(tokens, shared_by * expected)
         if not math.isfinite(_number(step["loss"])) or not is_exact:
             break

@@ -1,22 +1,18 @@
 """Memory lines: what a token costs on a GPU before any trial has told.
 
-There is one for our engine, one for TRL, and one for a trainer that nobody knows. A line orders
-trials and decides nothing.
+Of a trainer with a formula a line is what that says; there is one for a script with Hugging Face's
+loss, and one for a trainer that nobody knows. A line orders trials and decides nothing.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import msgspec
-
-from highwater.emit.trl import COMMANDS as TRL_COMMANDS
-from highwater.emit.trl import GENERATIONS
 from highwater.memory.capacity import MemoryLimit, predict_cell
-from highwater.memory.formula.formula import likely_footprint
+from highwater.memory.formula.formula import Formula
+from highwater.memory.trainers import formula_of
 from highwater.spec.footprint import device_state_bytes, layer_input_bytes
 from highwater.spec.study import Cell, Question
 
-_BF16_BYTES, _FLOAT32_BYTES = 2, 4
 _HF_LOGITS_BYTES = 12.4
 """Bytes of Hugging Face's loss per token x vocabulary, measured on an H200 in bf16."""
 _FIXED_SHARE = 0.1
@@ -39,19 +35,19 @@ MemoryLineOf = Callable[[Question, Cell, int], MemoryLine]
 """The line of a trainer in a cell before any trial: question, cell, usable bytes of a GPU."""
 
 
-def engine_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLine:
-    """The line of our engine, through two predictions.
+def predicted_line(
+    question: Question, cell: Cell, usable_bytes: int, formula: Formula
+) -> MemoryLine:
+    """The line of a trainer whose formula is known, through two predictions.
 
     They are at the predicted capacity and at twice that length.
     """
     memory_limit = MemoryLimit(device_bytes=usable_bytes)
-    predicted = predict_cell(question, cell, memory_limit, likely_footprint)
+    predicted = predict_cell(question, cell, memory_limit, formula)
     length_tokens = predicted.likely_edge_tokens or question.grid.length(1)
     shape, settings, layout = question.model.shape, cell.settings, cell.layout
     at, beyond = (
-        likely_footprint(
-            shape, settings, layout, length_tokens=length, device=question.device
-        ).needed_bytes
+        formula(shape, settings, layout, length_tokens=length, device=question.device).needed_bytes
         for length in (length_tokens, 2 * length_tokens)
     )
     tokens = length_tokens * settings.sequences_per_micro_batch / layout.context_degree
@@ -60,31 +56,13 @@ def engine_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLine
     return MemoryLine(at - states - bytes_per_token * tokens, bytes_per_token)
 
 
-def trl_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLine:
-    """The line of TRL: ours without tiles over the tokens, and its head, which is gathered whole in
-    float32 for the loss, as its gradient is. With GRPO a token costs at least its keys and values
-    in each of the completions that are generated together.
-
-    Source: ``add_fused_lm_head`` in trl/trainer/utils.py of trl 1.16.0.
-    """
-    whole = msgspec.structs.replace(cell.settings, mlp_tiles=1)
-    line = engine_line(question, msgspec.structs.replace(cell, settings=whole), usable_bytes)
-    shape = question.model.shape
-    head_bytes = _FLOAT32_BYTES * shape.vocab_size * shape.hidden_size
-    gathered = 1 if cell.settings.lora is not None else 2
-    line = replace(line, fixed_bytes=line.fixed_bytes + gathered * head_bytes)
-    if not TRL_COMMANDS[cell.settings.objective].generates:
-        return line
-    # A group's completions are generated at once, and the keys and values of all of them are kept.
-    kept_bytes = 2 * _BF16_BYTES * shape.layers * shape.kv_heads * shape.head_dim
-    return replace(line, bytes_per_token=max(line.bytes_per_token, GENERATIONS * kept_bytes))
-
-
 def trainer_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLine:
     """The line of the trainer that a question is asked of."""
-    foreign = question.foreign
-    line_of = engine_line if foreign is None else _LINES.get(foreign.trainer, engine_line)
-    return line_of(question, cell, usable_bytes)
+    formula, foreign = formula_of(question), question.foreign
+    if formula is not None:
+        return predicted_line(question, cell, usable_bytes, formula)
+    assert foreign is not None, "our engine has a formula"  # noqa: S101
+    return _LINES[foreign.trainer](question, cell, usable_bytes)
 
 
 def hugging_face_line(question: Question, _: Cell, usable_bytes: int) -> MemoryLine:
@@ -112,9 +90,11 @@ def unknown_trainer_line(question: Question, cell: Cell, usable_bytes: int) -> M
 
 
 _LINES: Mapping[str, MemoryLineOf] = {
-    "trl": trl_line,
     "accelerate": hugging_face_line,
+    "llamafactory": hugging_face_line,
+    "axolotl": hugging_face_line,
+    "ms-swift": hugging_face_line,
     "command": unknown_trainer_line,
 }
-"""Lines of foreign trainers; what accelerate launches is mostly a script with Hugging Face's
-loss."""
+"""Lines of trainers that no formula knows; what accelerate launches, and the trainers for
+supervised fine-tuning, mostly have Hugging Face's loss."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from highwater.memory.capacity import MemoryLimit, predict_at
-from highwater.memory.formula.formula import likely_footprint
+from highwater.memory.trainers import formula_of
 from highwater.search.proof import FullTrials
 from highwater.search.start_length import first_index
 from highwater.search.trial_seconds import ran_out_s, trial_s
@@ -80,10 +80,13 @@ def _of_cell(question: Question, cell: Cell) -> CellOutlook:
 
 
 def _fits(question: Question, cell: Cell, length_tokens: int) -> bool:
-    """Whether a length is predicted to fit; so it is where nobody knows the memory."""
+    """Whether a length is predicted to fit; so it is where nobody knows memory or formula."""
     memory_bytes = question.memory_budget_bytes or question.device_total_bytes
     if memory_bytes is None:
         return True
     limit = MemoryLimit(device_bytes=memory_bytes)
-    found = predict_at(question, cell, limit, likely_footprint, length_tokens)
+    formula = formula_of(question)
+    if formula is None:
+        return True
+    found = predict_at(question, cell, limit, formula, length_tokens)
     return found.capacity_tokens > 0

@@ -19,11 +19,11 @@ from highwater.memory.capacity import (
     Prediction,
     predict_cell,
 )
-from highwater.memory.formula.formula import likely_footprint
 from highwater.memory.trace.exact import predict_exactly
+from highwater.memory.trainers import formula_of
 from highwater.run.probe import probe
 from highwater.run.tracing import CachedTracer, trace_directory
-from highwater.search.predicted_study import obstacle
+from highwater.search.predicted_study import unlike_trials
 from highwater.spec.codec import from_json
 from highwater.spec.files import CONFIG_BYTES, read_file
 from highwater.spec.hardware import SAME_MEMORY, kernels
@@ -124,11 +124,11 @@ def expectation(
     """
     if told_tokens is not None:
         return Expectation(cell=cell, likely_tokens=told_tokens, prediction=request.prediction)
-    memory_bytes = _memory_bytes(question)
-    if memory_bytes is None or obstacle(question) is not None:
+    memory_bytes, formula = _memory_bytes(question), formula_of(question)
+    if memory_bytes is None or formula is None or unlike_trials(question) is not None:
         return None
     limit = MemoryLimit(device_bytes=memory_bytes - question.margin_bytes)
-    likely = predict_cell(question, cell, limit, likely_footprint)
+    likely = predict_cell(question, cell, limit, formula)
     return Expectation(cell=cell, likely_tokens=likely.likely_edge_tokens, prediction="formula")
 
 

@@ -82,9 +82,17 @@ def predictions_of(study: Study) -> Predictions:
 
 
 def obstacle(question: Question) -> str | None:
-    """Why the formula says nothing of a question's trials, in words; None where it does."""
+    """Why the formula is not compared with a question's trials, in words; None where it is."""
     if question.foreign is not None:
-        return f"{question.foreign.title} trained, and the formula is about this package's engine"
+        title = question.foreign.title
+        return f"{title} trained, and nobody tells what its allocator only keeps"
+    return unlike_trials(question)
+
+
+def unlike_trials(question: Question) -> str | None:
+    """Why no formula, of whichever trainer, says anything of a question's trials, in words; None
+    where one does.
+    """
     if question.device != "cuda":
         return "trials ran on the CPU, and the formula is about GPUs"
     if question.data is not None:

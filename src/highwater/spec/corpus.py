@@ -8,7 +8,8 @@ from typing import Literal
 
 from highwater.errors import UsageError
 from highwater.spec.codec import Record
-from highwater.spec.objective import Objective
+from highwater.spec.objective import TRAITS, Objective
+from highwater.spec.preparation import Refused
 
 LongDocuments = Literal["truncate", "split", "refuse"]
 TrainedTokens = Literal["all", "responses"]
@@ -40,9 +41,19 @@ class CorpusOrder(Record, frozen=True, kw_only=True):
         """Raise UsageError for what cannot be."""
         if not self.data:
             raise UsageError("nothing to train on", hint="name a file: `--data data.jsonl`")
-        if self.objective == "grpo" and self.long_documents == "split":
+        if self.objective != "sft" and self.trained == "all":
             raise UsageError(
-                "pieces of a rollout have no reward of their own",
+                f"prompts are not what {self.objective} compares: it trains responses alone",
+                hint="leave `--trained all` out",
+            )
+        if self.objective != "sft" and self.long_documents == "split":
+            problem = (
+                "a pair are not one"
+                if TRAITS[self.objective].pairs
+                else "a rollout have no reward of their own"
+            )
+            raise UsageError(
+                f"pieces of {problem}",
                 hint="use `--long-documents truncate` or `--long-documents refuse`",
             )
 
@@ -79,3 +90,13 @@ class Corpus(Record, frozen=True, kw_only=True):
     """Name of the tokenizer's class, or ``bytes``."""
     notes: tuple[str, ...] = ()
     """What a user should know of it, in sentences."""
+
+
+class Tokenised(Record, frozen=True, kw_only=True):
+    """What the process that tokenises leaves."""
+
+    corpus: Corpus | None = None
+    refused: Refused = Refused(problem="", hint="")
+    """Why there is no corpus, where there is none."""
+    is_machine: bool = False
+    """Whether the machine refused, and not what was asked."""

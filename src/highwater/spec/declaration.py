@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
-CommandName = Literal["find", "try", "predict", "recommend", "emit"]
+CommandName = Literal["find", "try", "predict", "recommend", "emit", "train"]
 """Commands that take settings of a request."""
 
 

@@ -42,14 +42,18 @@ _TRY: tuple[CommandName, ...] = ("try",)
 _RUN: tuple[CommandName, ...] = ("find", "try")
 """Commands that run trials, for settings that no prediction depends on, and for ``gpus`` and
 ``memory``, in the place of which predictions have flags of their own."""
+_TRAINED: tuple[CommandName, ...] = ("find", "try", "train")
+"""The same, where a whole training has them too."""
 _LENGTHS: tuple[CommandName, ...] = ("find", "predict")
 _PREDICT: tuple[CommandName, ...] = ("find", "try", "predict")
-_ALL: tuple[CommandName, ...] = ("find", "try", "predict", "recommend", "emit")
+_ALL: tuple[CommandName, ...] = ("find", "try", "predict", "recommend", "emit", "train")
+_STEP: tuple[CommandName, ...] = ("find", "try", "predict", "recommend", "emit")
+"""All that are about a trial's step; a training has rows of its own."""
 
 
 def _number(name: str, metavar: str, help_: str) -> Setting:
     """A hyperparameter."""
-    return Setting(name, NUMBER, _RUN, help_, metavar=metavar)
+    return Setting(name, NUMBER, _TRAINED, help_, metavar=metavar)
 
 
 TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
@@ -76,7 +80,7 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
             _RUN,
             "--trainer command: what starts it, with {length} and other values of the trial in its "
             "words; no shell runs it. --trainer accelerate: the script that it launches, likewise. "
-            "--trainer trl: the program, where it is not `trl`",
+            "any other trainer: the program, where it is not its own name in PATH",
         ),
         Setting(
             "trainer_config",
@@ -95,7 +99,7 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
         Setting(
             "gpus",
             COUNTS,
-            _RUN,
+            _TRAINED,
             "GPU counts to search; default: the powers of two up to those present",
         ),
         Setting(
@@ -123,7 +127,7 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
         Setting(
             "memory",
             SIZE,
-            _RUN,
+            _TRAINED,
             "bound on the memory of each GPU, for example 79.15GiB; on the CPU of each process",
             in_base_units="memory_bytes",
         ),
@@ -296,7 +300,7 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
         Setting(
             "lora_merged",
             SWITCH,
-            _RUN,
+            _TRAINED,
             "what save_hf writes is the model with its adapters in it, and not the adapters",
         ),
         Setting(
@@ -329,7 +333,7 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
         Setting(
             "micro_batches",
             COUNT,
-            _ALL,
+            _STEP,
             "micro-batches of a step; 1: gradients are made in its backward pass, and take no "
             "memory before",
             in_base_units="accumulates",
@@ -343,7 +347,7 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
             "module:function that yields token batches: code of yours, which is run; default: "
             "synthetic ones",
         ),
-        Setting("device", CHOICE, _RUN, "what to train on; default: cuda where there is a GPU"),
+        Setting("device", CHOICE, _TRAINED, "what to train on; default: cuda where there is a GPU"),
         Setting(
             "runner",
             CHOICE,
@@ -369,23 +373,23 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
         Setting(
             "memory_profiler",
             STEPS,
-            _RUN,
+            _TRAINED,
             "steps whose memory is recorded, from 0: a snapshot of each rank beside the log, for "
             "`highwater profile PATH`; a file may name profile_steps, max_entries and ranks",
         ),
         Setting(
             "tensorboard",
             SWITCH,
-            _RUN,
+            _TRAINED,
             "also write the statistics of each step for TensorBoard, beside the log",
         ),
         Setting(
             "logit_range",
             SWITCH,
-            _RUN,
+            _TRAINED,
             "smallest and largest logit among the statistics: one more pass over the logits",
         ),
-        Setting("allow_busy", SWITCH, _RUN, "also start on GPUs that somebody else uses"),
+        Setting("allow_busy", SWITCH, _TRAINED, "also start on GPUs that somebody else uses"),
         Setting("dry_run", SWITCH, _RUN, "answer from a memory law; nothing is trained"),
         Setting(
             "attention_depth",
@@ -543,7 +547,7 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
         Setting(
             "kl_estimator",
             CHOICE,
-            _RUN,
+            _TRAINED,
             "grpo: estimator of the divergence from the reference (k3: verl's low_var_kl, and "
             "TRL's)",
         ),

@@ -11,11 +11,14 @@ from typing import Literal
 from highwater.errors import UsageError
 from highwater.spec.codec import Record
 from highwater.spec.declared_settings import DECLARED
+from highwater.spec.objective import Objective
 from highwater.spec.refusals import Spelling
 from highwater.spec.settings import Loss
 
-ForeignName = Literal["command", "accelerate", "trl"]
-TriedTrainer = Literal["highwater", "command", "accelerate", "trl"]
+ForeignName = Literal["command", "accelerate", "trl", "llamafactory", "axolotl", "ms-swift"]
+TriedTrainer = Literal[
+    "highwater", "command", "accelerate", "trl", "llamafactory", "axolotl", "ms-swift"
+]
 """What ``find --trainer`` takes: this package's engine, or a foreign trainer."""
 
 
@@ -78,6 +81,10 @@ class ForeignTraits(Record, frozen=True, kw_only=True):
     is_launched: bool = False
     """Whether a launcher that is told the layout starts that command; else the command itself says
     how many processes there are, and how they share."""
+    objectives: frozenset[Objective] | None = None
+    """Objectives that its trials are written for. None: what it trains is its own affair."""
+    has_run_on_gpus: bool = True
+    """Whether its trials were tried on GPUs; else only on the CPU."""
     loss: Loss = "full"
     """What its rungs say of the logits: ``chunked`` where its own loss never holds them whole."""
 
@@ -95,6 +102,12 @@ FROM_OUTSIDE = frozenset(
     )
 )
 """Fields of ``Request`` that are set around any trainer, without a word of its own."""
+
+_OF_FINETUNERS = FROM_OUTSIDE | {
+    *("command", "trainer_config", "micro_batches", "sequences_per_micro_batch", "optimizer"),
+    *("recompute", "offload", "lora", "lora_alpha", "lora_targets", "lora_base"),
+}
+"""Fields that every trainer for supervised fine-tuning can be told."""
 
 FOREIGN: Mapping[ForeignName, ForeignTraits] = {
     "command": ForeignTraits(
@@ -125,14 +138,37 @@ FOREIGN: Mapping[ForeignName, ForeignTraits] = {
             *("strategy", "recompute", "offload", "lora", "lora_alpha", "lora_targets"),
             "lora_base",
         },
+        objectives=frozenset(("sft", "grpo")),
         loss="chunked",
+    ),
+    "llamafactory": ForeignTraits(
+        title="LLaMA-Factory", settings=_OF_FINETUNERS | {"strategy"}, has_run_on_gpus=False
+    ),
+    "axolotl": ForeignTraits(
+        title="Axolotl",
+        settings=_OF_FINETUNERS | {"strategy", "ulysses", "ring", "copies", "rope"},
+        has_run_on_gpus=False,
+    ),
+    "ms-swift": ForeignTraits(
+        title="ms-swift", settings=_OF_FINETUNERS | {"ulysses", "ring"}, has_run_on_gpus=False
     ),
 }
 """The traits of each foreign trainer, by the name that ``--trainer`` takes."""
 
+BY_COMMAND: Mapping[str, str] = {
+    "verl": "verl",
+    "trinity": "Trinity-RFT",
+    "areal": "AReaL",
+    "torchtitan": "torchtitan",
+}
+"""Titles of trainers that ``emit`` writes for and that a command of the user's alone starts, by the
+name that somebody may give to ``--trainer``: nobody has seen a step of theirs on the CPU."""
+PAGE = "docs/other_trainers.md"
+"""Where those commands are."""
 
-def foreign_name(name: TriedTrainer) -> ForeignName | None:
-    """The foreign trainer of this name; None for this package's engine."""
+
+def foreign_name(name: str) -> ForeignName | None:
+    """The foreign trainer of this name; None for a name of no such trainer, as our engine's."""
     for known in FOREIGN:
         if known == name:
             return known

@@ -115,6 +115,14 @@ class ModelShape(Record, frozen=True, kw_only=True):
         return any(run.kind.attention.soft_cap is not None for run in self.runs)
 
     @property
+    def reads_everything(self) -> bool:
+        """Whether every layer reads all earlier tokens by a plain softmax: neither window nor sinks
+        nor a cap.
+        """
+        kinds = (run.kind.attention for run in self.runs)
+        return not any(each.window_tokens or each.has_sinks or each.soft_cap for each in kinds)
+
+    @property
     def parameters(self) -> int:
         """Parameters of a decoder of this shape, biases and norms included: as many as its own
         class in transformers has.

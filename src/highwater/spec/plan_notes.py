@@ -26,9 +26,15 @@ _SPARSE_NOTE = (
 
 def foreign_notes(request: Request, foreign: ForeignTrainer, device: Device) -> tuple[str, ...]:
     """What is and what is not known of trials that are seen from outside."""
-    title = FOREIGN[foreign.trainer].title
+    traits = FOREIGN[foreign.trainer]
+    title = traits.title
     seen = "data segments" if device == "cpu" else "device memory used"
     notes = [f"{title} is started from outside: peaks are {seen}, sampled while it runs"]
+    if device == "cuda" and not traits.has_run_on_gpus:
+        notes.append(
+            f"{title} has not been tried on GPUs yet, only on the CPU: `--trainer command` starts "
+            "it by your own command"
+        )
     if device == "cuda" and request.memory is not None:
         notes.append(
             "`--memory` bounds PyTorch's allocator in the trainer's processes: what takes memory "

@@ -3,7 +3,7 @@
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -14,7 +14,15 @@ from highwater.spec.bounds import MOST_GPUS, MOST_NAMED
 from highwater.spec.codec import Record
 from highwater.spec.declaration import NUMBER, SHARE, words_of
 from highwater.spec.declared_settings import DECLARED
-from highwater.spec.foreign_trainer import TriedTrainer, foreign_name, refuse_inexpressible
+from highwater.spec.foreign_trainer import (
+    BY_COMMAND,
+    FOREIGN,
+    PAGE,
+    ForeignName,
+    TriedTrainer,
+    foreign_name,
+    refuse_inexpressible,
+)
 from highwater.spec.hyperparameters import DEFAULTS, Hyperparameters, KlEstimator, out_of_range
 from highwater.spec.lora import LoraBase
 from highwater.spec.optimizer import OptimizerName
@@ -321,6 +329,12 @@ def _mistyped(
     name = path[1]
     row, value, allowed = DECLARED[name], values.get(name), choices(name)
     shown = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    if name == "trainer" and shown in BY_COMMAND:
+        title = BY_COMMAND[shown]
+        return UsageError(
+            f"{spelling.where}{title} is not ready: it is tried by a command of yours",
+            hint=f"use `{spelling.setting(name, 'command')}`; {title}'s command is in {PAGE}",
+        )
     problem = f"{spelling.where}{name} {shown!r} is not"
     near = nearest(shown, allowed)
     if row.kind is None:
@@ -335,14 +349,14 @@ def _mistyped(
     return UsageError(f"{problem} {row.kind.expected}", hint=f"for example `{works}`")
 
 
-def setting_flags(settings: Settings) -> tuple[str, ...]:
+def setting_flags(settings: Settings, *, but_not: Collection[str] = ()) -> tuple[str, ...]:
     """The flags that name these settings: allocator and loss, which stand for a rung, and what is
-    not the default.
+    not the default; none of the fields ``but_not``.
     """
     asked, usual = values_of(settings), values_of(_RUNG)
     named = {name: asked.pop(name) for name in _OF_THE_LADDER}
     named |= {name: value for name, value in asked.items() if value != usual.get(name)}
-    return tuple(words_of(named))
+    return tuple(words_of({name: n for name, n in named.items() if name not in but_not}))
 
 
 def values_of(settings: Settings) -> dict[str, Any]:
@@ -356,9 +370,16 @@ def values_of(settings: Settings) -> dict[str, Any]:
     return values
 
 
-def trial_flags(cell: Cell, length_tokens: int) -> tuple[str, ...]:
-    """The flags of ``highwater try`` that name a cell at a length."""
-    return (*cell.layout.flags, "--length", str(length_tokens), *setting_flags(cell.settings))
+def trial_flags(
+    cell: Cell, length_tokens: int, foreign: ForeignName | None = None
+) -> tuple[str, ...]:
+    """The flags of ``highwater try`` that name a cell at a length, of this engine or of a foreign
+    trainer, which is told no setting that it has not.
+    """
+    refused = FOREIGN[foreign].refused(DECLARED) if foreign else ()
+    whose = ("--trainer", foreign) if foreign else ()
+    settings = setting_flags(cell.settings, but_not=refused)
+    return (*cell.layout.flags, "--length", str(length_tokens), *whose, *settings)
 
 
 def choices(name: str) -> tuple[str, ...]:

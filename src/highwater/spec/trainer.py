@@ -10,11 +10,12 @@ from typing import Literal
 
 from highwater.spec.codec import Record
 from highwater.spec.foreign_trainer import FOREIGN, ForeignName
+from highwater.spec.objective import Objective
 
-TrainerName = Literal["highwater", "trinity"]
+TrainerName = Literal["highwater", "trinity", "trl"]
 AnyTrainer = TrainerName | ForeignName
 """Whoever found a capacity: a trainer whose memory is predicted, or one that is tried alone."""
-Traces = Literal["made", "bundled"]
+Traces = Literal["made", "bundled", "none"]
 
 OURS: TrainerName = "highwater"
 """This package's engine: the trainer that is meant where none is named."""
@@ -30,12 +31,17 @@ class TrainerTraits(Record, frozen=True, kw_only=True):
     configuration."""
     is_run: bool
     """Whether its trials are run here. If not, no trial of ours says anything about it."""
+    is_watched: bool = False
+    """Whether its trials are watched from outside: a foreign trainer, whose formula is known."""
     settings: frozenset[str] | None = None
     """The fields of ``Request`` that may be named for it: what its memory depends on, what names a
     grid of lengths, and what takes no memory. None: every field."""
     traces: Traces
-    """Traces of its step: made when somebody asks for them, or bundled with the package, for some
-    models and layouts."""
+    """Traces of its step: made when somebody asks for them, bundled with the package, for some
+    models and layouts, or none."""
+    ring_objectives: frozenset[Objective] | None = None
+    """Objectives whose sequences it shares round a ring, where the model's layers allow that and
+    nobody named a degree. None: it shares them by heads."""
     offloads_states: bool = False
     """Whether its optimizer's moments can be in host memory by themselves, at a step's peak too."""
     target: str | None = None
@@ -75,6 +81,23 @@ TRAINERS: Mapping[TrainerName, TrainerTraits] = {
         ),
         traces="bundled",
         target="trinity",
+    ),
+    "trl": TrainerTraits(
+        title=FOREIGN["trl"].title,
+        step="TRL's trainer, which accelerate launches",
+        is_run=True,
+        is_watched=True,
+        settings=frozenset(
+            (
+                *("ulysses", "ring", "copies", "strategy", "allocator", "recompute", "offload"),
+                *("sequences_per_micro_batch", "micro_batches", "objective", "entropy", "loss"),
+                *("optimizer", "lora", "lora_alpha", "lora_targets", "lora_base"),
+                *("rope", "headroom", "start_length", "resolution", "max_length"),
+            )
+        ),
+        traces="none",
+        ring_objectives=frozenset(("sft",)),
+        target="trl",
     ),
 }
 """The traits of each trainer, by the name that ``--trainer`` takes."""

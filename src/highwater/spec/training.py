@@ -6,11 +6,14 @@ evaluation, checkpoints.
 """
 
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from highwater.errors import UsageError
-from highwater.spec.codec import Record
+from highwater.spec.codec import Record, digest
 from highwater.spec.corpus import Corpus
+from highwater.spec.hyperparameters import DEFAULTS
+from highwater.spec.settings import PATTERN_FIELDS, Settings
 from highwater.spec.trial import TrialSpec
 from highwater.units import counted
 
@@ -64,6 +67,10 @@ class TrainingSpec(Record, frozen=True, kw_only=True):
     """Steps between checkpoints; 0: only after the last one."""
     output_directory: str
     """Absolute path of the run's folder."""
+    model_directory: str
+    """Absolute path of the model's folder, which is made at the end: not there before."""
+    resume_from: str | None = None
+    """Name of the checkpoint to go on from, ``step-000100``; None: the latest."""
 
     def __post_init__(self) -> None:
         """Raise UsageError for what cannot be divided."""
@@ -81,6 +88,90 @@ class TrainingSpec(Record, frozen=True, kw_only=True):
         return self.micro_batches // self.trial.layout.data_parallel_degree
 
 
+def run_digest(spec: TrainingSpec) -> str:
+    """Digest of what decides a run's curve: two runs with one digest have one curve, but for the
+    order of sums. How the model is spread over GPUs, what is recomputed or in host memory, and when
+    something is saved or evaluated is not in it. What has its default is left out, so that a
+    setting that is added later changes no digest.
+    """
+    decisive = _decisive(spec)
+    return digest({name: it for name, it in decisive.items() if it != _USUAL.get(name, ...)})
+
+
+def differences(before: TrainingSpec, now: TrainingSpec) -> tuple[str, ...]:
+    """What decides the curve and is not as it was, a few words for each, the most telling first;
+    empty where ``now`` goes on as ``before`` would have.
+    """
+    was, is_ = _decisive(before), _decisive(now)
+    return tuple(
+        _difference(name, was.get(name), is_.get(name))
+        for name in dict.fromkeys((*was, *is_))
+        if was.get(name) != is_.get(name)
+    )
+
+
+_ANOTHER = {
+    "config_digest": "the model is another: its config.json differs",
+    "corpus_digest": "the data is another: its files, its tokenizer or how it is cut differ",
+}
+"""Sentences for what nobody reads a value of."""
+_WORDS = {
+    "length_tokens": "length",
+    "micro_batches": "rows",
+    "sequences": "sequences per row",
+    "lora": "LoRA rank",
+    "steps": "steps of the schedule",
+}
+"""Names that users know, where they are not the field's."""
+_OF_SETTINGS = (
+    *("objective", "critic", "optimizer", "parameters", "rope", "attention"),
+    *PATTERN_FIELDS,
+)
+_USUAL: Mapping[str, Any] = {
+    **DEFAULTS,
+    **{name: getattr(Settings(), name) for name in _OF_SETTINGS},
+    "entropy": False,
+    "sequences": 1,
+    "schedule": "constant",
+    "warmup_steps": 0,
+    **dict.fromkeys(("lora", "lora_alpha", "lora_targets", "lora_base", "steps")),
+}
+
+
+def _decisive(spec: TrainingSpec) -> dict[str, Any]:
+    """Everything that decides the curve, by name; the learning rate's steps only where its course
+    depends on them.
+    """
+    trial, settings, adapters = spec.trial, spec.trial.settings, spec.trial.settings.adapters
+    return {
+        "config_digest": trial.config_digest,
+        "corpus_digest": spec.corpus.digest,
+        **{name: getattr(settings, name) for name in _OF_SETTINGS},
+        "entropy": settings.entropy != "none",
+        "lora": adapters and adapters.rank,
+        "lora_alpha": adapters and float(adapters.alpha),
+        "lora_targets": adapters and adapters.targets,
+        "lora_base": adapters and adapters.base,
+        "length_tokens": trial.length_tokens,
+        "micro_batches": spec.micro_batches,
+        "sequences": trial.sequences,
+        "seed": trial.seed,
+        "schedule": spec.schedule.name,
+        "warmup_steps": spec.schedule.warmup_steps,
+        "steps": None if spec.schedule.name == "constant" else spec.schedule.steps,
+        **{name: getattr(trial.hyperparameters, name) for name in DEFAULTS},
+        "device": trial.device,
+    }
+
+
+def _difference(name: str, was: Any, is_: Any) -> str:
+    if name in _ANOTHER:
+        return _ANOTHER[name]
+    words = _WORDS.get(name, name.replace("_", " "))
+    began, goes_on = ("none" if it is None else str(it).lower() for it in (was, is_))
+    return f"{words}: {began} when the run began, {goes_on} now"
+
+
 class RunState(Record, frozen=True, kw_only=True):
     """Where a run is; in each of its checkpoints."""
 
@@ -88,12 +179,27 @@ class RunState(Record, frozen=True, kw_only=True):
     """Optimizer steps that are done."""
     losses: tuple[float, ...] = ()
     """The loss of each step so far."""
+    evaluations: tuple[tuple[int, float], ...] = ()
+    """Step and loss of each evaluation so far; step 0 is before the first."""
     best_step: int | None = None
     """The step whose evaluation was the best; None: there was none."""
     best_loss: float | None = None
+    evaluation_loss: float | None = None
+    """The loss of the evaluation after this very step; None: there was none."""
+    evaluation_digest: str | None = None
+    """Digest of the corpus that is evaluated: losses over another one do not compare."""
     corpus_digest: str
     run_digest: str
     """Digest of what has to be the same to go on exactly: ``run_digest`` of the spec."""
+
+
+class BestCheckpoint(Record, frozen=True, kw_only=True):
+    """Which of a run's checkpoints has the best evaluation; beside them."""
+
+    checkpoint: str
+    """Name of its folder."""
+    step: int
+    loss: float
 
 
 class TrainingProgress(Record, frozen=True, kw_only=True):

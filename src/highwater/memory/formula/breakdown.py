@@ -6,6 +6,8 @@ import msgspec
 
 from highwater.spec.codec import Record
 
+LOSS = "loss"
+"""Name of the phase in which logits are: another trainer has others there."""
 WORKSPACES = "workspaces of cuBLAS"
 """Name of the term that every phase on a GPU has: what a library keeps in the allocator."""
 

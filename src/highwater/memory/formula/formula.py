@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from highwater.errors import ModelError
-from highwater.memory.formula.breakdown import WORKSPACES, Footprint, Phase, Term, present
+from highwater.memory.formula.breakdown import LOSS, WORKSPACES, Footprint, Phase, Term, present
 from highwater.memory.formula.cache_retention import cached_bytes
 from highwater.memory.formula.constants import (
     CPU_PROCESS_BYTES,
@@ -199,7 +199,7 @@ def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
     middle = (_backward_of_a_layer(step, states, beside_layers, each) for each in others or (last,))
     return (
         *_gathering_phase(step, states, beside_layers),
-        Phase(name="loss", terms=present(*held, *_loss_terms(step, last.kind))),
+        Phase(name=LOSS, terms=present(*held, *_loss_terms(step, last.kind))),
         Phase(name="backward of the last layer", terms=present(*held, *_layer_terms(step, last))),
         max(middle, key=lambda phase: phase.bytes),
         Phase(

@@ -66,6 +66,8 @@ class Calibration(Record, frozen=True, kw_only=True):
     had."""
     own_trials: int
     """Number of the residuals that are of the user's own studies."""
+    edges: int = 0
+    """Number of the residuals that are edges: each says between which two numbers one lies."""
     device_names: tuple[str, ...]
     model_names: tuple[str, ...]
     gpus: tuple[int, ...]
@@ -102,6 +104,7 @@ def calibrate(
             [residual.factor for residual in both if residual.allocator == allocator],
             allocator,
             coverage,
+            least=[residual.least_factor for residual in both if residual.allocator == allocator],
         )
         for allocator in allocators
     )
@@ -110,6 +113,7 @@ def calibrate(
         coverage=coverage,
         factors=tuple(factors for factors in learned if factors is not None),
         own_trials=sum(residual not in bundled for residual in used),
+        edges=sum(residual.at_least_bytes is not None for residual in used),
         device_names=_distinct(residual.device_name for residual in used),
         model_names=_distinct(residual.model_name for residual in used),
         gpus=tuple(sorted({residual.gpus for residual in used})),
@@ -119,28 +123,35 @@ def calibrate(
 
 
 def factors_of(
-    residuals: Sequence[float], allocator: Allocator, coverage: float = COVERAGE
+    residuals: Sequence[float],
+    allocator: Allocator,
+    coverage: float = COVERAGE,
+    *,
+    least: Sequence[float] = (),
 ) -> Factors | None:
     """The ends that the residuals, measured over predicted, allow; None where there are none.
 
     The upper end is the k-th smallest, k = ceil((n + 1) x coverage), the lower end the k-th
     largest. Where k is above n, n residuals cannot say: the extremes are moved outward as far as
     tails that fall off exponentially would need, and ``LEAST_WIDENING`` at least.
+
+    Of residuals that are known between two numbers, ``residuals`` are the greater ones, of which
+    the upper end is learned, and ``least`` the smaller ones, of which the lower end is: whatever
+    lies between, each end covers no less.
     """
     # below that the lower end would be above the upper one
     assert 0.5 <= coverage < 1  # noqa: S101
     if not residuals:
         return None
-    ordered = sorted(residuals)
-    count, rank = len(ordered), math.ceil((len(ordered) + 1) * Fraction(str(coverage)))
+    most, fewest = sorted(residuals), sorted(least or residuals)
+    count, rank = len(most), math.ceil((len(most) + 1) * Fraction(str(coverage)))
     is_widened = rank > count
     rank = min(rank, count)
-    lower, upper = ordered[count - rank], ordered[rank - 1]
+    lower, upper = fewest[count - rank], most[rank - 1]
     if is_widened:
-        middle = statistics.median(ordered)
         beyond = math.log(1 / (1 - coverage)) / math.log(count + 1) - 1
-        lower -= max(beyond * (middle - lower), LEAST_WIDENING)
-        upper += max(beyond * (upper - middle), LEAST_WIDENING)
+        lower -= max(beyond * (statistics.median(fewest) - lower), LEAST_WIDENING)
+        upper += max(beyond * (upper - statistics.median(most)), LEAST_WIDENING)
     return Factors(
         allocator=allocator,
         coverage=coverage,

@@ -73,11 +73,21 @@ class Residual(Record, frozen=True, kw_only=True, omit_defaults=True):
     lora: bool = False
     optimizer: OptimizerName = "adamw"
     parameters: Parameters = "float32"
+    at_least_bytes: int | None = None
+    """Of a trial that was watched from outside the least that it needs, by its edge
+    (memory/interval/edges.py): ``measured_bytes`` is then the most. None: both are one."""
 
     @property
     def factor(self) -> float:
-        """Measured over predicted."""
+        """Measured over predicted; of an edge at the most."""
         return self.measured_bytes / self.predicted_bytes
+
+    @property
+    def least_factor(self) -> float:
+        """Measured over predicted; of an edge at the least."""
+        if self.at_least_bytes is None:
+            return self.factor
+        return self.at_least_bytes / self.predicted_bytes
 
 
 class Trait(NamedTuple):
@@ -300,8 +310,14 @@ def _given_bytes(rank: RankReport) -> int | None:
 
 
 def refuse_silent(study: Study) -> None:
-    """Raise UsageError for a study of other trials than predictions are about."""
-    question = study.question
+    """Raise UsageError for a study of other trials than predictions of this engine are about."""
+    if study.question.foreign is not None:
+        raise UsageError(
+            f"{study.path} is of trials of another trainer: predictions are about this package's "
+            "engine",
+            hint=leave_out(study),
+        )
+    refuse_unlike(study)
     results = [trial.result for trial in study.trials if trial.result is not None]
     versions = {
         rank.versions.get("highwater", "unknown")
@@ -310,23 +326,27 @@ def refuse_silent(study: Study) -> None:
         if rank.versions
     }
     others = sorted(versions - {__version__})
+    if others:
+        raise UsageError(
+            f"{study.path} is of highwater {', '.join(others)}: this is {__version__}, another "
+            "engine",
+            hint=leave_out(study),
+        )
+
+
+def refuse_unlike(study: Study) -> None:
+    """Raise UsageError for a study of trials that no prediction is about, whoever trained."""
+    question = study.question
+    results = [trial.result for trial in study.trials if trial.result is not None]
     refusals = (
         (
             question.simulated or any(result.simulated for result in results),
             "is of simulated trials: nothing was measured",
         ),
-        (
-            question.foreign is not None,
-            "is of trials of another trainer: predictions are about this package's engine",
-        ),
         (question.device != "cuda", "is of trials on the CPU: predictions are about GPUs"),
         (
             question.data is not None,
             "is of trials on data of their own: predictions are about synthetic sequences",
-        ),
-        (
-            bool(others),
-            f"is of highwater {', '.join(others)}: this is {__version__}, another engine",
         ),
     )
     for is_refused, what in refusals:

@@ -14,7 +14,7 @@ from highwater.emit.targets import TARGETS, configured_choice
 from highwater.errors import HighwaterError
 from highwater.memory.capacity import CellPrediction, predict_cells
 from highwater.memory.formula.formula import refuse_unknown_family
-from highwater.memory.question import memory_limit_of, predicted_question
+from highwater.memory.question import memory_limit_of
 from highwater.memory.trainers import MEMORY
 from highwater.pages.answer_sentence import recommendation_answer
 from highwater.pages.frontier import Frontier
@@ -31,6 +31,7 @@ from highwater.pages.guide.guide_frontier import asked_frontier, ends, table_fro
 from highwater.pages.guide.guide_parts import entry
 from highwater.pages.guide.recorded_answers import known_recommendation
 from highwater.recommendation.recommend import recommend
+from highwater.recommendation.trainer_question import trainer_question
 from highwater.run.probe import gpus_meant
 from highwater.spec.capacities import Capacity
 from highwater.spec.model import load_model
@@ -327,6 +328,6 @@ def _explained(
             host_memory=None,
             reserved=query.reserved_bytes,
         )
-        question, _ = predicted_question(query.model, where, query.trainer, length_tokens, settings)
+        question, _ = trainer_question(query.model, where, query.trainer, length_tokens, settings)
         return predict_cells(question, memory_limit, MEMORY[query.trainer].formula)
     return ()

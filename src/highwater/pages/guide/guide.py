@@ -136,8 +136,8 @@ def _trained(capacity: Capacity) -> tuple[str, ...]:
     settings = capacity.cell.settings
     left = (f"{format_bytes(capacity.margin_bytes)} left free",) if capacity.margin_bytes else ()
     traits = predicted_traits(capacity.trainer)
+    typed = f" ({capacity.command})" if capacity.command else ""
     if traits is None:  # what it trains, and how, is its own affair
-        typed = f" ({capacity.command})" if capacity.command else ""
         return (f"{trainer_title(capacity.trainer)}{typed}", *left)
     extras = [
         name
@@ -154,7 +154,7 @@ def _trained(capacity: Capacity) -> tuple[str, ...]:
         else []
     )
     own += other_training(settings)
-    return (traits.title, objective, *own, *left)
+    return (f"{traits.title}{typed}", objective, *own, *left)
 
 
 def farthest(table: GuideTable, model_name: str) -> tuple[int, Choice] | None:

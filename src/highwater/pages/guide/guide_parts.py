@@ -193,7 +193,7 @@ def default_budget(section: Section) -> str:
     packed = {
         (each.cell.settings.sequences_per_micro_batch, each.cell.settings.token_budget_tokens)
         for each in section.capacities
-        if predicted_traits(each.trainer) is not None
+        if (traits := predicted_traits(each.trainer)) is not None and not traits.is_watched
     }
     return guide_text.ONE_SEQUENCE if packed == {(1, None)} else ""
 

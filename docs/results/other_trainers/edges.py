@@ -1,0 +1,27 @@
+"""The edges of TRL's recorded trials, which ``predict --trainer trl`` learns its interval from.
+
+    python docs/results/other_trainers/edges.py
+
+writes them beside the formula, as ``highwater/memory/trl/edges.json``.
+"""
+
+from pathlib import Path
+
+from highwater.memory.trl.recorded_edges import study_edges
+from highwater.spec.codec import to_json
+from highwater.store.journal import read_study
+
+HERE = Path(__file__).parent
+STUDIES = ("one-gpu-trl", "two-gpus-ring-trl", "grpo-0.6b-24")
+TARGET = HERE.parents[2] / "src" / "highwater" / "memory" / "trl" / "edges.json"
+
+
+def edges() -> str:
+    """The file's text, a line for each edge."""
+    studies = (read_study(HERE / "studies" / f"{name}.jsonl") for name in STUDIES)
+    lines = [to_json(each) for study in studies for each in study_edges(study)]
+    return "[\n" + ",\n".join(lines) + "\n]\n"
+
+
+if __name__ == "__main__":
+    TARGET.write_text(edges(), encoding="utf-8")

@@ -1,0 +1,70 @@
+"""``highwater train``: the settings that were found, on a user's data, to a model that loads."""
+
+import argparse
+import shlex
+from pathlib import Path
+
+from highwater import training
+from highwater.cli import console
+from highwater.cli.config import request_of
+from highwater.cli.interruption import exit_code_of
+from highwater.cli.train_flags import training_request_of
+from highwater.cli.training_progress import training_progress
+from highwater.errors import EXIT_ANSWERED
+from highwater.pages.training_tables import (
+    prediction_lines,
+    stopped_sentence,
+    training_answer,
+    training_table,
+)
+from highwater.run.training_ranks import own_folder
+
+
+def train(arguments: argparse.Namespace) -> int:
+    """Train, or go on with it, and say what it came to."""
+    asked = training_request_of(arguments)
+    request = request_of(arguments)
+    with own_folder(Path(asked.output)):
+        prepared = training.prepare_training(request, asked, on_phase=_Phases().hear)
+        console.notes(prepared.notes)
+        for line in prediction_lines(prepared):
+            console.talk(line)
+        try:
+            with training_progress(prepared.spec, done_steps=prepared.done_steps) as listener:
+                result = training.run_training(prepared, on_progress=listener)
+        except KeyboardInterrupt as interrupt:
+            console.talk(stopped_sentence(training.stopped_result(prepared)))
+            console.next_command(
+                f"{shlex.join(arguments.command_line)}  (goes on where this stopped)"
+            )
+            return exit_code_of(interrupt)
+    if arguments.json:
+        console.answer_json(result)
+        return EXIT_ANSWERED
+    console.answer(training_answer(prepared.spec, result))
+    console.answer("")
+    console.answer_table(training_table(result))
+    console.next_command(_next(result.model_directory or "", is_adapter=bool(request.lora)))
+    return EXIT_ANSWERED
+
+
+class _Phases:
+    """Says what is done to the data, each phase once."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def hear(self, phase: str) -> None:
+        if phase != self._last:
+            console.talk(phase)
+        self._last = phase
+
+
+def _next(directory: str, *, is_adapter: bool) -> str:
+    """How what was trained is opened."""
+    loaded = (
+        f"from peft import AutoPeftModelForCausalLM as M; M.from_pretrained({directory!r})"
+        if is_adapter
+        else f"from transformers import AutoModelForCausalLM as M; M.from_pretrained({directory!r})"
+    )
+    return shlex.join(("python", "-c", loaded))

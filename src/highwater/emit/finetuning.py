@@ -1,0 +1,25 @@
+"""Supervised fine-tuning as a trainer's configuration needs it, whoever asks for it: a
+recommendation that is emitted, or a trial.
+"""
+
+from typing import NamedTuple, Self
+
+from highwater.spec.recommendation import Candidate, Recommendation
+from highwater.spec.rope import Yarn
+from highwater.spec.study import Cell
+
+
+class FineTuning(NamedTuple):
+    """What a trainer is to train."""
+
+    cell: Cell
+    length_tokens: int
+    model_path: str | None = None
+    """The model's directory, or its id on the Hub; None: the command names it."""
+    yarn: Yarn | None = None
+    """The scaling of the positions that the length needs."""
+
+    @classmethod
+    def of(cls, found: Recommendation, chosen: Candidate, model_path: str | None) -> Self:
+        """The training that a recommendation is of."""
+        return cls(chosen.cell, found.length_tokens, model_path, found.yarn)

@@ -1,0 +1,84 @@
+"""Preference pairs as documents: the chosen one first, the prompt that they share untrained.
+
+A record is read as TRL reads it: a prompt with two responses, or, without a prompt, two whole texts
+or conversations, whose common beginning is the prompt. A prompt of another kind than the responses
+is a part of them, and not read.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from highwater.engine.corpus.readers import DataRecord
+from highwater.engine.corpus.record_fields import Said, has, said_of
+from highwater.engine.corpus.rendering import (
+    Render,
+    Rendering,
+    TokenDocument,
+    Unit,
+    without_fields,
+)
+from highwater.errors import UsageError
+
+_EXAMPLE = '`{"prompt": "...", "chosen": "...", "rejected": "..."}`'
+
+
+def preferences(rendering: Rendering) -> Render:
+    """Render records with ``chosen`` and ``rejected``, a pair each."""
+
+    def render(record: DataRecord) -> Iterator[Unit]:
+        for name in ("chosen", "rejected"):
+            if not has(record, name):
+                raise without_fields(record, name, _EXAMPLE)
+        chosen, rejected = said_of(record, "chosen"), said_of(record, "rejected")
+        if isinstance(chosen, str) != isinstance(rejected, str):
+            raise UsageError(
+                f"{record.name}: of `chosen` and `rejected` one is a text and one is messages",
+                hint=f"write both alike: {_EXAMPLE}",
+            )
+        prompt = said_of(record, "prompt") if has(record, "prompt") else None
+        if prompt is not None and isinstance(prompt, str) == isinstance(chosen, str):
+            yield Unit(
+                tuple(rendering.answered(record, prompt, said) for said in (chosen, rejected))
+            )
+        else:
+            yield _whole(rendering, record, chosen, rejected)
+
+    return render
+
+
+def _whole(rendering: Rendering, record: DataRecord, chosen: Said, rejected: Said) -> Unit:
+    """A pair of two whole texts or conversations."""
+    if not isinstance(chosen, str) and not isinstance(rejected, str):
+        shared = _common(chosen, rejected)
+        if shared in (0, len(chosen), len(rejected)):
+            raise UsageError(
+                f"{record.name}: `chosen` and `rejected` have no message in common before one that "
+                "differs",
+                hint=f"give the prompt: {_EXAMPLE}",
+            )
+        return Unit(
+            tuple(
+                rendering.answered(record, said[:shared], said[shared:])
+                for said in (chosen, rejected)
+            )
+        )
+    documents = [
+        rendering.document(record, [(str(said), True)], starts=True, ends=True)
+        for said in (chosen, rejected)
+    ]
+    # Tokens that both begin with have the same log-probabilities in both: they decide nothing.
+    shared = _common(documents[0].ids_L.tolist(), documents[1].ids_L.tolist())
+    return Unit(tuple(_untrained_until(document, shared) for document in documents))
+
+
+def _common(one: "list[int] | tuple[object, ...]", other: "list[int] | tuple[object, ...]") -> int:
+    """How many values two sequences begin with alike."""
+    for number, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return number
+    return min(len(one), len(other))
+
+
+def _untrained_until(document: TokenDocument, end: int) -> TokenDocument:
+    return document._replace(trained_L=np.arange(len(document.ids_L)) >= end)

@@ -1,0 +1,174 @@
+"""Fields of a record, each of the kind that it has to be: what is not is refused by the record's
+name and the field's, and nothing is rounded or guessed.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from highwater.engine.corpus.conversations import Conversation, Message
+from highwater.engine.corpus.readers import DataRecord
+from highwater.engine.data import UNTRAINED
+from highwater.engine.user_documents import seen
+from highwater.errors import UsageError
+
+_ROLES = {"human": "user", "gpt": "assistant"}
+"""Roles of ShareGPT's ``conversations`` that have another name in chat templates."""
+_MESSAGES_EXAMPLE = '`[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]`'
+
+Said = str | tuple[Message, ...]
+"""A prompt or a response: a text, or messages."""
+
+
+def has(record: DataRecord, *names: str) -> bool:
+    """Whether a record has all these fields: in a table what a record lacks is None."""
+    return all(record.fields.get(name) is not None for name in names)
+
+
+def first_of(record: DataRecord, *names: str) -> str | None:
+    """The first of these fields that the record has."""
+    return next((name for name in names if has(record, name)), None)
+
+
+def text_of(record: DataRecord, name: str) -> str:
+    """A field that is a text."""
+    value = record.fields[name]
+    if not isinstance(value, str):
+        raise _wrong(record, name, value, "a text", f'`{{"{name}": "some text"}}`')
+    return value
+
+
+def said_of(record: DataRecord, name: str, value: Any = None) -> Said:
+    """A field, or one value of a field, that is a text or messages."""
+    value = record.fields[name] if value is None else value
+    if isinstance(value, str):
+        return value
+    return messages_of(record, name, value)
+
+
+def messages_of(record: DataRecord, name: str, value: Any = None) -> tuple[Message, ...]:
+    """A field that is a list of messages, ShareGPT's too, or one message."""
+    value = record.fields[name] if value is None else value
+    messages = [value] if isinstance(value, Mapping) else value
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        raise _wrong(record, name, value, "a list of messages", _MESSAGES_EXAMPLE)
+    return tuple(_message(record, name, each) for each in cast(Sequence[Any], messages))
+
+
+def _message(record: DataRecord, name: str, value: Any) -> Message:
+    if not isinstance(value, Mapping):
+        raise _wrong(record, name, value, "a list of messages", _MESSAGES_EXAMPLE)
+    message = dict(cast(Mapping[str, Any], value))
+    if message.get("role") is None and "from" in message:
+        message["role"] = message.pop("from")
+        message["role"] = _ROLES.get(str(message["role"]), message["role"])
+        message["content"] = message.pop("value", None)
+    if not isinstance(message.get("role"), str) or not (
+        message.get("content") is not None or message.get("tool_calls")
+    ):
+        problem = "messages with a `role` and a `content` each"
+        raise _wrong(record, name, value, problem, _MESSAGES_EXAMPLE)
+    return message
+
+
+def conversation_of(record: DataRecord, messages: Sequence[Message]) -> Conversation:
+    """A conversation of these messages, with the tools and the variables that the record has for
+    the template. Tools may be a text of JSON, as a table has them.
+    """
+    tools, options = record.fields.get("tools"), record.fields.get("chat_template_kwargs")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise _wrong(record, "tools", tools, "a list of JSON", "`[]`") from error
+    if tools is not None and not (
+        isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
+    ):
+        raise _wrong(record, "tools", tools, "a list of tools", "`[]`")
+    if options is not None and not isinstance(options, Mapping):
+        raise _wrong(record, "chat_template_kwargs", options, "variables of a template", "`{}`")
+    return Conversation(tuple(messages), record.name, tuple(tools or ()), dict(options or {}))
+
+
+def list_of(record: DataRecord, name: str, *, count: int | None = None) -> Sequence[Any]:
+    """A field that is a list, of ``count`` values where that is said."""
+    value = record.fields[name]
+    if not isinstance(value, list | tuple):
+        raise _wrong(record, name, value, "a list", f'`{{"{name}": [...]}}`')
+    if count is not None and len(value) != count:
+        raise UsageError(
+            f"{record.name}: `{name}` has {len(value)} values for {count} responses",
+            hint=f"write one of `{name}` for each response",
+        )
+    return value
+
+
+def number_of(record: DataRecord, name: str, value: Any) -> float:
+    """A finite number, of a field or given for it."""
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise _wrong(record, name, value, "a finite number", f'`{{"{name}": 1.0}}`')
+    return float(value)
+
+
+def ids_of(record: DataRecord, name: str, value: Any, *, vocab_size: int) -> NDArray[np.int64]:
+    """Token ids that the model knows."""
+    ids = _numbers(record, name, value)
+    if ids.size and ids.dtype.kind not in "iu":
+        raise _wrong(record, name, value, "a list of whole numbers", "`[1, 2, 3]`")
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if outside.size:
+        raise UsageError(
+            f"{record.name}: `{name}` has {int(outside[0])}, and the model knows the ids 0 to "
+            f"{vocab_size - 1}",
+            hint="tokenise with the model's own tokenizer, or give the text and let it be "
+            'tokenised: `{"text": "some text"}`',
+        )
+    return ids.astype(np.int64)
+
+
+def labels_of(record: DataRecord, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which of a record's ids are trained, as its ``labels`` say."""
+    value = record.fields["labels"]
+    labels = _numbers(record, "labels", value)
+    is_trained = labels != UNTRAINED
+    if labels.shape != ids.shape or (labels[is_trained] != ids[is_trained]).any():
+        raise UsageError(
+            f"{record.name}: `labels` are neither {UNTRAINED} nor the token's own id at each of "
+            f"{len(ids)} tokens",
+            hint=f"label a token with its own id to train on it, with {UNTRAINED} not to; none is "
+            "shifted",
+        )
+    return is_trained
+
+
+def logprobs_of(record: DataRecord, value: Any, *, count: int) -> NDArray[np.float32]:
+    """Log-probabilities of ``count`` tokens, all finite."""
+    numbers = _numbers(record, "logprobs", value)
+    if numbers.dtype.kind not in "iuf" or not np.isfinite(numbers).all():
+        raise _wrong(record, "logprobs", value, "finite numbers", "`[-0.5, -1.25]`")
+    if len(numbers) != count:
+        raise UsageError(
+            f"{record.name}: {len(numbers)} `logprobs` for {count} tokens",
+            hint="give one for each token id of the response, or leave `logprobs` out",
+        )
+    return numbers.astype(np.float32)
+
+
+def _numbers(record: DataRecord, name: str, value: Any) -> NDArray[Any]:
+    try:
+        numbers = np.asarray(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise _wrong(record, name, value, "a list of numbers", "`[1, 2, 3]`") from error
+    if not isinstance(value, list | tuple) or numbers.ndim != 1 or numbers.dtype.kind not in "iuf":
+        raise _wrong(record, name, value, "a list of numbers", "`[1, 2, 3]`")
+    return numbers
+
+
+def _wrong(record: DataRecord, name: str, value: Any, meant: str, example: str) -> UsageError:
+    return UsageError(
+        f"{record.name}: `{name}` is not {meant}: {seen(value)}", hint=f"for example {example}"
+    )

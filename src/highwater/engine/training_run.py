@@ -1,0 +1,289 @@
+"""Training on one rank: the trial's step over a corpus, from the last checkpoint to the last step,
+with evaluations, checkpoints and an export; told to stop, it leaves a checkpoint first.
+"""
+
+import math
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import msgspec
+import torch
+
+from highwater.engine.corpus.evaluation_rows import evaluation_rows
+from highwater.engine.corpus.step_plan import StepPlan
+from highwater.engine.corpus.store import OpenCorpus, open_corpus
+from highwater.engine.data import Batch, pack
+from highwater.engine.evaluation import Evaluation, evaluate
+from highwater.engine.export import export
+from highwater.engine.rank_context import RankContext
+from highwater.engine.rank_run import RankRun
+from highwater.engine.run_checkpoints import RunCheckpoints
+from highwater.engine.step import Training
+from highwater.errors import UsageError
+from highwater.parallel.mesh import total
+from highwater.spec.codec import to_json
+from highwater.spec.model import load_model
+from highwater.spec.training import RunState, TrainingProgress, TrainingSpec, run_digest
+
+_MOST_NAMED = 4
+"""Documents that a message names."""
+
+
+class TrainingRun(RankRun):
+    """A run of training, as one of its ranks."""
+
+    def __init__(self, spec: TrainingSpec, *, on_phase: Callable[[str], None]) -> None:
+        """``on_phase`` hears a ``TrainingProgress`` as JSON."""
+        super().__init__(spec.trial, on_phase=self._say_phase)
+        self.training_spec = spec
+        self._on_progress = on_phase
+        self._progress = TrainingProgress(phase="starting", steps=spec.steps)
+        self._state = RunState(
+            step=0, corpus_digest=spec.corpus.digest, run_digest=run_digest(spec)
+        )
+        self._saved_step: int | None = None
+        self._is_told_to_stop = False
+        self._checkpoints = RunCheckpoints(Path(spec.output_directory))
+
+    def run(self) -> None:
+        """Train what is left of the steps, or until it is told to stop."""
+        signal.signal(signal.SIGTERM, self._stop)
+        spec = self.training_spec
+        training, context = self.assembled()
+        self._resume(training)
+        self.divide_budget(training, context)
+        rows = _Rows(spec, context)
+        if self._state.step == 0:
+            self._evaluate_if_due(training, rows, is_first=True)
+        while self._state.step < spec.steps and not self._has_to_stop(training):
+            step = self._state.step + 1
+            self._train(training, rows.of_step(step), step)
+            self._evaluate_if_due(training, rows)
+            if step == spec.steps or (spec.save_every and step % spec.save_every == 0):
+                self._save(training)
+        if self._saved_step != self._state.step:
+            self._save(training)
+        if self._state.step == spec.steps:
+            self._export(training)
+        self.where.enter("report")
+        self._say(phase="done" if self._state.step == spec.steps else "stopped")
+
+    def _resume(self, training: Training) -> None:
+        self._say_phase("looking for a checkpoint")
+        state = self._checkpoints.resume(training, checkpoint=self.training_spec.resume_from)
+        if state is None:
+            return
+        self._saved_step = state.step
+        if state.run_digest != self._state.run_digest:
+            raise UsageError(
+                f"{self.training_spec.output_directory} has checkpoints of another training",
+                hint=f"use `--output {self.training_spec.output_directory}-2`",
+            )
+        self._state = state
+        if self.report.rank == 0 and self.spec.statistics is not None:
+            keep_lines_up_to(Path(self.spec.statistics.path), step=state.step)
+        sys.stdout.write(f"goes on after step {state.step}\n")
+
+    def _train(self, training: Training, batches: Sequence["_Row"], step: int) -> None:
+        self.where.enter("data")
+        self._say(phase="training")
+        _set_rate(training, self.spec.hyperparameters.learning_rate, self.training_spec, step)
+        own = [row.batch for row in batches]
+        try:
+            with self.profiler.step(step - 1) if self.profiler else nullcontext():
+                self.step(training, own, number=step)
+        except FloatingPointError as error:
+            raise FloatingPointError(
+                f"{error}; {_names_of_the_broken(training, batches)}; the weights of before are in "
+                f"{self._checkpoints.folder}"
+            ) from error
+        loss = self.report.losses[-1]
+        self._state = msgspec.structs.replace(
+            self._state, step=step, losses=(*self._state.losses, loss), evaluation_loss=None
+        )
+        # Those of all ranks were counted in the step already.
+        tokens = sum(sum(row.batch.document_lengths) for row in batches)
+        self._say(
+            phase="training",
+            step=step,
+            loss=loss,
+            tokens=self._progress.tokens + tokens * self.spec.layout.data_parallel_degree,
+            seconds=self._progress.seconds + self.report.step_times_s[-1],
+        )
+
+    def _evaluate_if_due(
+        self, training: Training, rows: "_Rows", *, is_first: bool = False
+    ) -> None:
+        """Evaluate before the first step, when it is due, and after the last one; note the best."""
+        spec, step = self.training_spec, self._state.step
+        is_due = is_first or step == spec.steps
+        is_due = is_due or bool(spec.evaluate_every and step % spec.evaluate_every == 0)
+        if spec.evaluation is None or not is_due:
+            return
+        self.where.enter("evaluation")
+        self._say(phase="evaluating")
+        found: Evaluation = evaluate(training, rows.of_evaluation())
+        loss = found.loss
+        if loss is None or not math.isfinite(loss):
+            raise FloatingPointError(f"the evaluation after step {step} gave the loss {loss}")
+        evaluations = (*self._state.evaluations, (step, loss))
+        self._state = msgspec.structs.replace(
+            self._state,
+            evaluations=evaluations,
+            evaluation_loss=loss,
+            evaluation_digest=spec.evaluation.digest,
+        )
+        best = self._state.best_loss
+        if not is_first and (best is None or loss < best):
+            self._state = msgspec.structs.replace(self._state, best_step=step, best_loss=loss)
+            if step != spec.steps and not (spec.save_every and step % spec.save_every == 0):
+                self._save(training)
+        if self.statistics_log is not None:
+            self.statistics_log.write_evaluation(step, loss)
+        self._say(phase="training", evaluation_loss=loss)
+
+    def _save(self, training: Training) -> None:
+        self.where.enter("save")
+        self._say(phase="saving")
+        self._checkpoints.save(training, self._state)
+        self._saved_step = self._state.step
+
+    def _export(self, training: Training) -> None:
+        self.where.enter("save")
+        self._say(phase="writing the model")
+        export(
+            training,
+            Path(self.training_spec.model_directory),
+            source=Path(self.spec.model_directory),
+            merged=self.spec.settings.lora_merged,
+        )
+
+    def _stop(self, *_: object) -> None:
+        self._is_told_to_stop = True
+
+    def _has_to_stop(self, training: Training) -> bool:
+        """Whether any rank was told to stop: all of them stop after the same step."""
+        told = torch.tensor(float(self._is_told_to_stop), device=training.device)
+        return bool(total(told, training.mesh))
+
+    def _say_phase(self, phase: str) -> None:
+        self._say(phase=phase)
+
+    def _say(self, **changes: object) -> None:
+        self._progress = msgspec.structs.replace(self._progress, **changes)
+        self._on_progress(to_json(self._progress))
+
+
+class _Row:
+    """A rank's share of one micro-batch, and what is in the whole."""
+
+    def __init__(self, batch: Batch, names: tuple[str, ...]) -> None:
+        self.batch = batch
+        self.names = names
+
+
+class _Rows:
+    """The micro-batches of this rank, of any step."""
+
+    def __init__(self, spec: TrainingSpec, context: RankContext) -> None:
+        self._context = context
+        self._ranks = spec.trial.layout.data_parallel_degree
+        self._row_tokens = spec.trial.length_tokens * spec.trial.sequences
+        self._corpus = _opened(spec, spec.corpus.directory)
+        self._plan = StepPlan(
+            self._corpus.lengths,
+            self._corpus.units,
+            row_tokens=self._row_tokens,
+            micro_batches=spec.micro_batches,
+            seed=spec.trial.seed,
+            spread_units=spec.trial.settings.traits.advantages == "groups",
+        )
+        self._evaluation = (
+            None if spec.evaluation is None else _opened(spec, spec.evaluation.directory)
+        )
+
+    def of_step(self, step: int) -> list[_Row]:
+        """This rank's of a step; data ranks take turns in those of the whole."""
+        return [
+            self._row(self._corpus, documents)
+            for documents in self._plan.step(step)[self._context.data_rank :: self._ranks]
+        ]
+
+    def of_evaluation(self) -> list[Batch]:
+        """This rank's of the evaluation: as many on every rank, and each document once."""
+        assert self._evaluation is not None
+        rows = evaluation_rows(
+            self._evaluation.lengths,
+            self._evaluation.units,
+            row_tokens=self._row_tokens,
+            ranks=self._ranks,
+        )
+        own = rows[self._context.data_rank :: self._ranks]
+        return [self._row(self._evaluation, documents).batch for documents in own]
+
+    def _row(self, corpus: OpenCorpus, documents: Sequence[int]) -> _Row:
+        whole = pack([corpus.document(number) for number in documents])
+        names = tuple(corpus.name_of(number) for number in documents)
+        return _Row(self._context.share_of(whole), names)
+
+
+def _opened(spec: TrainingSpec, directory: str) -> OpenCorpus:
+    """An open corpus; raises UsageError for documents that a ring cannot share."""
+    corpus = open_corpus(Path(directory))
+    window_tokens = load_model(spec.trial.model_directory).shape.window_tokens
+    longest = corpus.summary.longest_tokens
+    if window_tokens is None or spec.trial.layout.ring_degree == 1 or longest <= window_tokens:
+        return corpus
+    raise UsageError(
+        f"a document of {longest:,} tokens is past the sliding window of {window_tokens:,} in "
+        f"which {spec.trial.model_name} attends, and a ring shares only what all layers attend to "
+        "whole",
+        hint="use `--ulysses` in the place of `--ring`",
+    )
+
+
+def _set_rate(training: Training, rate: float, spec: TrainingSpec, step: int) -> None:
+    """Give every optimizer the learning rate of a step."""
+    for _, optimizer in training.trained:
+        for group in optimizer.param_groups:
+            group["lr"] = rate * spec.schedule.factor(step)
+
+
+def _names_of_the_broken(training: Training, rows: Sequence[_Row]) -> str:
+    """The documents of this rank that have a trained token whose log-probability is not finite, or
+    all of its step where none has, in words.
+    """
+    broken: list[str] = []
+    for row, tokens in zip(rows, training.record.tokens, strict=False):
+        is_broken_N = ~tokens.logprobs_N.isfinite()
+        broken += [row.names[each] for each in row.batch.documents_N[is_broken_N].unique().tolist()]
+    every = [name for row in rows for name in row.names]
+    named = broken or every
+    more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
+    what = "it broke in" if broken else "the step had"
+    return f"{what} {', '.join(named[:_MOST_NAMED])}{more}"
+
+
+def keep_lines_up_to(path: Path, *, step: int) -> None:
+    """Leave the lines of a file of statistics that are not past a step, where there is one: what a
+    run that was ended had done since its last checkpoint is done again.
+    """
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except FileNotFoundError:
+        return
+    kept = [line for line in lines if _step_of(line) <= step]
+    beside = path.with_name(f".{path.name}.partial")
+    beside.write_bytes(b"".join(kept))
+    beside.replace(path)
+
+
+def _step_of(line: bytes) -> float:
+    """The step of a line; of one that is cut off none comes after it."""
+    try:
+        return float(msgspec.json.decode(line)["step"])
+    except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
+        return math.inf

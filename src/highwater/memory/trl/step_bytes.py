@@ -1,0 +1,150 @@
+"""TRL's step in closed form: this package's formula without what TRL has not, and with what it has
+besides.
+
+- An MLP goes in one piece, and logits in tiles: Hugging Face's layers, and a fused head.
+- The head's gradient is summed in float32 and then rounded, as ours is, and so is the gradient of
+  the hidden states. The head itself is what FSDP gathered, in bfloat16: accelerate shards it
+  together with the last norm (``fsdp2_prepare_model``), so that it is there when the loss reads it.
+- GRPO generates by the policy itself: keys and values of all completions of a GPU, beside what the
+  longest prompt takes on its way through one layer. Gradients are not there yet.
+- There is no reference: GRPO has none by default (``beta`` of 0), and DPO's log-probabilities are
+  computed before the training.
+- The command that launches the training keeps a context on the first GPU.
+
+Sources: ``ChunkedLogProbFunction`` in trl/kernels/chunked_logprob.py, ``add_fused_lm_head`` in
+trl/trainer/utils.py and ``_generate`` in trl/trainer/grpo_trainer.py of trl 1.16.0;
+accelerate/utils/fsdp_utils.py of accelerate 1.15.0; modeling_qwen3.py of transformers 5.23.0.
+
+In the functions:  T tokens of a GPU's micro-batch  E hidden size  F width of an MLP
+"""
+
+import msgspec
+
+from highwater.memory.formula.breakdown import LOSS, WORKSPACES, Footprint, Phase, Term, present
+from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES
+from highwater.memory.formula.formula import likely_footprint
+from highwater.memory.formula.layers import NUMBER_BYTES, Step, busiest_step
+from highwater.spec.completions import generation_micro_batches
+from highwater.spec.footprint import device_state_bytes, gradient_bytes
+from highwater.spec.layer_kind import LayerKind
+from highwater.spec.layout import Layout
+from highwater.spec.model import ModelShape
+from highwater.spec.settings import Settings
+from highwater.spec.trial import Device
+from highwater.units import MIB
+
+ACCURACY = (
+    "by this engine's formula with TRL's own loss and its MLP in one piece; its interval is "
+    "learned from edges: of each search the longest length that fit and the shortest that ran out, "
+    "between which lies what TRL needs; GRPO is taken to read nearly all of a sequence as its "
+    "prompt, which takes the most"
+)
+"""What is known of the formula's errors."""
+LAUNCHER_BYTES = 518 * MIB
+"""Context of the process that launches the training, on the first GPU for as long as it runs. Read
+off the errors of every trial that ran out in docs/results/other_trainers/studies, on H100 and
+H200."""
+_TILE_TOKENS, _TILE_WIDTH = 4096, 32768
+"""Tokens and words of the vocabulary in one tile of logits: ``TOKEN_CHUNK_SIZE`` and
+``_CHUNKED_LOGPROB_CHUNK_SIZE``."""
+_PREFILL_WIDTHS, _PREFILL_STREAMS = 3, 2
+"""What a prompt takes in one layer without a backward pass, of T x F and of T x E: the activation,
+the other branch and their product; the residual stream and what the MLP is given."""
+
+
+def footprint(
+    shape: ModelShape,
+    settings: Settings,
+    layout: Layout,
+    *,
+    length_tokens: int,
+    device: Device = "cuda",
+) -> Footprint:
+    """Memory that TRL's step most likely takes on sequences of this length, on the fullest GPU."""
+    generates = settings.traits.advantages == "groups"
+    settings = msgspec.structs.replace(
+        settings,
+        objective="sft" if settings.traits.has_reference else settings.objective,
+        entropy="none",
+        loss="chunked",
+        mlp_tiles=None if settings.recompute == "none" else 1,
+    )
+    ours = likely_footprint(shape, settings, layout, length_tokens=length_tokens, device=device)
+    step = busiest_step(shape, settings, layout, length_tokens, device)
+    phases = [_with_its_loss(phase, step) if phase.name == LOSS else phase for phase in ours.phases]
+    if generates:
+        phases.insert(0, _generation(step))
+    launcher = Term(
+        name="context of TRL's launcher", bytes=LAUNCHER_BYTES if device == "cuda" else 0
+    )
+    return msgspec.structs.replace(
+        ours, phases=tuple(phases), outside=present(*ours.outside, launcher)
+    )
+
+
+def _with_its_loss(phase: Phase, step: Step) -> Phase:
+    """The loss as TRL computes it, in doubt on every token: the hidden states, a copy of those that
+    are trained and their gradient, which is in float32 before it is rounded (T x E each); a tile of
+    logits in the place of our chunk.
+    """
+    if step.settings.traits.gives_scalars:
+        return phase
+    hidden = step.tokens * step.shape.hidden_size
+    own = {
+        "hidden states": 3 * step.element * hidden,
+        "gradient of the hidden states in float32": NUMBER_BYTES * hidden,
+        "logits": step.element * min(step.tokens, _TILE_TOKENS) * _TILE_WIDTH,
+        "gradient of the head": 0 if step.is_frozen else (NUMBER_BYTES + step.element) * step.table,
+    }
+    others = (term for term in phase.terms if term.name not in own)
+    terms = (Term(name=name, bytes=size) for name, size in own.items())
+    return Phase(name=phase.name, terms=present(*others, *terms))
+
+
+def _generation(step: Step) -> Phase:
+    """The moment in which the last layer reads the prompts, and all layers' keys and values are
+    kept: nothing of a backward pass is there, and no gradient.
+    """
+    settings, layout, shape = step.settings, step.layout, step.shape
+    shards = layout.shard_degree
+    states = device_state_bytes(shape, settings, device=step.device, shards=shards)
+    gradients = gradient_bytes(shape, settings, shards=shards)
+    rows = settings.sequences_per_micro_batch
+    sequences = rows * generation_micro_batches(rows, layout.gpus)
+    kinds = [run.kind for run in shape.runs]
+    own_head = 1 if shape.tied_embeddings else 2
+    gathered = own_head * step.table + 2 * max(map(step.gathered, kinds)) if step.gathers else 0
+    kept = sum(run.count * _kept_tokens(run.kind, step) * _pair(run.kind) for run in shape.runs)
+    prompt = max(map(_prompt_numbers, kinds))
+    workspaces = sum(CUBLAS_WORKSPACES_BYTES) if step.device == "cuda" else 0
+    return Phase(
+        name="generation of completions",
+        terms=present(
+            Term(name="states without gradients", bytes=max(0, states - gradients) // shards),
+            Term(name=WORKSPACES, bytes=workspaces),
+            Term(name="embedding and head, gathered", bytes=step.element * gathered),
+            Term(name="keys and values of completions", bytes=step.element * sequences * kept),
+            Term(
+                name="a layer reading the prompts",
+                bytes=step.element * sequences * step.length_tokens * prompt,
+            ),
+        ),
+    )
+
+
+def _kept_tokens(kind: LayerKind, step: Step) -> int:
+    """Tokens of one sequence whose keys and values a layer keeps: of a window no more than that."""
+    window = kind.attention.window_tokens
+    return step.length_tokens if window is None else min(window, step.length_tokens)
+
+
+def _pair(kind: LayerKind) -> int:
+    """Numbers of a token's keys and values in one layer."""
+    return 2 * kind.attention.key_size
+
+
+def _prompt_numbers(kind: LayerKind) -> int:
+    """Numbers per token that a layer holds while it reads a prompt, besides keys and values."""
+    width = kind.mlp.plain_width
+    width += kind.mlp.width * kind.mlp.experts_per_token if kind.mlp.is_routed else 0
+    return _PREFILL_STREAMS * kind.hidden_size + _PREFILL_WIDTHS * width

@@ -1,0 +1,238 @@
+"""Training settings: the cell that a training takes, from the settings that are named, a study's
+answer, or what is recommended; and whether it fits.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from highwater.errors import MachineError, UsageError
+from highwater.memory.capacity import CellPrediction, MemoryLimit, predict_cells
+from highwater.memory.formula.formula import likely_footprint
+from highwater.memory.trainers import calibration_of, with_steps
+from highwater.recommendation.recommend import recommend
+from highwater.spec.bounds import MOST_GPUS
+from highwater.spec.declared_settings import TOPICS
+from highwater.spec.hardware import Machine
+from highwater.spec.ladder import simplicity
+from highwater.spec.plan import plan, plan_trial
+from highwater.spec.request import Request
+from highwater.spec.settings import Settings
+from highwater.spec.study import Cell, Question
+from highwater.spec.trainer import OURS
+from highwater.spec.training_request import RECOMMENDED, TrainingRequest
+from highwater.spec.trial import TrialSpec
+from highwater.store.journal import read_study
+from highwater.units import format_bytes, format_tokens
+
+_OF_WHAT_IS_TRAINED = (
+    *("objective", "critic", "entropy", "optimizer", "parameters", "rope"),
+    *("lora", "lora_alpha", "lora_targets", "lora_base", "lora_merged"),
+    *("sequences_per_micro_batch", "token_budget"),
+)
+"""Settings that say what is trained, not how: those that are named beside ``--settings``."""
+
+
+class ChosenTrial(NamedTuple):
+    """The trial whose step is trained, and what is known of it beforehand."""
+
+    spec: TrialSpec
+    predicted: CellPrediction
+    notes: tuple[str, ...]
+
+
+def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> ChosenTrial:
+    """The trial of a training; raises HighwaterError for what cannot be, and for what is predicted
+    not to fit, with the settings that would.
+    """
+    spec = plan_trial(request, machine, asked.length_tokens)
+    how = named_settings(request)
+    if asked.settings is not None and how:
+        row = how[0].replace("_", "-")
+        raise UsageError(
+            f"the settings are those of `--settings {asked.settings}`, and `--{row}` is another",
+            hint=f"leave `--{row}` out, or `--settings`",
+        )
+    notes: tuple[str, ...] = ()
+    if asked.settings not in (None, RECOMMENDED):
+        cell, notes = _of_study(Path(asked.settings or ""), spec, request, machine)
+    elif asked.settings == RECOMMENDED or not how:
+        cell = _recommended(request, asked, machine, spec)
+    else:
+        cell = Cell(layout=spec.layout, settings=spec.settings)
+    return _checked(request, asked, machine, spec, cell, notes)
+
+
+def named_settings(request: Request) -> tuple[str, ...]:
+    """The settings of a rung that a request names and that say how, not what, is trained."""
+    usual = Request(model=request.model)
+    rung = set(Settings.__struct_fields__)
+    return tuple(
+        row.name
+        for row in TOPICS["trial"]
+        if (row.rung_field in rung or row.name in ("ulysses", "ring", "copies"))
+        and row.name not in _OF_WHAT_IS_TRAINED
+        and row.name != "micro_batches"
+        and getattr(request, row.name) != getattr(usual, row.name)
+    )
+
+
+def _question(request: Request, machine: Machine, spec: TrialSpec, cell: Cell) -> Question:
+    """The question of one cell at the training's length."""
+    alone = msgspec.structs.replace(
+        request,
+        gpus=(spec.layout.gpus,),
+        memory=spec.memory_budget_bytes if spec.memory_budget_bytes else request.memory,
+        start_length=spec.length_tokens,
+        max_length=spec.length_tokens,
+    )
+    question = plan(alone, machine).question
+    return msgspec.structs.replace(question, cells=(cell,))
+
+
+def _predicted(question: Question, machine: Machine) -> CellPrediction:
+    limit_bytes = question.memory_budget_bytes or question.device_total_bytes
+    if limit_bytes is None:
+        raise MachineError(
+            "nobody knows the memory that there is", hint="name it: `--memory 80GiB`"
+        )
+    limit = MemoryLimit(
+        device_bytes=limit_bytes,
+        host_bytes=machine.host_memory_total_bytes if question.device == "cuda" else None,
+    )
+    known = calibration_of(question, OURS) if question.device == "cuda" else None
+    cells = predict_cells(question, limit, likely_footprint, known)
+    return with_steps(question, cells)[0] if question.device == "cuda" else cells[0]
+
+
+def _may_fit(predicted: CellPrediction) -> bool:
+    return bool(predicted.capacity_tokens) or predicted.risk is not None
+
+
+def _checked(
+    request: Request,
+    asked: TrainingRequest,
+    machine: Machine,
+    spec: TrialSpec,
+    cell: Cell,
+    notes: tuple[str, ...],
+) -> ChosenTrial:
+    predicted = _predicted(_question(request, machine, spec, cell), machine)
+    if not _may_fit(predicted):
+        lacks = format_bytes(predicted.lacks_bytes or 0)
+        better = _what_fits(request, asked, machine, spec)
+        raise MachineError(
+            f"{format_tokens(asked.length_tokens)} tokens do not fit with {cell.label}: "
+            f"{lacks} of a {'GPU' if spec.device == 'cuda' else 'process'}'s memory are lacking, "
+            "predicted",
+            hint=better,
+        )
+    spec = msgspec.structs.replace(spec, layout=cell.layout, settings=cell.settings)
+    if not predicted.capacity_tokens:
+        notes = (*notes, "it is tight: predicted to fit, and not by as much as predictions are off")
+    return ChosenTrial(spec, predicted, notes)
+
+
+def _what_fits(request: Request, asked: TrainingRequest, machine: Machine, spec: TrialSpec) -> str:
+    """What to type where the named settings do not fit."""
+    try:
+        cell = _recommended(request, asked, machine, spec)
+    except MachineError as error:
+        return error.hint
+    return f"use `--settings recommended`, which is {cell.label}, and leave other settings out"
+
+
+def _recommended(
+    request: Request, asked: TrainingRequest, machine: Machine, spec: TrialSpec
+) -> Cell:
+    """The simplest cell that is predicted to fit; raises MachineError where none is."""
+    if spec.device == "cpu":
+        return _simplest_here(request, machine, spec)
+    of_what = {
+        name: getattr(request, name)
+        for name in _OF_WHAT_IS_TRAINED
+        if getattr(request, name) != getattr(Request(model=request.model), name)
+    }
+    total_bytes = min(gpu.memory_total_bytes for gpu in machine.gpus[: spec.layout.gpus])
+    budget_bytes = spec.memory_budget_bytes or total_bytes
+    found = recommend(
+        request.model,
+        length=asked.length_tokens,
+        gpus=spec.layout.gpus,
+        reserved=max(0, total_bytes - budget_bytes),
+        host_memory=machine.host_memory_total_bytes,
+        **of_what,
+    )
+    if found.chosen is not None:
+        return found.chosen.cell
+    words = f"highwater recommend {request.model} --length {asked.length}"
+    raise MachineError(
+        f"{format_tokens(asked.length_tokens)} tokens do not fit on {spec.layout.gpus} of these "
+        "GPUs with any settings, predicted",
+        hint=f"`{words}` says what would: more GPUs, a larger one, or `--lora 16`",
+    )
+
+
+def _simplest_here(request: Request, machine: Machine, spec: TrialSpec) -> Cell:
+    """The simplest rung that fits a process on the CPU."""
+    every = msgspec.structs.replace(
+        request,
+        gpus=(spec.layout.gpus,),
+        memory=spec.memory_budget_bytes,
+        start_length=spec.length_tokens,
+        max_length=spec.length_tokens,
+    )
+    cells: Sequence[Cell] = sorted(plan(every, machine).question.cells, key=simplicity)
+    for cell in cells:
+        if _may_fit(_predicted(_question(request, machine, spec, cell), machine)):
+            return cell
+    raise MachineError(
+        f"{format_tokens(spec.length_tokens)} tokens do not fit into "
+        f"{format_bytes(spec.memory_budget_bytes or 0)} of a process, predicted",
+        hint="use a larger `--memory`, or a smaller `--length`",
+    )
+
+
+def _of_study(
+    path: Path, spec: TrialSpec, request: Request, machine: Machine
+) -> tuple[Cell, tuple[str, ...]]:
+    """The simplest cell of a study that trained the length, of as many GPUs where a count is
+    named, and else of no more than are here; raises UsageError where there is none, or another
+    model's.
+    """
+    most_gpus = len(machine.gpus) if spec.device == "cuda" else MOST_GPUS
+    study = read_study(path)
+    question = study.question
+    if question.foreign is not None or question.device != spec.device:
+        raise UsageError(
+            f"{path} is of {'another trainer' if question.foreign else question.device}, and says "
+            "nothing about this training",
+            hint="use `--settings recommended`",
+        )
+    if question.model.config_digest != spec.config_digest:
+        raise UsageError(
+            f"{path} is of {question.model.name}, another model",
+            hint="use `--settings recommended`, or that model",
+        )
+    answers = [
+        answer
+        for answer in study.answers
+        if (answer.reach_tokens or 0) >= spec.length_tokens
+        and (request.gpus is None or answer.cell.layout.gpus == spec.layout.gpus)
+        and answer.cell.layout.gpus <= most_gpus
+        and answer.cell.settings.objective == spec.settings.objective
+    ]
+    if not answers:
+        longest = max((answer.reach_tokens or 0 for answer in study.answers), default=0)
+        raise UsageError(
+            f"nothing in {path} trained {format_tokens(spec.length_tokens)} tokens so: the longest "
+            f"was {format_tokens(longest)}",
+            hint=f"use `--length {longest}`, or `--settings recommended`"
+            if longest
+            else "use `--settings recommended`",
+        )
+    answer = min(answers, key=lambda each: simplicity(each.cell))
+    measured = format_tokens(answer.reach_tokens or 0)
+    return answer.cell, (f"settings of {path}: {answer.cell.label}, measured up to {measured}",)

@@ -1,0 +1,181 @@
+"""The ranks of a run of training: started, listened to, told to stop, and what they left."""
+
+import fcntl
+import os
+import subprocess
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from highwater.errors import HighwaterError, MachineError, UsageError
+from highwater.run.classify import Ending, failure_of
+from highwater.run.engine_ranks import REPORTS, read_reports
+from highwater.run.engine_trial import raise_refusal
+from highwater.run.kernel_kills import kernel_kills
+from highwater.run.private_folder import private_folder
+from highwater.run.ranks import RankShare, read_exits
+from highwater.run.reaper import module, under_reaper
+from highwater.run.trial_environment import trial_environment
+from highwater.run.trial_log import log_tail
+from highwater.run.trial_place import trial_place
+from highwater.run.trial_process import end_reaper
+from highwater.spec.codec import from_json, to_json
+from highwater.spec.files import read_file
+from highwater.spec.protocols import TOLD_S
+from highwater.spec.training import TrainingProgress, TrainingSpec
+from highwater.spec.trial import PHASE_FILE, Outcome, RankReport
+from highwater.units import format_tokens
+
+LOG = "training.log"
+_SPEC_FILE = "training.json"
+_LOCK = ".lock"
+_GRACE_S = 600.0
+"""Longest time in which ranks that are told to stop end their step and save."""
+_PHASE_BYTES = 4096
+OnProgress = Callable[[TrainingProgress], None]
+
+
+@contextmanager
+def own_folder(directory: Path) -> Generator[None]:
+    """The run's folder, made, for this process alone; raises UsageError where another has it.
+
+    One that was made and got nothing is gone afterwards.
+    """
+    is_new = not directory.exists()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise UsageError(
+            f"{directory} is no folder", hint=f"use `--output {directory}-run`"
+        ) from error
+    lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UsageError(
+                f"a training writes into {directory} now",
+                hint=f"wait for it, or use `--output {directory}-2`",
+            ) from error
+        yield
+    finally:
+        if is_new and [each.name for each in directory.iterdir()] == [_LOCK]:
+            (directory / _LOCK).unlink()
+            directory.rmdir()
+        os.close(lock)
+
+
+def run_ranks(
+    spec: TrainingSpec, *, allow_busy: bool, on_progress: OnProgress
+) -> tuple[RankReport, ...]:
+    """Train until every rank has ended by itself and well; what they report.
+
+    Ctrl-C and SIGTERM tell the ranks to stop after their step and to save: then KeyboardInterrupt
+    is raised when they have; a second one ends them at once. Raises HighwaterError for whatever
+    else ended them, with what to type.
+    """
+    directory = Path(spec.output_directory)
+    place = trial_place(spec.trial, None, allow_busy=allow_busy, log_directory=directory)
+    with place, private_folder() as folder, (directory / LOG).open("ab") as log:
+        (folder / _SPEC_FILE).write_text(to_json(spec), encoding="utf-8")
+        (folder / REPORTS).mkdir()
+        kills_before = kernel_kills()
+        began_at = log.tell()
+        worker = module(
+            "highwater.engine.training_worker", str(folder / _SPEC_FILE), str(folder / REPORTS)
+        )
+        share = RankShare(count=spec.trial.layout.gpus, folder=folder)
+        process = subprocess.Popen(
+            under_reaper(worker, inherit=[folder], ranks=share, grace_s=_GRACE_S),
+            env=trial_environment(spec.trial),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches this process alone, which tells the ranks
+        )
+        progress = _Progress(folder / REPORTS / PHASE_FILE, on_progress)
+        exit_code, interrupt = _exit_code_of(process, progress)
+        reports, damaged = read_reports(folder / REPORTS)
+        ending = Ending(
+            exit_code=exit_code,
+            timeout_s=0.0,
+            reports=reports,
+            exits=read_exits(folder),
+            log_tail=_said_since(directory / LOG, began_at),
+            kernel_kills=kernel_kills() - kills_before,
+            damaged_reports=damaged,
+        )
+    _raise_failure(spec, ending, interrupt)
+    if interrupt is not None:
+        raise interrupt
+    return reports
+
+
+class _Progress:
+    """Passes on what the first rank says of itself."""
+
+    def __init__(self, path: Path, on_progress: OnProgress) -> None:
+        self._path, self._on_progress = path, on_progress
+
+    def tell(self, *, is_stopping: bool) -> None:
+        try:
+            said = from_json(read_file(self._path, most_bytes=_PHASE_BYTES), TrainingProgress)
+        except (OSError, ValueError):
+            said = TrainingProgress(phase="starting")
+        if is_stopping:
+            said = TrainingProgress(phase="stopping", step=said.step, steps=said.steps)
+        self._on_progress(said)
+
+
+def _exit_code_of(
+    process: subprocess.Popen[bytes], progress: _Progress
+) -> tuple[int, KeyboardInterrupt | None]:
+    """Exit status of the reaper, and the interrupt that the ranks were told of, if any."""
+    interrupt: KeyboardInterrupt | None = None
+    try:
+        while True:
+            try:
+                exit_code = process.wait(TOLD_S)
+                progress.tell(is_stopping=False)
+                return exit_code, interrupt
+            except subprocess.TimeoutExpired:
+                progress.tell(is_stopping=interrupt is not None)
+            except KeyboardInterrupt as error:
+                if interrupt is not None:
+                    raise
+                interrupt = error
+                process.terminate()
+    finally:
+        end_reaper(process)
+
+
+def _said_since(log_path: Path, began_at: int) -> str:
+    """The end of a log that several launches write to, of this one alone."""
+    said_bytes = log_path.stat().st_size - began_at
+    tail = log_tail(log_path)
+    return tail[-said_bytes:] if said_bytes else ""
+
+
+def _raise_failure(spec: TrainingSpec, ending: Ending, interrupt: KeyboardInterrupt | None) -> None:
+    """Raise for ranks that did not end well, in words; for those that were killed while they were
+    stopping the interrupt.
+    """
+    raise_refusal(ending.reports)
+    failed = failure_of(spec.trial, ending)
+    if failed is None:
+        return
+    if interrupt is not None:
+        raise interrupt
+    log_path = Path(spec.output_directory, LOG)
+    if failed.outcome in (Outcome.OUT_OF_MEMORY, Outcome.HOST_OUT_OF_MEMORY):
+        what = "memory" if failed.outcome is Outcome.OUT_OF_MEMORY else "host memory"
+        length = format_tokens(spec.trial.length_tokens)
+        raise MachineError(
+            f"the training ran out of {what}: {failed.reason}",
+            hint=f"`highwater recommend {spec.trial.model_name} --length {length}` says what takes "
+            "less; the last checkpoint is kept",
+        )
+    raise HighwaterError(
+        f"the training ended: {failed.reason}",
+        hint=f"{log_path} has the rest; the last checkpoint is kept, the same command goes on",
+    )

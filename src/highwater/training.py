@@ -1,0 +1,391 @@
+"""Training from Python: from a request to a run, and what it came to.
+
+```python
+import highwater
+
+done = highwater.train(
+    "Qwen3-0.6B", data="data.jsonl", length="32k", steps=200, output="./run", lora=16
+)
+print(done.losses[-1], done.model_directory)
+```
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from highwater.errors import MachineError, UsageError
+from highwater.memory.capacity import CellPrediction
+from highwater.recommendation.training_settings import chosen_trial
+from highwater.run.corpus import tokenised
+from highwater.run.probe import probe
+from highwater.run.readiness import check_machine, check_request
+from highwater.run.training_ranks import LOG, OnProgress, own_folder, run_ranks
+from highwater.spec.codec import Record, from_json, to_json
+from highwater.spec.corpus import Corpus, CorpusOrder
+from highwater.spec.files import CONFIG_BYTES, read_file
+from highwater.spec.model import load_model
+from highwater.spec.plan_notes import weights_notes
+from highwater.spec.preparation import missing_files
+from highwater.spec.profiling import SnapshotOrder
+from highwater.spec.request import Request, request_from
+from highwater.spec.training import (
+    RunState,
+    Schedule,
+    TrainingProgress,
+    TrainingSpec,
+    differences,
+)
+from highwater.spec.training_request import (
+    TrainingRequest,
+    TrainingResult,
+    training_request_from,
+)
+from highwater.spec.trial import RankReport, StatisticsFiles, TrialSpec
+from highwater.speed.step_seconds import predicted_step
+from highwater.units import MIB
+
+_SPEC, _STATISTICS, _TENSORBOARD, _MODEL = (
+    "training.json",
+    "statistics.jsonl",
+    "tensorboard",
+    "model",
+)
+"""Names in a run's folder."""
+_STATE = "state.json"
+_STATE_BYTES = 64 * MIB
+"""Bytes of a state at the most: one of a million steps has 20 MiB."""
+OnPhase = Callable[[str], None]
+
+
+class PreparedTraining(Record, frozen=True, kw_only=True):
+    """A run before it starts."""
+
+    spec: TrainingSpec
+    predicted: CellPrediction
+    """What is predicted of its memory."""
+    expected_s: float | None
+    """Seconds that its steps take, predicted; None: nobody knows."""
+    notes: tuple[str, ...]
+    allow_busy: bool
+    done_steps: int = 0
+    """Steps that its last checkpoint has."""
+
+
+def train(
+    model: str,
+    *,
+    data: str | Sequence[str],
+    length: str | int,
+    steps: int,
+    output: str | Path,
+    eval_data: str | Sequence[str] = (),
+    on_progress: OnProgress | None = None,
+    **settings: Any,
+) -> TrainingResult:
+    """Train ``model`` on ``data`` for ``steps`` optimizer steps, documents of up to ``length``
+    tokens packed into rows; called again it goes on after the last checkpoint in ``output``.
+
+    ``settings`` are the other fields of ``TrainingRequest`` (``settings="recommended"``, ``rows``,
+    ``schedule``, ``save_every``) and those of ``Request`` that say how a step is made (``gpus``,
+    ``lora``, ``memory``, ``learning_rate``). Blocks until it is done; Ctrl-C leaves a checkpoint
+    first. Raises HighwaterError for what cannot be trained, before anything starts, and for what
+    ended it.
+    """
+    of_training = set(TrainingRequest.__struct_fields__)
+    named = {name: value for name, value in settings.items() if name in of_training}
+    asked = training_request_from(
+        {
+            "data": _several(data),
+            "length": length,
+            "steps": steps,
+            "output": str(output),
+            "eval_data": _several(eval_data),
+            **named,
+        }
+    )
+    others = {name: value for name, value in settings.items() if name not in of_training}
+    request = request_from({"model": model, **others}, keywords=True)
+    with own_folder(Path(output)):
+        return run_training(prepare_training(request, asked), on_progress=on_progress)
+
+
+def _several(named: str | Sequence[str]) -> tuple[str, ...]:
+    return (named,) if isinstance(named, str) else tuple(named)
+
+
+def prepare_training(
+    request: Request, asked: TrainingRequest, *, on_phase: OnPhase | None = None
+) -> PreparedTraining:
+    """The run of a request: settings chosen, memory and time predicted, data tokenised, and
+    compared with what is in its folder; raises HighwaterError for what cannot be.
+    """
+    machine = probe()
+    check_request(request, machine)
+    if request.gpus is None and request.device != "cpu" and machine.gpus:
+        request = msgspec.structs.replace(request, gpus=(len(machine.gpus),))
+    chosen = chosen_trial(request, asked, machine)
+    trial = chosen.spec
+    check_machine(request, machine, trial.settings, trial.device, gpus=trial.layout.gpus)
+    before = _spec_in(Path(asked.output))
+    rows = asked.rows or (before.micro_batches if before else None)
+    say = on_phase or (lambda _: None)
+    order = corpus_order(asked.data, trial, asked)
+    corpus = tokenised(order, on_phase=say)
+    evaluation = None
+    if asked.eval_data:
+        held_out = msgspec.structs.replace(order, data=_absolute(asked.eval_data))
+        evaluation = tokenised(held_out, on_phase=say)
+    spec = training_spec(asked, trial, request, corpus, evaluation, rows=rows)
+    _refuse_another(before, spec)
+    done_steps = _done_steps(Path(asked.output))
+    if done_steps > spec.steps:
+        raise UsageError(
+            f"{asked.output} has a run that has done {done_steps} steps already",
+            hint=f"use `--steps {done_steps}` or more, or `--output {asked.output}-2`",
+        )
+    if before is not None and done_steps == before.steps == spec.steps:
+        spec = msgspec.structs.replace(spec, model_directory=before.model_directory)
+    model = load_model(request.model)
+    return PreparedTraining(
+        spec=spec,
+        predicted=chosen.predicted,
+        expected_s=_expected_s(spec, trial, chosen.predicted),
+        notes=(
+            *chosen.notes,
+            *weights_notes(model, trial.settings, simulated=False),
+            *corpus.notes,
+        ),
+        allow_busy=request.allow_busy,
+        done_steps=done_steps,
+    )
+
+
+def corpus_order(data: Sequence[str], trial: TrialSpec, asked: TrainingRequest) -> CorpusOrder:
+    """What is tokenised for a training."""
+    directory = Path(trial.model_directory)
+    has_tokenizer = not missing_files(directory).tokenizer
+    return CorpusOrder(
+        data=_absolute(data),
+        objective=trial.settings.objective,
+        length_tokens=trial.length_tokens,
+        tokenizer=str(directory) if has_tokenizer else None,
+        vocab_size=load_model(trial.model_directory).shape.vocab_size,
+        long_documents=asked.long_documents,
+        trained=asked.train_on,
+        reward=asked.reward,
+    )
+
+
+def _absolute(paths: Sequence[str]) -> tuple[str, ...]:
+    """Whole paths; raises UsageError for what is not there."""
+    for path in paths:
+        if not Path(path).exists():
+            raise UsageError(f"there is no {path}", hint="name a file or a folder that is there")
+    return tuple(str(Path(path).absolute()) for path in paths)
+
+
+def training_spec(
+    asked: TrainingRequest,
+    trial: TrialSpec,
+    request: Request,
+    corpus: Corpus,
+    evaluation: Corpus | None,
+    *,
+    rows: int | None,
+) -> TrainingSpec:
+    """The run, whose trial has as many micro-batches as each rank of it."""
+    ranks = trial.layout.data_parallel_degree
+    micro_batches = rows or ranks * trial.micro_batches
+    own = max(1, micro_batches // ranks)
+    output = Path(asked.output).absolute()
+    files = StatisticsFiles(
+        path=str(output / _STATISTICS),
+        tensorboard_directory=str(output / _TENSORBOARD) if request.tensorboard else None,
+        logit_range=request.logit_range,
+    )
+    snapshots = None
+    if request.memory_profiler is not None:
+        directory = output / "snapshots"
+        directory.mkdir(parents=True, exist_ok=True)
+        snapshots = SnapshotOrder(directory=str(directory), profiling=request.memory_profiler)
+    trial = msgspec.structs.replace(
+        trial,
+        seed=asked.seed,
+        micro_batches=own,
+        settings=msgspec.structs.replace(trial.settings, accumulates=own > 1),
+        statistics=files,
+        memory_snapshots=snapshots,
+    )
+    schedule = Schedule(name=asked.schedule, warmup_steps=asked.warmup_steps, steps=asked.steps)
+    return TrainingSpec(
+        trial=trial,
+        corpus=corpus,
+        evaluation=evaluation,
+        steps=asked.steps,
+        micro_batches=micro_batches,
+        schedule=schedule,
+        evaluate_every=asked.eval_every,
+        save_every=asked.save_every,
+        output_directory=str(output),
+        model_directory=str(_new_model_directory(output, asked.steps)),
+        resume_from=asked.resume_from,
+    )
+
+
+def _new_model_directory(output: Path, steps: int) -> Path:
+    """Where the model goes: ``model``, or where a shorter run left one ``model-<steps>``."""
+    first = output / _MODEL
+    return output / f"{_MODEL}-{steps}" if first.exists() else first
+
+
+def _spec_in(output: Path) -> TrainingSpec | None:
+    """The run that a folder has; raises UsageError for a folder that has something else."""
+    path = output / _SPEC
+    if not path.exists():
+        if (output / _STATISTICS).exists() or (output / "checkpoints").exists():
+            raise UsageError(
+                f"{output} has a run without its {_SPEC}", hint=f"use `--output {output}-2`"
+            )
+        return None
+    try:
+        return from_json(read_file(path, most_bytes=CONFIG_BYTES), TrainingSpec)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{path} cannot be read: {' '.join(str(error).split())}",
+            hint=f"use `--output {output}-2`",
+        ) from error
+
+
+def _refuse_another(before: TrainingSpec | None, spec: TrainingSpec) -> None:
+    """Raise UsageError where a folder has a run that could not go on exactly as this one."""
+    if before is None:
+        return
+    changed = differences(before, spec)
+    if changed:
+        raise UsageError(
+            f"{spec.output_directory} has a run that was trained otherwise: {'; '.join(changed)}",
+            hint=f"type what was typed then, or use `--output {spec.output_directory}-2`",
+        )
+
+
+def _expected_s(spec: TrainingSpec, trial: TrialSpec, predicted: CellPrediction) -> float | None:
+    """Seconds of all steps, of rows as long as the length; None where nobody knows the GPU."""
+    if predicted.step is None or trial.device != "cuda":
+        return None
+    name = probe().gpus[0].name
+    step = predicted_step(
+        load_model(trial.model_directory).shape,
+        trial.settings,
+        trial.layout,
+        length_tokens=trial.length_tokens,
+        device_name=name,
+        micro_batches=spec.own_micro_batches,
+    )
+    return None if step is None else step.time_s * spec.steps
+
+
+def run_training(
+    prepared: PreparedTraining, *, on_progress: OnProgress | None = None
+) -> TrainingResult:
+    """Run what was prepared, in a folder that ``own_folder`` holds; what is done already is not
+    done again.
+    """
+    spec = prepared.spec
+    output = Path(spec.output_directory)
+    if prepared.done_steps == spec.steps and Path(spec.model_directory).exists():
+        return _result(spec, (), prepared.notes, None)
+    beside = output / f".{_SPEC}.partial"
+    beside.write_text(to_json(spec), encoding="utf-8")
+    beside.replace(output / _SPEC)
+    last: list[TrainingProgress] = []
+    hear = partial(_hear, last, on_progress)
+    reports = run_ranks(spec, allow_busy=prepared.allow_busy, on_progress=hear)
+    return _result(spec, reports, prepared.notes, last[-1] if last else None)
+
+
+def _hear(
+    last: list[TrainingProgress], on_progress: OnProgress | None, said: TrainingProgress
+) -> None:
+    last[:] = [said]
+    if on_progress is not None:
+        on_progress(said)
+
+
+def stopped_result(prepared: PreparedTraining) -> TrainingResult | None:
+    """What a run that was told to stop left; None where it had no checkpoint."""
+    state = _last_state(Path(prepared.spec.output_directory))
+    return None if state is None else _of_state(prepared.spec, state, (), prepared.notes, None)
+
+
+def _result(
+    spec: TrainingSpec,
+    reports: Sequence[RankReport],
+    notes: tuple[str, ...],
+    last: TrainingProgress | None,
+) -> TrainingResult:
+    state = _last_state(Path(spec.output_directory))
+    if state is None:
+        raise MachineError(
+            f"the checkpoint in {spec.output_directory} is gone", hint="type the same command again"
+        )
+    return _of_state(spec, state, reports, notes, last)
+
+
+def _of_state(
+    spec: TrainingSpec,
+    state: RunState,
+    reports: Sequence[RankReport],
+    notes: tuple[str, ...],
+    last: TrainingProgress | None,
+) -> TrainingResult:
+    is_done = state.step >= spec.steps
+    output = Path(spec.output_directory)
+    peaks = [
+        peak
+        for report in reports
+        if (peak := report.memory.device_used_bytes or report.memory.peak_data_segment_bytes)
+        is not None
+    ]
+    return TrainingResult(
+        status="done" if is_done else "stopped",
+        step=state.step,
+        steps=spec.steps,
+        losses=state.losses,
+        evaluations=state.evaluations,
+        best_step=state.best_step,
+        output_directory=str(output),
+        model_directory=spec.model_directory if is_done else None,
+        tokens_per_s=last.tokens / last.seconds if last and last.seconds else None,
+        peak_bytes=max(peaks, default=None),
+        notes=notes,
+    )
+
+
+def _last_state(output: Path) -> RunState | None:
+    """The state in a run's last whole checkpoint; None where it has none."""
+    folders = (output / "checkpoints").glob("step-*")
+    whole = [folder for folder in folders if _step_of(folder) >= 0]
+    for folder in sorted(whole, key=_step_of, reverse=True):
+        try:
+            return from_json(read_file(folder / _STATE, most_bytes=_STATE_BYTES), RunState)
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def _step_of(folder: Path) -> int:
+    """The step of a checkpoint's folder; -1 of one that is not whole, or set aside."""
+    number = folder.name.removeprefix("step-")
+    return int(number) if number.isdecimal() else -1
+
+
+def _done_steps(output: Path) -> int:
+    state = _last_state(output)
+    return 0 if state is None else state.step
+
+
+__all__ = ["LOG", "PreparedTraining", "prepare_training", "run_training", "train"]

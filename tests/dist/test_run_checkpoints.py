@@ -1,0 +1,138 @@
+"""A run goes on from its checkpoint as if it had never stopped, on another number of processes,
+with copies, by the other strategy, with states elsewhere; what would not is refused by name.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from rank_groups import RankGroups
+from run_checkpoint_cases import CASES, LOSSY, SAVED, WAYS
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("run-checkpoints")]
+
+SCRIPT = "run_checkpoint_cases.py"
+FLOAT32 = 1e-6
+"""Norm-relative, of weights; absolute, of losses, which PPO's is none of: another number of
+processes sums gradients in another order."""
+MOMENTS = 1e-5
+"""Norm-relative: gradients of a few tokens, whose sums cancel."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, ranks: RankGroups) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    ranks.run(SCRIPT, 2, "save", folder)
+    return folder
+
+
+def deviation(a: "torch.Tensor", b: "torch.Tensor") -> float:
+    return float((a - b).double().norm() / b.double().norm()) if b.norm() else float((a - b).norm())
+
+
+@pytest.mark.corpus
+@pytest.mark.by_turns
+@pytest.mark.parametrize(
+    ("resumed_by", "ways"),
+    [
+        (2, ("shards", "fsdp1", "states", "offload")),
+        (1, ("shards", "fsdp1")),
+        (4, ("shards", "copies")),
+    ],
+)
+def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_never_stopped(
+    folder: Path, ranks: RankGroups, resumed_by: int, ways: tuple[str, ...]
+) -> None:
+    assert set(ways) <= set(WAYS)
+    ranks.run(SCRIPT, resumed_by, "resume", folder, "2", *ways)
+    for case in CASES:
+        saved, went_on = (load_file(folder / f"{what}-{case}-2") for what in ("saved", "went-on"))
+        for way in ways:
+            if (case, way) == ("lora", "fsdp1"):
+                continue
+            place = f"{case}-{way}-2-{resumed_by}"
+            loaded = load_file(folder / f"loaded-{place}")
+            assert set(loaded) == set(saved)
+            for key, expected in saved.items():
+                assert torch.equal(loaded[key], expected), (place, key)
+                assert not key.endswith(" step") or expected.tolist() == [SAVED]
+            resumed = load_file(folder / f"resumed-{place}")
+            if way == "fsdp1":
+                for key, expected in load_file(folder / f"read-again-{place}").items():
+                    assert torch.equal(resumed[key], expected), (place, key)
+            is_same_order = resumed_by == 2 and way in ("shards", "states", "offload")
+            for key, expected in went_on.items():
+                if key == "losses" and not is_same_order:
+                    assert (resumed[key] - expected).abs().max() < FLOAT32, place
+                elif is_same_order:
+                    assert torch.equal(resumed[key], expected), (place, key)
+                else:
+                    bound = MOMENTS if "exp_avg" in key else FLOAT32
+                    assert deviation(resumed[key], expected) < bound, (place, key)
+    for case in LOSSY if resumed_by == 2 else ():
+        assert_same_states(folder, case, f"{case}-2-2")
+
+
+def assert_same_states(folder: Path, case: str, place: str) -> None:
+    saved, loaded = load_file(folder / f"saved-{case}-2"), load_file(folder / f"loaded-{place}")
+    for key, expected in saved.items():
+        assert torch.equal(loaded[key], expected), (place, key)
+
+
+@pytest.mark.corpus
+@pytest.mark.skipif(not LOSSY, reason="moments of few bits need the low-bit extra")
+def test_moments_of_few_bits_go_along_where_no_number_is_rounded_and_else_are_refused_by_name(
+    folder: Path, ranks: RankGroups
+) -> None:
+    """Halves of a matrix of 4096 numbers have moments in float32, and it has them in 8 bits;
+    quarters of none of these are in 8 bits.
+    """
+    if not (folder / "refused-adamw-8bit-2-1.json").exists():
+        ranks.run(SCRIPT, 1, "resume", folder, "2", "shards")
+    if not (folder / "loaded-adamw-8bit-2-4").exists():
+        ranks.run(SCRIPT, 4, "resume", folder, "2", "shards")
+    for count in (1, 4):
+        assert_same_states(folder, "adamw-bf16", f"adamw-bf16-2-{count}")
+    assert_same_states(folder, "adamw-8bit", "adamw-8bit-2-4")
+    ((problem, hint),) = json.loads((folder / "refused-adamw-8bit-2-1.json").read_text())
+    assert "8 bits" in problem
+    assert "q_proj" in problem
+    assert "float32" in problem
+    assert "as many GPUs" in hint
+
+
+def test_all_ranks_refuse_a_checkpoint_of_which_one_reads_a_damaged_file(
+    folder: Path, ranks: RankGroups
+) -> None:
+    run = folder / "run-tied-2" / "checkpoints"
+    target = folder / "damaged" / "checkpoints"
+    shutil.copytree(run, target)
+    (shard,) = target.glob("*/model/__1_0.distcp")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    ranks.run(SCRIPT, 2, "damaged", folder)
+    first, second = json.loads((folder / "damaged.json").read_text())
+    assert first == second
+    assert str(shard) in first[0]
+    assert f"mv {target}" in first[1]
+
+
+def test_ranks_export_a_model_once_and_none_over_another(folder: Path, ranks: RankGroups) -> None:
+    ranks.run(SCRIPT, 2, "export", folder)
+    out = folder / "out" / "model"
+    first, second = json.loads((folder / "exported.json").read_text())
+    assert first == second
+    assert f"mv {out}" in first[1]
+    assert [path.name for path in out.parent.iterdir()] == ["model"]
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.config.tie_word_embeddings
+    assert model.dtype == torch.float32

@@ -1,0 +1,83 @@
+"""The process that tokenises: what it makes and what it refuses comes back to who asked, and
+nothing of it is left when it is ended.
+"""
+
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytest.importorskip("torch", reason="the data plane needs the train extra")
+
+from corpora import ids_of, order, write_lines
+
+from highwater.engine.corpus.store import open_corpus
+from highwater.errors import MachineError, UsageError
+from highwater.run.corpus import corpus_directory, tokenised
+from highwater.spec.protocols import TrialEndedError, unheard
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "highwater" / "corpora"
+
+
+def test_a_corpus_is_made_in_the_cache_by_a_process_that_says_what_it_does(
+    cache: Path, tmp_path: Path
+) -> None:
+    data = write_lines(tmp_path / "d.jsonl", [{"text": "été"}, {"text": "b"}])
+    told: list[str] = []
+    summary = tokenised(order(data), on_phase=told.append)
+    assert Path(summary.directory) == cache / summary.digest
+    assert list(cache.iterdir()) == [Path(summary.directory)]
+    assert ids_of(open_corpus(summary.directory)) == [[*"été".encode(), 256], [98, 256]]
+    assert told
+
+
+def test_what_it_refuses_is_raised_as_it_was_said(cache: Path, tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "d.jsonl", [{"text": "a"}, {"text": 7}])
+    with pytest.raises(UsageError, match=r"^d\.jsonl:2: `text` is not a text: 7") as refused:
+        tokenised(order(data))
+    assert refused.value.hint == 'for example `{"text": "some text"}`'
+    assert not list(cache.iterdir())
+
+
+def test_what_a_users_function_raises_is_told_with_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "strict_judge.py").write_text("def judge(**_):\n    raise RuntimeError('no')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    data = write_lines(tmp_path / "d.jsonl", [{"prompt": "a", "response": "b"}])
+    with pytest.raises(MachineError, match=r"RuntimeError: no .*d\.jsonl:1"):
+        tokenised(order(data, objective="ppo", reward="strict_judge:judge"))
+
+
+def test_nothing_is_left_of_one_that_is_ended(cache: Path, tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "d.jsonl", [{"text": "a" * 99}] * 400_000)
+    ended = threading.Event()
+
+    def end_soon(phase: str) -> None:
+        if phase.startswith("tokenising"):
+            ended.set()
+
+    with pytest.raises(TrialEndedError):
+        tokenised(order(data), on_phase=end_soon, ended=ended)
+    assert not list(cache.iterdir())
+    assert not [each for each in psutil.Process().children(recursive=True) if each.is_running()]
+
+
+def test_a_cache_that_cannot_be_written_is_the_machines(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(MachineError, match="no corpus can be made in") as refused:
+        tokenised(order(tmp_path), on_phase=unheard)
+    assert "export XDG_CACHE_HOME" in refused.value.hint
+
+
+def test_corpora_lie_where_the_environment_says() -> None:
+    assert corpus_directory({"XDG_CACHE_HOME": "/x"}) == Path("/x/highwater/corpora")
+    assert corpus_directory({}) == Path.home() / ".cache" / "highwater" / "corpora"

@@ -1,0 +1,457 @@
+"""Records become the tokens that transformers' own chat templates and TRL give, and what is trained
+is what the assistant says, exactly, or it is refused.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the data plane needs the train extra")
+
+from corpora import (
+    BEGIN,
+    CHATML,
+    COUNTING,
+    END,
+    END_TURN,
+    MARKED,
+    THINKING,
+    ids_of,
+    made,
+    trained_of,
+    write_lines,
+    write_tokenizer,
+)
+from transformers import AutoTokenizer
+
+from highwater.engine.corpus.data_files import data_files
+from highwater.engine.corpus.readers import records
+from highwater.engine.corpus.render_processes import PlacedRecord, rendered
+from highwater.engine.corpus.rendering import Rendering, supervised
+from highwater.engine.corpus.text_tokens import Tokenizer
+from highwater.errors import HighwaterError, UsageError
+
+CHAT = [
+    {"role": "system", "content": "Answer questions."},
+    {"role": "user", "content": "What is one and one?"},
+    {"role": "assistant", "content": "It is two."},
+    {"role": "user", "content": "Why?"},
+    {"role": "assistant", "content": "Because."},
+]
+
+
+@pytest.fixture(scope="module")
+def chatml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("chatml"))
+
+
+def opened(directory: Path) -> Any:
+    return AutoTokenizer.from_pretrained(directory)
+
+
+def plain(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_a_text_is_trained_whole_with_an_end_and_no_tokenizer_cuts_or_pads_it(
+    chatml: Path, tmp_path: Path
+) -> None:
+    text = "the cat sat on the mat and the dog ran after the cat over the hill"
+    corpus = made(tmp_path, write_lines(tmp_path / "d.jsonl", [{"text": text}]), tokenizer=chatml)
+    tokenizer = opened(chatml)
+    expected = [*plain(tokenizer, text), tokenizer.eos_token_id]
+    assert len(expected) > 16
+    assert ids_of(corpus) == trained_of(corpus) == [expected]
+
+
+def test_a_text_that_ends_with_the_end_gets_no_other(chatml: Path, tmp_path: Path) -> None:
+    texts = [{"text": f"the cat{END}"}, {"text": "the cat"}]
+    corpus = made(tmp_path, write_lines(tmp_path / "d.jsonl", texts), tokenizer=chatml)
+    first, second = ids_of(corpus)
+    assert first == second
+
+
+def test_what_a_tokenizer_puts_before_a_text_is_there_and_its_end_once(tmp_path: Path) -> None:
+    directory = write_tokenizer(tmp_path / "tokenizer", begins=True)
+    records = [{"text": "the cat"}, {"prompt": "the cat", "completion": " sat"}]
+    corpus = made(tmp_path, write_lines(tmp_path / "d.jsonl", records), tokenizer=directory)
+    tokenizer = opened(directory)
+    begin, end = (tokenizer.convert_tokens_to_ids(token) for token in (BEGIN, END))
+    assert ids_of(corpus)[0] == tokenizer("the cat")["input_ids"]
+    assert ids_of(corpus)[1] == [begin, *plain(tokenizer, "the cat sat"), end]
+    assert trained_of(corpus)[1] == [*plain(tokenizer, " sat"), end]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["prefixes", "marks"])
+def test_a_conversation_is_what_the_chat_template_makes_of_it(
+    template: str, tmp_path: Path
+) -> None:
+    directory = write_tokenizer(tmp_path / "tokenizer", template)
+    data = write_lines(tmp_path / "d.jsonl", [{"messages": CHAT}])
+    corpus = made(tmp_path, data, tokenizer=directory)
+    expected = opened(directory).apply_chat_template(CHAT, return_dict=True)["input_ids"]
+    assert ids_of(corpus) == [expected]
+
+
+def test_marked_turns_are_those_of_transformers_own_mask(tmp_path: Path) -> None:
+    directory = write_tokenizer(tmp_path / "tokenizer", MARKED)
+    data = write_lines(tmp_path / "d.jsonl", [{"messages": CHAT}])
+    corpus = made(tmp_path, data, tokenizer=directory)
+    given = opened(directory).apply_chat_template(
+        CHAT, return_dict=True, return_assistant_tokens_mask=True
+    )
+    mask = given["assistant_masks"]
+    trained = [token for token, is_it in zip(given["input_ids"], mask, strict=True) if is_it]
+    assert trained
+    assert trained_of(corpus) == [trained]
+
+
+def test_turns_found_by_prefixes_are_the_answers_with_their_ends(
+    chatml: Path, tmp_path: Path
+) -> None:
+    data = write_lines(tmp_path / "d.jsonl", [{"messages": CHAT}])
+    corpus = made(tmp_path, data, tokenizer=chatml)
+    tokenizer = opened(chatml)
+    assert tokenizer.decode(trained_of(corpus)[0]) == (
+        f"It is two.{END_TURN}\nBecause.{END_TURN}\n"
+    )
+
+
+def test_turns_are_found_where_the_template_writes_the_last_one_otherwise(tmp_path: Path) -> None:
+    directory = write_tokenizer(tmp_path / "tokenizer", THINKING)
+    data = write_lines(tmp_path / "d.jsonl", [{"messages": CHAT}])
+    corpus = made(tmp_path, data, tokenizer=directory)
+    assert opened(directory).decode(trained_of(corpus)[0]) == (
+        f"It is two.{END_TURN}\n<think>\n\n</think>\n\nBecause.{END_TURN}\n"
+    )
+
+
+def test_a_template_whose_turns_cannot_be_proven_is_refused_and_the_hint_works(
+    tmp_path: Path,
+) -> None:
+    directory = write_tokenizer(tmp_path / "tokenizer", COUNTING)
+    data = write_lines(tmp_path / "d.jsonl", [{"messages": CHAT}])
+    with pytest.raises(UsageError, match=r"^d\.jsonl:1: where message 3") as refused:
+        made(tmp_path, data, tokenizer=directory)
+    assert "`--trained all`" in refused.value.hint
+    corpus = made(tmp_path, data, tokenizer=directory, trained="all")
+    assert ids_of(corpus) == trained_of(corpus)
+    assert ids_of(corpus)[0] == opened(directory).apply_chat_template(CHAT)["input_ids"]
+
+
+def test_sharegpt_conversations_are_the_same_as_messages(chatml: Path, tmp_path: Path) -> None:
+    names = {"system": "system", "user": "human", "assistant": "gpt"}
+    told = [{"from": names[each["role"]], "value": each["content"]} for each in CHAT]
+    data = write_lines(tmp_path / "d.jsonl", [{"messages": CHAT}, {"conversations": told}])
+    first, second = ids_of(made(tmp_path, data, tokenizer=chatml))
+    assert first == second
+
+
+@pytest.mark.parametrize("name", ["completion", "response"])
+def test_of_a_prompt_and_its_completion_the_completion_is_trained(
+    name: str, chatml: Path, tmp_path: Path
+) -> None:
+    texts = {"prompt": "What is one and one?", name: " It is two."}
+    messages = {"prompt": CHAT[:2], name: CHAT[2:3]}
+    data = write_lines(tmp_path / "d.jsonl", [texts, messages])
+    corpus = made(tmp_path, data, tokenizer=chatml)
+    tokenizer = opened(chatml)
+    assert [tokenizer.decode(ids) for ids in trained_of(corpus)] == [
+        f" It is two.{END}",
+        f"It is two.{END_TURN}\n",
+    ]
+    assert ids_of(corpus)[1] == tokenizer.apply_chat_template(CHAT[:3])["input_ids"]
+    everything = made(tmp_path, data, tokenizer=chatml, trained="all")
+    assert trained_of(everything) == ids_of(everything) == ids_of(corpus)
+
+
+def test_a_prompt_is_what_a_model_is_given_even_where_a_token_would_reach_out_of_it(
+    chatml: Path, tmp_path: Path
+) -> None:
+    data = write_lines(tmp_path / "d.jsonl", [{"prompt": "over th", "completion": "e hill"}])
+    corpus = made(tmp_path, data, tokenizer=chatml)
+    tokenizer = opened(chatml)
+    assert plain(tokenizer, "over the hill") != plain(tokenizer, "over th") + plain(
+        tokenizer, "e hill"
+    )
+    assert ids_of(corpus)[0][:-1] == plain(tokenizer, "over th") + plain(tokenizer, "e hill")
+    assert "1 document a token would reach" in corpus.summary.notes[0]
+
+
+def test_a_tokenizer_that_adds_a_space_is_cut_where_its_tokens_end_or_refused(
+    tmp_path: Path,
+) -> None:
+    directory = write_tokenizer(tmp_path / "tokenizer", None, words=True)
+    tokenizer = opened(directory)
+    good = write_lines(tmp_path / "good.jsonl", [{"prompt": "the cat", "completion": " sat on"}])
+    corpus = made(tmp_path, good, tokenizer=directory)
+    assert ids_of(corpus)[0][:-1] == plain(tokenizer, "the cat sat on")
+    assert ids_of(corpus)[0][: -len(trained_of(corpus)[0])] == plain(tokenizer, "the cat")
+    bad = write_lines(tmp_path / "bad.jsonl", [{"prompt": "over th", "completion": "e hill"}])
+    with pytest.raises(UsageError, match=r"^bad\.jsonl:1: a token of .* spell another text"):
+        made(tmp_path, bad, tokenizer=directory)
+    everything = made(tmp_path, bad, tokenizer=directory, trained="all")
+    assert ids_of(everything)[0][:-1] == plain(tokenizer, "over the hill")
+
+
+def test_a_conversation_of_which_a_template_writes_nothing_is_left_out(tmp_path: Path) -> None:
+    directory = write_tokenizer(tmp_path / "tokenizer", "{{ '' }}")
+    data = write_lines(tmp_path / "d.jsonl", [{"messages": CHAT[:2]}, {"text": "the cat"}])
+    corpus = made(tmp_path, data, tokenizer=directory)
+    assert (corpus.summary.empty, corpus.summary.documents) == (1, 1)
+
+
+def test_a_prompt_that_is_no_beginning_of_its_answer_is_refused_in_pairs(tmp_path: Path) -> None:
+    directory = write_tokenizer(tmp_path / "tokenizer", COUNTING)
+    pair = {"chosen": CHAT[:3], "rejected": [*CHAT[:2], CHAT[4]]}
+    data = write_lines(tmp_path / "d.jsonl", [pair])
+    with pytest.raises(UsageError, match=r"^d\.jsonl:1: where message 3") as refused:
+        made(tmp_path, data, tokenizer=directory, objective="dpo")
+    assert "as texts" in refused.value.hint
+
+
+def test_ids_and_labels_are_taken_as_they_are(tmp_path: Path) -> None:
+    records = [{"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]}, {"input_ids": [1, 2]}]
+    corpus = made(tmp_path, write_lines(tmp_path / "d.jsonl", records))
+    assert ids_of(corpus) == [[5, 6, 7, 8], [1, 2]]
+    assert corpus.document(0).labels_L.tolist() == [-100, -100, 7, 8]
+    assert trained_of(corpus)[1] == [1, 2]
+
+
+def test_bytes_are_tokens_where_there_is_no_tokenizer(tmp_path: Path) -> None:
+    records = [{"text": "été"}, {"prompt": "a", "completion": "b"}]
+    corpus = made(tmp_path, write_lines(tmp_path / "d.jsonl", records), vocab_size=257)
+    assert ids_of(corpus) == [[*"été".encode(), 256], [97, 98, 256]]
+    assert trained_of(corpus)[1] == [98, 256]
+    assert corpus.summary.tokenizer == "bytes"
+    with pytest.raises(UsageError, match="257 with the end of a text"):
+        made(tmp_path, tmp_path / "d.jsonl", vocab_size=256)
+
+
+@pytest.mark.parametrize("objective", ["rw", "dpo"])
+def test_a_pair_is_chosen_then_rejected_with_the_prompt_untrained(
+    objective: str, chatml: Path, tmp_path: Path
+) -> None:
+    texts = {"prompt": "Why?", "chosen": " Because.", "rejected": " It is two."}
+    messages = {
+        "prompt": CHAT[:2],
+        "chosen": CHAT[2:3],
+        "rejected": [{"role": "assistant", "content": "Why?"}],
+    }
+    whole = {"chosen": CHAT[:3], "rejected": [*CHAT[:2], *messages["rejected"]]}
+    beside = {"prompt": "What is one and one?", **whole}
+    data = write_lines(tmp_path / "d.jsonl", [texts, messages, whole, beside])
+    corpus = made(tmp_path, data, tokenizer=chatml, objective=objective)
+    tokenizer = opened(chatml)
+    told = [tokenizer.decode(ids) for ids in trained_of(corpus)]
+    assert told[:2] == [f" Because.{END}", f" It is two.{END}"]
+    assert told[2:4] == [f"It is two.{END_TURN}\n", f"Why?{END_TURN}\n"]
+    assert ids_of(corpus)[2:4] == ids_of(corpus)[4:6] == ids_of(corpus)[6:8]
+    assert corpus.units.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert corpus.summary.units == 4
+
+
+def test_two_whole_texts_train_from_where_they_differ(chatml: Path, tmp_path: Path) -> None:
+    pair = {"chosen": "What is one? It is two.", "rejected": "What is one? Because."}
+    data = write_lines(tmp_path / "d.jsonl", [pair])
+    corpus = made(tmp_path, data, tokenizer=chatml, objective="dpo")
+    tokenizer = opened(chatml)
+    assert [tokenizer.decode(ids) for ids in ids_of(corpus)] == [
+        f"{pair['chosen']}{END}",
+        f"{pair['rejected']}{END}",
+    ]
+    assert [tokenizer.decode(ids) for ids in trained_of(corpus)] == [
+        f" It is two.{END}",
+        f" Because.{END}",
+    ]
+
+
+def test_rollouts_in_one_record_or_in_several_are_the_same(chatml: Path, tmp_path: Path) -> None:
+    together = [
+        {"prompt": "Why?", "responses": [" Because.", " It is two."], "rewards": [1.0, 0.25]},
+        {"prompt": CHAT[:2], "responses": ["It is two.", "Why?"], "rewards": [2, -1]},
+    ]
+    apart = [
+        {"prompt": each["prompt"], "response": response, "reward": reward, "group": number}
+        for number, each in enumerate(together)
+        for response, reward in zip(each["responses"], each["rewards"], strict=True)  # type: ignore[call-overload]
+    ]
+    scattered = [apart[0], apart[2], apart[1], apart[3]]
+    corpora = [
+        made(
+            tmp_path,
+            write_lines(tmp_path / f"{at}.jsonl", records),
+            tokenizer=chatml,
+            objective="grpo",
+        )
+        for at, records in enumerate((together, apart, scattered))
+    ]
+    for corpus in corpora:
+        assert ids_of(corpus) == ids_of(corpora[0])
+        assert trained_of(corpus) == trained_of(corpora[0])
+        documents = [corpus.document(number) for number in range(4)]
+        assert [document.reward for document in documents] == [1.0, 0.25, 2.0, -1.0]
+        assert [document.group for document in documents] == corpus.units.tolist() == [0, 0, 1, 1]
+        assert corpus.summary.units == 2
+    assert [corpora[2].name_of(number) for number in range(4)] == [
+        *("2.jsonl:1", "2.jsonl:3", "2.jsonl:2", "2.jsonl:4")
+    ]
+    tokenizer = opened(chatml)
+    assert tokenizer.decode(trained_of(corpora[0])[2]) == f"It is two.{END}"
+    begun = tokenizer.apply_chat_template(CHAT[:2], add_generation_prompt=True)["input_ids"]
+    assert ids_of(corpora[0])[2][: len(begun)] == begun
+
+
+def test_sampled_ids_and_their_logprobs_are_kept_to_the_bit(chatml: Path, tmp_path: Path) -> None:
+    record = {
+        "prompt": "Why?",
+        "response_ids": [[7, 8], [9]],
+        "logprobs": [[-0.5, -1.5], [-0.1]],
+        "rewards": [1, 0],
+    }
+    without = {"prompt": "Why?", "responses": [" Because."], "rewards": [0.5]}
+    data = write_lines(tmp_path / "d.jsonl", [record, without])
+    corpus = made(tmp_path, data, tokenizer=chatml, objective="grpo")
+    prompt = plain(opened(chatml), "Why?")
+    assert ids_of(corpus)[:2] == [[*prompt, 7, 8], [*prompt, 9]]
+    assert trained_of(corpus)[:2] == [[7, 8], [9]]
+    logprobs = corpus.document(0).old_logprobs_L
+    assert logprobs is not None
+    assert logprobs[-2:].tolist() == [-0.5, -1.5]
+    assert corpus.document(2).old_logprobs_L is None
+    assert "1 prompt with a single response" in corpus.summary.notes[0]
+
+
+def test_a_function_gives_the_rewards_and_ppo_has_units_of_one(
+    chatml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "judge_of_tests.py").write_text(
+        "def shortness(*, prompt, response, record):\n"
+        "    return record['weight'] / (len(prompt) + len(response))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    records = [{"prompt": "Why?", "response": "Because.", "weight": 6.0}]
+    corpus = made(
+        tmp_path,
+        write_lines(tmp_path / "d.jsonl", records),
+        tokenizer=chatml,
+        objective="ppo",
+        reward="judge_of_tests:shortness",
+    )
+    assert corpus.document(0).reward == 0.5
+    assert corpus.units.tolist() == [0]
+
+
+HOSTILE: list[tuple[str, dict[str, Any], str]] = [
+    ("sft", {"id": 3}, "no `text` among its fields: id"),
+    ("sft", {"text": 7}, "`text` is not a text: 7"),
+    ("sft", {"messages": []}, "`messages` is not a list of messages"),
+    ("sft", {"messages": [{"content": "hi"}]}, "a `role` and a `content`"),
+    ("sft", {"messages": "hi"}, "`messages` is not a list of messages"),
+    ("sft", {"prompt": "a", "completion": CHAT[2:3]}, "a response of messages to a prompt"),
+    ("sft", {"input_ids": [1, 2.5]}, "not a list of whole numbers"),
+    ("sft", {"input_ids": [True, False]}, "not a list of numbers"),
+    ("sft", {"input_ids": [[1], [2, 3]]}, "not a list of numbers"),
+    ("sft", {"input_ids": [1, 512]}, "has 512, and the model knows the ids 0 to 511"),
+    ("sft", {"input_ids": [1, -1]}, "has -1, and the model"),
+    ("sft", {"input_ids": [1, 2**70]}, "`input_ids` is not a list of"),
+    ("sft", {"input_ids": [1, 2], "labels": [1]}, "`labels` are neither -100 nor"),
+    ("sft", {"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "`labels` are neither -100 nor"),
+    ("dpo", {"prompt": "a", "chosen": "b"}, "no `rejected` among its fields: prompt, chosen"),
+    ("dpo", {"chosen": "b", "rejected": CHAT}, "one is a text and one is messages"),
+    ("dpo", {"chosen": CHAT[:1], "rejected": CHAT[1:2]}, "no message in common"),
+    ("grpo", {"prompt": "a", "response": "b", "reward": 1.0}, "no `group`"),
+    ("grpo", {"prompt": "a", "response": "b", "group": 1}, "a response without a reward"),
+    ("grpo", {"prompt": "a", "responses": ["b"], "rewards": [1, 2]}, "has 2 values for 1 resp"),
+    ("grpo", {"prompt": "a", "responses": ["b"], "rewards": ["1"]}, "`reward` is not a finite"),
+    ("grpo", {"responses": ["b"], "rewards": [1]}, "no `prompt` among its fields"),
+    (
+        "ppo",
+        {"prompt": "a", "response": "b", "reward": 1, "logprobs": [-1.0]},
+        "`logprobs` without the tokens",
+    ),
+    (
+        "ppo",
+        {"prompt": "a", "response_ids": [4, 5], "reward": 1, "logprobs": [-1.0]},
+        "1 `logprobs` for 2 tokens",
+    ),
+]
+
+
+@pytest.mark.parametrize(("objective", "record", "problem"), HOSTILE)
+def test_a_record_that_cannot_be_trained_is_refused_by_its_line(
+    objective: str, record: dict[str, Any], problem: str, chatml: Path, tmp_path: Path
+) -> None:
+    data = write_lines(tmp_path / "d.jsonl", [record])
+    with pytest.raises(UsageError) as refused:
+        made(tmp_path, data, tokenizer=chatml, objective=objective)
+    assert refused.value.problem.startswith("d.jsonl:1: ")
+    assert problem in refused.value.problem
+    assert refused.value.hint
+
+
+def test_messages_without_a_template_and_a_foreign_tokenizer_are_refused(
+    chatml: Path, tmp_path: Path
+) -> None:
+    data = write_lines(tmp_path / "d.jsonl", [{"messages": CHAT}])
+    with pytest.raises(UsageError, match="no tokenizer, whose chat template"):
+        made(tmp_path, data)
+    with pytest.raises(UsageError, match="and the model knows the ids 0 to 99"):
+        made(tmp_path, data, tokenizer=chatml, vocab_size=100)
+    with pytest.raises(UsageError, match="no tokenizer can be opened"):
+        made(tmp_path, data, tokenizer=tmp_path)
+
+
+def test_what_a_users_function_raises_names_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "harsh_judge.py").write_text("def judge(**_):\n    raise RuntimeError('no')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    data = write_lines(tmp_path / "d.jsonl", [{"prompt": "a", "response": "b"}])
+    with pytest.raises(RuntimeError) as raised:
+        made(tmp_path, data, objective="ppo", reward="harsh_judge:judge")
+    assert raised.value.__notes__ == ["harsh_judge:judge was asked about d.jsonl:1"]
+    assert not isinstance(raised.value, HighwaterError)
+
+
+def rendered_by(processes: int, data: Path, tokenizer: Path) -> list[tuple[str, list[list[int]]]]:
+    rendering = Rendering(Tokenizer(tokenizer), vocab_size=512)
+    (file,) = data_files([str(data)]).files
+    placed = (PlacedRecord(0, record) for record in records(file))
+    render = supervised(rendering, trained="responses")
+    return [
+        (
+            each.record.name,
+            [document.ids_L.tolist() for unit in units for document in unit.documents],
+        )
+        for each, units in rendered(placed, render, processes=processes)
+    ]
+
+
+def test_any_number_of_processes_renders_the_same_in_the_same_order(
+    chatml: Path, tmp_path: Path
+) -> None:
+    chats = [
+        {"messages": [*CHAT[:2], {"role": "assistant", "content": "a" * n}]} for n in range(99)
+    ]
+    data = write_lines(tmp_path / "d.jsonl", chats)
+    assert rendered_by(2, data, chatml) == rendered_by(1, data, chatml)
+
+
+def test_of_several_refusals_the_first_in_the_data_is_told_by_any_number_of_processes(
+    chatml: Path, tmp_path: Path
+) -> None:
+    texts = [{"text": "the cat"}] * 70
+    data = write_lines(tmp_path / "d.jsonl", [*texts, {"text": 7}, *texts, {"text": 8}])
+    with data.open("a") as stream:
+        stream.write("{\n")  # read long before the others are rendered
+    for processes in (1, 2):
+        with pytest.raises(UsageError, match=r"^d\.jsonl:71: `text` is not a text: 7"):
+            rendered_by(processes, data, chatml)
+    broken = write_lines(tmp_path / "broken.jsonl", texts)
+    with broken.open("a") as stream:
+        stream.write("{\n")
+    for processes in (1, 2):
+        with pytest.raises(UsageError, match=r"^broken\.jsonl:71 is no record of JSON"):
+            rendered_by(processes, broken, chatml)

@@ -1,0 +1,392 @@
+"""A corpus is the same from every kind of file, whole or not there, and what cannot be read is
+refused by file and line.
+"""
+
+import errno
+import gzip
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the data plane needs the train extra")
+
+import datasets
+import pyarrow as pa
+from corpora import ids_of, made, order, trained_of, write_lines, write_tokenizer
+from pyarrow import parquet
+
+from highwater.engine.corpus.data_files import data_files
+from highwater.engine.corpus.readers import records
+from highwater.engine.corpus.store import CorpusWriter, open_corpus
+from highwater.engine.corpus.tokenise import tokenise
+from highwater.errors import HighwaterError, MachineError, UsageError
+
+RECORDS: list[dict[str, Any]] = [
+    {"prompt": f"What is {number}?", "completion": " A number" + "." * number, "id": number}
+    for number in range(7)
+]
+CHATS: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": text}]}
+    for text in ("Because.", "It is two.")
+]
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=3)
+    return path
+
+
+def write_packed(path: Path, rows: list[dict[str, Any]]) -> Path:
+    with gzip.open(path, "wt", encoding="utf-8") as stream:
+        stream.writelines(json.dumps(row) + "\n" for row in rows)
+    return path
+
+
+def save_dataset(path: Path, rows: list[dict[str, Any]]) -> Path:
+    datasets.Dataset.from_list(rows).with_format("numpy").save_to_disk(str(path))
+    return path
+
+
+def save_split(path: Path, rows: list[dict[str, Any]]) -> Path:
+    saved = datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)})
+    saved.save_to_disk(str(path))
+    return path
+
+
+def save_folder(path: Path, rows: list[dict[str, Any]]) -> Path:
+    (path / "deep").mkdir(parents=True)
+    write_lines(path / "a.json", rows[:2])
+    write_parquet(path / "deep" / "b.parquet", rows[2:4])
+    write_packed(path / "z.jsonl.gz", rows[4:])
+    (path / ".hidden.jsonl").write_text("{")
+    (path / "README.md").write_text("About these data.")
+    return path
+
+
+def save_arrow(path: Path, rows: list[dict[str, Any]]) -> Path:
+    saved = save_dataset(path.with_name("saved"), rows)
+    shutil.copyfile(next(saved.glob("*.arrow")), path)
+    return path
+
+
+KINDS: dict[str, Callable[[Path, list[dict[str, Any]]], Path]] = {
+    "d.json": write_lines,
+    "d.jsonl.gz": write_packed,
+    "d.parquet": write_parquet,
+    "d.arrow": save_arrow,
+    "saved": save_dataset,
+    "splits": save_split,
+    "folder": save_folder,
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_file_gives_the_same_corpus(name: str, tmp_path: Path) -> None:
+    told = made(tmp_path, write_lines(tmp_path / "told.jsonl", RECORDS))
+    corpus = made(tmp_path, KINDS[name](tmp_path / name, RECORDS))
+    assert ids_of(corpus) == ids_of(told)
+    assert trained_of(corpus) == trained_of(told)
+    assert corpus.lengths.tolist() == told.lengths.tolist()
+
+
+def test_messages_of_a_table_are_those_of_lines(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+    chats = [
+        *CHATS,
+        {"messages": [*CHATS[0]["messages"][:1], {"role": "assistant", "content": ""}]},
+    ]
+    chats[0]["messages"][0]["name"] = "somebody"  # None in the other rows of a table
+    lines = made(tmp_path, write_lines(tmp_path / "d.jsonl", chats), tokenizer=tokenizer)
+    table = made(tmp_path, write_parquet(tmp_path / "d.parquet", chats), tokenizer=tokenizer)
+    saved = made(tmp_path, save_dataset(tmp_path / "saved", chats), tokenizer=tokenizer)
+    assert ids_of(lines) == ids_of(table) == ids_of(saved)
+    assert trained_of(lines) == trained_of(table) == trained_of(saved)
+
+
+def test_texts_are_a_document_a_file_in_order_of_their_names(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    (folder / "b").mkdir(parents=True)
+    (folder / "b" / "1.md").write_bytes(b"\xef\xbb\xbfsecond\r\n")
+    (folder / "a.txt").write_text("first")
+    (folder / "c.rst").write_text("")
+    with gzip.open(folder / "d.txt.gz", "wb") as stream:
+        stream.write(b"fourth")
+    corpus = made(tmp_path, folder)
+    assert ids_of(corpus) == [[*text, 256] for text in (b"first", b"second\r\n", b"fourth")]
+    assert [corpus.name_of(number) for number in range(3)] == [
+        *("texts/a.txt:1", "texts/b/1.md:1", "texts/d.txt.gz:1")
+    ]
+    assert corpus.summary.empty == 1
+
+
+def test_texts_beside_records_are_named_and_not_trained(tmp_path: Path) -> None:
+    corpus = made(tmp_path, save_folder(tmp_path / "data", RECORDS))
+    assert corpus.summary.documents == len(RECORDS)
+    assert "data/README.md" in corpus.summary.notes[0]
+
+
+def test_a_document_knows_its_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('\ufeff{"text": "a"}\n\n{"text": ""}\n{"text": "b"}', encoding="utf-8")
+    corpus = made(tmp_path, path)
+    assert [corpus.name_of(number) for number in range(2)] == ["d.jsonl:1", "d.jsonl:4"]
+    assert corpus.summary.empty == 1
+
+
+def test_files_of_one_name_are_named_whole(tmp_path: Path) -> None:
+    paths = []
+    for folder in ("one", "other"):
+        (tmp_path / folder).mkdir()
+        paths.append(write_lines(tmp_path / folder / "d.jsonl", [{"text": folder}]))
+    corpus = made(tmp_path, paths)
+    assert [corpus.name_of(number) for number in range(2)] == [f"{path}:1" for path in paths]
+
+
+def test_long_documents_are_cut_split_or_refused_and_counted(tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "d.jsonl", [{"text": "abcdefgh"}, {"text": "xy"}])
+    cut = made(tmp_path, data, length_tokens=4)
+    assert ids_of(cut) == [[*b"abcd"], [*b"xy", 256]]
+    assert (cut.summary.truncated, cut.summary.truncated_tokens) == (1, 5)
+    split = made(tmp_path, data, length_tokens=4, long_documents="split")
+    # The ninth token, the end, would be a piece of one token, of which none can be predicted.
+    assert ids_of(split) == [[*b"abcd"], [*b"efgh"], [*b"xy", 256]]
+    assert (split.summary.split, split.summary.documents, split.summary.units) == (1, 3, 3)
+    assert split.summary.lengths == ((4, 3),)
+    with pytest.raises(UsageError, match=r"^d\.jsonl:1: 9 tokens, and 4") as refused:
+        made(tmp_path, data, length_tokens=4, long_documents="refuse")
+    assert "`--length 9`" in refused.value.hint
+    assert made(tmp_path, data, length_tokens=9, long_documents="refuse").summary.documents == 2
+
+
+def test_a_pair_or_a_rollout_is_cut_each_and_a_pair_without_a_response_left_out(
+    tmp_path: Path,
+) -> None:
+    pairs = [
+        {"prompt": "ab", "chosen": "cdefgh", "rejected": "x"},
+        {"prompt": "abcdefgh", "chosen": "i", "rejected": "j"},
+    ]
+    data = write_lines(tmp_path / "pairs.jsonl", pairs)
+    corpus = made(tmp_path, data, objective="dpo", length_tokens=5)
+    assert ids_of(corpus) == [[*b"abcde"], [*b"abx", 256]]
+    assert (corpus.summary.truncated, corpus.summary.empty, corpus.summary.units) == (3, 1, 1)
+    group = {"prompt": "ab", "responses": ["cdefgh", "x"], "rewards": [1, 0]}
+    data = write_lines(tmp_path / "group.jsonl", [group])
+    corpus = made(tmp_path, data, objective="grpo", length_tokens=5)
+    assert ids_of(corpus) == [[*b"abcde"], [*b"abx", 256]]
+
+
+@pytest.mark.parametrize("objective", ["sft", "dpo"])
+def test_where_nothing_is_left_to_train_the_hint_says_what_leaves_some(
+    objective: str, tmp_path: Path
+) -> None:
+    record = {"prompt": "abcdefgh", "completion": "i", "chosen": "i", "rejected": "j"}
+    data = write_lines(tmp_path / "d.jsonl", [record])
+    with pytest.raises(UsageError, match="nothing to train on") as refused:
+        made(tmp_path, data, objective=objective, length_tokens=5)
+    assert commands_in(refused.value)[0] == "--length 10"
+    assert made(tmp_path, data, objective=objective, length_tokens=10).summary.documents
+    ids = {"input_ids": [1, 2, 3], "labels": [-100] * 3}
+    data = write_lines(tmp_path / "untrained.jsonl", [ids])
+    with pytest.raises(UsageError, match="nothing to train on") as refused:
+        made(tmp_path, data)
+    assert commands_in(refused.value) == ["--trained all"]
+    assert made(tmp_path, data, trained="all").summary.documents == 1
+
+
+@pytest.mark.parametrize("objective", ["grpo", "ppo", "dpo", "rw"])
+def test_only_supervised_documents_are_split_or_trained_whole(
+    objective: str, tmp_path: Path
+) -> None:
+    for choices in ({"long_documents": "split"}, {"trained": "all"}):
+        with pytest.raises(UsageError):
+            order(tmp_path, objective=objective, **choices)
+
+
+def test_the_same_order_is_made_once_and_another_is_another(tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "d.jsonl", RECORDS)
+    first = made(tmp_path, data)
+    written = (Path(first.summary.directory) / "ids.bin").stat()
+    assert made(tmp_path, data).summary == first.summary
+    assert (Path(first.summary.directory) / "ids.bin").stat().st_mtime_ns == written.st_mtime_ns
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    moved = made(tmp_path, Path(shutil.copy(data, elsewhere)))
+    assert moved.summary.digest == first.summary.digest
+    others = [
+        made(tmp_path, data, **choices).summary.digest
+        for choices in ({"length_tokens": 16}, {"trained": "all"}, {"vocab_size": 300})
+    ]
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+    others.append(made(tmp_path, data, tokenizer=tokenizer).summary.digest)
+    write_tokenizer(tmp_path / "tokenizer", "{{ messages[0]['content'] }}")
+    others.append(made(tmp_path, data, tokenizer=tokenizer).summary.digest)
+    write_lines(data, RECORDS[1:])
+    others.append(made(tmp_path, data).summary.digest)
+    assert len({*others, first.summary.digest}) == len(others) + 1
+
+
+def test_large_vocabularies_have_larger_ids(tmp_path: Path) -> None:
+    records = [{"input_ids": [1, 99_999, 65_536]}]
+    data = write_lines(tmp_path / "d.jsonl", records)
+    corpus = made(tmp_path, data, vocab_size=100_000)
+    assert ids_of(corpus) == [[1, 99_999, 65_536]]
+    small = made(tmp_path, write_lines(data, [{"input_ids": [1, 65_535]}]), vocab_size=65_536)
+    assert ids_of(small) == [[1, 65_535]]
+
+
+def test_a_damaged_corpus_is_refused_and_the_hint_makes_room_for_another(tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "d.jsonl", RECORDS)
+    for name in ("ids.bin", "trained.bin", "offsets.bin", "corpus.json", "names.json"):
+        folder = Path(made(tmp_path, data).summary.directory)
+        broken = folder / name
+        os.truncate(broken, broken.stat().st_size - 1)
+        with pytest.raises(UsageError, match=r"damaged: .*") as refused:
+            made(tmp_path, data)
+        assert f"`rm -r {folder}`" in refused.value.hint
+        shutil.rmtree(folder)
+    assert made(tmp_path, data).summary.documents == len(RECORDS)
+
+
+def test_nothing_is_left_of_a_corpus_that_could_not_be_made(tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "d.jsonl", [*RECORDS, {"text": 7}])
+    with pytest.raises(UsageError):
+        made(tmp_path, data)
+    assert not list((tmp_path / "corpora").iterdir())
+    assert not list((tmp_path / "scratch-0").iterdir())
+
+
+def test_a_full_disk_is_the_machines_refusal(tmp_path: Path) -> None:
+    """``/dev/full`` is a disk that is full: the first of its files that is written there fails."""
+    writer = CorpusWriter(tmp_path / "corpus", vocab_size=300)
+    corpus = made(tmp_path, write_lines(tmp_path / "d.jsonl", RECORDS))
+
+    def write() -> None:
+        with writer:
+            (tmp_path / "corpus" / "corpus.json").symlink_to("/dev/full")
+            writer.finish(corpus.summary, ["d.jsonl"])
+
+    with pytest.raises(MachineError, match=os.strerror(errno.ENOSPC)) as refused:
+        write()
+    assert "export XDG_CACHE_HOME" in refused.value.hint
+    assert not (tmp_path / "corpus").exists()
+
+
+def test_two_that_make_the_same_corpus_at_once_have_one(tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "d.jsonl", RECORDS)
+
+    def another_is_faster(phase: str) -> None:
+        if phase.startswith("writing"):
+            made(tmp_path, data)
+
+    scratch = tmp_path / "slow"
+    scratch.mkdir()
+    summary = tokenise(
+        order(data), tmp_path / "corpora", scratch=scratch, on_phase=another_is_faster
+    )
+    assert open_corpus(summary.directory).summary == summary
+
+
+HOSTILE: list[tuple[str, bytes, str, str]] = [
+    ("d.jsonl", b'{"text": "a"}\n{"text": ', "d.jsonl:2 is no record of JSON", "sed -n 2p"),
+    ("d.jsonl", b'{"text": "a"}\n"b"\n', "d.jsonl:2 is no record of JSON", "sed -n 2p"),
+    ("d.jsonl", b'{"text": NaN}\n', "d.jsonl:1 is no record of JSON", "sed -n 1p"),
+    ("d.jsonl", b'{"a": ' + b"[" * 9999 + b"\n", "d.jsonl:1 is no record of JSON", "sed -n 1p"),
+    ("d.jsonl", b'{"text": "\\ud800"}\n', "d.jsonl:1 is no record of JSON", "sed -n 1p"),
+    ("d.json", b'[{"text": "a"},\n{"text": "b"}]', "d.json:1 is a list", "json.load(sys.stdin)"),
+    ("d.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', "d.jsonl:2 is not UTF-8", "iconv"),
+    ("d.txt", b"\xe9t\xe9", "d.txt is not UTF-8: the byte 0xe9 at 0", "iconv"),
+    ("d.jsonl", b"", "d.jsonl has no record", "leave the file out"),
+    ("d.jsonl", b"\n\n", "d.jsonl has no record", "leave the file out"),
+    ("d.txt", b"", "nothing to train on", "name data with text in it"),
+    ("d.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99)[:-9], "cannot be unpacked", "gzip -t"),
+    ("d.jsonl.gz", b'{"text": "a"}\n', "d.jsonl.gz:1 cannot be unpacked", "gzip -t"),
+    ("d.parquet", b"PAR1" + bytes(99), "d.parquet:1 cannot be read", "copy the file anew"),
+    ("d.arrow", bytes(99), "d.arrow:1 cannot be read", "copy the file anew"),
+    ("d.csv", b"text\na\n", "of no kind that is read", ".jsonl"),
+    ("d.parquet.gz", b"", "of no kind that is read", ".jsonl"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "problem", "hint"), HOSTILE)
+def test_a_file_that_cannot_be_read_is_refused_by_name_and_line(
+    name: str, content: bytes, problem: str, hint: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(UsageError) as refused:
+        made(tmp_path, path)
+    assert problem in refused.value.problem
+    assert hint in refused.value.hint
+
+
+def commands_in(error: HighwaterError) -> list[str]:
+    return error.hint.split("`")[1::2]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("d.json", b'[{"text": "\\u00e9t\\u00e9"},\n{"text": "b"}]'),
+        ("d e.json.gz", gzip.compress(b'[{"text": "\\u00e9t\\u00e9"}, {"text": "b"}]')),
+        ("d.jsonl", '{"text": "été"}\n{"text": "b"}\n'.encode("latin1")),
+        ("d.jsonl.gz", gzip.compress('{"text": "été"}\n{"text": "b"}\n'.encode("latin1"))),
+    ],
+)
+def test_what_the_hint_writes_can_be_read(
+    name: str, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(UsageError) as refused:
+        made(tmp_path, path)
+    (command,) = commands_in(refused.value)
+    (tmp_path / "mended").mkdir()
+    monkeypatch.chdir(tmp_path / "mended")
+    assert os.system(command) == 0  # noqa: S605 -- a hint, as somebody types it
+    (written,) = (tmp_path / "mended").iterdir()
+    assert ids_of(made(tmp_path, written)) == [[*"été".encode(), 256], [98, 256]]
+
+
+def test_paths_that_hold_nothing_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no data at"):
+        made(tmp_path, tmp_path / "nowhere.jsonl")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="has no file of records or text"):
+        made(tmp_path, tmp_path / "empty")
+    both = datasets.Dataset.from_list(RECORDS)
+    datasets.DatasetDict({"train": both, "test": both}).save_to_disk(str(tmp_path / "both"))
+    with pytest.raises(UsageError, match="2 splits: test, train") as refused:
+        made(tmp_path, tmp_path / "both")
+    assert commands_in(refused.value) == [f"--data {tmp_path / 'both' / 'train'}"]
+    assert made(tmp_path, tmp_path / "both" / "train").summary.documents == len(RECORDS)
+
+
+@pytest.mark.parametrize(("name", "package"), [("d.parquet", "pyarrow"), ("saved", "datasets")])
+def test_a_package_that_is_missing_is_named_with_what_installs_it(
+    name: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = KINDS[name](tmp_path / name, RECORDS)
+    from highwater.engine.corpus import readers
+
+    def found(asked: str) -> object | None:
+        return None if asked == package else object()
+
+    monkeypatch.setattr(readers, "find_spec", found)
+    with pytest.raises(UsageError, match=f"read by {package}, which is not installed") as refused:
+        made(tmp_path, path)
+    assert commands_in(refused.value) == [f"pip install {package}"]
+
+
+def test_a_table_is_read_a_few_rows_at_a_time(tmp_path: Path) -> None:
+    rows = [{"text": "x" * 1000, "number": number} for number in range(3000)]
+    (file,) = data_files([str(write_parquet(tmp_path / "d.parquet", rows))]).files
+    read = records(file)
+    allocated = pa.total_allocated_bytes()
+    for record, _ in zip(read, range(2000), strict=False):
+        assert record.fields["number"] == record.row - 1
+    assert pa.total_allocated_bytes() - allocated < 2 * len(rows) * 1000

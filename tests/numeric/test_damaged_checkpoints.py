@@ -1,0 +1,297 @@
+"""A damaged checkpoint is refused by the name of its file, with one that works in the hint; it
+never runs code. What is kept and removed of a run's checkpoints is what was written there.
+"""
+
+import json
+import pickle
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+
+from run_folders import (
+    EVALUATIONS,
+    approve,
+    are_equal,
+    copied,
+    numbers_of,
+    state,
+    step_of,
+    trained_and_saved,
+    training,
+)
+
+from highwater.engine.checkpoint import load_sharded, save_sharded
+from highwater.engine.run_checkpoints import RunCheckpoints
+from highwater.engine.step import Training
+from highwater.errors import UsageError
+from highwater.parallel import mesh as process_mesh
+
+BEST, LATEST = "step-000002", "step-000003"
+FILES = ("model/__0_0.distcp", "model/.metadata", "model/index.json", "state.json", "manifest.json")
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[None]:
+    with process_mesh.alone(torch.device("cpu")):
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(
+    alone: None, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[int, list["torch.Tensor"]]]:
+    """A run's folder, and what was saved by step."""
+    folder = tmp_path_factory.mktemp("run")
+    return folder, dict(trained_and_saved(folder))
+
+
+@pytest.fixture(scope="module")
+def own(alone: None, tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """A training that loads them, one after the other."""
+    return training(tmp_path_factory.mktemp("own") / "model")
+
+
+def names(checkpoints: Path) -> set[str]:
+    return {path.name for path in checkpoints.iterdir()}
+
+
+def half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def without_last_byte(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 4
+    path.write_bytes(content)
+
+
+def garbage(path: Path) -> None:
+    path.write_bytes(b"\x00" * path.stat().st_size)
+
+
+def test_the_latest_and_the_best_are_kept_and_the_best_is_named(
+    run: tuple[Path, Any], own: Training
+) -> None:
+    folder, saved = run
+    assert names(folder / "checkpoints") == {BEST, LATEST, "best.json"}
+    best = json.loads((folder / "checkpoints" / "best.json").read_text())
+    assert best == {"checkpoint": BEST, "step": 2, "loss": 1.0}
+    found = RunCheckpoints(folder).resume(own)
+    assert found == state(3)
+    assert are_equal(numbers_of(own), saved[3])
+    rates = {group["lr"] for group in own.optimizer.param_groups}
+    assert rates == {0.01}
+
+
+@pytest.mark.parametrize("damage", [half, without_last_byte, flipped, garbage, Path.unlink])
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file_is_named_and_the_hint_goes_on_from_the_checkpoint_before(
+    run: tuple[Path, Any],
+    own: Training,
+    tmp_path: Path,
+    name: str,
+    damage: Callable[[Path], object],
+) -> None:
+    checkpoints = copied(run[0], tmp_path / "run")
+    damage(checkpoints / LATEST / name)
+    of_run = RunCheckpoints(tmp_path / "run")
+    with pytest.raises(UsageError) as refused:
+        of_run.resume(own)
+    assert refused.value.problem.startswith(f"{checkpoints / LATEST / name} is damaged: ")
+    found = re.search(r"`--resume-from (\S+)`", refused.value.hint)
+    assert found is not None
+    resumed = of_run.resume(own, checkpoint=found[1])
+    assert resumed == state(2)
+    assert are_equal(numbers_of(own), run[1][2])
+    assert names(checkpoints) == {BEST, f"{LATEST}.set-aside", "best.json"}
+    assert of_run.resume(own) == state(2), "the one that was set aside is out of the way"
+    step_of(own, 3)
+    of_run.save(own, state(3))
+    assert names(checkpoints) == {BEST, LATEST, f"{LATEST}.set-aside", "best.json"}
+
+
+def test_where_no_checkpoint_is_whole_the_hint_begins_anew(
+    run: tuple[Path, Any], own: Training, tmp_path: Path
+) -> None:
+    checkpoints = copied(run[0], tmp_path / "run")
+    for name in (BEST, LATEST):
+        flipped(checkpoints / name / "model" / "index.json")
+    of_run = RunCheckpoints(tmp_path / "run")
+    with pytest.raises(UsageError, match=f"{LATEST}/model/index.json is damaged") as refused:
+        of_run.resume(own)
+    _, here, there = shlex.split(refused.value.hint.split("`")[1])
+    Path(here).rename(there)
+    assert of_run.resume(own) is None
+    of_run.save(own, state(3))
+    assert of_run.resume(own) == state(3)
+
+
+class Harmful:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_a_file_of_metadata_that_runs_code_runs_none(
+    run: tuple[Path, Any], own: Training, tmp_path: Path
+) -> None:
+    checkpoints = copied(run[0], tmp_path / "run")
+    metadata = checkpoints / LATEST / "model" / ".metadata"
+    metadata.write_bytes(pickle.dumps(Harmful(tmp_path / "harm")))
+    approve(checkpoints / LATEST)
+    assert RunCheckpoints(tmp_path / "run").resume(own) == state(3)
+    assert not (tmp_path / "harm").exists()
+
+
+def test_a_shard_that_runs_code_is_refused_and_runs_none(
+    run: tuple[Path, Any], own: Training, tmp_path: Path
+) -> None:
+    checkpoints = copied(run[0], tmp_path / "run")
+    folder = checkpoints / LATEST / "model"
+    torch.save(Harmful(tmp_path / "harm"), folder / "__0_0.distcp")
+    index = json.loads((folder / "index.json").read_text())
+    for tensor in index["tensors"].values():
+        for piece in tensor["pieces"]:
+            size = (folder / "__0_0.distcp").stat().st_size
+            piece |= {"start_bytes": 0, "length_bytes": size}
+    (folder / "index.json").write_text(json.dumps(index))
+    approve(checkpoints / LATEST)
+    with pytest.raises(UsageError, match=r"__0_0\.distcp cannot be read"):
+        RunCheckpoints(tmp_path / "run").resume(own)
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize("outside", ["../../secret", "/etc/passwd", ".."])
+def test_an_index_that_names_a_file_elsewhere_is_refused(
+    run: tuple[Path, Any], own: Training, tmp_path: Path, outside: str
+) -> None:
+    checkpoints = copied(run[0], tmp_path / "run")
+    index = checkpoints / LATEST / "model" / "index.json"
+    index.write_text(index.read_text().replace("__0_0.distcp", outside))
+    approve(checkpoints / LATEST)
+    with pytest.raises(UsageError, match=r"index\.json cannot be read: it names"):
+        RunCheckpoints(tmp_path / "run").resume(own)
+
+
+def test_a_state_that_is_none_is_refused_whatever_its_checksum(
+    run: tuple[Path, Any], own: Training, tmp_path: Path
+) -> None:
+    checkpoints = copied(run[0], tmp_path / "run")
+    path = checkpoints / LATEST / "state.json"
+    for text in ("{}", "[]", '{"step": 3', path.read_text().replace('"step":3', '"step":4')):
+        path.write_text(text)
+        approve(checkpoints / LATEST)
+        with pytest.raises(UsageError, match=re.escape(f"{path} is damaged")):
+            RunCheckpoints(tmp_path / "run").resume(own)
+
+
+def test_shards_without_a_manifest_are_refused_where_they_are_cut_short(
+    own: Training, tmp_path: Path
+) -> None:
+    how: Any = (own.policy, own.optimizer, tmp_path / "shards")
+    save_sharded(*how, mesh=own.mesh)
+    half(tmp_path / "shards" / "__0_0.distcp")
+    with pytest.raises(UsageError, match=r"__0_0\.distcp cannot be read"):
+        load_sharded(*how, mesh=own.mesh)
+
+
+@pytest.mark.parametrize("lacking", ["model", "optimizer"])
+def test_another_models_checkpoint_is_refused(
+    run: tuple[Path, Any], own: Training, tmp_path: Path, lacking: str
+) -> None:
+    checkpoints = copied(run[0], tmp_path / "run")
+    index = checkpoints / LATEST / "model" / "index.json"
+    content = json.loads(index.read_text())
+    name = next(name for name in content["tensors"] if name.startswith(f"{lacking}."))
+    del content["tensors"][name]
+    index.write_text(json.dumps(content))
+    approve(checkpoints / LATEST)
+    with pytest.raises(UsageError, match="was saved of another model"):
+        RunCheckpoints(tmp_path / "run").resume(own)
+
+
+def test_what_a_killed_save_left_is_removed_and_a_users_files_never_are(
+    run: tuple[Path, Any], own: Training, tmp_path: Path
+) -> None:
+    checkpoints = copied(run[0], tmp_path / "run")
+    of_run = RunCheckpoints(tmp_path / "run")
+    for name in ("step-000004.partial", "step-000007.partial"):
+        (checkpoints / name / "model").mkdir(parents=True)
+        (checkpoints / name / "model" / "__0_0.distcp").write_bytes(b"half")
+    mine = (
+        checkpoints / "step-000007.partial" / "notes.txt",
+        checkpoints / BEST / "notes.txt",
+        checkpoints / "step-1" / "notes.txt",
+        checkpoints / "notes.txt",
+    )
+    for path in mine:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    of_run.resume(own)
+    assert not (checkpoints / "step-000004.partial").exists()
+    of_run.save(own, state(4, evaluation_loss=0.5))
+    assert names(checkpoints) >= {"step-000004", BEST}, "one has a user's file in it"
+    assert LATEST not in names(checkpoints)
+    assert all(path.read_text() == "mine" for path in mine)
+    with pytest.raises(UsageError, match=r"step-000007\.partial is in the way") as refused:
+        of_run.save(own, state(7))
+    _, here, there = shlex.split(refused.value.hint.strip("`"))
+    Path(here).rename(there)
+    of_run.save(own, state(7))
+    assert of_run.latest() == checkpoints / "step-000007"
+
+
+def test_losses_over_other_evaluation_data_do_not_compare(
+    run: tuple[Path, Any], own: Training, tmp_path: Path
+) -> None:
+    copied(run[0], tmp_path / "run")
+    of_run = RunCheckpoints(tmp_path / "run")
+    of_run.resume(own)
+    of_run.save(own, state(4, evaluation_loss=9.0, evaluation_digest="other"))
+    best = of_run.best()
+    assert best is not None
+    assert (best.step, best.loss) == (4, 9.0)
+    assert names(of_run.folder) == {"step-000004", "best.json"}
+
+
+def test_a_step_is_saved_once_and_never_over_another_runs(
+    run: tuple[Path, Any], own: Training, tmp_path: Path
+) -> None:
+    checkpoints = copied(run[0], tmp_path / "run")
+    of_run = RunCheckpoints(tmp_path / "run")
+    of_run.resume(own)
+    before = (checkpoints / LATEST / "manifest.json").stat().st_mtime_ns
+    assert of_run.save(own, state(3)) == checkpoints / LATEST
+    assert (checkpoints / LATEST / "manifest.json").stat().st_mtime_ns == before
+    for other in (state(3, run_digest="another"), state(1)):
+        with pytest.raises(UsageError, match=f"{LATEST} is not of this run"):
+            of_run.save(own, other)
+    assert names(checkpoints) == {BEST, LATEST, "best.json"}
+    with pytest.raises(UsageError, match="no checkpoint 'step-000001'") as refused:
+        of_run.resume(own, checkpoint="step-000001")
+    assert of_run.resume(own, checkpoint=refused.value.hint.split()[2].strip("`")) == state(3)
+
+
+def test_checkpoints_that_were_never_evaluated_leave_the_latest_alone(
+    own: Training, tmp_path: Path
+) -> None:
+    of_run = RunCheckpoints(tmp_path)
+    assert (of_run.latest(), of_run.best(), of_run.resume(own)) == (None, None, None)
+    for step in EVALUATIONS:
+        of_run.save(own, state(step, evaluation_loss=None))
+        assert names(of_run.folder) == {f"step-{step:06}"}
+    assert of_run.best() is None

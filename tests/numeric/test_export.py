@@ -1,0 +1,220 @@
+"""What a training exports loads in transformers or peft, and computes what the engine does."""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from highwater.engine.assemble import assemble
+from highwater.engine.data import Document, pack
+from highwater.engine.export import export
+from highwater.engine.rank_context import RankContext
+from highwater.engine.step import Training, train_step
+from highwater.errors import UsageError
+from highwater.parallel import mesh as process_mesh
+from highwater.spec.hyperparameters import Hyperparameters
+from highwater.spec.layout import Layout
+from highwater.spec.settings import Settings
+from highwater.spec.trial import TrialSpec
+
+FLOAT32 = 5e-6
+"""Norm-relative: attention and norms of the engine in another order."""
+BFLOAT16 = 0.02
+"""Norm-relative: weights are rounded to 8 bits."""
+BESIDE = {
+    "generation_config.json": '{"temperature": 0.5, "do_sample": true}',
+    "tokenizer_config.json": '{"model_max_length": 64}',
+    "chat_template.jinja": "{{ messages }}",
+    "vocab.json": '{"a": 0}',
+}
+IDS = [(7 * index) % 64 for index in range(40)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[None]:
+    with process_mesh.alone(torch.device("cpu")):
+        yield
+
+
+@pytest.fixture
+def source(alone: None, tmp_path: Path) -> Path:
+    """A model's directory, with a tokenizer's files and some that are nobody's."""
+    directory = tmp_path / "source"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    for name, text in BESIDE.items():
+        (directory / name).write_text(text)
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
+    (directory / "notes.txt").write_text("mine")
+    return directory
+
+
+def trained(source: Path, **settings: Any) -> Training:
+    """After a step that moves it far."""
+    layout, cpu = Layout(), torch.device("cpu")
+    spec = TrialSpec(
+        model_name="model",
+        model_directory=str(source),
+        config_digest="",
+        device="cpu",
+        layout=layout,
+        length_tokens=64,
+        settings=Settings(loss="chunked", **settings),
+        memory_budget_bytes=2**30,
+        hyperparameters=Hyperparameters(learning_rate=0.05),
+    )
+    mesh = process_mesh.shard_mesh(layout, cpu)
+    context = RankContext(device=cpu, kernel="flash", mesh=mesh, shared=None, nccl_bytes=0)
+    own = assemble(spec, context)
+    ids = torch.tensor(IDS)
+    for _ in range(2):
+        train_step(own, [pack([Document(ids, ids, reward=1.0), Document(ids[:9], ids[:9])])] * 2)
+    return own
+
+
+def told(own: Training) -> "torch.Tensor":
+    """Log-probabilities of all tokens but the first, or the number of the last one."""
+    ids, positions = torch.tensor(IDS), torch.arange(len(IDS))
+    with torch.no_grad():
+        if own.policy.gives_scalars:
+            return own.policy(ids, positions, positions[-1:], (len(IDS),))
+        return own.policy(ids, positions, positions[:-1], ids[1:], (len(IDS),)).logprobs_N
+
+
+def read(model: Any) -> "torch.Tensor":
+    """The same of a model of transformers."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([IDS])).logits[0].float()
+    if logits.ndim == 1:
+        return logits
+    return logits[:-1].log_softmax(-1).gather(1, torch.tensor(IDS[1:])[:, None])[:, 0]
+
+
+def deviation(a: "torch.Tensor", b: "torch.Tensor") -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def test_an_exported_model_loads_in_transformers_with_the_same_logits(
+    source: Path, tmp_path: Path
+) -> None:
+    own, out = trained(source), tmp_path / "runs" / "model"
+    before = told(own)
+    written = export(own, out, source=source)
+    assert written == sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    assert [path.name for path in out.parent.iterdir()] == ["model"]
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert deviation(read(model), before) < FLOAT32
+    assert deviation(read(AutoModelForCausalLM.from_pretrained(source)), before) > 0.01
+    assert {name: (out / name).read_text() for name in BESIDE} == BESIDE
+    assert (out / "additional_chat_templates" / "tools.jinja").read_text() == "{{ tools }}"
+    assert not (out / "notes.txt").exists()
+
+
+def test_weights_are_in_the_dtype_that_the_models_config_names(
+    source: Path, tmp_path: Path
+) -> None:
+    config = json.loads((source / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (source / "config.json").write_text(json.dumps(config))
+    own = trained(source)
+    export(own, tmp_path / "model", source=source)
+    held = load_file(tmp_path / "model" / "model.safetensors")
+    assert {tensor.dtype for tensor in held.values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == "bfloat16"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    assert deviation(read(model), told(own)) < BFLOAT16
+
+
+def test_a_reward_model_loads_as_a_sequence_classifier(source: Path, tmp_path: Path) -> None:
+    own = trained(source, objective="rw", sequences_per_micro_batch=2)
+    export(own, tmp_path / "model", source=source)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    assert deviation(read(model), told(own)) < FLOAT32
+
+
+def test_adapters_load_in_peft_and_merged_ones_in_transformers_with_the_same_logits(
+    source: Path, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft", reason="adapters need the lora extra")
+    own = trained(source, lora=4)
+    export(own, tmp_path / "adapter", source=source)
+    base = AutoModelForCausalLM.from_pretrained(source)
+    plain = read(base)
+    assert deviation(plain, told(own)) > 0.01
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert deviation(read(model), told(own)) < FLOAT32
+    assert (tmp_path / "adapter" / "tokenizer_config.json").is_file()
+    export(own, tmp_path / "merged", source=source, merged=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert deviation(read(model), told(own)) < FLOAT32
+
+
+def test_another_tokenizer_goes_along_alone(source: Path, tmp_path: Path) -> None:
+    other = tmp_path / "tokenizer"
+    other.mkdir()
+    (other / "tokenizer.json").write_text("{}")
+    export(trained(source), tmp_path / "model", source=source, tokenizer=other)
+    assert (tmp_path / "model" / "tokenizer.json").read_text() == "{}"
+    assert (tmp_path / "model" / "generation_config.json").is_file()
+    for name in ("vocab.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert not (tmp_path / "model" / name).exists()
+
+
+def test_nothing_is_written_over_and_each_hint_works(source: Path, tmp_path: Path) -> None:
+    own, out = trained(source), tmp_path / "model"
+    out.mkdir()
+    export(own, out, source=source)  # over an empty one
+    before = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+    partial = tmp_path / "model.partial"
+    partial.mkdir()
+    (partial / "model.safetensors").write_bytes(b"half, of one that was killed")
+    (partial / "notes.txt").write_text("mine")
+    for said in ("is there already", r"model\.partial is in the way"):
+        with pytest.raises(UsageError, match=said) as refused:
+            export(own, out, source=source)
+        found = re.search(r"`(mv .*)`", refused.value.hint)
+        assert found is not None
+        _, here, there = shlex.split(found[1])
+        Path(here).rename(there)
+    export(own, out, source=source)
+    assert {
+        path.name: (tmp_path / "model.before" / path.name).read_bytes()
+        for path in out.iterdir()
+        if path.is_file()
+    } == before
+    assert (tmp_path / "model.partial.mine" / "notes.txt").read_text() == "mine"
+
+
+def test_the_directory_that_the_model_came_from_is_never_written(
+    source: Path,
+) -> None:
+    before = {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
+    with pytest.raises(UsageError, match="is there already"):
+        export(trained(source), source, source=source)
+    assert {path: path.read_bytes() for path in source.rglob("*") if path.is_file()} == before

@@ -1,0 +1,202 @@
+"""The plan of a training: every document once an epoch, whatever the lengths, in rows that hold
+them.
+"""
+
+from collections import Counter
+from contextlib import suppress
+from itertools import chain, pairwise
+
+import pytest
+
+np = pytest.importorskip("numpy", reason="the data plane needs the train extra")
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from highwater.engine.corpus.step_plan import StepPlan
+from highwater.errors import UsageError
+
+ROW = 64
+SIZES = st.lists(st.integers(1, ROW), min_size=1, max_size=60)
+PAIRS = st.lists(st.integers(1, ROW // 2), min_size=1, max_size=30).map(
+    lambda sizes: [size for size in sizes for _ in range(2)]
+)
+PLANNED = [((4, 0), (2, 1)), ((6, 3, 7), (5,)), ((4, 0), (2, 7, 6))]
+"""What ``test_a_plan_is_this_one_on_every_machine`` plans: with another plan under the same seed a
+run that was stopped would go on elsewhere."""
+GROUPS = st.lists(
+    st.lists(st.integers(1, ROW // 4), min_size=3, max_size=8), min_size=1, max_size=20
+)
+
+
+def plan(lengths: list[int], units: list[int], **given: object) -> StepPlan:
+    choices = {"row_tokens": ROW, "micro_batches": 3, "seed": 0, **given}
+    return StepPlan(np.array(lengths), np.array(units), **choices)  # type: ignore[arg-type]
+
+
+def rows_of(made: StepPlan, steps: int) -> list[tuple[int, ...]]:
+    return [row for number in range(1, steps + 1) for row in made.step(number)]
+
+
+@given(lengths=SIZES, rows=st.integers(1, 5), seed=st.integers(0, 3))
+def test_an_epoch_has_every_document_once_in_rows_that_hold_them(
+    lengths: list[int], rows: int, seed: int
+) -> None:
+    made = plan(lengths, list(range(len(lengths))), micro_batches=rows, seed=seed)
+    for epochs in (1, 2, 3):
+        steps = made.steps_of(epochs)
+        trained = rows_of(made, steps)
+        assert len(trained) == steps * rows
+        assert all(trained)
+        assert all(sum(lengths[number] for number in row) <= ROW for row in trained)
+        times = Counter(chain(*trained))
+        assert min(times[number] for number in range(len(lengths))) >= epochs
+        # What is trained past the epochs are the first rows of the next, fewer than a step has.
+        over = Counter({number: count - epochs for number, count in times.items()})
+        assert len(list((+over).elements())) <= sum(map(len, trained[-rows:]))
+    assert made.epoch_steps == made.steps_of(1)
+
+
+@given(lengths=SIZES, seed=st.integers(0, 3))
+def test_rows_one_after_the_other_are_whole_epochs(lengths: list[int], seed: int) -> None:
+    made = plan(lengths, list(range(len(lengths))), micro_batches=1, seed=seed)
+    ends = [made.steps_of(epochs) for epochs in range(4)]
+    for start, end in pairwise(ends):
+        found = sorted(chain(*(made.step(number)[0] for number in range(start + 1, end + 1))))
+        assert found == list(range(len(lengths)))
+
+
+@given(lengths=PAIRS, seed=st.integers(0, 3))
+def test_a_pair_is_together_in_one_row_the_chosen_one_first(lengths: list[int], seed: int) -> None:
+    units = [number // 2 for number in range(len(lengths))]
+    made = plan(lengths, units, seed=seed)
+    for row in rows_of(made, made.epoch_steps):
+        assert row[::2] == tuple(number - 1 for number in row[1::2])
+        assert all(number % 2 == 0 for number in row[::2])
+        assert sum(lengths[number] for number in row) <= ROW
+
+
+@given(groups=GROUPS, seed=st.integers(0, 3), most=st.none() | st.integers(1, 4))
+def test_a_group_is_in_one_step_whole_and_no_row_is_empty(
+    groups: list[list[int]], seed: int, most: int | None
+) -> None:
+    lengths = list(chain(*groups))
+    units = [number for number, group in enumerate(groups) for _ in group]
+    made = plan(lengths, units, seed=seed, most_units_per_step=most, spread_units=True)
+    trained: list[int] = []
+    for number in range(1, made.steps_of(2) + 1):
+        rows = made.step(number)
+        assert all(rows)
+        assert all(sum(lengths[each] for each in row) <= ROW for row in rows)
+        here = list(chain(*rows))
+        trained += here
+        numbers = {units[each] for each in here}
+        assert sorted(here) == [each for each, unit in enumerate(units) if unit in numbers]
+        assert most is None or len(numbers) <= most
+    assert Counter(trained) == Counter(list(range(len(lengths))) * 2)
+
+
+@given(
+    groups=st.lists(st.lists(st.integers(1, ROW), min_size=1, max_size=3), min_size=1, max_size=12),
+    rows=st.integers(1, 4),
+)
+def test_groups_that_are_smaller_than_a_steps_rows_are_planned_whole_or_refused(
+    groups: list[list[int]], rows: int
+) -> None:
+    lengths = list(chain(*groups))
+    units = [number for number, group in enumerate(groups) for _ in group]
+    made = None
+    with suppress(UsageError):
+        made = plan(lengths, units, micro_batches=rows, spread_units=True)
+    if made is None:
+        # With fewer rows none can be left empty, and what one row holds fits any step.
+        assert rows > min(map(len, groups)) or max(map(sum, groups)) > ROW
+        return
+    steps = [made.step(number) for number in range(1, made.steps_of(3) + 1)]
+    assert all(all(rows) for rows in steps)
+    times = Counter(chain(*chain(*steps)))
+    assert set(times.values()) == {3}
+    assert len(times) == len(lengths)
+
+
+@given(lengths=SIZES, seed=st.integers(0, 100), number=st.integers(1, 40))
+def test_a_plan_is_the_same_from_wherever_it_is_asked(
+    lengths: list[int], seed: int, number: int
+) -> None:
+    units = list(range(len(lengths)))
+    one, other = plan(lengths, units, seed=seed), plan(lengths, units, seed=seed)
+    for before in range(1, number):
+        one.step(before)
+    assert one.step(number) == other.step(number)
+    assert one.step(1) == other.step(1)
+
+
+def test_a_plan_is_this_one_on_every_machine() -> None:
+    made = plan([10, 20, 30, 40, 50, 60, 5, 15], list(range(8)), micro_batches=2, seed=7)
+    assert [made.step(1), made.step(2), made.step(3)] == PLANNED
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    units = list(range(200))
+    one, other = (plan([ROW] * 200, units, micro_batches=200, seed=seed) for seed in (0, 1))
+    assert one.step(1) != one.step(2)
+    assert one.step(1) != other.step(1)
+    assert one.step(1) != tuple((number,) for number in units)
+
+
+def test_rows_are_nearly_full_and_short_documents_are_not_kept_for_the_end() -> None:
+    lengths = np.minimum(2048, np.random.default_rng(0).lognormal(5.5, 1.2, 20_000).astype(int) + 2)
+    made = StepPlan(lengths, np.arange(20_000), row_tokens=2048, micro_batches=16, seed=0)
+    assert made.efficiency > 0.98
+    steps = [list(chain(*made.step(number))) for number in range(1, made.epoch_steps)]
+    half = len(steps) // 2
+    first, second = (lengths[list(chain(*part))].mean() for part in (steps[:half], steps[half:]))
+    assert abs(first - second) < 0.1 * lengths.mean()
+
+
+def test_groups_fill_their_steps() -> None:
+    lengths = np.minimum(2048, np.random.default_rng(0).lognormal(5.5, 1.2, 8_000).astype(int) + 2)
+    made = StepPlan(
+        lengths, np.arange(8_000) // 8, row_tokens=2048, micro_batches=16, seed=0, spread_units=True
+    )
+    assert made.efficiency > 0.9
+    tokens = [[int(lengths[list(row)].sum()) for row in made.step(number)] for number in (1, 2)]
+    assert all(min(rows) > 0.5 * max(rows) for rows in tokens)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "units", "choices", "problem", "hint"),
+    [
+        ([ROW + 1], [0], {}, "a document of 65 tokens, and a row of 64", "`--length 65`"),
+        ([40, 40], [0, 0], {}, "80 tokens that belong together", "`--sequences 2`"),
+        ([1, 1], [0, 0], {"spread_units": True}, "2 documents for 3 rows", "`--rows 2`"),
+        ([65, 1, 1], [0, 0, 0], {"spread_units": True}, "a document of 65", "`--length 65`"),
+        ([60] * 4, [0] * 4, {"spread_units": True}, "4 documents of 240 tokens", "`--rows 4`"),
+        ([1] * 5, range(5), {"most_units_per_step": 2}, "2 documents or pairs", "`--rows 2`"),
+        ([], [], {}, "a corpus without documents", "`--data data.jsonl`"),
+        (
+            [60, 60, 60, 60],
+            [0, 0, 1, 1],
+            {"spread_units": True},
+            "a row would be left empty",
+            "`--rows 2`",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_with_what_can(
+    lengths: list[int], units: list[int], choices: dict[str, object], problem: str, hint: str
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        plan(lengths, list(units), **choices)
+    assert problem in refused.value.problem
+    assert hint in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("lengths", "units", "rows"), [([1, 1], [0, 0], 2), ([60] * 4, [0] * 4, 4)]
+)
+def test_with_the_rows_of_the_hint_it_is_planned(
+    lengths: list[int], units: list[int], rows: int
+) -> None:
+    made = plan(lengths, units, micro_batches=rows, spread_units=True)
+    assert sorted(chain(*made.step(1))) == list(range(len(lengths)))
