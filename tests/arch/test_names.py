@@ -55,6 +55,7 @@ SHARED = {
     "step": "a training step and its benchmark",
     "trainer": "who trains: the trainers that are known, and ours in a loop of one's own",
     "trainers": "what one room has of each trainer, a row for each",
+    "training": "what a run of training is, and how it is started",
     "trial": "what a trial is, and how it is trained",
 }
 """Names of files in more than one room, and the one thing that they mean in all."""

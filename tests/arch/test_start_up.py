@@ -131,7 +131,7 @@ def test_the_public_names_are_these() -> None:
             "register_block_sparse",
             "run_trial",
         ),
-        *("study_report", "write_guide", "write_report"),
+        *("study_report", "train", "write_guide", "write_report"),
     ]
     assert all(getattr(highwater, name) is not None for name in highwater.__all__)
     with pytest.raises(AttributeError):
