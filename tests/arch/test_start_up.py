@@ -46,6 +46,8 @@ def run(code: str, *words: str, cwd: Path | None = None) -> subprocess.Completed
         "highwater.cli.commands",
         "highwater.cli.search_context_length_capacity",
         "highwater.run.local",
+        "highwater.engine",
+        "highwater.engine.ranks",
     ],
 )
 def test_importing_the_control_plane_imports_nothing_heavy(module: str) -> None:
