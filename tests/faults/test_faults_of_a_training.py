@@ -81,7 +81,8 @@ class Trained(NamedTuple):
             "device": "cpu",
             "memory": "2GiB",
         }
-        return highwater.train(**(asked | {"output": output} | changes))
+        named: Any = asked | {"output": output} | changes
+        return highwater.train(**named)
 
 
 @pytest.fixture(scope="module")
@@ -332,6 +333,7 @@ def test_a_loss_that_is_no_number_names_its_step_and_document(
     assert len(mended.losses) == step + 1
 
 
+@pytest.mark.slow
 def test_a_learning_rate_that_breaks_the_weights_is_said_with_one_that_does_not(
     trained: Trained, tmp_path: Path
 ) -> None:
