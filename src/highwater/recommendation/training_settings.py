@@ -123,10 +123,10 @@ def _checked(
     if not _may_fit(predicted):
         lacks = format_bytes(predicted.lacks_bytes or 0)
         better = _what_fits(request, asked, machine, spec)
+        length, label = format_tokens(asked.length_tokens), cell.label_on(spec.device)
         raise MachineError(
-            f"{format_tokens(asked.length_tokens)} tokens do not fit with {cell.label}: "
-            f"{lacks} of a {'GPU' if spec.device == 'cuda' else 'process'}'s memory are lacking, "
-            "predicted",
+            f"{length} tokens do not fit with {label}: {lacks} of a "
+            f"{'GPU' if spec.device == 'cuda' else 'process'}'s memory are lacking, predicted",
             hint=better,
         )
     spec = msgspec.structs.replace(spec, layout=cell.layout, settings=cell.settings)
@@ -138,12 +138,11 @@ def _checked(
 def _what_fits(request: Request, asked: TrainingRequest, machine: Machine, spec: TrialSpec) -> str:
     """What to type where the named settings do not fit."""
     try:
-        _recommended(request, asked, machine, spec)
+        cell = _recommended(request, asked, machine, spec)
     except MachineError as error:
         return error.hint
-    named = ", ".join(f"`--{name.replace('_', '-')}`" for name in named_settings(request))
-    place = f" in the place of {named}" if named else ""
-    return f"use `--settings recommended`{place}: they are predicted to fit"
+    label = cell.label_on(spec.device)
+    return f"use `--settings recommended`, which is {label}, and leave other settings out"
 
 
 def _recommended(
@@ -178,7 +177,7 @@ def _recommended(
 
 
 def _simplest_here(request: Request, machine: Machine, spec: TrialSpec) -> Cell:
-    """The simplest rung that fits a process on the CPU, whatever settings are named."""
+    """The simplest rung that fits a process on the CPU."""
     usual = Request(model=request.model)
     every = msgspec.structs.replace(
         request,
@@ -239,4 +238,6 @@ def _of_study(
         )
     answer = min(answers, key=lambda each: simplicity(each.cell))
     measured = format_tokens(answer.reach_tokens or 0)
-    return answer.cell, (f"settings of {path}: {answer.cell.label}, measured up to {measured}",)
+    return answer.cell, (
+        f"settings of {path}: {answer.cell.label_on(spec.device)}, measured up to {measured}",
+    )
