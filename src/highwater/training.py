@@ -12,6 +12,7 @@ print(done.losses[-1], done.model_directory)
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ class PreparedTraining(Record, frozen=True, kw_only=True):
     notes: tuple[str, ...]
     allow_busy: bool
     done_steps: int = 0
-    """Steps that its last checkpoint has."""
+    """Steps of the checkpoint that it goes on from."""
 
 
 def train(
@@ -144,13 +145,14 @@ def prepare_training(
         evaluation = tokenised(held_out, on_phase=on_phase)
     spec = training_spec(asked, trial, request, corpus, evaluation, rows=rows)
     _refuse_another(before, spec)
-    done_steps = _done_steps(Path(asked.output))
+    done_steps = _done_steps(Path(asked.output), asked.resume_from)
     if done_steps > spec.steps:
         raise UsageError(
             f"{asked.output} has a run that has done {done_steps} steps already",
             hint=f"use `--steps {done_steps}` or more, or `--output {asked.output}-2`",
         )
-    if before is not None and done_steps == before.steps == spec.steps:
+    is_done = asked.resume_from is None and done_steps == spec.steps
+    if before is not None and is_done and before.steps == spec.steps:
         spec = msgspec.structs.replace(spec, model_directory=before.model_directory)
     model = load_model(request.model)
     return PreparedTraining(
@@ -240,9 +242,11 @@ def training_spec(
 
 
 def _new_model_directory(output: Path, steps: int) -> Path:
-    """Where the model goes: ``model``, or where a shorter run left one ``model-<steps>``."""
-    first = output / _MODEL
-    return output / f"{_MODEL}-{steps}" if first.exists() else first
+    """Where the model goes: ``model``, or where a shorter run left one ``model-<steps>``, and where
+    that is there, too, ``model-<steps>-2``.
+    """
+    names = chain((_MODEL, f"{_MODEL}-{steps}"), (f"{_MODEL}-{steps}-{n}" for n in count(2)))
+    return next(path for name in names if not (path := output / name).exists())
 
 
 def _spec_in(output: Path) -> TrainingSpec | None:
@@ -345,7 +349,7 @@ def _of_state(
     notes: tuple[str, ...],
     last: TrainingProgress | None,
 ) -> TrainingResult:
-    is_done = state.step >= spec.steps
+    is_done = state.step >= spec.steps and Path(spec.model_directory).exists()
     output = Path(spec.output_directory)
     peaks = [
         peak
@@ -386,7 +390,10 @@ def _step_of(folder: Path) -> int:
     return int(number) if number.isdecimal() else -1
 
 
-def _done_steps(output: Path) -> int:
+def _done_steps(output: Path, resume_from: str | None) -> int:
+    """The steps of the checkpoint that a run goes on from."""
+    if resume_from is not None:
+        return max(0, _step_of(Path(resume_from)))
     state = _last_state(output)
     return 0 if state is None else state.step
 

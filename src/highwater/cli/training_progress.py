@@ -78,7 +78,7 @@ def _short(said: TrainingProgress) -> str:
 
 def _line(said: TrainingProgress, done_steps: int) -> str:
     if said.phase != "training" or said.loss is None:
-        return said.phase
+        return f"{said.phase} after step {said.step}" if said.step else said.phase
     steps = said.step - done_steps
     left = ""
     if steps > 0 and said.seconds:

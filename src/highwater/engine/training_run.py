@@ -7,11 +7,14 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
 
+from highwater.engine.agreement import gathered
 from highwater.engine.corpus.evaluation_rows import evaluation_rows
 from highwater.engine.corpus.step_plan import StepPlan
 from highwater.engine.corpus.store import OpenCorpus, open_corpus
@@ -25,6 +28,7 @@ from highwater.engine.step import Training
 from highwater.errors import UsageError
 from highwater.parallel.mesh import total
 from highwater.spec.codec import to_json
+from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.model import load_model
 from highwater.spec.training import RunState, TrainingProgress, TrainingSpec, run_digest
 
@@ -95,11 +99,8 @@ class TrainingRun(RankRun):
         try:
             with self.profiler.step(step - 1) if self.profiler else nullcontext():
                 self.step(training, own, number=step)
-        except FloatingPointError as error:
-            raise FloatingPointError(
-                f"{error}; {_names_of_the_broken(training, batches)}; the weights of before are in "
-                f"{self._checkpoints.folder}"
-            ) from error
+        except FloatingPointError as error:  # on all ranks: losses and norms are of them all
+            raise self._refusal_of(str(error), _broken_in(training, batches), step) from error
         loss = self.report.losses[-1]
         self._state = msgspec.structs.replace(
             self._state, step=step, losses=(*self._state.losses, loss), evaluation_loss=None
@@ -112,6 +113,29 @@ class TrainingRun(RankRun):
             loss=loss,
             tokens=self._progress.tokens + tokens * self.spec.layout.data_parallel_degree,
             seconds=self._progress.seconds + self.report.step_times_s[-1],
+        )
+
+    def _refusal_of(self, what: str, found: "_Broken", step: int) -> UsageError:
+        """What a user is told of a step whose loss is no number, and what to type."""
+        latest = self._checkpoints.latest()
+        kept = f"the last checkpoint is {latest.name}" if latest else "there is no checkpoint yet"
+        elsewhere = f"--output {self.training_spec.output_directory}-2"
+        if found.broken and set(found.broken) != set(found.every):
+            return UsageError(
+                f"{what}: it broke in {_some_of(found.broken)}; {kept}",
+                hint=f"look at what is there, leave it out of the data, and use `{elsewhere}`",
+            )
+        problem = f"{what}: the step had {_some_of(found.every)}; {kept}"
+        if step == 1:
+            return UsageError(
+                problem,
+                hint=f"the weights in {self.spec.model_directory} are broken, or all of these "
+                f"documents are: mend them, and use `{elsewhere}`",
+            )
+        rate = self.spec.hyperparameters.learning_rate
+        lower = min(rate / 10, Hyperparameters().learning_rate)
+        return UsageError(
+            problem, hint=f"train more slowly: `--learning-rate {lower:g} {elsewhere}`"
         )
 
     def _evaluate_if_due(
@@ -127,7 +151,10 @@ class TrainingRun(RankRun):
         self._say(phase="evaluating")
         loss = rows.evaluate(training)
         if loss is None or not math.isfinite(loss):
-            raise FloatingPointError(f"the evaluation after step {step} gave the loss {loss}")
+            raise UsageError(
+                f"the held-out loss after step {step} is {loss}",
+                hint="look at the held-out data, or leave `--eval-data` and `--eval-every` out",
+            )
         evaluations = (*self._state.evaluations, (step, loss))
         self._state = msgspec.structs.replace(
             self._state,
@@ -263,19 +290,35 @@ def _set_rate(training: Training, rate: float, spec: TrainingSpec, step: int) ->
             group["lr"] = rate * spec.schedule.factor(step)
 
 
+<<<<<<< HEAD
+class _Broken(NamedTuple):
+    """The documents of a step whose loss is no number, by their names."""
+
+    broken: tuple[str, ...]
+    """Those that have a trained token whose log-probability is not finite."""
+    every: tuple[str, ...]
+
+
+def _broken_in(training: Training, rows: Sequence[_Row]) -> _Broken:
+    """Which documents of a step broke, on all ranks."""
+=======
 def _names_of_the_broken(training: Training, rows: Sequence[_OwnRow]) -> str:
     """The documents of this rank that have a trained token whose log-probability is not finite, or
     all of its step where none has, in words.
     """
+>>>>>>> main
     broken: list[str] = []
     for row, tokens in zip(rows, training.record.tokens, strict=False):
-        is_broken_N = ~tokens.logprobs_N.isfinite()
+        is_broken_N = ~tokens.logprobs_N.isfinite().cpu()
         broken += [row.names[each] for each in row.batch.documents_N[is_broken_N].unique().tolist()]
     every = [name for row in rows for name in row.names]
-    named = broken or every
-    more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
-    what = "it broke in" if broken else "the step had"
-    return f"{what} {', '.join(named[:_MOST_NAMED])}{more}"
+    of_all = gathered((broken, every), training.mesh)
+    return _Broken(*(tuple(dict.fromkeys(chain(*names))) for names in zip(*of_all, strict=True)))
+
+
+def _some_of(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return f"{', '.join(names[:_MOST_NAMED])}{more}"
 
 
 def keep_lines_up_to(path: Path, *, step: int) -> None:

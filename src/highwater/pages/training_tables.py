@@ -88,9 +88,7 @@ def training_table(result: TrainingResult) -> TextTable:
     if result.peak_bytes is not None:
         rows.append(("most memory in use", format_bytes(result.peak_bytes)))
     rows.append(("folder", plain(result.output_directory)))
-    return TextTable(
-        title="", columns=("measured", ""), rows=tuple(rows), footnotes=(), left_columns=2
-    )
+    return TextTable(title="Measured", columns=(), rows=tuple(rows), footnotes=(), left_columns=2)
 
 
 def stopped_sentence(result: TrainingResult | None) -> str:

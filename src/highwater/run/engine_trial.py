@@ -12,7 +12,7 @@ from threading import Event
 
 import msgspec
 
-from highwater.errors import HighwaterError
+from highwater.errors import HighwaterError, MachineError
 from highwater.run.classify import Ending, classify
 from highwater.run.engine_ranks import RunRanks, run_ranks_here
 from highwater.run.private_folder import private_folder
@@ -154,8 +154,9 @@ def raise_refusal(reports: tuple[RankReport, ...]) -> None:
     for report in reports:
         failure = report.failure
         if failure is not None and failure.kind == "refused":
-            problem = failure.text.partition(": ")[2]
-            raise HighwaterError(problem, hint=failure.hint or "see the log")
+            kind, _, problem = failure.text.partition(": ")
+            told = MachineError if kind == MachineError.__name__ else HighwaterError
+            raise told(problem, hint=failure.hint or "see the log")
 
 
 def _until_first_step_s(reports: tuple[RankReport, ...], began_unix: float) -> float | None:

@@ -2,9 +2,10 @@
 
 import fcntl
 import os
+import shlex
 import subprocess
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from highwater.errors import HighwaterError, MachineError, UsageError
@@ -24,7 +25,7 @@ from highwater.spec.files import read_file
 from highwater.spec.protocols import TOLD_S
 from highwater.spec.training import TrainingProgress, TrainingSpec
 from highwater.spec.trial import PHASE_FILE, Outcome, RankReport
-from highwater.units import format_tokens
+from highwater.units import format_bytes, format_tokens
 
 LOG = "training.log"
 _SPEC_FILE = "training.json"
@@ -135,11 +136,12 @@ def _exit_code_of(
     try:
         while True:
             try:
-                exit_code = process.wait(TOLD_S)
-                progress.tell(is_stopping=False)
-                return exit_code, interrupt
-            except subprocess.TimeoutExpired:
-                progress.tell(is_stopping=interrupt is not None)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(TOLD_S)
+                exit_code = process.poll()
+                progress.tell(is_stopping=exit_code is None and interrupt is not None)
+                if exit_code is not None:
+                    return exit_code, interrupt
             except KeyboardInterrupt as error:
                 if interrupt is not None:
                     raise
@@ -166,16 +168,34 @@ def _raise_failure(spec: TrainingSpec, ending: Ending, interrupt: KeyboardInterr
         return
     if interrupt is not None:
         raise interrupt
-    log_path = Path(spec.output_directory, LOG)
+    goes_on = _goes_on(Path(spec.output_directory))
     if failed.outcome in (Outcome.OUT_OF_MEMORY, Outcome.HOST_OUT_OF_MEMORY):
         what = "memory" if failed.outcome is Outcome.OUT_OF_MEMORY else "host memory"
-        length = format_tokens(spec.trial.length_tokens)
         raise MachineError(
             f"the training ran out of {what}: {failed.reason}",
-            hint=f"`highwater recommend {spec.trial.model_name} --length {length}` says what takes "
-            "less; the last checkpoint is kept",
+            hint=f"{_less_memory(spec)}; {goes_on}",
         )
+    log = shlex.quote(str(Path(spec.output_directory, LOG)))
     raise HighwaterError(
-        f"the training ended: {failed.reason}",
-        hint=f"{log_path} has the rest; the last checkpoint is kept, the same command goes on",
+        f"the training ended: {failed.reason}", hint=f"`tail {log}` shows the rest; {goes_on}"
     )
+
+
+def _less_memory(spec: TrainingSpec) -> str:
+    """What to type where memory ran out."""
+    if spec.trial.device == "cpu":
+        budget = format_bytes(spec.trial.memory_budget_bytes or 0)
+        return f"name a larger `--memory` than {budget}"
+    length = format_tokens(spec.trial.length_tokens)
+    model = shlex.quote(spec.trial.model_name)
+    return f"`highwater recommend {model} --length {length}` says what takes less"
+
+
+def _goes_on(directory: Path) -> str:
+    """What the same command does after a failure, in words."""
+    folders = (directory / "checkpoints").glob("step-*")
+    numbers = (folder.name.removeprefix("step-") for folder in folders)
+    last = max((int(number) for number in numbers if number.isdecimal()), default=None)
+    if last is None:
+        return "the same command begins anew: there is no checkpoint yet"
+    return f"the same command goes on after step {last}"

@@ -1,0 +1,403 @@
+"""Faults of a training: whatever ends a run, it says what happened and what to type, nobody is
+left, and it goes on as if it had never been ended.
+"""
+
+import json
+import os
+import re
+import resource
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+
+pytest.importorskip("torch", reason="the data plane needs the train extra")
+
+from processes import is_arrived, marked, wait_until
+from safetensors.torch import load_file, save_file
+
+import highwater
+from highwater.engine.checkpoint_manifest import check_files, read_manifest
+from highwater.errors import EXIT_ANSWERED, EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_TERMINATED
+from highwater.recommendation.training_settings import chosen_trial
+from highwater.run.probe import probe
+from highwater.spec.request import request_from
+from highwater.spec.training_request import TrainingResult, training_request_from
+from highwater.units import MIB
+
+pytestmark = pytest.mark.timeout(600)
+
+STEPS = 16
+BEST, LAST = "step-000002", f"step-{STEPS:06}"
+WORDS = ("river", "stone", "bird", "seven", "green", "cloud")
+BROKEN = 26
+"""Line of the data with a sign that no other line has."""
+SIGN = "~"
+INTERMEDIATE_SIZE = 1200
+"""Of 256 tokens a tensor has more than 1 MiB: it is the system's again as soon as it is freed, and
+each step asks anew."""
+SAME_BUT_FOR_SUMS = 1e-5
+"""Float32 sums over rows, in another order."""
+WITHIN_S = 200
+
+
+class Trained(NamedTuple):
+    """What every test begins with: data, a model, and a run of it that nothing ended."""
+
+    model: Path
+    data: Path
+    held_out: Path
+    run: Path
+    cache: Path
+
+    @property
+    def losses(self) -> list[float]:
+        return losses_of(self.run)
+
+    def words(self, output: str, *more: str) -> list[str]:
+        """The command that trains into another folder."""
+        named = ("--data", str(self.data), "--output", output, "--steps", str(STEPS), *more)
+        how = shlex.split(
+            "--length 256 --rows 6 --learning-rate 1e-3 --device cpu --memory 2GiB --save-every 1"
+        )
+        return ["highwater", "train", str(self.model), *how, *named]
+
+    def train(self, output: Path, **changes: Any) -> TrainingResult:
+        """The same from Python, with some of it changed."""
+        asked: dict[str, Any] = {
+            "model": str(self.model),
+            "data": str(self.data),
+            "length": 256,
+            "steps": STEPS,
+            "learning_rate": 1e-3,
+            "rows": 6,
+            "device": "cpu",
+            "memory": "2GiB",
+        }
+        return highwater.train(**{**asked, "output": output, **changes})
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """A run whose evaluation is the best after its second step: that checkpoint is kept, too."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    trained = Trained(*(folder / name for name in ("tiny", "data.jsonl", "held", "run", "cache")))
+    texts = [" ".join(WORDS[n * n % (k + 2) % 6] for n in range(3 + k % 50)) for k in range(60)]
+    texts[BROKEN - 1] = f"one {SIGN} among the others"
+    trained.data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    trained.held_out.mkdir()
+    (trained.held_out / "held.jsonl").write_text(json.dumps({"text": "QZXJKWVPYHMB" * 4}))
+    config = {
+        "model_type": "qwen3",
+        "vocab_size": 259,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "intermediate_size": INTERMEDIATE_SIZE,
+        "max_position_embeddings": 32_768,
+        "tie_word_embeddings": False,
+    }
+    trained.model.mkdir()
+    (trained.model / "config.json").write_text(json.dumps(config))
+    environment = {
+        **os.environ,
+        "XDG_CACHE_HOME": str(trained.cache),
+        "CUDA_VISIBLE_DEVICES": "",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    more = ("--eval-data", str(trained.held_out), "--eval-every", "2")
+    subprocess.run(
+        trained.words(str(trained.run), *more), env=environment, check=True, timeout=WITHIN_S
+    )
+    assert checkpoints_of(trained.run) == [BEST, LAST]
+    return trained
+
+
+@pytest.fixture
+def trained(mark: str, uninterrupted: Trained, monkeypatch: pytest.MonkeyPatch) -> Trained:
+    """That run, and the corpus that it made."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(uninterrupted.cache))
+    return uninterrupted
+
+
+class Frozen(NamedTuple):
+    """A run that stands still in its midst."""
+
+    command: "subprocess.Popen[str]"
+    rank: psutil.Process
+    step: int
+    """Of its last checkpoint."""
+
+    def tell(self, number: signal.Signals) -> None:
+        """Send the command a signal, and wait until its rank is told."""
+        self.command.send_signal(number)
+        told = partial(is_arrived, self.rank.pid, signal.SIGTERM)
+        assert wait_until(lambda: not told(), within_s=WITHIN_S)
+
+    def end(self) -> tuple[int, str]:
+        """The command's exit code and what it said, which is for people."""
+        _, said = self.command.communicate(timeout=WITHIN_S)
+        assert "Traceback" not in said
+        lines = [line for line in said.splitlines() if line]
+        assert len(lines) == len(set(lines)), "nothing is said twice"
+        return self.command.returncode, said
+
+
+def frozen(trained: Trained, mark: str, output: Path) -> Frozen:
+    """Start a run, or go on with it, and stop its rank after a further checkpoint."""
+    before = latest_of(output)
+    command = subprocess.Popen(
+        trained.words(str(output)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert wait_until(lambda: latest_of(output) > before, within_s=WITHIN_S)
+    (rank,) = (
+        process
+        for pid in marked(mark)
+        if "highwater.engine.training_worker" in (process := psutil.Process(pid)).cmdline()
+        and "highwater.run.reaper" not in process.cmdline()
+    )
+    rank.suspend()
+    assert wait_until(lambda: rank.status() == psutil.STATUS_STOPPED, within_s=WITHIN_S)
+    step = latest_of(output)
+    assert step < STEPS
+    return Frozen(command, rank, step)
+
+
+def checkpoints_of(run: Path) -> list[str]:
+    return sorted(path.name for path in run.glob("checkpoints/step-*[0-9]"))
+
+
+def latest_of(run: Path) -> int:
+    return max((int(name[5:]) for name in checkpoints_of(run)), default=0)
+
+
+def losses_of(run: Path) -> list[float]:
+    name = checkpoints_of(run)[-1]
+    return json.loads((run / "checkpoints" / name / "state.json").read_text())["losses"]
+
+
+def flag_in(hint: str, flag: str) -> str:
+    """What a hint gives a flag."""
+    found = re.search(rf"{flag} ([^\s`]+)", hint)
+    assert found is not None, hint
+    return found[1]
+
+
+def test_whatever_ends_a_run_it_goes_on_as_if_it_never_was(
+    trained: Trained, mark: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+
+    killed = frozen(trained, mark, run)
+    with pytest.raises(highwater.HighwaterError, match="a training writes into") as second:
+        trained.train(run)
+    assert flag_in(second.value.hint, "--output") == f"{run}-2"
+    killed.command.kill()
+    killed.command.communicate(timeout=WITHIN_S)
+    assert wait_until(lambda: marked(mark) == [], within_s=WITHIN_S)
+    assert latest_of(run) == killed.step
+
+    told = frozen(trained, mark, run)
+    told.tell(signal.SIGTERM)
+    told.rank.resume()
+    code, said = told.end()
+    stopped_at = latest_of(run)
+    assert code == EXIT_TERMINATED
+    assert f"stopped after step {stopped_at} of {STEPS}" in said
+    assert f"next: {shlex.join(trained.words(str(run)))}  (goes on" in said
+    assert told.step <= stopped_at < STEPS
+
+    impatient = frozen(trained, mark, run)
+    impatient.tell(signal.SIGINT)
+    assert impatient.command.poll() is None, "its rank has not saved yet"
+    impatient.command.send_signal(signal.SIGINT)
+    code, said = impatient.end()
+    assert code == EXIT_INTERRUPTED
+    assert f"stopped after step {impatient.step} of {STEPS}" in said
+    assert marked(mark) == []
+
+    starved = frozen(trained, mark, run)
+    _, most = resource.prlimit(starved.rank.pid, resource.RLIMIT_DATA)
+    resource.prlimit(starved.rank.pid, resource.RLIMIT_DATA, (MIB, most))  # 0 means nothing here
+    starved.rank.resume()
+    code, said = starved.end()
+    assert code == EXIT_MACHINE
+    assert "error: the training ran out of memory: rank 0, " in said
+    assert f"`--memory` than 2.00 GiB; the same command goes on after step {latest_of(run)}" in said
+
+    done = subprocess.run(trained.words(str(run)), capture_output=True, text=True, timeout=WITHIN_S)
+    assert done.returncode == EXIT_ANSWERED, done.stderr
+    assert losses_of(run) == trained.losses
+    weights, expected = (folder / "model" / "model.safetensors" for folder in (run, trained.run))
+    assert weights.read_bytes() == expected.read_bytes()
+    lines = map(json.loads, (run / "statistics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+
+
+def test_a_run_goes_on_with_two_processes_and_has_the_same_curve(
+    trained: Trained, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(trained.run, tmp_path / "two"))
+    result = trained.train(run, gpus=(2,), rows=None, resume_from=BEST)
+    assert result.status == "done"
+    assert result.losses == pytest.approx(trained.losses, abs=SAME_BUT_FOR_SUMS)
+    assert result.losses != tuple(trained.losses), "it was trained once more"
+    assert result.model_directory == str(run / f"model-{STEPS}")
+
+
+@pytest.mark.corpus
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        pytest.param({"data": "more.jsonl"}, "the data is another", id="data"),
+        pytest.param({"learning_rate": 1e-4}, "learning rate: 0.001 .* 0.0001 now", id="rate"),
+        pytest.param({"length": 128}, "length: 256 .* 128 now", id="length"),
+        pytest.param({"seed": 1}, "seed: 0 .* 1 now", id="seed"),
+        pytest.param({"rows": 4}, "rows: 6 .* 4 now", id="rows"),
+        pytest.param({"steps": 8}, f"has done {STEPS} steps", id="steps"),
+    ],
+)
+def test_another_training_than_the_folders_is_refused_and_named(
+    trained: Trained, tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    (tmp_path / "more.jsonl").write_text(trained.data.read_text() + '{"text": "one more"}\n')
+    before = sorted(trained.run.rglob("*"))
+    with pytest.raises(highwater.HighwaterError, match=named) as refused:
+        trained.train(trained.run, **changes)
+    assert flag_in(refused.value.hint, "--output") == f"{trained.run}-2"
+    assert sorted(trained.run.rglob("*")) == before
+
+
+def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(
+    trained: Trained, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(trained.run, tmp_path / "run"))
+    (shard,) = (run / "checkpoints" / LAST / "model").glob("*.distcp")
+    numbers = bytearray(shard.read_bytes())
+    numbers[len(numbers) // 2] ^= 1
+    shard.write_bytes(numbers)
+    with pytest.raises(highwater.HighwaterError, match=shard.name) as refused:
+        trained.train(run, steps=STEPS + 2)
+    assert LAST in refused.value.problem
+    goes_on_from = flag_in(refused.value.hint, "--resume-from")
+    assert goes_on_from == BEST
+
+    longer = trained.train(run, steps=STEPS + 2, resume_from=goes_on_from)
+    assert longer.status == "done"
+    assert list(longer.losses[:STEPS]) == trained.losses
+    assert longer.model_directory == str(run / f"model-{STEPS + 2}")
+    assert (run / "model" / "model.safetensors").exists(), "the one before stays"
+
+    log = (run / "training.log").read_bytes()
+    again = trained.train(run, steps=STEPS + 2)
+    answers = [(each.status, each.losses, each.model_directory) for each in (longer, again)]
+    assert answers[0] == answers[1]
+    assert (run / "training.log").read_bytes() == log, "nothing was started"
+
+
+def test_a_loss_that_is_no_number_names_its_step_and_document(
+    trained: Trained, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(trained.run / "model", tmp_path / "model"))
+    weights = load_file(model / "model.safetensors")
+    weights["model.embed_tokens.weight"][ord(SIGN)] = float("inf")
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    run = tmp_path / "run"
+    with pytest.raises(highwater.HighwaterError) as broken:
+        trained.train(run, model=str(model), save_every=1)
+    step = latest_of(run) + 1
+    assert step > 1, "the data is in an order in which it comes later"
+    assert broken.value.problem == (
+        f"the loss of step {step} is nan: it broke in {trained.data.name}:{BROKEN}; "
+        f"the last checkpoint is step-{step - 1:06}"
+    )
+    last = run / "checkpoints" / f"step-{step - 1:06}"
+    manifest = read_manifest(last)
+    check_files(last, manifest, manifest.files)
+
+    lines = trained.data.read_text().splitlines(keepends=True)
+    (tmp_path / "mended.jsonl").write_text("".join(lines[: BROKEN - 1] + lines[BROKEN:]))
+    elsewhere = Path(flag_in(broken.value.hint, "--output"))
+    mended = trained.train(elsewhere, model=str(model), data="mended.jsonl", steps=step + 1)
+    assert len(mended.losses) == step + 1
+
+
+def test_a_learning_rate_that_breaks_the_weights_is_said_with_one_that_does_not(
+    trained: Trained, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(highwater.HighwaterError, match="of step 2 is nan: the step had") as broken:
+        trained.train(run, learning_rate=1e30, steps=3)
+    assert broken.value.problem.endswith("; there is no checkpoint yet")
+    rate = float(flag_in(broken.value.hint, "--learning-rate"))
+    elsewhere = Path(flag_in(broken.value.hint, "--output"))
+    assert len(trained.train(elsewhere, learning_rate=rate, steps=3).losses) == 3
+
+
+_ON_A_SMALL_DISK = """
+mount -t tmpfs -o size=2m none disk || exit 99
+"$@" 2>said; echo $? >full
+cp -r disk kept
+mount -o remount,size=64m disk || exit 98
+"$@"
+status=$?; cp -r disk/. kept; exit $status
+"""
+
+
+def test_on_a_full_disk_the_last_checkpoint_stays_and_with_room_it_goes_on(
+    trained: Trained, tmp_path: Path
+) -> None:
+    (tmp_path / "disk").mkdir()
+    alone = ("unshare", "--user", "--map-root-user", "--mount")
+    refused = subprocess.run(
+        [*alone, "mount", "-t", "tmpfs", "none", "disk"], capture_output=True, text=True
+    )
+    if refused.returncode:
+        pytest.skip(f"this machine lets nobody mount a small disk: {refused.stderr[:200]}")
+    done = subprocess.run(
+        [*alone, "sh", "-c", _ON_A_SMALL_DISK, "sh", *trained.words("disk/run")],
+        capture_output=True,
+        text=True,
+        timeout=2 * WITHIN_S,
+    )
+    assert done.returncode == 0, done.stderr
+    said = (tmp_path / "said").read_text()
+    assert (tmp_path / "full").read_text() == f"{EXIT_MACHINE}\n", said
+    found = re.search(r"error: step-(\d+) cannot be saved in .*there is no space left", said)
+    assert found is not None, said
+    assert f"step-{int(found[1]) - 1:06} is still there" in said
+    assert "hint: make room" in said
+    assert "Traceback" not in said
+    assert f"goes on after step {int(found[1]) - 1}\n" in done.stderr
+    assert losses_of(tmp_path / "kept" / "run") == trained.losses
+
+
+def test_a_length_that_is_predicted_not_to_fit_is_refused_with_settings_that_do(
+    trained: Trained,
+) -> None:
+    machine = probe()
+
+    def chosen(**settings: Any) -> object:
+        of_run = {"settings": settings.pop("settings", None)}
+        request = request_from(
+            {"model": str(trained.model), "device": "cpu", "memory": "460MiB", **settings},
+            keywords=True,
+        )
+        asked = {"data": ("data.jsonl",), "length": 16_384, "steps": 1, "output": "run", **of_run}
+        return chosen_trial(request, training_request_from(asked), machine)
+
+    with pytest.raises(highwater.HighwaterError, match="16,384 tokens do not fit") as refused:
+        chosen(recompute="none")
+    assert refused.value.exit_code == EXIT_MACHINE
+    assert "`--settings recommended` in the place of `--recompute`:" in refused.value.hint
+    assert chosen(settings="recommended")
