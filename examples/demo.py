@@ -4,8 +4,9 @@ steps; then a training of that length, with the settings that were found. About 
 The operating system holds each process of a trial to 1 GiB: what does not fit really runs out of
 memory. The model is tried on one process, then sharded over two. Everything is written into a new
 folder, demo/1, demo/2, and so on; nothing is ever deleted. At the end the answers are checked
-against the study's record: each must be a pair of real trials, one step apart. Then the longest length is trained for two steps, in the same memory and with the
-study's settings, on texts of Python's own help, to a model that transformers loads.
+against the study's record: each must be a pair of real trials, one step apart. Then the longest
+length is trained for two steps, in the same memory and with the study's settings, on texts of
+Python's own help, to a model that transformers loads.
 """
 
 import json

@@ -94,7 +94,7 @@ def test_an_example_answers(highwater: Run, example: str) -> None:
 
 
 def _assert_trains(highwater: Run, words: list[str]) -> None:
-    """On the CPU it trains and leaves a model; on GPUs, which are not here, that is all it lacks."""
+    """On the CPU it trains and leaves a model; on GPUs it lacks those alone, which are not here."""
     if "cpu" in words:
         done = highwater(*words, *ONE_STEP)
         assert done.returncode == 0, done.stderr

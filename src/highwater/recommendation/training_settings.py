@@ -68,8 +68,8 @@ def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> 
 
 
 def data_notes(chosen: ChosenTrial, corpus: Corpus) -> tuple[str, ...]:
-    """What a corpus takes of memory that was not predicted: a trial's sequence begins with a prompt,
-    of whose tokens the full loss makes no logits, and a text is trained from its beginning.
+    """What a corpus takes of memory that was not predicted: a trial's sequence begins with a
+    prompt, of whose tokens the full loss makes no logits, and a text is trained from its beginning.
     """
     spec, predicted = chosen.spec, chosen.predicted
     row_tokens = spec.length_tokens * spec.sequences
@@ -151,9 +151,9 @@ def _checked(
         lacks = format_bytes(predicted.lacks_bytes or 0)
         better = _what_fits(request, asked, machine, spec)
         raise MachineError(
-            f"{format_tokens(asked.length_tokens)} tokens do not fit with {cell.label_on(spec.device)}: "
-            f"{lacks} of a {'GPU' if spec.device == 'cuda' else 'process'}'s memory are lacking, "
-            "predicted",
+            f"{format_tokens(asked.length_tokens)} tokens do not fit with "
+            f"{cell.label_on(spec.device)}: {lacks} of a "
+            f"{'GPU' if spec.device == 'cuda' else 'process'}'s memory are lacking, predicted",
             hint=better,
         )
     spec = msgspec.structs.replace(spec, layout=cell.layout, settings=cell.settings)
@@ -168,7 +168,8 @@ def _what_fits(request: Request, asked: TrainingRequest, machine: Machine, spec:
         cell = _recommended(request, asked, machine, spec)
     except MachineError as error:
         return error.hint
-    return f"use `--settings recommended`, which is {cell.label_on(spec.device)}, and leave other settings out"
+    label = cell.label_on(spec.device)
+    return f"use `--settings recommended`, which is {label}, and leave other settings out"
 
 
 def _recommended(
