@@ -62,7 +62,7 @@ from highwater.spec.protocols import Launcher
 from highwater.spec.published import read_capacity_table
 from highwater.spec.request import Request, request_from
 from highwater.spec.study import Question, Study
-from highwater.spec.trainer import OURS, TRAINERS, Trainer
+from highwater.spec.trainer import OURS, TRAINERS, TrainerName
 from highwater.spec.trial import TrialResult, TrialSpec
 from highwater.spec.trial_hardware import used_gpus
 from highwater.store.directory import (
@@ -115,7 +115,7 @@ def predict(
     *,
     gpus: str | int | None = None,
     length: int | str | None = None,
-    trainer: Trainer = OURS,
+    trainer: TrainerName = OURS,
     gpu_memory: str | int | None = None,
     host_memory: str | int | None = None,
     reserved: str | int = 0,
@@ -219,7 +219,7 @@ def _check_exact(*, exact: bool, timeline: str | Path | None, is_traceable: bool
 
 
 def _check_trainer(
-    trainer: Trainer, *, calibrate_with: Sequence[str | Path], constants: str | Path | None
+    trainer: TrainerName, *, calibrate_with: Sequence[str | Path], constants: str | Path | None
 ) -> None:
     traits = TRAINERS[trainer]
     for is_refused, what in (
@@ -253,7 +253,7 @@ def _write_timeline(
 def predict_against(
     table_path: str | Path,
     *,
-    trainer: Trainer = OURS,
+    trainer: TrainerName = OURS,
     gpu_memory: str | int | None = None,
     **limits: Any,
 ) -> TableAccuracy:

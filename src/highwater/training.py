@@ -10,7 +10,7 @@ print(done.losses[-1], done.model_directory)
 ```
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,11 @@ from highwater.spec.codec import Record, from_json, to_json
 from highwater.spec.corpus import Corpus, CorpusOrder
 from highwater.spec.files import CONFIG_BYTES, read_file
 from highwater.spec.model import load_model
+from highwater.spec.objective import TRAITS
 from highwater.spec.plan_notes import weights_notes
 from highwater.spec.preparation import missing_files
 from highwater.spec.profiling import SnapshotOrder
+from highwater.spec.protocols import OnPhase, unheard
 from highwater.spec.request import Request, request_from
 from highwater.spec.training import (
     RunState,
@@ -58,7 +60,6 @@ _SPEC, _STATISTICS, _TENSORBOARD, _MODEL = (
 _STATE = "state.json"
 _STATE_BYTES = 64 * MIB
 """Bytes of a state at the most: one of a million steps has 20 MiB."""
-OnPhase = Callable[[str], None]
 
 
 class PreparedTraining(Record, frozen=True, kw_only=True):
@@ -118,7 +119,7 @@ def _several(named: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def prepare_training(
-    request: Request, asked: TrainingRequest, *, on_phase: OnPhase | None = None
+    request: Request, asked: TrainingRequest, *, on_phase: OnPhase = unheard
 ) -> PreparedTraining:
     """The run of a request: settings chosen, memory and time predicted, data tokenised, and
     compared with what is in its folder; raises HighwaterError for what cannot be.
@@ -127,18 +128,20 @@ def prepare_training(
     check_request(request, machine)
     if request.gpus is None and request.device != "cpu" and machine.gpus:
         request = msgspec.structs.replace(request, gpus=(len(machine.gpus),))
+    together = TRAITS[request.objective].documents_together
+    if request.token_budget is None and request.sequences_per_micro_batch < together:
+        request = msgspec.structs.replace(request, sequences_per_micro_batch=together)
     chosen = chosen_trial(request, asked, machine)
     trial = chosen.spec
     check_machine(request, machine, trial.settings, trial.device, gpus=trial.layout.gpus)
     before = _spec_in(Path(asked.output))
     rows = asked.rows or (before.micro_batches if before else None)
-    say = on_phase or (lambda _: None)
     order = corpus_order(asked.data, trial, asked)
-    corpus = tokenised(order, on_phase=say)
+    corpus = tokenised(order, on_phase=on_phase)
     evaluation = None
     if asked.eval_data:
         held_out = msgspec.structs.replace(order, data=_absolute(asked.eval_data))
-        evaluation = tokenised(held_out, on_phase=say)
+        evaluation = tokenised(held_out, on_phase=on_phase)
     spec = training_spec(asked, trial, request, corpus, evaluation, rows=rows)
     _refuse_another(before, spec)
     done_steps = _done_steps(Path(asked.output))

@@ -48,11 +48,14 @@ SHARED = {
     "build": "puts together what its room is about",
     "environment": "what a process is started in: a trial's, a benchmark's",
     "guide": "the command and its page",
+    "ranks": "the processes that train together: a trial's, and those of a loop of one's own",
     "recommend": "the command and what it answers",
     "loss": "the fused loss and its benchmark",
     "rope": "rotary positions: the config and the model",
     "step": "a training step and its benchmark",
+    "trainer": "who trains: the trainers that are known, and ours in a loop of one's own",
     "trainers": "what one room has of each trainer, a row for each",
+    "training": "what a run of training is, and how it is started",
     "trial": "what a trial is, and how it is trained",
 }
 """Names of files in more than one room, and the one thing that they mean in all."""

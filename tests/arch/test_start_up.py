@@ -46,6 +46,8 @@ def run(code: str, *words: str, cwd: Path | None = None) -> subprocess.Completed
         "highwater.cli.commands",
         "highwater.cli.search_context_length_capacity",
         "highwater.run.local",
+        "highwater.engine",
+        "highwater.engine.ranks",
     ],
 )
 def test_importing_the_control_plane_imports_nothing_heavy(module: str) -> None:
@@ -129,7 +131,7 @@ def test_the_public_names_are_these() -> None:
             "register_block_sparse",
             "run_trial",
         ),
-        *("study_report", "write_guide", "write_report"),
+        *("study_report", "train", "write_guide", "write_report"),
     ]
     assert all(getattr(highwater, name) is not None for name in highwater.__all__)
     with pytest.raises(AttributeError):

@@ -22,7 +22,7 @@ from highwater.emit.targets import TARGETS
 from highwater.recommendation.recommend import recommend
 from highwater.spec.model import load_model
 from highwater.spec.recommendation import Candidate, Recommendation
-from highwater.spec.trainer import Trainer
+from highwater.spec.trainer import TrainerName
 
 pytestmark = [pytest.mark.emit, pytest.mark.timeout(600)]
 
@@ -118,7 +118,7 @@ def recommended(target: Target, case: Case) -> tuple[Path, Path, Recommendation,
 
 
 @cache
-def goal(trainer: Trainer, is_beside_rollout: bool, case: Case) -> Recommendation:
+def goal(trainer: TrainerName, is_beside_rollout: bool, case: Case) -> Recommendation:
     """Asked once for all of one prediction: that of Trinity-RFT's trainer takes seconds."""
     return recommend(
         case.model,

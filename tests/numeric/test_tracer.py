@@ -24,7 +24,7 @@ from highwater.spec.events import Allocate, EventLog, Free, GiveBack, TraceOrder
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.settings import Settings
-from highwater.spec.trainer import Trainer
+from highwater.spec.trainer import TrainerName
 from highwater.spec.trial import RankMemory, TrialResult, TrialSpec
 from highwater.units import GIB, MIB
 
@@ -163,7 +163,7 @@ def given_back_by_phase(log: EventLog) -> Iterator[tuple[str, int]]:
 
 
 @cache
-def traced(spec: TrialSpec, trainer: Trainer = "highwater") -> EventLog:
+def traced(spec: TrialSpec, trainer: TrainerName = "highwater") -> EventLog:
     """What its first rank allocates and frees."""
     here = msgspec.structs.replace(spec, model_directory=load_model(spec.model_name).directory)
     with TemporaryDirectory() as folder:

@@ -11,7 +11,7 @@ from highwater.spec.declared_settings import DECLARED
 from highwater.spec.foreign_trainer import FOREIGN
 from highwater.spec.layout import Layout
 from highwater.spec.settings import Settings
-from highwater.spec.trainer import TRAINERS, Trainer
+from highwater.spec.trainer import TRAINERS, TrainerName
 
 SRC = Path(__file__).parents[2] / "src" / "highwater"
 
@@ -24,7 +24,7 @@ def test_every_room_has_a_row_of_every_trainer() -> None:
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "TRACED"
     )
     assert isinstance(traced, ast.Dict)
-    assert set(TRAINERS) == set(MEMORY) == set(get_args(Trainer))
+    assert set(TRAINERS) == set(MEMORY) == set(get_args(TrainerName))
     assert {ast.literal_eval(key) for key in traced.keys if key} == {
         name for name, traits in TRAINERS.items() if traits.traces != "none"
     }
@@ -38,7 +38,7 @@ def test_every_target_has_a_row_whose_step_some_trainer_has() -> None:
 
 
 def test_nobody_compares_a_trainer_with_a_name() -> None:
-    names = set(get_args(Trainer))
+    names = set(get_args(TrainerName))
     compared = [
         f"{path.relative_to(SRC)}:{node.lineno}"
         for path in SRC.rglob("*.py")

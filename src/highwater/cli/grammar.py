@@ -20,7 +20,7 @@ from highwater.spec.declared_settings import DECLARED
 from highwater.spec.foreign_trainer import FOREIGN
 from highwater.spec.refusals import nearest
 from highwater.spec.settings import TRAINED_OTHERWISE
-from highwater.spec.trainer import OURS, TRAINERS, Trainer
+from highwater.spec.trainer import OURS, TRAINERS, TrainerName
 from highwater.version import __version__
 
 
@@ -278,7 +278,7 @@ def _trainer(parser: Parser, *, and_tried: bool = False) -> None:
     )
 
 
-def _predicted(name: str) -> Trainer:
+def _predicted(name: str) -> TrainerName:
     """The trainer of this name; raises UsageError for one whose memory nobody predicts."""
     for known in TRAINERS:
         if name == known:

@@ -11,14 +11,14 @@ from highwater.errors import UsageError
 from highwater.spec.hardware import kind_of
 from highwater.spec.model import ModelShape
 from highwater.spec.study import Cell, Question, counted_ranks
-from highwater.spec.trainer import Trainer
+from highwater.spec.trainer import TrainerName
 from highwater.spec.trial import TrialSpec
 
-_REFUSE: Mapping[Trainer, Callable[[TrialSpec, ModelShape], None]] = {"trl": refuse_unwritten}
+_REFUSE: Mapping[TrainerName, Callable[[TrialSpec, ModelShape], None]] = {"trl": refuse_unwritten}
 """Raises UsageError for what a trainer cannot be told; a trainer without a row is told anything."""
 
 
-def expressible(question: Question, trainer: Trainer) -> tuple[Question, tuple[str, ...]]:
+def expressible(question: Question, trainer: TrainerName) -> tuple[Question, tuple[str, ...]]:
     """The question with those of its cells that the trainer can be told, and a note for each that
     it cannot.
 

@@ -26,7 +26,7 @@ from highwater.spec.model_place import model_place
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.spec.settings import Settings
 from highwater.spec.study import Cell
-from highwater.spec.trainer import TRAINERS, Trainer
+from highwater.spec.trainer import TRAINERS, TrainerName
 
 
 class Emit(Protocol):
@@ -52,7 +52,7 @@ class EmitTarget:
     emit: Emit
     yours: tuple[str, ...]
     """What its files leave to the user, for a page of what to check."""
-    predicted_for: Trainer
+    predicted_for: TrainerName
     """The trainer whose step is predicted: verl's actor for trainers with GRPO in whole logits,
     else this engine."""
     package: str | None = None

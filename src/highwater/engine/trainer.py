@@ -27,7 +27,7 @@ from highwater.engine.memory_log import allocator_settings, divide_budget
 from highwater.engine.rank_context import compute_dtype, device_of, synchronize, take_context
 from highwater.engine.rank_run import rehearsal_batch, rehearse
 from highwater.engine.step import train_step
-from highwater.engine.trainer_keywords import trial_of
+from highwater.engine.trainer_keywords import in_keywords, trial_of
 from highwater.engine.user_documents import read_documents
 from highwater.errors import HighwaterError, UsageError
 from highwater.parallel.mesh import every_ranks
@@ -260,6 +260,7 @@ class Trainer:
             if trains:
                 self._check_count(len(whole))
         except HighwaterError as error:
+            error.hint = in_keywords(error.hint)
             refusal = error
         self._agree(refusal)
         return whole, self._compare(whole)

@@ -6,6 +6,7 @@ rank.
 """
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ import psutil
 import torch
 
 from highwater.engine.rank_context import device_of
-from highwater.errors import UsageError
+from highwater.errors import HighwaterError, UsageError
 from highwater.spec.declared_settings import DECLARED, TOPICS
 from highwater.spec.hardware import Gpu, Machine
 from highwater.spec.model import load_model
@@ -26,6 +27,9 @@ from highwater.units import format_tokens
 
 _RUNG = ("memory", "token_budget", "device")
 """What a step has beside what every command takes, and beside its numbers."""
+_FLAG = re.compile(r"--([a-z][a-z0-9-]*)(?: ([^\s`-][^\s`]*))?")
+_FLAGS = re.compile(rf"`((?:{_FLAG.pattern} ?)+)`")
+_NUMBER = re.compile(r"\d+(\.\d+)?(e-?\d+)?")
 KEYWORDS = tuple(
     row.name
     for topic, rows in TOPICS.items()
@@ -41,8 +45,24 @@ def trial_of(
 ) -> tuple[TrialSpec, Request]:
     """The trial whose step is trained, and the request that asks for it.
 
-    Raises HighwaterError for what cannot be trained, and for a setting that says nothing here.
+    Raises HighwaterError for what cannot be trained, and for a setting that says nothing here; its
+    hint speaks in keywords.
     """
+    try:
+        return _trial_of(model, length_tokens, settings, seed=seed)
+    except HighwaterError as error:
+        error.hint = in_keywords(error.hint)
+        raise
+
+
+def in_keywords(hint: str) -> str:
+    """A hint of the command line's, its flags spelled as keywords."""
+    return _FLAGS.sub(_as_keywords, hint)
+
+
+def _trial_of(
+    model: str, length_tokens: int, settings: Mapping[str, Any], *, seed: int
+) -> tuple[TrialSpec, Request]:
     _refuse_what_is_no_steps(settings)
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
     request = request_from({"model": model, "device": device, **settings}, keywords=True)
@@ -54,6 +74,18 @@ def trial_of(
     assert request.device is not None
     spec = plan_trial(request, _machine(request.device, ranks), length_tokens)
     return msgspec.structs.replace(spec, seed=seed), request
+
+
+def _as_keywords(flags: re.Match[str]) -> str:
+    """Flags as keywords: ``ulysses=4, ring=2``; what stands without a value is a name."""
+    found = _FLAG.findall(flags[1])
+    spelled = (
+        f"{name.replace('-', '_')}={value if _NUMBER.fullmatch(value) else repr(value)}"
+        if value
+        else name.replace("-", "_")
+        for name, value in found
+    )
+    return f"`{', '.join(spelled)}`"
 
 
 def _refuse_what_is_no_steps(settings: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from highwater.engine.corpus.evaluation_rows import evaluation_rows
 from highwater.engine.corpus.step_plan import StepPlan
 from highwater.engine.corpus.store import OpenCorpus, open_corpus
 from highwater.engine.data import Batch, pack
-from highwater.engine.evaluation import Evaluation, evaluate
+from highwater.engine.evaluation import evaluate
 from highwater.engine.export import export
 from highwater.engine.rank_context import RankContext
 from highwater.engine.rank_run import RankRun
@@ -55,7 +55,7 @@ class TrainingRun(RankRun):
         training, context = self.assembled()
         self._resume(training)
         self.divide_budget(training, context)
-        rows = _Rows(spec, context)
+        rows = _StepRows(spec, context)
         if self._state.step == 0:
             self._evaluate_if_due(training, rows, is_first=True)
         while self._state.step < spec.steps and not self._has_to_stop(training):
@@ -87,7 +87,7 @@ class TrainingRun(RankRun):
             keep_lines_up_to(Path(self.spec.statistics.path), step=state.step)
         sys.stdout.write(f"goes on after step {state.step}\n")
 
-    def _train(self, training: Training, batches: Sequence["_Row"], step: int) -> None:
+    def _train(self, training: Training, batches: Sequence["_OwnRow"], step: int) -> None:
         self.where.enter("data")
         self._say(phase="training")
         _set_rate(training, self.spec.hyperparameters.learning_rate, self.training_spec, step)
@@ -115,7 +115,7 @@ class TrainingRun(RankRun):
         )
 
     def _evaluate_if_due(
-        self, training: Training, rows: "_Rows", *, is_first: bool = False
+        self, training: Training, rows: "_StepRows", *, is_first: bool = False
     ) -> None:
         """Evaluate before the first step, when it is due, and after the last one; note the best."""
         spec, step = self.training_spec, self._state.step
@@ -125,8 +125,7 @@ class TrainingRun(RankRun):
             return
         self.where.enter("evaluation")
         self._say(phase="evaluating")
-        found: Evaluation = evaluate(training, rows.of_evaluation())
-        loss = found.loss
+        loss = rows.evaluate(training)
         if loss is None or not math.isfinite(loss):
             raise FloatingPointError(f"the evaluation after step {step} gave the loss {loss}")
         evaluations = (*self._state.evaluations, (step, loss))
@@ -177,7 +176,7 @@ class TrainingRun(RankRun):
         self._on_progress(to_json(self._progress))
 
 
-class _Row:
+class _OwnRow:
     """A rank's share of one micro-batch, and what is in the whole."""
 
     def __init__(self, batch: Batch, names: tuple[str, ...]) -> None:
@@ -185,7 +184,7 @@ class _Row:
         self.names = names
 
 
-class _Rows:
+class _StepRows:
     """The micro-batches of this rank, of any step."""
 
     def __init__(self, spec: TrainingSpec, context: RankContext) -> None:
@@ -205,29 +204,41 @@ class _Rows:
             None if spec.evaluation is None else _opened(spec, spec.evaluation.directory)
         )
 
-    def of_step(self, step: int) -> list[_Row]:
+    def of_step(self, step: int) -> list[_OwnRow]:
         """This rank's of a step; data ranks take turns in those of the whole."""
         return [
             self._row(self._corpus, documents)
             for documents in self._plan.step(step)[self._context.data_rank :: self._ranks]
         ]
 
-    def of_evaluation(self) -> list[Batch]:
-        """This rank's of the evaluation: as many on every rank, and each document once."""
-        assert self._evaluation is not None
-        rows = evaluation_rows(
-            self._evaluation.lengths,
-            self._evaluation.units,
-            row_tokens=self._row_tokens,
-            ranks=self._ranks,
-        )
-        own = rows[self._context.data_rank :: self._ranks]
-        return [self._row(self._evaluation, documents).batch for documents in own]
+    def evaluate(self, training: Training) -> float | None:
+        """The mean loss over the corpus that is evaluated, each document once; None where it has
+        none.
 
-    def _row(self, corpus: OpenCorpus, documents: Sequence[int]) -> _Row:
+        Data ranks take turns in its rows. Those that are left over, fewer than ranks, every rank
+        evaluates whole: shards are gathered for as many rows on each.
+        """
+        if self._evaluation is None:
+            return None
+        rows = evaluation_rows(
+            self._evaluation.lengths, self._evaluation.units, row_tokens=self._row_tokens
+        )
+        even = len(rows) - len(rows) % self._ranks
+        own, left = rows[:even][self._context.data_rank :: self._ranks], rows[even:]
+        total_loss, counted = 0.0, 0.0
+        for part, copies in ((own, 1), (left, self._ranks)):
+            if part:
+                batches = [self._row(self._evaluation, documents).batch for documents in part]
+                found = evaluate(training, batches)
+                if found.loss is not None:
+                    total_loss += found.loss * found.counted / copies
+                    counted += found.counted / copies
+        return total_loss / counted if counted else None
+
+    def _row(self, corpus: OpenCorpus, documents: Sequence[int]) -> _OwnRow:
         whole = pack([corpus.document(number) for number in documents])
         names = tuple(corpus.name_of(number) for number in documents)
-        return _Row(self._context.share_of(whole), names)
+        return _OwnRow(self._context.share_of(whole), names)
 
 
 def _opened(spec: TrainingSpec, directory: str) -> OpenCorpus:
@@ -252,7 +263,7 @@ def _set_rate(training: Training, rate: float, spec: TrainingSpec, step: int) ->
             group["lr"] = rate * spec.schedule.factor(step)
 
 
-def _names_of_the_broken(training: Training, rows: Sequence[_Row]) -> str:
+def _names_of_the_broken(training: Training, rows: Sequence[_OwnRow]) -> str:
     """The documents of this rank that have a trained token whose log-probability is not finite, or
     all of its step where none has, in words.
     """

@@ -19,7 +19,7 @@ from highwater.spec.hardware import gpu_catalog
 from highwater.spec.headroom import Risk, default_headroom_bytes, risk_of
 from highwater.spec.optimizer import OPTIMIZERS
 from highwater.spec.study import Cell, Question
-from highwater.spec.trainer import Trainer
+from highwater.spec.trainer import TrainerName
 from highwater.speed.step_seconds import PredictedStep
 
 Asked = Literal["everything", "longest", "fit"]
@@ -128,7 +128,7 @@ class Prediction(Record, frozen=True, kw_only=True):
     config_digest: str | None = None
     """Digest of the model's ``config.json``; None in files from before it was written."""
     native_length_tokens: int
-    trainer: Trainer
+    trainer: TrainerName
     gpus: int
     device_name: str
     device_bytes: int

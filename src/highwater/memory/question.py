@@ -31,14 +31,14 @@ from highwater.spec.objective import TRAITS
 from highwater.spec.plan import plan
 from highwater.spec.request import Request, request_from
 from highwater.spec.study import Cell, Question
-from highwater.spec.trainer import TRAINERS, Trainer
+from highwater.spec.trainer import TRAINERS, TrainerName
 from highwater.units import format_bytes, parse_memory
 
 
 def predicted_question(
     model: str,
     where: Cluster,
-    trainer: Trainer,
+    trainer: TrainerName,
     length_tokens: int | None,
     settings: dict[str, Any],
 ) -> tuple[Question, tuple[str, ...]]:
@@ -80,7 +80,7 @@ def _refuse_no_length(length_tokens: int, settings: Mapping[str, Any]) -> None:
 
 
 def _requests(
-    model: str, where: Cluster, trainer: Trainer, settings: Mapping[str, Any]
+    model: str, where: Cluster, trainer: TrainerName, settings: Mapping[str, Any]
 ) -> list[Request]:
     """What is asked of each ladder: without offload and, unless the settings say, with that of the
     moments alone and with that of everything; every Ulysses degree that works.
@@ -117,7 +117,7 @@ def _requests(
     return [request_from(fields, keywords=True) for fields in ladders]
 
 
-def default_fields(trainer: Trainer, settings: Mapping[str, Any]) -> dict[str, Any]:
+def default_fields(trainer: TrainerName, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of ``Request`` that a trainer's questions have unless they are named: among them
     the sequences of a micro-batch, one, of pairs two.
     """
@@ -128,7 +128,7 @@ def default_fields(trainer: Trainer, settings: Mapping[str, Any]) -> dict[str, A
     return {**least, **MEMORY[trainer].fixed_fields(settings)}
 
 
-def _refuse_offloaded_states(trainer: Trainer, settings: Mapping[str, Any]) -> None:
+def _refuse_offloaded_states(trainer: TrainerName, settings: Mapping[str, Any]) -> None:
     """Raise UsageError for moments alone in host memory, of a trainer that has all or nothing."""
     if settings.get("offload") == "states" and not TRAINERS[trainer].offloads_states:
         raise UsageError(
@@ -142,7 +142,7 @@ def _copies_of_machines(where: Cluster) -> dict[str, Any]:
     return {"copies": [where.machines]} if where.machines > 1 else {}
 
 
-def _refuse_without_copies(where: Cluster, trainer: Trainer) -> None:
+def _refuse_without_copies(where: Cluster, trainer: TrainerName) -> None:
     """Raise UsageError for several machines of a trainer that keeps no copies of its states."""
     if TRAINERS[trainer].refused(["copies"]):
         one = where.on_one_machine()
@@ -154,7 +154,7 @@ def _refuse_without_copies(where: Cluster, trainer: Trainer) -> None:
 
 
 def _default_degrees(
-    model: str, where: Cluster, trainer: Trainer, settings: Mapping[str, Any]
+    model: str, where: Cluster, trainer: TrainerName, settings: Mapping[str, Any]
 ) -> dict[str, list[int]]:
     """Every degree in which a trainer shares a sequence by itself: by heads, or round a ring."""
     rings, shape = TRAINERS[trainer].ring_objectives, load_model(model).shape
@@ -193,7 +193,11 @@ def _degrees(model: str, where: Cluster, settings: Mapping[str, Any]) -> list[in
 
 
 def _ring_notes(
-    model: str, where: Cluster, trainer: Trainer, settings: Mapping[str, Any], longest_tokens: int
+    model: str,
+    where: Cluster,
+    trainer: TrainerName,
+    settings: Mapping[str, Any],
+    longest_tokens: int,
 ) -> tuple[str, ...]:
     """That a ring shares sequences among more GPUs than heads do, where nobody named a degree."""
     if ring_obstacle(load_model(model).shape, longest_tokens) is not None:
@@ -239,7 +243,7 @@ def unanswered(
     question: Question,
     where: Cluster,
     memory_limit: MemoryLimit,
-    trainer: Trainer,
+    trainer: TrainerName,
     method: PredictionMethod,
     length_tokens: int | None,
 ) -> Prediction:

@@ -12,7 +12,7 @@ from highwater.spec.cluster import Cluster, refuse_small_gpu
 from highwater.spec.codec import Record
 from highwater.spec.published import CapacityTable, rung_name
 from highwater.spec.study import Cell, Question
-from highwater.spec.trainer import OURS, Trainer
+from highwater.spec.trainer import OURS, TrainerName
 
 _Predict = Callable[[Question, MemoryLimit], tuple[CellPrediction, ...]]
 
@@ -47,7 +47,7 @@ class TableAccuracy(Record, frozen=True, kw_only=True):
 
     per_settings: tuple[SettingsAccuracy, ...]
     misses: tuple[Miss, ...]
-    trainer: Trainer = OURS
+    trainer: TrainerName = OURS
     replayed_cells: int = 0
     """Cells that were answered by replay of a trace."""
     formula_cells: int = 0
@@ -57,7 +57,7 @@ class TableAccuracy(Record, frozen=True, kw_only=True):
 
 
 def table_accuracy(
-    table: CapacityTable, trainer: Trainer, memory_limits: Mapping[str, MemoryLimit]
+    table: CapacityTable, trainer: TrainerName, memory_limits: Mapping[str, MemoryLimit]
 ) -> TableAccuracy:
     """Predict every cell of a table, without intervals, and compare; ``memory_limits`` has the
     memory of each kind of GPU in it.
@@ -117,7 +117,7 @@ def memory_limits_of(
 
 def _accuracy(
     table: CapacityTable,
-    trainer: Trainer,
+    trainer: TrainerName,
     memory_limits: Mapping[str, MemoryLimit],
     predict: _Predict,
 ) -> TableAccuracy:

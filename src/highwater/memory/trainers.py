@@ -26,7 +26,7 @@ from highwater.memory.trl import step_bytes
 from highwater.memory.trl.recorded_edges import bundled_edges, study_edges
 from highwater.spec.model import ModelShape
 from highwater.spec.study import Cell, Question, Study
-from highwater.spec.trainer import OURS, Trainer, predicted_trainer
+from highwater.spec.trainer import OURS, TrainerName, predicted_trainer
 from highwater.speed.step_seconds import predicted_step
 
 _NO_INTERVAL = "nobody recorded its trials: a prediction without an interval"
@@ -72,7 +72,7 @@ class TrainerMemory:
         return self.accuracy if self.residuals else f"{self.accuracy}; {_NO_INTERVAL}"
 
 
-MEMORY: Mapping[Trainer, TrainerMemory] = {
+MEMORY: Mapping[TrainerName, TrainerMemory] = {
     "highwater": TrainerMemory(
         formula=likely_footprint,
         accuracy="its constants were fitted to some of the trials that come with its interval, "
@@ -108,7 +108,7 @@ MEMORY: Mapping[Trainer, TrainerMemory] = {
 def predict_by_formula(
     question: Question,
     memory_limit: MemoryLimit,
-    trainer: Trainer,
+    trainer: TrainerName,
     known: Calibration | None,
     *,
     asked: Asked = "everything",
@@ -176,7 +176,7 @@ def by_formula(prediction: Prediction, question: Question) -> Prediction:
 
 def calibration_of(
     question: Question,
-    trainer: Trainer,
+    trainer: TrainerName,
     *,
     method: PredictionMethod = "formula",
     own: Sequence[Residual] = (),
@@ -195,7 +195,7 @@ def calibration_of(
     )
 
 
-def replayed_cells(question: Question, trainer: Trainer) -> int:
+def replayed_cells(question: Question, trainer: TrainerName) -> int:
     """How many cells of a question are answered by replay."""
     replay = MEMORY[trainer].replay
     if replay is None:
@@ -203,7 +203,7 @@ def replayed_cells(question: Question, trainer: Trainer) -> int:
     return sum(replay.covers(question.model.shape, cell) for cell in question.cells)
 
 
-def accuracy(trainer: Trainer, *, replayed: int, cells: int, has_adapters: bool) -> str:
+def accuracy(trainer: TrainerName, *, replayed: int, cells: int, has_adapters: bool) -> str:
     """What is known of the errors where ``replayed`` of so many cells were answered by replay, and
     the others by formula.
     """

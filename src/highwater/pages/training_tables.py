@@ -21,7 +21,7 @@ def prediction_lines(prepared: PreparedTraining) -> list[str]:
     settings = msgspec.structs.replace(trial.settings, accumulates=True)
     lines = [
         f"{trial.model_name}: {counted(spec.steps, 'step')} of "
-        f"{counted(spec.micro_batches, 'row')} of {format_tokens(trial.length_tokens)} tokens, "
+        f"{counted(spec.micro_batches, 'row')} of {_row(spec)} tokens, "
         f"{short_settings(settings)}, {counted_ranks(trial.layout.gpus, trial.device)}"
         f"{trial.layout.suffix}",
         f"data: {counted(corpus.documents, 'document')}, {corpus.tokens:,} tokens, longest "
@@ -36,6 +36,13 @@ def prediction_lines(prepared: PreparedTraining) -> list[str]:
     if prepared.done_steps:
         lines.append(f"goes on after step {prepared.done_steps}")
     return lines
+
+
+def _row(spec: TrainingSpec) -> str:
+    """The tokens of a row."""
+    sequences = spec.trial.sequences
+    length = format_tokens(spec.trial.length_tokens)
+    return length if sequences == 1 else f"{sequences} x {length}"
 
 
 def _epochs(spec: TrainingSpec) -> str:

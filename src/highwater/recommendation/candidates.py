@@ -24,7 +24,7 @@ from highwater.spec.recommendation import Candidate, StepTime, order
 from highwater.spec.request import setting_flags
 from highwater.spec.settings import Settings
 from highwater.spec.study import Cell, Question
-from highwater.spec.trainer import TRAINERS, Trainer
+from highwater.spec.trainer import TRAINERS, TrainerName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Goal:
 
     model: str
     where: Cluster
-    trainer: Trainer
+    trainer: TrainerName
     length_tokens: int
     memory_limit: MemoryLimit
     settings: Mapping[str, Any]
@@ -121,7 +121,7 @@ def token_budget(cell: Cell, length_tokens: int) -> int:
 
 @lru_cache(maxsize=64)
 def _longest(
-    question: Question, memory_limit: MemoryLimit, trainer: Trainer, known: Calibration | None
+    question: Question, memory_limit: MemoryLimit, trainer: TrainerName, known: Calibration | None
 ) -> tuple[CellPrediction, ...]:
     """Predict the longest length of every cell.
 

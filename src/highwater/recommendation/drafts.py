@@ -14,7 +14,7 @@ from highwater.spec.ladder import simplicity
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.spec.rope import yarn
 from highwater.spec.study import Cell
-from highwater.spec.trainer import Trainer
+from highwater.spec.trainer import TrainerName
 from highwater.units import parse_tokens
 
 
@@ -25,7 +25,7 @@ def drafted(
     gpus: str | int | None,
     gpu_memory: str | int | None,
     rollout_gpus: int,
-    trainer: Trainer,
+    trainer: TrainerName,
     settings: Mapping[str, Any],
 ) -> Recommendation:
     """Every candidate that ``recommend`` would predict with its default budget, the simplest first;

@@ -39,7 +39,7 @@ from highwater.spec.trainer import (
     OURS,
     TRAINERS,
     AnyTrainer,
-    Trainer,
+    TrainerName,
     predicted_trainer,
     trainer_title,
 )
@@ -120,7 +120,7 @@ def what_would_fit(
     *,
     length_tokens: int,
     gpus: str | int | None = None,
-    trainer: Trainer = OURS,
+    trainer: TrainerName = OURS,
     gpu_memory: str | int | None = None,
     host_memory: str | int | None = None,
     reserved: str | int = 0,
@@ -154,7 +154,7 @@ def _goal(
     length_tokens: int,
     where: Cluster,
     limit: MemoryLimit,
-    trainer: Trainer,
+    trainer: TrainerName,
     settings: Mapping[str, Any],
 ) -> Goal:
     """What is recommended for; raises HighwaterError for settings that cannot be."""
@@ -258,7 +258,9 @@ def trainers_gpus(where: Cluster, rollout_gpus: int) -> Cluster:
     return msgspec.structs.replace(where, gpus=where.gpus - rollout_gpus)
 
 
-def _check(trainer: Trainer, studies: Sequence[str | Path], settings: Mapping[str, Any]) -> None:
+def _check(
+    trainer: TrainerName, studies: Sequence[str | Path], settings: Mapping[str, Any]
+) -> None:
     if studies and not TRAINERS[trainer].is_run:
         raise UsageError(
             f"trials of this engine say nothing about {TRAINERS[trainer].step}",

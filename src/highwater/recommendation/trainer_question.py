@@ -6,13 +6,13 @@ from highwater.emit.inexpressible import expressible
 from highwater.memory.question import predicted_question
 from highwater.spec.cluster import Cluster
 from highwater.spec.study import Question
-from highwater.spec.trainer import Trainer
+from highwater.spec.trainer import TrainerName
 
 
 def trainer_question(
     model: str,
     where: Cluster,
-    trainer: Trainer,
+    trainer: TrainerName,
     length_tokens: int | None,
     settings: dict[str, Any],
 ) -> tuple[Question, tuple[str, ...]]:

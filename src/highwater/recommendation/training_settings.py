@@ -150,9 +150,9 @@ def _checked(
     if not _may_fit(predicted):
         lacks = format_bytes(predicted.lacks_bytes or 0)
         better = _what_fits(request, asked, machine, spec)
+        length, label = format_tokens(asked.length_tokens), cell.label_on(spec.device)
         raise MachineError(
-            f"{format_tokens(asked.length_tokens)} tokens do not fit with "
-            f"{cell.label_on(spec.device)}: {lacks} of a "
+            f"{length} tokens do not fit with {label}: {lacks} of a "
             f"{'GPU' if spec.device == 'cuda' else 'process'}'s memory are lacking, predicted",
             hint=better,
         )
@@ -205,8 +205,10 @@ def _recommended(
 
 def _simplest_here(request: Request, machine: Machine, spec: TrialSpec) -> Cell:
     """The simplest rung that fits a process on the CPU."""
+    usual = Request(model=request.model)
     every = msgspec.structs.replace(
         request,
+        **{name: getattr(usual, name) for name in named_settings(request)},
         gpus=(spec.layout.gpus,),
         memory=spec.memory_budget_bytes,
         start_length=spec.length_tokens,
@@ -263,5 +265,6 @@ def _of_study(
         )
     answer = min(answers, key=lambda each: simplicity(each.cell))
     measured = format_tokens(answer.reach_tokens or 0)
-    label = answer.cell.label_on(spec.device)
-    return answer.cell, (f"settings of {path}: {label}, measured up to {measured}",)
+    return answer.cell, (
+        f"settings of {path}: {answer.cell.label_on(spec.device)}, measured up to {measured}",
+    )

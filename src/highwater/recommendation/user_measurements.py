@@ -41,7 +41,7 @@ from highwater.spec.machine_constants import (
 )
 from highwater.spec.model import Model, load_model
 from highwater.spec.study import RecordedTrial, Study
-from highwater.spec.trainer import OURS, Trainer
+from highwater.spec.trainer import OURS, TrainerName
 from highwater.spec.trial import TrialSpec
 from highwater.store.journal import read_study
 
@@ -106,7 +106,7 @@ def own_residuals(
     method: PredictionMethod,
     constants: MachineConstants | None,
     *,
-    trainer: Trainer = OURS,
+    trainer: TrainerName = OURS,
     on_calibrate: OnCalibrate | None,
     on_trace: Callable[[TrialSpec], None] | None,
 ) -> tuple[Residual, ...]:

@@ -9,7 +9,7 @@ import msgspec
 from highwater.spec.codec import Record
 from highwater.spec.column_sums import RESIDENT_THREADS
 from highwater.spec.hardware import Kernel
-from highwater.spec.trainer import OURS, Trainer
+from highwater.spec.trainer import OURS, TrainerName
 from highwater.spec.trial import TrialSpec
 
 
@@ -60,7 +60,7 @@ class TraceOrder(Record, frozen=True, kw_only=True):
     """The rank whose events are traced."""
     kernel: Kernel = "cudnn"
     """The attention of the GPUs that are meant."""
-    trainer: Trainer = OURS
+    trainer: TrainerName = OURS
     """The trainer whose step is traced."""
     resident_threads: int = RESIDENT_THREADS
     """Threads that a GPU of the kind that is meant runs at once: multiprocessors x threads of each.

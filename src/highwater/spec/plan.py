@@ -32,7 +32,7 @@ from highwater.spec.search_lengths import check_yarn, grid_of, refuse_past_nativ
 from highwater.spec.sparse_pattern import SPARSE_KERNEL_BLOCK
 from highwater.spec.study import Cell, Question
 from highwater.spec.time_limits import budget_of, proof_of, timeout_of
-from highwater.spec.trainer import TRAINERS, Trainer
+from highwater.spec.trainer import TRAINERS, TrainerName
 from highwater.spec.trial import Device, TrialSpec
 from highwater.spec.trial_hardware import TrialHardware, check_host_memory, hardware_of
 from highwater.units import format_tokens
@@ -58,7 +58,7 @@ def plan(
     request: Request,
     machine: Machine,
     *,
-    trainer: Trainer = "highwater",
+    trainer: TrainerName = "highwater",
     within_machines: bool = False,
     machines: int = 1,
 ) -> Plan:

@@ -24,14 +24,14 @@ from highwater.spec.layout import Layout
 from highwater.spec.model import Model, load_model
 from highwater.spec.settings import Settings
 from highwater.spec.study import Cell, Question, counted_ranks
-from highwater.spec.trainer import Trainer
+from highwater.spec.trainer import TrainerName
 
 _VANILLA = Settings(
     strategy="fsdp", objective="grpo", entropy="full", sequences_per_micro_batch=2, save_hf="last"
 )
 _ENV = msgspec.structs.replace(_VANILLA, allocator="expandable")
 _OFFLOAD = msgspec.structs.replace(_ENV, strategy="fsdp2", offload=True)
-PUBLISHED_TRAINER: Trainer = "trinity"
+PUBLISHED_TRAINER: TrainerName = "trinity"
 """The trainer whose capacities the published tables have."""
 PUBLISHED_SETTINGS: Mapping[str, Settings] = {
     "vanilla": _VANILLA,

@@ -7,7 +7,7 @@ from typing import Any
 
 from highwater.spec.codec import Record
 from highwater.spec.declaration import words_of
-from highwater.spec.trainer import OURS, Trainer
+from highwater.spec.trainer import OURS, TrainerName
 
 
 class Query(Record, frozen=True, kw_only=True):
@@ -20,7 +20,7 @@ class Query(Record, frozen=True, kw_only=True):
     gpu_memory_bytes: int | None = None
     """Memory of one GPU, where it is not the catalog's."""
     reserved_bytes: int = 0
-    trainer: Trainer = OURS
+    trainer: TrainerName = OURS
     studies: tuple[str, ...] = ()
     """Files whose trials are taken."""
     settings: tuple[tuple[str, str | int | bool], ...] = ()

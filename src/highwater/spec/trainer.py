@@ -12,12 +12,12 @@ from highwater.spec.codec import Record
 from highwater.spec.foreign_trainer import FOREIGN, ForeignName
 from highwater.spec.objective import Objective
 
-Trainer = Literal["highwater", "trinity", "trl"]
-AnyTrainer = Trainer | ForeignName
+TrainerName = Literal["highwater", "trinity", "trl"]
+AnyTrainer = TrainerName | ForeignName
 """Whoever found a capacity: a trainer whose memory is predicted, or one that is tried alone."""
 Traces = Literal["made", "bundled", "none"]
 
-OURS: Trainer = "highwater"
+OURS: TrainerName = "highwater"
 """This package's engine: the trainer that is meant where none is named."""
 
 
@@ -60,7 +60,7 @@ class TrainerTraits(Record, frozen=True, kw_only=True):
         return [] if known is None else sorted(set(named) - known)
 
 
-TRAINERS: Mapping[Trainer, TrainerTraits] = {
+TRAINERS: Mapping[TrainerName, TrainerTraits] = {
     "highwater": TrainerTraits(
         title="highwater",
         step="highwater's own engine, with its tiles, chunks and kernels",
@@ -103,7 +103,7 @@ TRAINERS: Mapping[Trainer, TrainerTraits] = {
 """The traits of each trainer, by the name that ``--trainer`` takes."""
 
 
-def predicted_trainer(name: AnyTrainer) -> Trainer | None:
+def predicted_trainer(name: AnyTrainer) -> TrainerName | None:
     """The trainer, where its memory is predicted; None of one that is tried alone."""
     for known in TRAINERS:
         if known == name:

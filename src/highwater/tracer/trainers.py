@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from highwater.engine.data import Batch
 from highwater.engine.rank_context import RankContext
 from highwater.engine.step import Training
-from highwater.spec.trainer import Trainer
+from highwater.spec.trainer import TrainerName
 from highwater.spec.trial import TrialSpec
 from highwater.tracer import engine_step, trinity_step
 from highwater.tracer.allocation_recorder import AllocationRecorder
@@ -27,7 +27,7 @@ class TracedTrainer:
     """Happens after every step of these micro-batches."""
 
 
-TRACED: Mapping[Trainer, TracedTrainer] = {
+TRACED: Mapping[TrainerName, TracedTrainer] = {
     "highwater": TracedTrainer(
         set_up=engine_step.set_up,
         begin=engine_step.begin,

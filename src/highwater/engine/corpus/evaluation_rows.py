@@ -1,4 +1,4 @@
-"""Evaluation rows: every document of a corpus once, in as many rows for each rank."""
+"""Evaluation rows: every document of a corpus once, in its own order."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -6,29 +6,15 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from highwater.errors import UsageError
-
 
 def evaluation_rows(
-    lengths: NDArray[np.int64], units: NDArray[np.int64], *, row_tokens: int, ranks: int
+    lengths: NDArray[np.int64], units: NDArray[np.int64], *, row_tokens: int
 ) -> list[tuple[int, ...]]:
-    """Rows of at most ``row_tokens`` tokens, in the corpus's order, in a multiple of ``ranks``: a
-    unit, a pair for example, stays in one row.
-
-    Raises UsageError where there are fewer units than ranks.
-    """
-    rows = [list(row) for row in _packed(lengths, _units(units), row_tokens)]
-    while len(rows) % ranks:
-        number = max(range(len(rows)), key=lambda each: len(rows[each]))
-        row = rows[number]
-        if len(row) == 1:
-            raise UsageError(
-                f"{len(rows)} documents or pairs to evaluate, and {ranks} GPUs or groups of GPUs "
-                "that evaluate one each",
-                hint="name more of them: `--eval-data held_out.jsonl`",
-            )
-        rows[number : number + 1] = [row[: len(row) // 2], row[len(row) // 2 :]]
-    return [tuple(document for unit in row for document in unit) for row in rows]
+    """Rows of at most ``row_tokens`` tokens; a unit, a pair for example, stays in one row."""
+    return [
+        tuple(document for unit in row for document in unit)
+        for row in _packed(lengths, _units(units), row_tokens)
+    ]
 
 
 def _units(units: NDArray[np.int64]) -> list[tuple[int, ...]]:

@@ -22,7 +22,7 @@ from highwater.spec.declaration import flag_of, words_of
 from highwater.spec.files import CONFIG_BYTES, read_file
 from highwater.spec.published import table_capacities
 from highwater.spec.query import Query
-from highwater.spec.trainer import OURS, Trainer
+from highwater.spec.trainer import OURS, TrainerName
 from highwater.store.directory import check_new_file, free_name, write_new_file
 from highwater.units import format_bytes
 
@@ -64,7 +64,7 @@ def guide(
     *sources: str | Path,
     predict: Sequence[str] = (),
     gpus: Sequence[str] = (),
-    trainer: Trainer = OURS,
+    trainer: TrainerName = OURS,
     gpu_memory: str | int | None = None,
     sequences_per_micro_batch: int | None = None,
     ulysses: Sequence[int] = (),

@@ -1,0 +1,249 @@
+"""Trainer, the engine in a loop of one's own: what it takes, what it refuses by name, what it
+leaves behind; and the example, on one process and on two.
+"""
+
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from highwater.api import prepare_trial
+from highwater.engine import Trainer, train_step
+from highwater.engine.trainer_keywords import KEYWORDS
+from highwater.errors import HighwaterError, UsageError
+from highwater.spec.request import request_from
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "own_loop.py"
+ROWS = [[[5, 6, 7, 8, 9]], [[9, 8, 7], [6, 5, 4, 3]]]
+"""Two micro-batches, one of two documents, shorter than the length."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    folder = tmp_path_factory.mktemp("model") / "small"
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def trainer(model: str) -> Iterator[Trainer]:
+    with Trainer(model, length=8, device="cpu", learning_rate=0.01) as made:
+        yield made
+
+
+def test_a_step_takes_documents_that_are_shorter_than_the_length(trainer: Trainer) -> None:
+    assert (trainer.rank, trainer.data_rank, trainer.data_parallel_degree) == (0, 0, 1)
+    assert trainer.device == torch.device("cpu")
+    before = trainer.evaluate(ROWS)
+    assert before.counted == 4 + 2 + 3
+    done = [trainer.step(ROWS) for _ in range(3)]
+    assert [result.tokens for result in done] == [12, 12, 12]
+    assert before.loss == pytest.approx(done[0].loss, rel=1e-6)
+    assert done[0].loss > done[1].loss > done[2].loss
+    assert all(result.gradient_norm > 0 and result.critic_gradient_norm is None for result in done)
+    assert trainer.steps_done == 3
+
+
+def test_what_a_step_cannot_be_of_is_refused_and_trains_nothing(trainer: Trainer) -> None:
+    before = trainer.evaluate(ROWS)
+    for rows, said in (
+        ([], "no micro-batches"),
+        ([[]], "not documents of token ids"),
+        ([5, 6], "5 as a micro-batch"),
+        ([[5, 6]], "not documents of token ids"),
+        ([[[1] * 9]], "a document of 9 tokens for a length of 8"),
+        ([[[1] * 5, [2] * 5]], "a micro-batch of 10 tokens, and 8 is the most"),
+        ([[[128]]], r"token ids outside 0\.\.127"),
+        ([[{"input_ids": [1, 2], "label": [1, 2]}]], "the field 'label'"),
+        ([[{"input_ids": [1, 2], "labels": [-100, -100]}]], "trains no token"),
+    ):
+        with pytest.raises(UsageError, match=said) as raised:
+            trainer.step(rows)
+        assert "`--" not in raised.value.hint, "hints speak in keywords"
+    assert trainer.evaluate(ROWS) == before
+    assert trainer.steps_done == 0
+
+
+def test_a_trainer_of_single_micro_batches_takes_one(model: str) -> None:
+    with Trainer(model, length=8, device="cpu", micro_batches=1) as trainer:
+        assert not trainer.training.keeps_gradients
+        with pytest.raises(UsageError, match="adds up no gradients"):
+            trainer.step(ROWS)
+        assert trainer.step(ROWS[:1]).tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"gpus": 2}, "one GPU, and its loop runs once for each"),
+        ({"steps": 5}, "steps is a setting of searches and trials"),
+        ({"data": "a:b"}, "data is a setting of searches"),
+        ({"los": "chunked"}, "unknown setting 'los'"),
+        ({"loss": "chunky"}, "loss 'chunky' is not one of"),
+        ({"learning_rate": -1.0}, "learning rate is -1.0"),
+        ({"ulysses": 2}, "2 does not divide 1 process"),
+        ({"objective": "dpo"}, "dpo trains on pairs"),
+        ({"dpo_beta": 0.2}, "the loss of sft"),
+        ({"length": 1}, "a length of 1 token"),
+    ],
+)
+def test_keywords_are_refused_by_name_before_anything_is_built(
+    settings: dict[str, Any], said: str, model: str
+) -> None:
+    with pytest.raises(HighwaterError, match=said) as raised:
+        Trainer(model, **{"length": 8, "device": "cpu", **settings})
+    assert raised.value.hint
+    assert "--" not in raised.value.hint.replace("--nproc", ""), "hints speak in keywords"
+    assert not dist.is_initialized()
+
+
+def test_the_step_is_that_of_the_trial_that_the_same_keywords_try(
+    model: str, tmp_path: Path
+) -> None:
+    settings = {"loss": "chunked", "offload": True, "objective": "grpo", "kl_estimator": "k3"}
+    settings |= {"memory": "8GiB", "device": "cpu", "micro_batches": 3}
+    asked = request_from(
+        {"model": model, "log_dir": str(tmp_path), "gpus": [1], **settings}, keywords=True
+    )
+    with Trainer(model, length=8, **settings) as trainer:
+        assert trainer.spec == prepare_trial(asked, 8)
+
+
+def test_only_what_a_step_has_is_a_keyword() -> None:
+    assert {"ulysses", "ring", "copies", "loss", "lora", "dpo_beta", "memory"} <= set(KEYWORDS)
+    assert not {"model", "gpus", "steps", "runner", "save_hf", "study", "headroom"} & set(KEYWORDS)
+
+
+def test_a_process_has_one_trainer_at_a_time(model: str) -> None:
+    with Trainer(model, length=8, device="cpu") as first:
+        with pytest.raises(UsageError, match="in a process group already"):
+            Trainer(model, length=8, device="cpu")
+        first.step(ROWS)
+    first.close()  # once more does nothing
+    assert not dist.is_initialized()
+    with pytest.raises(ZeroDivisionError), Trainer(model, length=8, device="cpu"):
+        raise ZeroDivisionError
+    assert not dist.is_initialized()
+
+
+def test_memory_is_bounded_where_it_is_named_until_the_end(model: str) -> None:
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with Trainer(model, length=8, device="cpu"):
+        assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    with Trainer(model, length=8, device="cpu", memory="8GiB") as trainer:
+        assert resource.getrlimit(resource.RLIMIT_DATA)[0] == 8 * 1024**3
+        trainer.step(ROWS)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_the_learning_rate_is_that_of_the_next_step_for_every_model(model: str) -> None:
+    settings = {"objective": "ppo", "critic": True, "weight_decay": 0.0, "device": "cpu"}
+    rows = [[{"input_ids": [1, 2, 3, 4], "reward": 1.0}, {"input_ids": [4, 3, 2], "reward": -1.0}]]
+    with Trainer(model, length=8, learning_rate=0.25, **settings) as trainer:
+        assert trainer.learning_rate == 0.25
+        trainer.learning_rate = 0.0
+        rates = [group["lr"] for _, each in trainer.training.trained for group in each.param_groups]
+        assert len(rates) > 2
+        assert set(rates) == {0.0}
+        first, second = trainer.step(rows), trainer.step(rows)
+        assert first == second, "nothing moves"
+        assert first.critic_gradient_norm
+        with pytest.raises(UsageError, match="learning rate is nan"):
+            trainer.learning_rate = float("nan")
+
+
+def test_a_loss_that_is_not_finite_names_its_step(trainer: Trainer) -> None:
+    trainer.learning_rate = 1e30
+    trainer.step(ROWS)
+    with pytest.raises(FloatingPointError, match="of step 2 is"):
+        trainer.step(ROWS)
+
+
+def test_a_step_is_train_step_of_its_batches(model: str) -> None:
+    with Trainer(model, length=8, device="cpu", learning_rate=0.01) as trainer:
+        told = [trainer.step(ROWS) for _ in range(2)]
+    with Trainer(model, length=8, device="cpu", learning_rate=0.01) as trainer:
+        plain = [train_step(trainer.training, trainer.batches(ROWS)) for _ in range(2)]
+    assert [(loss, norm) for loss, norm, *_ in told] == [
+        (float(loss), float(norms[0])) for loss, norms in plain
+    ]
+
+
+def test_a_save_loads_and_replaces_nothing(trainer: Trainer, model: str, tmp_path: Path) -> None:
+    source = load_file(Path(model, "model.safetensors"))
+    trainer.step(ROWS)
+    trainer.save(tmp_path / "saved")
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"], "nothing is left beside it"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    row = torch.tensor([ROWS[0][0]])
+    expected = trainer.evaluate(ROWS[:1]).loss
+    assert float(loaded(row, labels=row).loss.detach()) == pytest.approx(expected, rel=1e-5)
+    for used in (tmp_path / "saved", Path(model)):
+        with pytest.raises(UsageError, match="holds something"):
+            trainer.save(used)
+    with pytest.raises(UsageError, match="no LoRA"):
+        trainer.save(tmp_path / "merged", merged=True)
+    after = load_file(Path(model, "model.safetensors"))
+    assert all(torch.equal(after[name], tensor) for name, tensor in source.items())
+
+
+def test_adapters_are_saved_for_peft_or_merged(model: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="LoRA needs the lora extra")
+    with Trainer(model, length=8, device="cpu", lora=4, learning_rate=0.01) as trainer:
+        trainer.step(ROWS)
+        trainer.save(tmp_path / "adapters")
+        trainer.save(tmp_path / "merged", merged=True)
+        expected = trainer.evaluate(ROWS[:1]).loss
+    assert (tmp_path / "adapters" / "adapter_config.json").exists()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    row = torch.tensor([ROWS[0][0]])
+    assert float(loaded(row, labels=row).loss.detach()) == pytest.approx(expected, rel=1e-5)
+
+
+def test_random_weights_are_told(model: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(Path(model, "config.json").read_bytes())
+    with pytest.warns(UserWarning, match="random weights, of seed 7"):
+        trainer = Trainer(tmp_path, length=8, device="cpu", seed=7)
+    trainer.close()
+
+
+@pytest.mark.timeout(280)
+def test_the_example_trains_the_same_on_one_process_and_on_two(model: str) -> None:
+    ways = ([], ["-m", "highwater.engine.ranks", "--nproc", "2"])
+    alone, together = (
+        subprocess.run([sys.executable, *way, EXAMPLE, model], capture_output=True, text=True)
+        for way in ways
+    )
+    assert alone.returncode == together.returncode == 0, alone.stderr + together.stderr
+    assert alone.stdout == together.stdout
+    losses = [float(line.split()[3].rstrip(",")) for line in alone.stdout.splitlines()]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0] - 0.1, "it learns"
+
+
+def test_the_page_of_the_library_quotes_the_example_as_it_is() -> None:
+    page = (ROOT / "docs" / "reference" / "library.md").read_text()
+    assert f"```py\n{EXAMPLE.read_text()}```\n" in page

@@ -1,0 +1,89 @@
+"""Training settings: those that are named, a study's, or what is recommended; what is predicted not
+to fit is refused with what would.
+"""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from places import NO_GPU, machine_with
+
+from highwater.errors import MachineError, UsageError
+from highwater.recommendation.training_settings import chosen_trial, named_settings
+from highwater.spec.request import request_from
+from highwater.spec.training_request import training_request_from
+from highwater.store.journal import read_study
+from highwater.units import GIB
+
+MACHINE = msgspec.structs.replace(
+    NO_GPU, host_memory_total_bytes=128 * GIB, host_memory_available_bytes=128 * GIB
+)
+STUDY = Path(__file__).parents[2] / "docs/results/other_trainers/studies/one-gpu-highwater.jsonl"
+
+
+def asked(length: str | int, settings: str | None = None):
+    values = {"data": ("data.jsonl",), "length": length, "steps": 10, "output": "run"}
+    return training_request_from(values | ({} if settings is None else {"settings": settings}))
+
+
+def on_the_cpu(memory: str, **named):
+    fields = {"model": "Qwen3-0.6B", "device": "cpu", "memory": memory, **named}
+    return request_from(fields, keywords=True)
+
+
+def test_what_is_named_is_taken_and_what_is_not_is_recommended() -> None:
+    named = chosen_trial(on_the_cpu("16GiB", loss="chunked"), asked(4096), MACHINE)
+    assert named.spec.settings.loss == "chunked"
+    usual = chosen_trial(on_the_cpu("64GiB"), asked(4096), MACHINE)
+    assert usual.spec.settings.loss == "full", "the simplest that fits"
+    assert usual.predicted.capacity_tokens == 4096
+
+
+def test_the_simplest_settings_that_fit_are_recommended() -> None:
+    roomy, tight = (
+        chosen_trial(on_the_cpu(memory), asked(16384, "recommended"), MACHINE)
+        for memory in ("64GiB", "16GiB")
+    )
+    assert (roomy.spec.settings.loss, tight.spec.settings.loss) == ("full", "chunked")
+    assert tight.predicted.footprint.needed_bytes < roomy.predicted.footprint.needed_bytes
+
+
+def test_what_is_predicted_not_to_fit_is_refused_with_the_settings_that_would() -> None:
+    with pytest.raises(MachineError) as refused:
+        chosen_trial(on_the_cpu("16GiB", loss="full"), asked(16384), MACHINE)
+    assert "do not fit" in refused.value.problem
+    assert "--settings recommended" in refused.value.hint
+    with pytest.raises(MachineError, match="do not fit") as refused:
+        chosen_trial(on_the_cpu("2GiB"), asked(16384), MACHINE)
+    assert "--memory" in refused.value.hint
+
+
+def test_a_studys_answer_is_taken_for_the_length_that_it_measured() -> None:
+    study = read_study(STUDY)
+    (answer,) = study.answers
+    machine = machine_with(1)
+    request = request_from({"model": "Qwen3-4B", "memory": "80GiB", "gpus": [1]}, keywords=True)
+    found = chosen_trial(request, asked(answer.reach_tokens, str(STUDY)), machine)
+    assert found.spec.settings == answer.cell.settings
+    assert found.spec.layout == answer.cell.layout
+    assert any("measured up to" in note for note in found.notes)
+    with pytest.raises(UsageError, match="the longest was") as refused:
+        chosen_trial(request, asked(answer.reach_tokens + 4096, str(STUDY)), machine)
+    assert f"--length {answer.reach_tokens}" in refused.value.hint
+
+
+def test_a_study_of_another_model_or_device_says_nothing() -> None:
+    machine = machine_with(1)
+    other = request_from({"model": "Qwen3-0.6B", "memory": "80GiB", "gpus": [1]}, keywords=True)
+    with pytest.raises(UsageError, match="another model"):
+        chosen_trial(other, asked(4096, str(STUDY)), machine)
+    with pytest.raises(UsageError, match="says nothing"):
+        chosen_trial(on_the_cpu("64GiB"), asked(4096, str(STUDY)), MACHINE)
+
+
+def test_settings_are_named_or_taken_from_somewhere_and_never_both() -> None:
+    request = on_the_cpu("64GiB", recompute="none", lora=8)
+    assert named_settings(request) == ("recompute",), "an adapter is what is trained, not how"
+    with pytest.raises(UsageError, match="--recompute") as refused:
+        chosen_trial(request, asked(4096, "recommended"), MACHINE)
+    assert "leave `--recompute` out" in refused.value.hint
