@@ -20,7 +20,7 @@ import msgspec
 
 from highwater.errors import MachineError, UsageError
 from highwater.memory.capacity import CellPrediction
-from highwater.recommendation.training_settings import chosen_trial
+from highwater.recommendation.training_settings import chosen_trial, data_notes
 from highwater.run.corpus import tokenised
 from highwater.run.probe import probe
 from highwater.run.readiness import check_machine, check_request
@@ -161,6 +161,7 @@ def prepare_training(
         expected_s=_expected_s(spec, trial, chosen.predicted),
         notes=(
             *chosen.notes,
+            *data_notes(chosen, corpus),
             *weights_notes(model, trial.settings, simulated=False),
             *corpus.notes,
         ),

@@ -1,6 +1,7 @@
 """``highwater train``: the settings that were found, on a user's data, to a model that loads."""
 
 import argparse
+import json
 import shlex
 from pathlib import Path
 
@@ -62,9 +63,11 @@ class _Phases:
 
 def _next(directory: str, *, is_adapter: bool) -> str:
     """How what was trained is opened."""
-    loaded = (
-        f"from peft import AutoPeftModelForCausalLM as M; M.from_pretrained({directory!r})"
+    package, kind = (
+        ("peft", "AutoPeftModelForCausalLM")
         if is_adapter
-        else f"from transformers import AutoModelForCausalLM as M; M.from_pretrained({directory!r})"
+        else ("transformers", "AutoModelForCausalLM")
     )
-    return shlex.join(("python", "-c", loaded))
+    # In double quotes, so that a shell takes all of it in single ones.
+    loaded = f"M.from_pretrained({json.dumps(directory, ensure_ascii=False)})"
+    return shlex.join(("python", "-c", f"from {package} import {kind} as M; {loaded}"))

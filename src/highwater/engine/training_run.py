@@ -169,7 +169,7 @@ class TrainingRun(RankRun):
                 self._save(training)
         if self.statistics_log is not None:
             self.statistics_log.write_evaluation(step, loss)
-        self._say(phase="training", evaluation_loss=loss)
+        self._say(phase="training", evaluation_loss=loss, evaluation_step=step)
 
     def _save(self, training: Training) -> None:
         self.where.enter("save")
@@ -290,7 +290,6 @@ def _set_rate(training: Training, rate: float, spec: TrainingSpec, step: int) ->
             group["lr"] = rate * spec.schedule.factor(step)
 
 
-<<<<<<< HEAD
 class _Broken(NamedTuple):
     """The documents of a step whose loss is no number, by their names."""
 
@@ -299,14 +298,8 @@ class _Broken(NamedTuple):
     every: tuple[str, ...]
 
 
-def _broken_in(training: Training, rows: Sequence[_Row]) -> _Broken:
+def _broken_in(training: Training, rows: Sequence[_OwnRow]) -> _Broken:
     """Which documents of a step broke, on all ranks."""
-=======
-def _names_of_the_broken(training: Training, rows: Sequence[_OwnRow]) -> str:
-    """The documents of this rank that have a trained token whose log-probability is not finite, or
-    all of its step where none has, in words.
-    """
->>>>>>> main
     broken: list[str] = []
     for row, tokens in zip(rows, training.record.tokens, strict=False):
         is_broken_N = ~tokens.logprobs_N.isfinite().cpu()
