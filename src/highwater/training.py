@@ -132,6 +132,8 @@ def prepare_training(
     together = TRAITS[request.objective].documents_together
     if request.token_budget is None and request.sequences_per_micro_batch < together:
         request = msgspec.structs.replace(request, sequences_per_micro_batch=together)
+    if request.lora_merged:  # what is exported, at the end
+        request = msgspec.structs.replace(request, save_hf="last")
     chosen = chosen_trial(request, asked, machine)
     trial = chosen.spec
     check_machine(request, machine, trial.settings, trial.device, gpus=trial.layout.gpus)

@@ -32,7 +32,7 @@ from highwater.units import format_bytes, format_tokens
 _OF_WHAT_IS_TRAINED = (
     *("objective", "critic", "entropy", "optimizer", "parameters", "rope"),
     *("lora", "lora_alpha", "lora_targets", "lora_base", "lora_merged"),
-    *("sequences_per_micro_batch", "token_budget"),
+    *("sequences_per_micro_batch", "token_budget", "save_hf"),
 )
 """Settings that say what is trained, not how: those that are named beside ``--settings``."""
 
@@ -246,25 +246,46 @@ def _of_study(
             f"{path} is of {question.model.name}, another model",
             hint="use `--settings recommended`, or that model",
         )
-    answers = [
+    alike = [
         answer
         for answer in study.answers
-        if (answer.reach_tokens or 0) >= spec.length_tokens
-        and (request.gpus is None or answer.cell.layout.gpus == spec.layout.gpus)
+        if (request.gpus is None or answer.cell.layout.gpus == spec.layout.gpus)
         and answer.cell.layout.gpus <= most_gpus
-        and answer.cell.settings.objective == spec.settings.objective
+        and _trains_what_is_named(answer.cell.settings, spec.settings, request)
     ]
+    answers = [answer for answer in alike if (answer.reach_tokens or 0) >= spec.length_tokens]
     if not answers:
-        longest = max((answer.reach_tokens or 0 for answer in study.answers), default=0)
+        longest = max((answer.reach_tokens or 0 for answer in alike), default=0)
+        if not longest:
+            raise UsageError(
+                f"nothing in {path} was trained as it is named here",
+                hint="use `--settings recommended`",
+            )
         raise UsageError(
             f"nothing in {path} trained {format_tokens(spec.length_tokens)} tokens so: the longest "
             f"was {format_tokens(longest)}",
-            hint=f"use `--length {longest}`, or `--settings recommended`"
-            if longest
-            else "use `--settings recommended`",
+            hint=f"use `--length {longest}`, or `--settings recommended`",
         )
     answer = min(answers, key=lambda each: simplicity(each.cell))
     measured = format_tokens(answer.reach_tokens or 0)
-    return answer.cell, (
+    cell = answer.cell
+    if spec.settings.lora_merged:  # of the export alone: what was measured is the same
+        merged = msgspec.structs.replace(cell.settings, lora_merged=True, save_hf="last")
+        cell = msgspec.structs.replace(cell, settings=merged)
+    return cell, (
         f"settings of {path}: {answer.cell.label_on(spec.device)}, measured up to {measured}",
     )
+
+
+def _trains_what_is_named(measured: Settings, named: Settings, request: Request) -> bool:
+    """Whether what a study trained is what is named beside it; the objective counts in any case."""
+    usual = Request(model=request.model)
+    fields = {
+        row.rung_field
+        for row in TOPICS["trial"]
+        if row.name in _OF_WHAT_IS_TRAINED
+        and row.name not in ("lora_merged", "save_hf")
+        and row.rung_field in Settings.__struct_fields__
+        and getattr(request, row.name) != getattr(usual, row.name)
+    }
+    return all(getattr(measured, f) == getattr(named, f) for f in {*fields, "objective"})
