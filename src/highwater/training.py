@@ -20,7 +20,7 @@ import msgspec
 
 from highwater.errors import MachineError, UsageError
 from highwater.memory.capacity import CellPrediction
-from highwater.recommendation.training_settings import chosen_trial
+from highwater.recommendation.training_settings import chosen_trial, data_notes
 from highwater.run.corpus import tokenised
 from highwater.run.probe import probe
 from highwater.run.readiness import check_machine, check_request
@@ -132,6 +132,8 @@ def prepare_training(
     together = TRAITS[request.objective].documents_together
     if request.token_budget is None and request.sequences_per_micro_batch < together:
         request = msgspec.structs.replace(request, sequences_per_micro_batch=together)
+    if request.lora_merged:  # what is exported, at the end
+        request = msgspec.structs.replace(request, save_hf="last")
     chosen = chosen_trial(request, asked, machine)
     trial = chosen.spec
     check_machine(request, machine, trial.settings, trial.device, gpus=trial.layout.gpus)
@@ -161,6 +163,7 @@ def prepare_training(
         expected_s=_expected_s(spec, trial, chosen.predicted),
         notes=(
             *chosen.notes,
+            *data_notes(chosen, corpus),
             *weights_notes(model, trial.settings, simulated=False),
             *corpus.notes,
         ),

@@ -111,8 +111,9 @@ def parse_seconds(text: str) -> float:
 
 
 def counted(count: int, what: str) -> str:
-    """``1 sequence``, ``2 sequences``."""
-    return f"{count} {what}{'' if count == 1 else 's'}"
+    """``1 sequence``, ``2 sequences``, ``2 processes``."""
+    several = "es" if what.endswith("s") else "s"
+    return f"{count} {what}{'' if count == 1 else several}"
 
 
 def format_bytes(count: int | None) -> str:

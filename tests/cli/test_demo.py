@@ -1,6 +1,7 @@
 """``make demo``: what a newcomer sees first."""
 
 import importlib.util
+import json
 import re
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ from highwater.api import open_study
 from highwater.spec.study import Study
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TIME_LIMIT_S = 280
+TIME_LIMIT_S = 420
 """Far more than the demo takes alone: other tests share the cores."""
 
 
@@ -39,6 +40,13 @@ def test_the_demo_answers_with_pairs_of_real_trials_and_leaves_what_is_there_alo
     assert all(1000 <= int(tokens) <= 3000 for _, tokens in capacities)
     assert re.search(r"^checked: .* demo/2/study\.jsonl: one fit, ", done.stdout, re.MULTILINE)
     assert demo_doubts(open_study(tmp_path / "demo" / "2" / "study.jsonl")) == []
+    assert re.search(r"^checked: demo/2/run was trained on [12] process", done.stdout, re.MULTILINE)
+    losses = [
+        json.loads(line)["loss"]
+        for line in (tmp_path / "demo/2/run/statistics.jsonl").read_text().splitlines()
+    ]
+    assert len(losses) == 2
+    assert all(10 < loss < 14 for loss in losses), "the logarithm of 151,936 is 11.9"
     found = study_report(tmp_path / "demo" / "2" / "study.jsonl")
     assert [
         where.versions["torch"] == found.versions["torch"][0] for where in found.study.environments

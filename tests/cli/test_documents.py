@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Run
+from conftest import Run, refusal
 
 from highwater.cli.grammar import commands, parse
 
@@ -103,6 +103,11 @@ def test_a_command_in_a_document_runs(command: str, document: Path, run: Run) ->
         str(ROOT / word) if word.startswith(("examples/", "docs/", "tests/")) else word
         for word in words
     ]
+    if words[0] == "train" and "cpu" not in words:
+        problem, hint = refusal(run(program, *words), code=2)
+        assert "no GPU is visible" in problem, "that is all it lacks"
+        assert "--device cpu" in hint
+        return
     if words[0] in TRIES and not {"--dry-run", "--print-config"} & set(words):
         words += ["--device", "cuda"] if "cpu" not in words else []
         words += [

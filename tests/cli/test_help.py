@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import SIMULATED, Run
+from conftest import SIMULATED, Run, refusal
 
 from highwater.cli import search_context_length_capacity as published
 from highwater.cli.command_list import COMMANDS, groups
@@ -21,7 +21,9 @@ ON_A_GPU = {
 """Examples that only a machine with GPUs answers, and that have no dry run."""
 LONG = {"highwater bench attention --device cpu"}
 """Takes a minute; tests/cli/test_bench_command.py runs it with fewer attentions."""
-TRAINS = ("find", "try")
+TRIES = ("find", "try")
+ONE_STEP = ("--length", "64", "--rows", "1", "--steps", "1", "--memory", "4GiB")
+"""What a training on the CPU is asked after its example, so that it takes seconds."""
 
 
 def words_of(example: str) -> list[str]:
@@ -60,7 +62,7 @@ def test_every_example_is_one_of_the_grammar() -> None:
 
 @pytest.fixture
 def things(highwater: Run, tmp_path: Path) -> None:
-    """What examples name: a study, snapshots, a table."""
+    """What examples name: a study, snapshots, a table, data."""
     made = highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "logs/m/study-1.jsonl")
     assert made.returncode == 0
     shutil.copy(tmp_path / "logs" / "m" / "study-1.jsonl", tmp_path / "study.jsonl")
@@ -68,6 +70,9 @@ def things(highwater: Run, tmp_path: Path) -> None:
     for name in ("snapshot", "before", "after"):
         shutil.copy(snapshot, tmp_path / f"{name}.pickle")
     shutil.copy(DATA / "published_capacity_a100_80gb.csv", tmp_path / "capacities.csv")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "page.md").write_text("# A page\n\nIt says what it says.\n")
+    (tmp_path / "data.jsonl").write_text('{"text": "The cat sat on the mat."}\n')
 
 
 @pytest.mark.usefixtures("things")
@@ -76,13 +81,29 @@ def things(highwater: Run, tmp_path: Path) -> None:
 )
 def test_an_example_answers(highwater: Run, example: str) -> None:
     words = words_of(example)
-    if words[0] in TRAINS and "--dry-run" not in words:
+    if words[0] == "train":
+        _assert_trains(highwater, words)
+        return
+    if words[0] in TRIES and "--dry-run" not in words:
         # what would train: a law answers in the place of GPUs, which are not here
         words += ["--dry-run", *(() if "--device" in words else SIMULATED[:4])]
     done = highwater(*words)
     assert done.returncode in (0, 1), done.stderr
     assert done.stdout
     assert "Traceback" not in done.stderr
+
+
+def _assert_trains(highwater: Run, words: list[str]) -> None:
+    """On the CPU it trains and leaves a model; on GPUs it lacks those alone, which are not here."""
+    if "cpu" in words:
+        done = highwater(*words, *ONE_STEP)
+        assert done.returncode == 0, done.stderr
+        model = shlex.split(done.stderr.splitlines()[-1])[-1].rpartition("(")[2].strip('")')
+        assert Path(model, "model.safetensors").stat().st_size > 1_000_000
+    else:
+        problem, hint = refusal(highwater(*words), code=2)
+        assert "no GPU is visible" in problem
+        assert "--device cpu" in hint
 
 
 @pytest.mark.parametrize("example", published.grammar().examples)

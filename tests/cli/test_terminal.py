@@ -190,6 +190,27 @@ def figures_in(text: str) -> set[str]:
     return set(FIGURE.findall(re.sub(r"\S+ [GM]iB free", "", text)))
 
 
+def test_the_bar_of_a_training_stays_on_one_line_and_cuts_nothing(
+    tiny: Path, tmp_path: Path, on_a_terminal: Terminal
+) -> None:
+    (tmp_path / "data.jsonl").write_text('{"text": "The cat sat on the mat."}\n')
+    words = (
+        *("train", str(tiny), "--data", "data.jsonl", "--eval-data", "data.jsonl"),
+        *("--length", "64", "--steps", "300", "--eval-every", "30", "--output", "run"),
+        *("--device", "cpu", "--memory", "4GiB"),
+    )
+    shown = on_a_terminal(tmp_path, *words, columns=80).replace("\r\x1b[2K", "\n")
+    bars = [line for line in plainly(shown) if "/300 " in line]
+    trained = [line for line in bars if line.startswith("loss ")]
+    assert trained
+    for line in trained:
+        assert re.match(r"loss \d+\.\d{3}, held-out \d+\.\d{3}, [\d,]+ tokens/s +[━╸╺]{4,}", line)
+    assert max(map(len, bars)) <= 80
+    assert "…" not in "".join(bars)
+    assert max(map(len, lines_of(shown))) <= 80
+    assert re.search(r"held-out loss +\d+\.\d+ before, \d+\.\d+ after", shown)
+
+
 @pytest.mark.parametrize("columns", WIDTHS)
 @pytest.mark.parametrize("page", PAGES)
 def test_a_terminal_has_every_figure_of_the_page_whole(

@@ -303,7 +303,12 @@ HOSTILE: list[tuple[str, bytes, str, str]] = [
     ("d.jsonl", b"", "d.jsonl has no record", "leave the file out"),
     ("d.jsonl", b"\n\n", "d.jsonl has no record", "leave the file out"),
     ("d.txt", b"", "nothing to train on", "name data with text in it"),
-    ("d.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99)[:-9], "cannot be unpacked", "gzip -t"),
+    (
+        "d.jsonl.gz",
+        gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-9],
+        "cannot be unpacked",
+        "gzip -t",
+    ),
     ("d.jsonl.gz", b'{"text": "a"}\n', "d.jsonl.gz:1 cannot be unpacked", "gzip -t"),
     ("d.parquet", b"PAR1" + bytes(99), "d.parquet:1 cannot be read", "copy the file anew"),
     ("d.arrow", bytes(99), "d.arrow:1 cannot be read", "copy the file anew"),
@@ -332,9 +337,9 @@ def commands_in(error: HighwaterError) -> list[str]:
     ("name", "content"),
     [
         ("d.json", b'[{"text": "\\u00e9t\\u00e9"},\n{"text": "b"}]'),
-        ("d e.json.gz", gzip.compress(b'[{"text": "\\u00e9t\\u00e9"}, {"text": "b"}]')),
+        ("d e.json.gz", gzip.compress(b'[{"text": "\\u00e9t\\u00e9"}, {"text": "b"}]', mtime=0)),
         ("d.jsonl", '{"text": "été"}\n{"text": "b"}\n'.encode("latin1")),
-        ("d.jsonl.gz", gzip.compress('{"text": "été"}\n{"text": "b"}\n'.encode("latin1"))),
+        ("d.jsonl.gz", gzip.compress('{"text": "été"}\n{"text": "b"}\n'.encode("latin1"), mtime=0)),
     ],
 )
 def test_what_the_hint_writes_can_be_read(

@@ -81,6 +81,14 @@ def test_a_study_of_another_model_or_device_says_nothing() -> None:
         chosen_trial(on_the_cpu("64GiB"), asked(4096, str(STUDY)), MACHINE)
 
 
+def test_a_study_of_whole_models_says_nothing_of_adapters_that_are_named_beside_it() -> None:
+    values = {"model": "Qwen3-4B", "memory": "80GiB", "gpus": [1], "lora": 16}
+    request = request_from(values, keywords=True)
+    with pytest.raises(UsageError, match=r"nothing in .* was trained as it is named") as refused:
+        chosen_trial(request, asked(4096, str(STUDY)), machine_with(1))
+    assert "--settings recommended" in refused.value.hint
+
+
 def test_settings_are_named_or_taken_from_somewhere_and_never_both() -> None:
     request = on_the_cpu("64GiB", recompute="none", lora=8)
     assert named_settings(request) == ("recompute",), "an adapter is what is trained, not how"

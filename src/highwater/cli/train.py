@@ -1,6 +1,7 @@
 """``highwater train``: the settings that were found, on a user's data, to a model that loads."""
 
 import argparse
+import json
 import shlex
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from highwater.pages.training_tables import (
     training_table,
 )
 from highwater.run.training_ranks import own_folder
+from highwater.spec.settings import Settings
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -44,7 +46,7 @@ def train(arguments: argparse.Namespace) -> int:
     console.answer(training_answer(prepared.spec, result))
     console.answer("")
     console.answer_table(training_table(result))
-    console.next_command(_next(result.model_directory or "", is_adapter=bool(request.lora)))
+    console.next_command(_next(result.model_directory or "", prepared.spec.trial.settings))
     return EXIT_ANSWERED
 
 
@@ -60,11 +62,11 @@ class _Phases:
         self._last = phase
 
 
-def _next(directory: str, *, is_adapter: bool) -> str:
+def _next(directory: str, settings: Settings) -> str:
     """How what was trained is opened."""
-    loaded = (
-        f"from peft import AutoPeftModelForCausalLM as M; M.from_pretrained({directory!r})"
-        if is_adapter
-        else f"from transformers import AutoModelForCausalLM as M; M.from_pretrained({directory!r})"
-    )
-    return shlex.join(("python", "-c", loaded))
+    is_adapter = settings.lora is not None and not settings.lora_merged
+    package, auto = ("peft", "AutoPeftModel") if is_adapter else ("transformers", "AutoModel")
+    kind = f"{auto}For{'SequenceClassification' if settings.objective == 'rw' else 'CausalLM'}"
+    # In double quotes, so that a shell takes all of it in single ones.
+    loaded = f"M.from_pretrained({json.dumps(directory, ensure_ascii=False)})"
+    return shlex.join(("python", "-c", f"from {package} import {kind} as M; {loaded}"))

@@ -30,7 +30,7 @@ from highwater.spec.trial import AliveMemory
 
 _INTERPRETER = cast(Any, sys)
 """Nothing public tells what threads are at."""
-_ENGINE = re.compile(r"highwater/(?!train/(out_of_memory|worker))\w+/\w+(/\w+)?\.py$")
+_ENGINE = re.compile(r"highwater/(?!engine/(out_of_memory|worker))\w+/\w+(/\w+)?\.py$")
 """Files of the engine, this one and the process edge apart."""
 _HOLDS_LOGITS = re.compile(r"highwater/(models|kernels)/")
 """Files whose frames are looked into."""

@@ -169,7 +169,7 @@ class TrainingRun(RankRun):
                 self._save(training)
         if self.statistics_log is not None:
             self.statistics_log.write_evaluation(step, loss)
-        self._say(phase="training", evaluation_loss=loss)
+        self._say(phase="training", evaluation_loss=loss, evaluation_step=step)
 
     def _save(self, training: Training) -> None:
         self.where.enter("save")

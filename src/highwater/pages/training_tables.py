@@ -1,8 +1,11 @@
 """What a training says before it starts, and at its end."""
 
+import msgspec
+
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
 from highwater.spec.settings_words import short_settings
+from highwater.spec.study import counted_ranks
 from highwater.spec.training import TrainingSpec
 from highwater.spec.training_request import TrainingResult
 from highwater.training import PreparedTraining
@@ -14,10 +17,13 @@ def prediction_lines(prepared: PreparedTraining) -> list[str]:
     spec = prepared.spec
     trial, corpus = spec.trial, spec.corpus
     gpus = "GPU" if trial.device == "cuda" else "process"
+    # How many rows a step has is said beside them.
+    settings = msgspec.structs.replace(trial.settings, accumulates=True)
     lines = [
         f"{trial.model_name}: {counted(spec.steps, 'step')} of "
         f"{counted(spec.micro_batches, 'row')} of {_row(spec)} tokens, "
-        f"{short_settings(trial.settings)}, {counted(trial.layout.gpus, gpus)}",
+        f"{short_settings(settings)}, {counted_ranks(trial.layout.gpus, trial.device)}"
+        f"{trial.layout.suffix}",
         f"data: {counted(corpus.documents, 'document')}, {corpus.tokens:,} tokens, longest "
         f"{corpus.longest_tokens:,}; {_epochs(spec)}",
     ]
@@ -88,7 +94,12 @@ def training_table(result: TrainingResult) -> TextTable:
     if result.peak_bytes is not None:
         rows.append(("most memory in use", format_bytes(result.peak_bytes)))
     rows.append(("folder", plain(result.output_directory)))
-    return TextTable(title="Measured", columns=(), rows=tuple(rows), footnotes=(), left_columns=2)
+    return TextTable(
+        title=f"{counted(result.step, 'step')}: measured",
+        columns=(),
+        rows=tuple(rows),
+        left_columns=2,
+    )
 
 
 def stopped_sentence(result: TrainingResult | None) -> str:

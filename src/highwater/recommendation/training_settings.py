@@ -14,23 +14,25 @@ from highwater.memory.formula.formula import likely_footprint
 from highwater.memory.trainers import calibration_of, with_steps
 from highwater.recommendation.recommend import recommend
 from highwater.spec.bounds import MOST_GPUS
+from highwater.spec.corpus import Corpus
 from highwater.spec.declared_settings import TOPICS
 from highwater.spec.hardware import Machine
 from highwater.spec.ladder import simplicity
+from highwater.spec.model import load_model
 from highwater.spec.plan import plan, plan_trial
 from highwater.spec.request import Request
 from highwater.spec.settings import Settings
 from highwater.spec.study import Cell, Question
 from highwater.spec.trainer import OURS
 from highwater.spec.training_request import RECOMMENDED, TrainingRequest
-from highwater.spec.trial import TrialSpec
+from highwater.spec.trial import PROMPT_TOKENS, TrialSpec
 from highwater.store.journal import read_study
 from highwater.units import format_bytes, format_tokens
 
 _OF_WHAT_IS_TRAINED = (
     *("objective", "critic", "entropy", "optimizer", "parameters", "rope"),
     *("lora", "lora_alpha", "lora_targets", "lora_base", "lora_merged"),
-    *("sequences_per_micro_batch", "token_budget"),
+    *("sequences_per_micro_batch", "token_budget", "save_hf"),
 )
 """Settings that say what is trained, not how: those that are named beside ``--settings``."""
 
@@ -63,6 +65,31 @@ def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> 
     else:
         cell = Cell(layout=spec.layout, settings=spec.settings)
     return _checked(request, asked, machine, spec, cell, notes)
+
+
+def data_notes(chosen: ChosenTrial, corpus: Corpus) -> tuple[str, ...]:
+    """What a corpus takes of memory that was not predicted: a trial's sequence begins with a
+    prompt, of whose tokens the full loss makes no logits, and a text is trained from its beginning.
+    """
+    spec, predicted = chosen.spec, chosen.predicted
+    row_tokens = spec.length_tokens * spec.sequences
+    prompts_tokens = min(PROMPT_TOKENS, spec.length_tokens // 2) * spec.sequences
+    is_prompted = corpus.trained_tokens * row_tokens <= corpus.tokens * (
+        row_tokens - prompts_tokens
+    )
+    if spec.settings.loss != "full" or is_prompted:
+        return ()
+    element_bytes = 2 if spec.device == "cuda" else 4
+    vocab_size = load_model(spec.model_directory).shape.vocab_size
+    more_bytes = element_bytes * vocab_size * prompts_tokens // spec.layout.context_degree
+    if more_bytes <= predicted.headroom_bytes:
+        return ()
+    return (
+        f"up to {format_bytes(more_bytes)} more of logits than predicted, and "
+        f"{format_bytes(predicted.headroom_bytes)} are left: this data is trained from its "
+        f"beginning, a trial's sequence after a prompt of {format_tokens(prompts_tokens)} tokens; "
+        "`--loss chunked` in the place of `--settings` takes none of them",
+    )
 
 
 def named_settings(request: Request) -> tuple[str, ...]:
@@ -219,25 +246,46 @@ def _of_study(
             f"{path} is of {question.model.name}, another model",
             hint="use `--settings recommended`, or that model",
         )
-    answers = [
+    alike = [
         answer
         for answer in study.answers
-        if (answer.reach_tokens or 0) >= spec.length_tokens
-        and (request.gpus is None or answer.cell.layout.gpus == spec.layout.gpus)
+        if (request.gpus is None or answer.cell.layout.gpus == spec.layout.gpus)
         and answer.cell.layout.gpus <= most_gpus
-        and answer.cell.settings.objective == spec.settings.objective
+        and _trains_what_is_named(answer.cell.settings, spec.settings, request)
     ]
+    answers = [answer for answer in alike if (answer.reach_tokens or 0) >= spec.length_tokens]
     if not answers:
-        longest = max((answer.reach_tokens or 0 for answer in study.answers), default=0)
+        longest = max((answer.reach_tokens or 0 for answer in alike), default=0)
+        if not longest:
+            raise UsageError(
+                f"nothing in {path} was trained as it is named here",
+                hint="use `--settings recommended`",
+            )
         raise UsageError(
             f"nothing in {path} trained {format_tokens(spec.length_tokens)} tokens so: the longest "
             f"was {format_tokens(longest)}",
-            hint=f"use `--length {longest}`, or `--settings recommended`"
-            if longest
-            else "use `--settings recommended`",
+            hint=f"use `--length {longest}`, or `--settings recommended`",
         )
     answer = min(answers, key=lambda each: simplicity(each.cell))
     measured = format_tokens(answer.reach_tokens or 0)
-    return answer.cell, (
+    cell = answer.cell
+    if spec.settings.lora_merged:  # of the export alone: what was measured is the same
+        merged = msgspec.structs.replace(cell.settings, lora_merged=True, save_hf="last")
+        cell = msgspec.structs.replace(cell, settings=merged)
+    return cell, (
         f"settings of {path}: {answer.cell.label_on(spec.device)}, measured up to {measured}",
     )
+
+
+def _trains_what_is_named(measured: Settings, named: Settings, request: Request) -> bool:
+    """Whether what a study trained is what is named beside it; the objective counts in any case."""
+    usual = Request(model=request.model)
+    fields = {
+        row.rung_field
+        for row in TOPICS["trial"]
+        if row.name in _OF_WHAT_IS_TRAINED
+        and row.name not in ("lora_merged", "save_hf")
+        and row.rung_field in Settings.__struct_fields__
+        and getattr(request, row.name) != getattr(usual, row.name)
+    }
+    return all(getattr(measured, f) == getattr(named, f) for f in {*fields, "objective"})

@@ -301,7 +301,7 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
             "lora_merged",
             SWITCH,
             _TRAINED,
-            "what save_hf writes is the model with its adapters in it, and not the adapters",
+            "what is saved is the model with its adapters in it, and not the adapters",
         ),
         Setting(
             "rope",

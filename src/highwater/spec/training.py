@@ -211,6 +211,9 @@ class TrainingProgress(Record, frozen=True, kw_only=True):
     steps: int = 0
     loss: float | None = None
     evaluation_loss: float | None = None
+    """Of the latest evaluation; None: there was none since this process began."""
+    evaluation_step: int | None = None
+    """Steps that were done before that evaluation."""
     tokens: int = 0
     """Tokens trained since this process began."""
     seconds: float = 0.0

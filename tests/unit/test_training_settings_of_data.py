@@ -1,0 +1,53 @@
+"""What a corpus takes that a trial's synthetic sequences do not: logits of the first tokens."""
+
+import pytest
+
+from highwater.recommendation.training_settings import chosen_trial, data_notes
+from highwater.run.probe import probe
+from highwater.spec.corpus import Corpus
+from highwater.spec.request import request_from
+from highwater.spec.training_request import TrainingRequest
+from highwater.units import format_bytes
+
+LENGTH = 1024
+VOCABULARY = 151_936
+HALF_BYTES = 4 * VOCABULARY * LENGTH // 2
+"""Logits in float32 of the half of a sequence that a trial takes for a prompt."""
+
+
+def notes(*, memory: str, trained_tokens: int, loss: str = "full") -> tuple[str, ...]:
+    """What is noted of a corpus of a thousand tokens."""
+    request = request_from(
+        {"model": "tiny", "device": "cpu", "memory": memory, "loss": loss}, keywords=True
+    )
+    asked = TrainingRequest(data=("data.jsonl",), length=LENGTH, steps=1, output="run")
+    corpus = Corpus(
+        directory="/corpus",
+        digest="0",
+        objective="sft",
+        length_tokens=LENGTH,
+        documents=1,
+        units=1,
+        tokens=1000,
+        trained_tokens=trained_tokens,
+        longest_tokens=1000,
+    )
+    return data_notes(chosen_trial(request, asked, probe()), corpus)
+
+
+def test_texts_that_are_trained_from_their_beginning_are_noted_where_their_logits_lack_room() -> (
+    None
+):
+    (note,) = notes(memory="1100MiB", trained_tokens=999)
+    assert note.startswith(f"up to {format_bytes(HALF_BYTES)} more of logits than predicted")
+
+
+@pytest.mark.parametrize(
+    "otherwise",
+    [{"memory": "8GiB"}, {"trained_tokens": 500}, {"loss": "chunked"}],
+    ids=["room", "prompts", "a chunked loss"],
+)
+def test_nothing_is_noted_where_there_is_room_a_prompt_or_a_chunked_loss(
+    otherwise: dict[str, str | int],
+) -> None:
+    assert notes(**{"memory": "1100MiB", "trained_tokens": 999, **otherwise}) == ()
