@@ -126,6 +126,8 @@ def prepare_training(
     compared with what is in its folder; raises HighwaterError for what cannot be.
     """
     machine = probe()
+    # Whatever is written goes into the run's folder.
+    request = msgspec.structs.replace(request, log_dir=asked.output)
     check_request(request, machine)
     if request.gpus is None and request.device != "cpu" and machine.gpus:
         request = msgspec.structs.replace(request, gpus=(len(machine.gpus),))
