@@ -21,7 +21,7 @@ TABLES = (
     ("other_trainers/README.md", "other_trainers/capacities.py --table"),
     ("other_trainers/how_far.md", "other_trainers/how_far.py --table"),
     ("concurrent/README.md", "concurrent/eight_cells.py --table"),
-    ("training/README.md", "training/sft.py --table training/sft.json"),
+    ("training/README.md", "training/sft.py --table"),
     ("speed/README.md", "speed/speeds.py --table"),
     ("speed/README.md", "speed/offload_step.py --table"),
     ("checkpoints/README.md", "checkpoints/saves.py --table"),

@@ -2,7 +2,7 @@
 killed three times and goes on, and one that goes on with two processes.
 
     python docs/results/training/sft.py --out FOLDER > docs/results/training/sft.json
-    python docs/results/training/sft.py --table docs/results/training/sft.json
+    python docs/results/training/sft.py --table
 
 The text is the documentation of Python's standard library, as its own modules carry it: the
 docstrings of ``pydoc``'s topics and of modules, a document each, a byte a token.
@@ -41,10 +41,10 @@ def main() -> int:
     """Run everything, or print a recorded result."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, help="a new folder for models, data and runs")
-    parser.add_argument("--table", type=Path, help="print the table of a recorded result")
+    parser.add_argument("--table", action="store_true", help="print the table of what is recorded")
     arguments = parser.parse_args()
-    if arguments.table is not None:
-        print(table(json.loads(arguments.table.read_text())))
+    if arguments.table:
+        print(table(json.loads(Path(__file__).with_name("sft.json").read_text())))
         return 0
     folder = arguments.out.absolute()
     folder.mkdir(parents=True)
