@@ -1,10 +1,15 @@
-"""What a corpus takes that a trial's synthetic sequences do not: logits of the first tokens."""
+"""What a corpus takes that a trial's synthetic sequences do not: logits of the first tokens. They
+are predicted, but where a study's answer is taken, which was measured without.
+"""
 
+import msgspec
 import pytest
 
+from highwater.memory.formula.formula import likely_footprint
 from highwater.recommendation.training_settings import chosen_trial, data_notes
 from highwater.run.probe import probe
 from highwater.spec.corpus import Corpus
+from highwater.spec.model import load_model
 from highwater.spec.request import request_from
 from highwater.spec.training_request import TrainingRequest
 from highwater.units import format_bytes
@@ -14,9 +19,12 @@ VOCABULARY = 151_936
 HALF_BYTES = 4 * VOCABULARY * LENGTH // 2
 """Logits in float32 of the half of a sequence that a trial takes for a prompt."""
 
+ROOM = {"4GiB": HALF_BYTES - 1, "8GiB": HALF_BYTES}
+"""Bytes that are left, by the memory."""
+
 
 def notes(*, memory: str, trained_tokens: int, loss: str = "full") -> tuple[str, ...]:
-    """What is noted of a corpus of a thousand tokens."""
+    """What is noted of a corpus of a thousand tokens, of settings as a study measured them."""
     request = request_from(
         {"model": "tiny", "device": "cpu", "memory": memory, "loss": loss}, keywords=True
     )
@@ -32,13 +40,17 @@ def notes(*, memory: str, trained_tokens: int, loss: str = "full") -> tuple[str,
         trained_tokens=trained_tokens,
         longest_tokens=1000,
     )
-    return data_notes(chosen_trial(request, asked, probe()), corpus)
+    chosen = chosen_trial(request, asked, probe())
+    assert data_notes(chosen, corpus) == (), "every token is predicted to be trained"
+    # A study has the headroom of its own trials: half of a sequence has no logits there.
+    predicted = msgspec.structs.replace(chosen.predicted, headroom_bytes=ROOM[memory])
+    return data_notes(chosen._replace(has_prompts=True, predicted=predicted), corpus)
 
 
 def test_texts_that_are_trained_from_their_beginning_are_noted_where_their_logits_lack_room() -> (
     None
 ):
-    (note,) = notes(memory="1100MiB", trained_tokens=999)
+    (note,) = notes(memory="4GiB", trained_tokens=999)
     assert note.startswith(f"up to {format_bytes(HALF_BYTES)} more of logits than predicted")
 
 
@@ -50,4 +62,19 @@ def test_texts_that_are_trained_from_their_beginning_are_noted_where_their_logit
 def test_nothing_is_noted_where_there_is_room_a_prompt_or_a_chunked_loss(
     otherwise: dict[str, str | int],
 ) -> None:
-    assert notes(**{"memory": "1100MiB", "trained_tokens": 999, **otherwise}) == ()
+    assert notes(**{"memory": "4GiB", "trained_tokens": 999, **otherwise}) == ()
+
+
+def test_a_prediction_of_a_training_has_the_logits_of_every_token() -> None:
+    fields = {"model": "tiny", "device": "cpu", "memory": "4GiB", "loss": "full"}
+    asked = TrainingRequest(data=("data.jsonl",), length=LENGTH, steps=1, output="run")
+    chosen = chosen_trial(request_from(fields, keywords=True), asked, probe())
+    spec = chosen.spec
+    in_a_trial = likely_footprint(
+        load_model(spec.model_directory).shape,
+        spec.settings,
+        spec.layout,
+        length_tokens=LENGTH,
+        device="cpu",
+    )
+    assert chosen.predicted.footprint.needed_bytes >= in_a_trial.needed_bytes + HALF_BYTES

@@ -3,6 +3,7 @@ answer, or what is recommended; and whether it fits.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,6 +44,9 @@ class ChosenTrial(NamedTuple):
     spec: TrialSpec
     predicted: CellPrediction
     notes: tuple[str, ...]
+    has_prompts: bool = False
+    """Whether the prediction is of a trial's sequences, which begin with a prompt that is not
+    trained; else every token is taken to be."""
 
 
 def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> ChosenTrial:
@@ -64,13 +68,17 @@ def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> 
         cell = _recommended(request, asked, machine, spec)
     else:
         cell = Cell(layout=spec.layout, settings=spec.settings)
-    return _checked(request, asked, machine, spec, cell, notes)
+    is_measured = asked.settings not in (None, RECOMMENDED)
+    return _checked(request, asked, machine, spec, cell, notes, has_prompts=is_measured)
 
 
 def data_notes(chosen: ChosenTrial, corpus: Corpus) -> tuple[str, ...]:
-    """What a corpus takes of memory that was not predicted: a trial's sequence begins with a
-    prompt, of whose tokens the full loss makes no logits, and a text is trained from its beginning.
+    """What a corpus takes of memory that a study has not measured: a trial's sequence begins with
+    a prompt, of whose tokens the full loss makes no logits, and a text is trained from its
+    beginning.
     """
+    if not chosen.has_prompts:
+        return ()
     spec, predicted = chosen.spec, chosen.predicted
     row_tokens = spec.length_tokens * spec.sequences
     prompts_tokens = min(PROMPT_TOKENS, spec.length_tokens // 2) * spec.sequences
@@ -119,7 +127,10 @@ def _question(request: Request, machine: Machine, spec: TrialSpec, cell: Cell) -
     return msgspec.structs.replace(question, cells=(cell,))
 
 
-def _predicted(question: Question, machine: Machine) -> CellPrediction:
+def _predicted(
+    question: Question, machine: Machine, *, has_prompts: bool = False
+) -> CellPrediction:
+    """What a cell takes where every token is trained, or with ``has_prompts`` in a trial."""
     limit_bytes = question.memory_budget_bytes or question.device_total_bytes
     if limit_bytes is None:
         raise MachineError(
@@ -130,7 +141,9 @@ def _predicted(question: Question, machine: Machine) -> CellPrediction:
         host_bytes=machine.host_memory_total_bytes if question.device == "cuda" else None,
     )
     known = calibration_of(question, OURS) if question.device == "cuda" else None
-    cells = predict_cells(question, limit, likely_footprint, known)
+    prompt_tokens = PROMPT_TOKENS if has_prompts else 0
+    formula = partial(likely_footprint, prompt_tokens=prompt_tokens)
+    cells = predict_cells(question, limit, formula, known)
     return with_steps(question, cells)[0] if question.device == "cuda" else cells[0]
 
 
@@ -145,8 +158,11 @@ def _checked(
     spec: TrialSpec,
     cell: Cell,
     notes: tuple[str, ...],
+    *,
+    has_prompts: bool,
 ) -> ChosenTrial:
-    predicted = _predicted(_question(request, machine, spec, cell), machine)
+    question = _question(request, machine, spec, cell)
+    predicted = _predicted(question, machine, has_prompts=has_prompts)
     if not _may_fit(predicted):
         lacks = format_bytes(predicted.lacks_bytes or 0)
         better = _what_fits(request, asked, machine, spec)
@@ -159,7 +175,7 @@ def _checked(
     spec = msgspec.structs.replace(spec, layout=cell.layout, settings=cell.settings)
     if not predicted.capacity_tokens:
         notes = (*notes, "it is tight: predicted to fit, and not by as much as predictions are off")
-    return ChosenTrial(spec, predicted, notes)
+    return ChosenTrial(spec, predicted, notes, has_prompts)
 
 
 def _what_fits(request: Request, asked: TrainingRequest, machine: Machine, spec: TrialSpec) -> str:
@@ -193,8 +209,12 @@ def _recommended(
         host_memory=machine.host_memory_total_bytes,
         **of_what,
     )
-    if found.chosen is not None:
-        return found.chosen.cell
+    for candidate in sorted(found.candidates, key=lambda each: each.order):
+        if not candidate.fits or candidate.is_lowered:
+            continue
+        question = _question(request, machine, spec, candidate.cell)
+        if _may_fit(_predicted(question, machine)):
+            return candidate.cell
     words = f"highwater recommend {request.model} --length {asked.length}"
     raise MachineError(
         f"{format_tokens(asked.length_tokens)} tokens do not fit on {spec.layout.gpus} of these "

@@ -41,7 +41,7 @@ from highwater.spec.layer_kind import LayerKind
 from highwater.spec.layout import Layout
 from highwater.spec.model import Model, ModelShape
 from highwater.spec.settings import Settings
-from highwater.spec.trial import Device
+from highwater.spec.trial import PROMPT_TOKENS, Device
 from highwater.spec.working_sizes import CHUNK_BYTES
 
 FAMILIES = (
@@ -125,11 +125,12 @@ def footprint(
     *,
     length_tokens: int,
     device: Device = "cuda",
+    prompt_tokens: int = PROMPT_TOKENS,
 ) -> Footprint:
     """Memory that a step of our engine takes on synthetic sequences of this length, in doubt rather
-    too much than too little.
+    too much than too little. ``prompt_tokens`` as for ``busiest_step``.
     """
-    step = busiest_step(shape, settings, layout, length_tokens, device)
+    step = busiest_step(shape, settings, layout, length_tokens, device, prompt_tokens=prompt_tokens)
     states = _states(step)
     phases = _phases(step, states)
     is_gpu = device == "cuda"
@@ -268,6 +269,7 @@ def likely_footprint(
     *,
     length_tokens: int,
     device: Device = "cuda",
+    prompt_tokens: int = PROMPT_TOKENS,
 ) -> Footprint:
     """Memory that a step takes most likely: as often too much as too little, where ``footprint`` is
     to be enough. Intervals lie around it, and a search begins with it.
@@ -278,6 +280,7 @@ def likely_footprint(
         layout,
         length_tokens=length_tokens,
         device=device,
+        prompt_tokens=prompt_tokens,
     )
     if device == "cpu":
         return enough

@@ -253,17 +253,24 @@ class Backward:
 
 
 def busiest_step(
-    shape: ModelShape, settings: Settings, layout: Layout, length_tokens: int, device: Device
+    shape: ModelShape,
+    settings: Settings,
+    layout: Layout,
+    length_tokens: int,
+    device: Device,
+    *,
+    prompt_tokens: int = PROMPT_TOKENS,
 ) -> Step:
     """A step as the GPU with the most trained tokens sees it: where several share a sequence, one
-    without a prompt.
+    without a prompt. ``prompt_tokens`` of a sequence, up to half of it, are not trained: as many in
+    a trial, of a user's data none in doubt.
     """
     degree = layout.context_degree
     sequences = max(1, settings.sequences(length_tokens, context_degree=degree))
     tokens = -(-sequences * length_tokens // degree)
     # Of a ring none but the first rank has tokens of a prompt.
     whole = sequences // degree if layout.ring_degree == 1 else 0
-    prompts = min(PROMPT_TOKENS, length_tokens // 2) * whole
+    prompts = min(prompt_tokens, length_tokens // 2) * whole
     return Step(
         shape=shape,
         settings=settings,
