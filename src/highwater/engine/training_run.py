@@ -26,6 +26,7 @@ from highwater.engine.rank_run import RankRun
 from highwater.engine.run_checkpoints import RunCheckpoints
 from highwater.engine.step import Training
 from highwater.errors import UsageError
+from highwater.parallel.fsdp2 import local_shard
 from highwater.parallel.mesh import total
 from highwater.spec.codec import to_json
 from highwater.spec.hyperparameters import Hyperparameters
@@ -60,7 +61,7 @@ class TrainingRun(RankRun):
         self._resume(training)
         self.divide_budget(training, context)
         rows = _StepRows(spec, context)
-        if self._state.step == 0:
+        if self._state.step == 0 and not self._state.evaluations:
             self._evaluate_if_due(training, rows, is_first=True)
         while self._state.step < spec.steps and not self._has_to_stop(training):
             step = self._state.step + 1
@@ -117,8 +118,7 @@ class TrainingRun(RankRun):
 
     def _refusal_of(self, what: str, found: "_Broken", step: int) -> UsageError:
         """What a user is told of a step whose loss is no number, and what to type."""
-        latest = self._checkpoints.latest()
-        kept = f"the last checkpoint is {latest.name}" if latest else "there is no checkpoint yet"
+        kept = self._what_is_kept()
         elsewhere = f"--output {self.training_spec.output_directory}-2"
         if found.broken and set(found.broken) != set(found.every):
             return UsageError(
@@ -132,11 +132,19 @@ class TrainingRun(RankRun):
                 hint=f"the weights in {self.spec.model_directory} are broken, or all of these "
                 f"documents are: mend them, and use `{elsewhere}`",
             )
+        return self._too_fast(problem)
+
+    def _too_fast(self, problem: str) -> UsageError:
         rate = self.spec.hyperparameters.learning_rate
         lower = min(rate / 10, Hyperparameters().learning_rate)
+        elsewhere = f"--output {self.training_spec.output_directory}-2"
         return UsageError(
             problem, hint=f"train more slowly: `--learning-rate {lower:g} {elsewhere}`"
         )
+
+    def _what_is_kept(self) -> str:
+        latest = self._checkpoints.latest()
+        return f"the last checkpoint is {latest.name}" if latest else "there is no checkpoint yet"
 
     def _evaluate_if_due(
         self, training: Training, rows: "_StepRows", *, is_first: bool = False
@@ -174,8 +182,26 @@ class TrainingRun(RankRun):
     def _save(self, training: Training) -> None:
         self.where.enter("save")
         self._say(phase="saving")
+        self._refuse_broken_weights(training)
         self._checkpoints.save(training, self._state)
         self._saved_step = self._state.step
+
+    def _refuse_broken_weights(self, training: Training) -> None:
+        """Raise UsageError, on all ranks, for weights that are not finite: an update breaks them
+        one step before the loss shows it, and they are not saved over good ones.
+        """
+        shards = (
+            local_shard(parameter.detach())
+            for model, _ in training.trained
+            for parameter in model.parameters()
+            if parameter.requires_grad
+        )
+        is_broken = any(not bool(shard.isfinite().all()) for shard in shards)
+        told = torch.tensor(float(is_broken), device=training.device)
+        if total(told, training.mesh):
+            step = self._state.step
+            what = f"the update of step {step} left weights that are no finite numbers"
+            raise self._too_fast(f"{what}; {self._what_is_kept()}")
 
     def _export(self, training: Training) -> None:
         self.where.enter("save")

@@ -261,6 +261,10 @@ def _of_study(
             "nothing about this training",
             hint="use `--settings recommended`",
         )
+    if question.simulated:
+        raise UsageError(
+            f"{path} is of a dry run, and measured nothing", hint="use `--settings recommended`"
+        )
     if question.model.config_digest != spec.config_digest:
         raise UsageError(
             f"{path} is of {question.model.name}, another model",
