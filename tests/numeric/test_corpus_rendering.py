@@ -134,7 +134,7 @@ def test_a_template_whose_turns_cannot_be_proven_is_refused_and_the_hint_works(
     data = write_lines(tmp_path / "d.jsonl", [{"messages": CHAT}])
     with pytest.raises(UsageError, match=r"^d\.jsonl:1: where message 3") as refused:
         made(tmp_path, data, tokenizer=directory)
-    assert "`--trained all`" in refused.value.hint
+    assert "`--train-on all`" in refused.value.hint
     corpus = made(tmp_path, data, tokenizer=directory, trained="all")
     assert ids_of(corpus) == trained_of(corpus)
     assert ids_of(corpus)[0] == opened(directory).apply_chat_template(CHAT)["input_ids"]

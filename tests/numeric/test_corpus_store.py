@@ -194,7 +194,7 @@ def test_where_nothing_is_left_to_train_the_hint_says_what_leaves_some(
     data = write_lines(tmp_path / "untrained.jsonl", [ids])
     with pytest.raises(UsageError, match="nothing to train on") as refused:
         made(tmp_path, data)
-    assert commands_in(refused.value) == ["--trained all"]
+    assert commands_in(refused.value) == ["--train-on all"]
     assert made(tmp_path, data, trained="all").summary.documents == 1
 
 

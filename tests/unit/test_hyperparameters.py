@@ -130,10 +130,10 @@ def test_questions_from_before_there_were_any_have_the_defaults() -> None:
     assert msgspec.convert(recorded, Question).hyperparameters == Hyperparameters()
 
 
-def test_every_one_has_a_flag_of_find_and_try_and_none_of_what_predicts_memory() -> None:
+def test_every_one_has_a_flag_of_what_trains_and_none_of_what_predicts_memory() -> None:
     rows = (*TOPICS["optimizer"], *TOPICS["objective"])
     assert {row.name for row in rows} == set(NAMES)
-    assert {row.commands for row in rows} == {("find", "try")}
+    assert {row.commands for row in rows} == {("find", "try", "train")}
     for command in ("predict", "recommend", "emit"):
         assert not set(NAMES) & {row.name for row in taken_by(command)}
     assert not set(NAMES) & set(Settings.__struct_fields__), "rungs differ in memory"

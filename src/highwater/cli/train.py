@@ -66,7 +66,7 @@ def _next(directory: str, settings: Settings) -> str:
     """How what was trained is opened."""
     is_adapter = settings.lora is not None and not settings.lora_merged
     package, auto = ("peft", "AutoPeftModel") if is_adapter else ("transformers", "AutoModel")
-    kind = f"{auto}For{'SequenceClassification' if settings.objective == 'rw' else 'CausalLM'}"
+    kind = f"{auto}For{'SequenceClassification' if settings.traits.gives_scalars else 'CausalLM'}"
     # In double quotes, so that a shell takes all of it in single ones.
     loaded = f"M.from_pretrained({json.dumps(directory, ensure_ascii=False)})"
     return shlex.join(("python", "-c", f"from {package} import {kind} as M; {loaded}"))

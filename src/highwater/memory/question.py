@@ -30,6 +30,7 @@ from highwater.spec.model import load_model
 from highwater.spec.objective import TRAITS
 from highwater.spec.plan import plan
 from highwater.spec.request import Request, request_from
+from highwater.spec.settings import Settings
 from highwater.spec.study import Cell, Question
 from highwater.spec.trainer import TRAINERS, TrainerName
 from highwater.units import format_bytes, parse_memory
@@ -161,7 +162,8 @@ def _default_degrees(
     if rings is None or not shape.reads_everything:
         return {"ulysses": _degrees(model, where, settings)}
     is_whole = where.is_several_machines or "ulysses" in settings or "copies" in settings
-    if is_whole or settings.get("objective", "sft") not in rings:
+    objective = settings.get("objective", Settings().objective)
+    if is_whole or objective not in rings:
         return {"ulysses": [1]}
     every = [degree for degree in range(1, where.gpus + 1) if where.gpus % degree == 0]
     return {"ulysses": [1], "ring": every}

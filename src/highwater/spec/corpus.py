@@ -41,12 +41,13 @@ class CorpusOrder(Record, frozen=True, kw_only=True):
         """Raise UsageError for what cannot be."""
         if not self.data:
             raise UsageError("nothing to train on", hint="name a file: `--data data.jsonl`")
-        if self.objective != "sft" and self.trained == "all":
+        is_plain = TRAITS[self.objective].is_of_plain_documents
+        if not is_plain and self.trained == "all":
             raise UsageError(
                 f"prompts are not what {self.objective} compares: it trains responses alone",
-                hint="leave `--trained all` out",
+                hint="leave `--train-on all` out",
             )
-        if self.objective != "sft" and self.long_documents == "split":
+        if not is_plain and self.long_documents == "split":
             problem = (
                 "a pair are not one"
                 if TRAITS[self.objective].pairs

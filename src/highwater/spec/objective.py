@@ -47,6 +47,11 @@ class ObjectiveTraits(Record, frozen=True, kw_only=True):
         return self.reference != "none"
 
     @property
+    def is_of_plain_documents(self) -> bool:
+        """Whether a document stands by itself, neither compared with another nor rewarded."""
+        return not self.pairs and self.advantages == "none"
+
+    @property
     def documents_together(self) -> int:
         """Documents that one micro-batch has all of, or none."""
         return 2 if self.pairs else 1

@@ -182,6 +182,6 @@ def _not_found(
         f"{conversation.name}: where message {number + 1} begins and ends in the text cannot be "
         f"proven: {why}",
         hint=hint
-        or "train on every token, `--trained all`, or mark the assistant's turns in the chat "
+        or "train on every token, `--train-on all`, or mark the assistant's turns in the chat "
         "template by `{% generation %}`",
     )

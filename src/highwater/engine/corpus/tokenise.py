@@ -174,8 +174,8 @@ def _progress(count: int, tokens: int, file: int, files: int) -> str:
 def _nothing(order: CorpusOrder, limit: LengthLimit) -> UsageError:
     if limit.longest_tokens > order.length_tokens:
         hint = f"train documents whole: `--length {limit.longest_tokens}`"
-    elif limit.longest_tokens > 1 and order.objective == "sft":
-        hint = "train on prompts and what else there is: `--trained all`"
+    elif limit.longest_tokens > 1 and TRAITS[order.objective].is_of_plain_documents:
+        hint = "train on prompts and what else there is: `--train-on all`"
     else:
         hint = "name data with text in it"
     return UsageError(
