@@ -13,7 +13,7 @@ from highwater.spec.objective import TRAITS, without_reference
 from highwater.spec.settings import Settings
 
 SOURCE = Path(__file__).parents[2] / "src" / "highwater"
-FORMULAS = SOURCE / "train" / "step.py"
+FORMULAS = SOURCE / "engine" / "step.py"
 """Where each objective's own formula is chosen."""
 
 
