@@ -72,6 +72,13 @@ def test_a_studys_answer_is_taken_for_the_length_that_it_measured() -> None:
     assert f"--length {answer.reach_tokens}" in refused.value.hint
 
 
+def test_a_studys_memory_is_taken_where_none_is_named() -> None:
+    study = read_study(STUDY)
+    request = request_from({"model": "Qwen3-4B", "gpus": [1]}, keywords=True)
+    found = chosen_trial(request, asked(4096, str(STUDY)), machine_with(1))
+    assert found.spec.memory_budget_bytes == study.question.memory_budget_bytes == 80 * GIB
+
+
 def test_a_study_of_another_model_or_device_says_nothing() -> None:
     machine = machine_with(1)
     other = request_from({"model": "Qwen3-0.6B", "memory": "80GiB", "gpus": [1]}, keywords=True)

@@ -63,7 +63,11 @@ def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> 
         )
     notes: tuple[str, ...] = ()
     if asked.settings not in (None, RECOMMENDED):
-        cell, notes = _of_study(Path(asked.settings or ""), spec, request, machine)
+        path = Path(asked.settings or "")
+        cell, notes = _of_study(path, spec, request, machine)
+        if request.memory is None and spec.device == "cuda":
+            budget_bytes = read_study(path).question.memory_budget_bytes
+            spec = msgspec.structs.replace(spec, memory_budget_bytes=budget_bytes)
     elif asked.settings == RECOMMENDED or not how:
         cell = _recommended(request, asked, machine, spec)
     else:
