@@ -134,7 +134,12 @@ def trl(found: Recommendation, chosen: Candidate, *, model_path: str | None = No
 
 
 def refuse_untrainable(cell: Cell, shape: ModelShape | None) -> None:
-    """Raise UsageError for an objective, a layout or an optimizer that TRL does not have."""
+    """Raise UsageError for an objective, a layout or an optimizer that TRL does not have; what is
+    offered instead ``refuse_other_sharing`` does not refuse.
+    """
+    is_refused = _obstacle(cell.settings.objective, cell.layout, shape) is not None
+    if is_refused and shape is not None:
+        refuse_other_sharing(cell, shape)
     refuse_obstacle(cell, lambda objective, layout: _obstacle(objective, layout, shape))
     _refuse_optimizer(cell, sharing_of(cell.layout, shape))
 
