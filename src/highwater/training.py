@@ -24,7 +24,7 @@ from highwater.recommendation.training_settings import chosen_trial, data_notes
 from highwater.run.corpus import tokenised
 from highwater.run.probe import probe
 from highwater.run.readiness import check_machine, check_request
-from highwater.run.training_ranks import LOG, OnProgress, own_folder, run_ranks
+from highwater.run.training_ranks import OnProgress, own_folder, run_ranks
 from highwater.spec.codec import Record, from_json, to_json
 from highwater.spec.corpus import Corpus, CorpusOrder
 from highwater.spec.files import CONFIG_BYTES, read_file
@@ -401,6 +401,3 @@ def _done_steps(output: Path, resume_from: str | None) -> int:
         return max(0, _step_of(Path(resume_from)))
     state = _last_state(output)
     return 0 if state is None else state.step
-
-
-__all__ = ["LOG", "PreparedTraining", "prepare_training", "run_training", "train"]

@@ -14,7 +14,7 @@ from typing import IO, Any, NamedTuple, Self
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.utils import (
-    _create_file_view,  # pyright: ignore[reportPrivateUsage] -- its own reader's, in 2.11 and 2.13
+    _create_file_view,  # pyright: ignore[reportPrivateUsage] -- its own reader's, in 2.13
 )
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
