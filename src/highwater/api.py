@@ -44,7 +44,7 @@ from highwater.run.local import LocalRunner
 from highwater.run.node_place import gathered, of_all_nodes
 from highwater.run.probe import environment, gpus_meant, host_meant, probe
 from highwater.run.ray_runner import RayRunner
-from highwater.run.readiness import check_machine, check_request
+from highwater.run.readiness import check_directories, check_machine, check_request
 from highwater.run.simulated import FormulaLaw, SimulatedRunner, TableLaw
 from highwater.run.tracing import CachedTracer, trace_directory
 from highwater.run.trial_log import LogLayout
@@ -315,6 +315,7 @@ def prepare(request: Request) -> Plan:
         question.device,
         gpus=max(cell.layout.machine_gpus for cell in question.cells),
     )
+    check_directories(request, question.cells[0].settings, question.device)
     shortest = question.grid.start_tokens
     seen = check_foreign(question.trial(cell, shortest) for cell in question.cells)
     notes = (*of_machine, *planned.notes, *unforeseen, *seen)
@@ -348,6 +349,7 @@ def prepare_trial(request: Request, length: int | str) -> TrialSpec:
     check_request(request, machine)
     spec = plan_trial(request, machine, parse_tokens(str(length)))
     check_machine(request, machine, spec.settings, spec.device, gpus=spec.layout.gpus)
+    check_directories(request, spec.settings, spec.device)
     check_foreign([spec])
     return spec
 

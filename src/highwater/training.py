@@ -28,6 +28,7 @@ from highwater.run.training_ranks import OnProgress, own_folder, run_ranks
 from highwater.spec.codec import Record, from_json, to_json
 from highwater.spec.corpus import Corpus, CorpusOrder
 from highwater.spec.files import CONFIG_BYTES, read_file
+from highwater.spec.footprint import checkpoint_bytes
 from highwater.spec.model import load_model
 from highwater.spec.objective import TRAITS
 from highwater.spec.plan_notes import weights_notes
@@ -49,14 +50,11 @@ from highwater.spec.training_request import (
 )
 from highwater.spec.trial import RankReport, StatisticsFiles, TrialSpec
 from highwater.speed.step_seconds import predicted_step
+from highwater.store.directory import check_run_directory
 from highwater.units import MIB
 
-_SPEC, _STATISTICS, _TENSORBOARD, _MODEL = (
-    "training.json",
-    "statistics.jsonl",
-    "tensorboard",
-    "model",
-)
+_SPEC, _STATISTICS = "training.json", "statistics.jsonl"
+_TENSORBOARD, _MODEL, _CHECKPOINTS = "tensorboard", "model", "checkpoints"
 """Names in a run's folder."""
 _STATE = "state.json"
 _STATE_BYTES = 64 * MIB
@@ -158,6 +156,8 @@ def prepare_training(
     is_done = asked.resume_from is None and done_steps == spec.steps
     if before is not None and is_done and before.steps == spec.steps:
         spec = msgspec.structs.replace(spec, model_directory=before.model_directory)
+    else:
+        _check_room(Path(asked.output), trial, has_best=bool(asked.eval_data))
     model = load_model(request.model)
     return PreparedTraining(
         spec=spec,
@@ -172,6 +172,16 @@ def prepare_training(
         allow_busy=request.allow_busy,
         done_steps=done_steps,
     )
+
+
+def _check_room(output: Path, trial: TrialSpec, *, has_best: bool) -> None:
+    """Raise MachineError where there is no room for what a run has at once: the latest checkpoint
+    with the one that replaces it, the best one, and the model.
+    """
+    saved = msgspec.structs.replace(trial.settings, checkpoint="sharded", save_hf="last")
+    needed = checkpoint_bytes(load_model(trial.model_directory).shape, saved, trial.device)
+    there = sum(_step_of(folder) >= 0 for folder in (output / _CHECKPOINTS).glob("step-*"))
+    check_run_directory(output, needed, checkpoints=max(1, 2 + has_best - there))
 
 
 def corpus_order(data: Sequence[str], trial: TrialSpec, asked: TrainingRequest) -> CorpusOrder:
@@ -258,7 +268,7 @@ def _spec_in(output: Path) -> TrainingSpec | None:
     """The run that a folder has; raises UsageError for a folder that has something else."""
     path = output / _SPEC
     if not path.exists():
-        if (output / _STATISTICS).exists() or (output / "checkpoints").exists():
+        if (output / _STATISTICS).exists() or (output / _CHECKPOINTS).exists():
             raise UsageError(
                 f"{output} has a run without its {_SPEC}", hint=f"use `--output {output}-2`"
             )
@@ -379,7 +389,7 @@ def _of_state(
 
 def _last_state(output: Path) -> RunState | None:
     """The state in a run's last whole checkpoint; None where it has none."""
-    folders = (output / "checkpoints").glob("step-*")
+    folders = (output / _CHECKPOINTS).glob("step-*")
     whole = [folder for folder in folders if _step_of(folder) >= 0]
     for folder in sorted(whole, key=_step_of, reverse=True):
         try:

@@ -39,7 +39,7 @@ def test_find_finds_the_capacity_of_a_script_that_accelerate_launches(
         command=shlex.join((str(program), "launch", str(SCRIPT), "--model", "{model}"))
         + " --max-len {length} --steps {steps} --output {output}",
         device="cpu",
-        memory="1500MiB",
+        memory="2500MiB",
         start_length=64,
         resolution=LONG - 64,
         max_length=LONG,

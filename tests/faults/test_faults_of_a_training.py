@@ -22,6 +22,7 @@ pytest.importorskip("torch", reason="the data plane needs the train extra")
 
 from processes import is_arrived, marked, wait_until
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import highwater
 from highwater.engine.checkpoint_manifest import check_files, read_manifest
@@ -40,6 +41,8 @@ WORDS = ("river", "stone", "bird", "seven", "green", "cloud")
 BROKEN = 26
 """Line of the data with a sign that no other line has."""
 SIGN = "~"
+LATER = 2
+"""A seed whose order of the data has that line after the first step."""
 INTERMEDIATE_SIZE = 1200
 """Of 256 tokens a tensor has more than 1 MiB: it is the system's again as soon as it is freed, and
 each step asks anew."""
@@ -309,13 +312,15 @@ def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(
 def test_a_loss_that_is_no_number_names_its_step_and_document(
     trained: Trained, tmp_path: Path
 ) -> None:
-    model = Path(shutil.copytree(trained.run / "model", tmp_path / "model"))
-    weights = load_file(model / "model.safetensors")
-    weights["model.embed_tokens.weight"][ord(SIGN)] = float("inf")
-    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    model = tmp_path / "granite"
+    config = json.loads((trained.model / "config.json").read_text())
+    granite = AutoConfig.for_model(**config | {"model_type": "granite", "embedding_multiplier": 12})
+    weights = AutoModelForCausalLM.from_config(granite)
+    weights.get_input_embeddings().weight.data[ord(SIGN)] = 1e38  # a number, until it is multiplied
+    weights.save_pretrained(model)
     run = tmp_path / "run"
     with pytest.raises(highwater.HighwaterError) as broken:
-        trained.train(run, model=str(model), save_every=1)
+        trained.train(run, model=str(model), save_every=1, seed=LATER)
     step = latest_of(run) + 1
     assert step > 1, "the data is in an order in which it comes later"
     assert broken.value.problem == (
@@ -329,8 +334,23 @@ def test_a_loss_that_is_no_number_names_its_step_and_document(
     lines = trained.data.read_text().splitlines(keepends=True)
     (tmp_path / "mended.jsonl").write_text("".join(lines[: BROKEN - 1] + lines[BROKEN:]))
     elsewhere = Path(flag_in(broken.value.hint, "--output"))
-    mended = trained.train(elsewhere, model=str(model), data="mended.jsonl", steps=step + 1)
+    mended = trained.train(
+        elsewhere, model=str(model), data="mended.jsonl", seed=LATER, steps=step + 1
+    )
     assert len(mended.losses) == step + 1
+
+
+def test_a_model_with_weights_that_are_no_numbers_is_refused_before_the_first_step(
+    trained: Trained, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(trained.run / "model", tmp_path / "model"))
+    weights = load_file(model / "model.safetensors")
+    weights["model.embed_tokens.weight"][ord(SIGN)] = float("inf")
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(highwater.HighwaterError) as refused:
+        trained.train(tmp_path / "run", model=str(model), lora=8)
+    assert refused.value.problem == f"{model} has weights that are no finite numbers"
+    assert not latest_of(tmp_path / "run")
 
 
 @pytest.mark.slow
@@ -347,13 +367,15 @@ def test_a_learning_rate_that_breaks_the_weights_is_said_with_one_that_does_not(
 
 
 _ON_A_SMALL_DISK = """
-mount -t tmpfs -o size=2m none disk || exit 99
+mount -t tmpfs -o size=128m none disk || exit 99
+(until test -d disk/run/checkpoints/step-000001; do sleep 0.05; done
+ dd if=/dev/zero of=disk/others bs=64k 2>/dev/null) & # until it is full
 "$@" 2>said; echo $? >full
-cp -r disk kept
-mount -o remount,size=64m disk || exit 98
+wait; rm disk/others
 "$@"
-status=$?; cp -r disk/. kept; exit $status
+status=$?; cp -r disk kept; exit $status
 """
+"""Somebody else fills the disk once there is a checkpoint."""
 
 
 def test_on_a_full_disk_the_last_checkpoint_stays_and_with_room_it_goes_on(
@@ -382,6 +404,21 @@ def test_on_a_full_disk_the_last_checkpoint_stays_and_with_room_it_goes_on(
     assert "Traceback" not in said
     assert f"goes on after step {int(found[1]) - 1}\n" in done.stderr
     assert losses_of(tmp_path / "kept" / "run") == trained.losses
+
+
+def test_a_disk_without_room_for_the_checkpoints_is_refused_with_a_place_that_has_it(
+    trained: Trained, tmp_path: Path
+) -> None:
+    (tmp_path / "disk").mkdir()
+    small = 'mount -t tmpfs -o size=64m none disk || exit 99\nexec "$@"'
+    words = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", small, "sh")
+    done = subprocess.run([*words, *trained.words("disk/run")], capture_output=True, text=True)
+    if done.returncode == 99 or done.stderr.startswith("unshare"):
+        pytest.skip(f"this machine lets nobody mount a small disk: {done.stderr[:200]}")
+    assert done.returncode == EXIT_MACHINE, done.stderr
+    assert "a run needs" in done.stderr
+    assert "2 checkpoints" in done.stderr
+    assert Path(flag_in(done.stderr, "--output")).parent.is_dir()
 
 
 def test_a_length_that_is_predicted_not_to_fit_is_refused_with_settings_that_do(

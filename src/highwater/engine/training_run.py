@@ -59,6 +59,8 @@ class TrainingRun(RankRun):
         spec = self.training_spec
         training, context = self.assembled()
         self._resume(training)
+        if self._state.step == 0:
+            self._refuse_broken_model(training)
         self.divide_budget(training, context)
         rows = _StepRows(spec, context)
         if self._state.step == 0 and not self._state.evaluations:
@@ -190,18 +192,20 @@ class TrainingRun(RankRun):
         """Raise UsageError, on all ranks, for weights that are not finite: an update breaks them
         one step before the loss shows it, and they are not saved over good ones.
         """
-        shards = (
-            local_shard(parameter.detach())
-            for model, _ in training.trained
-            for parameter in model.parameters()
-            if parameter.requires_grad
-        )
-        is_broken = any(not bool(shard.isfinite().all()) for shard in shards)
-        told = torch.tensor(float(is_broken), device=training.device)
-        if total(told, training.mesh):
+        if _has_broken_weights(training, frozen=False):
             step = self._state.step
             what = f"the update of step {step} left weights that are no finite numbers"
             raise self._too_fast(f"{what}; {self._what_is_kept()}")
+
+    def _refuse_broken_model(self, training: Training) -> None:
+        """Raise UsageError, on all ranks, for a model whose weights are not finite as they lie in
+        its files, frozen ones too.
+        """
+        if _has_broken_weights(training, frozen=True):
+            raise UsageError(
+                f"{self.spec.model_directory} has weights that are no finite numbers",
+                hint="copy or download its weights again, or name another checkpoint of it",
+            )
 
     def _export(self, training: Training) -> None:
         self.where.enter("save")
@@ -360,3 +364,16 @@ def _step_of(line: bytes) -> float:
         return float(msgspec.json.decode(line)["step"])
     except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
         return math.inf
+
+
+def _has_broken_weights(training: Training, *, frozen: bool) -> bool:
+    """Whether weights, on any rank, are no finite numbers: those that are trained, or all."""
+    shards = (
+        local_shard(parameter.detach())
+        for model, _ in training.trained
+        for parameter in model.parameters()
+        if frozen or parameter.requires_grad
+    )
+    is_broken = any(not bool(shard.isfinite().all()) for shard in shards)
+    told = torch.tensor(float(is_broken), device=training.device)
+    return bool(total(told, training.mesh))

@@ -76,6 +76,7 @@ class NodeFolder:
         self._seen: dict[int, tuple[str, float]] = {}
         """The last sign of life of each machine, and when it was seen first."""
         self._stopped = Event()
+        self._signs = Thread(target=self._give_signs, daemon=True)
         self._has_come = False
 
     def refuse_used(self) -> None:
@@ -95,12 +96,14 @@ class NodeFolder:
         """Say that this machine has come, and give signs of life from now on."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._has_come = True
-        Thread(target=self._give_signs, daemon=True).start()
+        self._signs.start()
         self._say(f"node-{self.node}.json", to_json(ready))
 
     def leave(self) -> None:
         """Go: this machine gives no more signs of life, and needs nothing here."""
         self._stopped.set()
+        if self._signs.ident is not None:
+            self._signs.join(timeout=_GONE_S)  # a sign that is being written comes before
         (self.path / f"node-{self.node}.json").unlink(missing_ok=True)
 
     def dissolve(self) -> None:

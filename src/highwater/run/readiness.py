@@ -50,14 +50,13 @@ def check_request(request: Request, machine: Machine) -> None:
 def check_machine(
     request: Request, machine: Machine, settings: Settings, device: Device, *, gpus: int
 ) -> None:
-    """Raise for what a trial with these settings needs and does not find: a log directory, the
-    engine, fit and free GPUs with a torch that can use them, a directory that takes what it saves.
+    """Raise for what a trial with these settings needs and does not find: the engine, fit and free
+    GPUs with a torch that can use them.
 
     Nothing of a dry run is looked at.
     """
     if request.dry_run:
         return
-    check_log_directory(Path(request.log_dir))
     if request.on_ray:  # the rest was looked at on each node, and busy GPUs are at each launch
         if request.trainer == OURS:
             refuse_missing_package(settings, machine.versions)
@@ -76,6 +75,17 @@ def check_machine(
         if not request.allow_busy:
             refuse_busy_gpus(machine, count=gpus)
         refuse_torch_without_gpu(machine)
+
+
+def check_directories(request: Request, settings: Settings, device: Device) -> None:
+    """Raise where there is no log directory that can be written, or none that takes what a trial
+    with these settings saves; nothing of a dry run is looked at.
+    """
+    if request.dry_run:
+        return
+    check_log_directory(Path(request.log_dir))
+    if request.on_ray or request.trainer != OURS:
+        return
     # The same on every rung and layout, and one trial at a time.
     needed = checkpoint_bytes(load_model(request.model).shape, settings, device)
     if any(needed):

@@ -69,6 +69,30 @@ def check_checkpoint_directory(directory: Path, needed: CheckpointBytes) -> None
     )
 
 
+def check_run_directory(directory: Path, needed: CheckpointBytes, *, checkpoints: int) -> None:
+    """Raise MachineError where a run's folder has no room for so many more checkpoints and the
+    model; ``needed`` is of one of each.
+    """
+    needed = needed._replace(sharded_bytes=needed.sharded_bytes * checkpoints)
+    disk = shutil.disk_usage(directory)
+    if disk.free >= _with_spare(needed) or not disk.total:  # some network disks say nothing
+        return
+    named = f"{checkpoints} checkpoint{'s' if checkpoints > 1 else ''}"
+    parts = [(needed.sharded_bytes, named), (needed.hf_bytes, "the model")]
+    said = " and ".join(f"{format_bytes(count)} for {what}" for count, what in parts if count)
+    ways = [
+        f"use `--output {shlex.quote(str(place / directory.name))}`"
+        for place in _writable_places()
+        if shutil.disk_usage(place).free >= _with_spare(needed)
+    ][:1]
+    make_room = f"free some space (`df -h {shlex.quote(str(directory))}`)"
+    raise MachineError(
+        f"a run needs {said} in {directory}: {format_bytes(_with_spare(needed))} with what has to "
+        f"stay free, {format_bytes(disk.free)} are free",
+        hint=", or ".join([make_room, *ways]),
+    )
+
+
 def check_new_file(path: Path, *, flag: str, name: str) -> None:
     """Raise UsageError for a file that is there already, or cannot be written.
 
