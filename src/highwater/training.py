@@ -10,6 +10,7 @@ print(done.losses[-1], done.model_directory)
 ```
 """
 
+import shlex
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain, count
@@ -29,6 +30,7 @@ from highwater.spec.codec import Record, from_json, to_json
 from highwater.spec.corpus import Corpus, CorpusOrder
 from highwater.spec.files import CONFIG_BYTES, read_file
 from highwater.spec.footprint import checkpoint_bytes
+from highwater.spec.hardware import Machine
 from highwater.spec.model import load_model
 from highwater.spec.objective import TRAITS
 from highwater.spec.plan_notes import weights_notes
@@ -124,6 +126,12 @@ def prepare_training(
     compared with what is in its folder; raises HighwaterError for what cannot be.
     """
     machine = probe()
+    _check_device(request, machine)
+    if asked.reward is not None and TRAITS[request.objective].advantages == "none":
+        raise UsageError(
+            f"`--reward` is for rollouts, and the objective {request.objective} has none",
+            hint="leave `--reward` out, or add `--objective grpo`",
+        )
     # Whatever is written goes into the run's folder.
     request = msgspec.structs.replace(request, log_dir=asked.output)
     check_request(request, machine)
@@ -139,6 +147,7 @@ def prepare_training(
     check_machine(request, machine, trial.settings, trial.device, gpus=trial.layout.gpus)
     before = _spec_in(Path(asked.output))
     rows = asked.rows or (before.micro_batches if before else None)
+    _refuse_missing_checkpoint(Path(asked.output), asked.resume_from)
     order = corpus_order(asked.data, trial, asked)
     corpus = tokenised(order, on_phase=on_phase)
     evaluation = None
@@ -151,7 +160,7 @@ def prepare_training(
     if done_steps > spec.steps:
         raise UsageError(
             f"{asked.output} has a run that has done {done_steps} steps already",
-            hint=f"use `--steps {done_steps}` or more, or `--output {asked.output}-2`",
+            hint=f"use `--steps {done_steps}` or more, or {_another_folder(asked.output)}",
         )
     is_done = asked.resume_from is None and done_steps == spec.steps
     if before is not None and is_done and before.steps == spec.steps:
@@ -167,11 +176,63 @@ def prepare_training(
             *chosen.notes,
             *data_notes(chosen, corpus),
             *weights_notes(model, trial.settings, simulated=False),
+            *_adapter_notes(trial),
             *corpus.notes,
+            *_overlap_notes(asked),
         ),
         allow_busy=request.allow_busy,
         done_steps=done_steps,
     )
+
+
+def _check_device(request: Request, machine: Machine) -> None:
+    """Raise MachineError for GPUs that are not here: the hints of searches name what a training
+    does not have.
+    """
+    workers, memory_bytes = max(request.gpus or (1,)), request.memory_bytes or 0
+    is_for_gpus = request.device == "cuda" or (
+        request.device is None and (workers > 1 or memory_bytes > machine.host_memory_total_bytes)
+    )
+    if is_for_gpus and not machine.gpus:
+        raise MachineError(
+            "no GPU is visible here", hint="`--device cpu` trains on the CPU, small models"
+        )
+
+
+def has_lost_base(trial: TrialSpec) -> bool:
+    """Whether what is saved is adapters of random weights, which nobody can load: only the adapters
+    are.
+    """
+    settings = trial.settings
+    is_adapter = settings.lora is not None and not settings.lora_merged
+    return is_adapter and missing_files(Path(trial.model_directory)).weights
+
+
+def _adapter_notes(trial: TrialSpec) -> tuple[str, ...]:
+    if not has_lost_base(trial):
+        return ()
+    return (
+        "the adapters alone are saved, not the random weights that they belong to: "
+        "`--lora-merged` saves a model that loads",
+    )
+
+
+def _overlap_notes(asked: TrainingRequest) -> tuple[str, ...]:
+    """What is evaluated though it is trained on."""
+    trained = [Path(path).resolve() for path in asked.data]
+    both = [
+        path
+        for path in asked.eval_data
+        if any(_is_within(Path(path).resolve(), each) for each in trained)
+    ]
+    if not both:
+        return ()
+    return (f"{', '.join(both)} of `--eval-data` is in `--data`, too: its loss is not held out",)
+
+
+def _is_within(path: Path, other: Path) -> bool:
+    """Whether one of two paths is, or holds, the other."""
+    return path.is_relative_to(other) or other.is_relative_to(path)
 
 
 def _check_room(output: Path, trial: TrialSpec, *, has_best: bool) -> None:
@@ -270,7 +331,8 @@ def _spec_in(output: Path) -> TrainingSpec | None:
     if not path.exists():
         if (output / _STATISTICS).exists() or (output / _CHECKPOINTS).exists():
             raise UsageError(
-                f"{output} has a run without its {_SPEC}", hint=f"use `--output {output}-2`"
+                f"{output} has a run without its {_SPEC}",
+                hint=f"use {_another_folder(output)}",
             )
         return None
     try:
@@ -278,7 +340,7 @@ def _spec_in(output: Path) -> TrainingSpec | None:
     except (OSError, ValueError) as error:
         raise UsageError(
             f"{path} cannot be read: {' '.join(str(error).split())}",
-            hint=f"use `--output {output}-2`",
+            hint=f"use {_another_folder(output)}",
         ) from error
 
 
@@ -290,8 +352,13 @@ def _refuse_another(before: TrainingSpec | None, spec: TrainingSpec) -> None:
     if changed:
         raise UsageError(
             f"{spec.output_directory} has a run that was trained otherwise: {'; '.join(changed)}",
-            hint=f"type what was typed then, or use `--output {spec.output_directory}-2`",
+            hint=f"type what was typed then, or use {_another_folder(spec.output_directory)}",
         )
+
+
+def _another_folder(output: str | Path) -> str:
+    """The flag of a run's folder beside this one."""
+    return f"`--output {shlex.quote(f'{output}-2')}`"
 
 
 def _expected_s(spec: TrainingSpec, trial: TrialSpec, predicted: CellPrediction) -> float | None:
@@ -403,6 +470,21 @@ def _step_of(folder: Path) -> int:
     """The step of a checkpoint's folder; -1 of one that is not whole, or set aside."""
     number = folder.name.removeprefix("step-")
     return int(number) if number.isdecimal() else -1
+
+
+def _refuse_missing_checkpoint(output: Path, resume_from: str | None) -> None:
+    """Raise UsageError for a checkpoint to go on from that is not there."""
+    folder = output / _CHECKPOINTS
+    if resume_from is None or (
+        _step_of(Path(resume_from)) >= 0 and (folder / resume_from).is_dir()
+    ):
+        return
+    whole = [each for each in folder.glob("step-*") if _step_of(each) >= 0]
+    latest = max(whole, key=_step_of, default=None)
+    raise UsageError(
+        f"there is no checkpoint {resume_from!r} in {folder}",
+        hint=f"use `--resume-from {latest.name}`" if latest else "leave `--resume-from` out",
+    )
 
 
 def _done_steps(output: Path, resume_from: str | None) -> int:

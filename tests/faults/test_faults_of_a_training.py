@@ -264,10 +264,10 @@ def test_a_run_goes_on_with_two_processes_and_has_the_same_curve(
     ("changes", "named"),
     [
         pytest.param({"data": "more.jsonl"}, "the data is another", id="data"),
-        pytest.param({"learning_rate": 1e-4}, "learning rate: 0.001 .* 0.0001 now", id="rate"),
-        pytest.param({"length": 128}, "length: 256 .* 128 now", id="length"),
-        pytest.param({"seed": 1}, "seed: 0 .* 1 now", id="seed"),
-        pytest.param({"rows": 4}, "rows: 6 .* 4 now", id="rows"),
+        pytest.param({"learning_rate": 1e-4}, "--learning-rate: 0.001 .* 0.0001 now", id="rate"),
+        pytest.param({"length": 128}, "--length: 256 .* 128 now", id="length"),
+        pytest.param({"seed": 1}, "--seed: 0 .* 1 now", id="seed"),
+        pytest.param({"rows": 4}, "--rows: 6 .* 4 now", id="rows"),
         pytest.param({"steps": 8}, f"has done {STEPS} steps", id="steps"),
     ],
 )

@@ -50,7 +50,9 @@ def test_what_a_users_function_raises_is_told_with_the_record(
     (tmp_path / "strict_judge.py").write_text("def judge(**_):\n    raise RuntimeError('no')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     data = write_lines(tmp_path / "d.jsonl", [{"prompt": "a", "response": "b"}])
-    with pytest.raises(MachineError, match=r"RuntimeError: no .*d\.jsonl:1"):
+    with pytest.raises(
+        UsageError, match=r"^d\.jsonl:1: strict_judge:judge raised RuntimeError: no"
+    ):
         tokenised(order(data, objective="ppo", reward="strict_judge:judge"))
 
 

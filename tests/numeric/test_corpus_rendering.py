@@ -30,7 +30,7 @@ from highwater.engine.corpus.readers import records
 from highwater.engine.corpus.render_processes import PlacedRecord, rendered
 from highwater.engine.corpus.rendering import Rendering, supervised
 from highwater.engine.corpus.text_tokens import Tokenizer
-from highwater.errors import HighwaterError, UsageError
+from highwater.errors import UsageError
 
 CHAT = [
     {"role": "system", "content": "Answer questions."},
@@ -403,16 +403,29 @@ def test_messages_without_a_template_and_a_foreign_tokenizer_are_refused(
         made(tmp_path, data, tokenizer=tmp_path)
 
 
-def test_what_a_users_function_raises_names_the_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("source", "problem", "hint"),
+    [
+        ("harsh_judge:judge", "d.jsonl:1: harsh_judge:judge raised RuntimeError: no", "sed -n 2p"),
+        ("harsh_judge:praise", "d.jsonl:1: harsh_judge:praise gave 'good' for", "return 1.0"),
+        ("harsh_judge:doubt", "d.jsonl:1: harsh_judge:doubt gave nan for a reward", "return 1.0"),
+        ("harsh_judge.py", "'harsh_judge.py' is not module:function", "rewards:length"),
+    ],
+)
+def test_a_users_function_that_gives_no_reward_is_refused_by_its_name(
+    source: str, problem: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "harsh_judge.py").write_text("def judge(**_):\n    raise RuntimeError('no')\n")
+    (tmp_path / "harsh_judge.py").write_text(
+        "def judge(**_):\n    raise RuntimeError('no')\n"
+        "def praise(**_):\n    return 'good'\n"
+        "def doubt(**_):\n    return float('nan')\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     data = write_lines(tmp_path / "d.jsonl", [{"prompt": "a", "response": "b"}])
-    with pytest.raises(RuntimeError) as raised:
-        made(tmp_path, data, objective="ppo", reward="harsh_judge:judge")
-    assert raised.value.__notes__ == ["harsh_judge:judge was asked about d.jsonl:1"]
-    assert not isinstance(raised.value, HighwaterError)
+    with pytest.raises(UsageError) as refused:
+        made(tmp_path, data, objective="ppo", reward=source)
+    assert problem in refused.value.problem
+    assert hint in refused.value.hint
 
 
 def rendered_by(processes: int, data: Path, tokenizer: Path) -> list[tuple[str, list[list[int]]]]:

@@ -71,19 +71,22 @@ def changed(**changes: Any) -> TrainingSpec:
     [
         ({"trial__config_digest": "d"}, "the model is another"),
         ({"corpus__digest": "b"}, "the data is another"),
-        ({"trial__length_tokens": 32}, "length: 64 when the run began, 32 now"),
-        ({"micro_batches": 4}, "rows: 8"),
-        ({"trial__seed": 1}, "seed: 0"),
-        ({"trial__settings": Settings(objective="ppo")}, "objective: sft"),
-        ({"trial__settings": Settings(lora=8)}, "LoRA rank: none"),
-        ({"trial__settings": Settings(optimizer="adamw-8bit")}, "optimizer: adamw"),
-        ({"trial__settings": Settings(rope="yarn")}, "rope: auto"),
-        ({"trial__settings": Settings(attention="block_sparse")}, "attention: dense"),
-        ({"trial__settings": Settings(sequences_per_micro_batch=2)}, "sequences per row: 1"),
-        ({"hyperparameters__learning_rate": 0.5}, "learning rate: 1e-05"),
-        ({"schedule": Schedule(name="cosine", steps=20)}, "schedule: constant"),
-        ({"schedule__warmup_steps": 3}, "warmup steps: 0"),
-        ({"trial__device": "cuda"}, "device: cpu"),
+        ({"trial__length_tokens": 32}, "--length: 64 when the run began, 32 now"),
+        ({"micro_batches": 4}, "--rows: 8"),
+        ({"trial__seed": 1}, "--seed: 0"),
+        ({"trial__settings": Settings(objective="ppo")}, "--objective: sft"),
+        ({"trial__settings": Settings(lora=8)}, "--lora: none"),
+        ({"trial__settings": Settings(optimizer="adamw-8bit")}, "--optimizer: adamw"),
+        ({"trial__settings": Settings(rope="yarn")}, "--rope: auto"),
+        ({"trial__settings": Settings(attention="block_sparse")}, "--attention: dense"),
+        (
+            {"trial__settings": Settings(sequences_per_micro_batch=2)},
+            "--sequences-per-micro-batch: 1",
+        ),
+        ({"hyperparameters__learning_rate": 0.5}, "--learning-rate: 1e-05"),
+        ({"schedule": Schedule(name="cosine", steps=20)}, "--schedule: constant"),
+        ({"schedule__warmup_steps": 3}, "--warmup-steps: 0"),
+        ({"trial__device": "cuda"}, "--device: cpu"),
     ],
 )
 def test_what_decides_the_curve_is_named_and_in_the_digest(
@@ -104,7 +107,7 @@ def test_every_hyperparameter_decides(name: str) -> None:
     trial = msgspec.structs.replace(before.trial, hyperparameters=Hyperparameters(**{name: other}))
     now = msgspec.structs.replace(before, trial=trial)
     (said,) = differences(before, now)
-    assert said.startswith(f"{name.replace('_', ' ')}: {DEFAULTS[name]} ")
+    assert said.startswith(f"--{name.replace('_', '-')}: {DEFAULTS[name]} ")
     assert run_digest(now) != run_digest(before)
 
 
@@ -155,7 +158,7 @@ def test_what_does_not_decide_the_curve_may_change(change: dict[str, Any]) -> No
 def test_more_steps_are_another_curve_where_the_rate_depends_on_them() -> None:
     before, now = (changed(schedule=Schedule(name="linear", steps=steps)) for steps in (20, 40))
     (said,) = differences(before, now)
-    assert said == "steps of the schedule: 20 when the run began, 40 now"
+    assert said == "--steps, on which the schedule depends: 20 when the run began, 40 now"
     assert run_digest(before) != run_digest(now)
 
 
@@ -171,3 +174,11 @@ def test_a_spec_and_a_state_are_read_as_they_were_written() -> None:
         step=3, losses=(0.1, 1 / 3, math.pi), evaluation_loss=2.5, corpus_digest="a", run_digest="r"
     )
     assert from_json(to_json(state), RunState) == state
+
+
+def test_adapters_and_a_schedule_are_named_once_though_more_depends_on_them() -> None:
+    now = changed(trial__settings=Settings(lora=8), schedule=Schedule(name="cosine", steps=20))
+    assert differences(SPEC, now) == (
+        "--lora: none when the run began, 8 now",
+        "--schedule: constant when the run began, cosine now",
+    )

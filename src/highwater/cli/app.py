@@ -6,6 +6,8 @@ import errno
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from os.path import lexists
+from pathlib import Path
 
 from highwater.cli import console
 from highwater.cli.grammar import parse, usage
@@ -67,7 +69,8 @@ def _refused_by_the_machine(error: Exception) -> MachineError | None:
             hint="`df -h` shows what is full, `ulimit -a` what ends",
         )
     path = str(error.filename)
-    hint = f"`ls -ld {shlex.quote(path)}` shows whose it is, `df -h` what is full"
+    there = next((each for each in (path, *map(str, Path(path).parents)) if lexists(each)), path)
+    hint = f"`ls -ld {shlex.quote(there)}` shows whose it is, `df -h` what is full"
     return MachineError(f"{path} cannot be used: {error.strerror}", hint=hint)
 
 

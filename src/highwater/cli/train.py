@@ -35,10 +35,10 @@ def train(arguments: argparse.Namespace) -> int:
             with training_progress(prepared.spec, done_steps=prepared.done_steps) as listener:
                 result = training.run_training(prepared, on_progress=listener)
         except KeyboardInterrupt as interrupt:
-            console.talk(stopped_sentence(training.stopped_result(prepared)))
-            console.next_command(
-                f"{shlex.join(arguments.command_line)}  (goes on where this stopped)"
-            )
+            stopped = training.stopped_result(prepared)
+            console.talk(stopped_sentence(stopped))
+            then = "begins anew" if stopped is None else "goes on where this stopped"
+            console.next_command(f"{shlex.join(arguments.command_line)}  ({then})")
             return exit_code_of(interrupt)
     if arguments.json:
         console.answer_json(result)
@@ -46,7 +46,8 @@ def train(arguments: argparse.Namespace) -> int:
     console.answer(training_answer(prepared.spec, result))
     console.answer("")
     console.answer_table(training_table(result))
-    console.next_command(_next(result.model_directory or "", prepared.spec.trial.settings))
+    if not training.has_lost_base(prepared.spec.trial):
+        console.next_command(_next(result.model_directory or "", prepared.spec.trial.settings))
     return EXIT_ANSWERED
 
 

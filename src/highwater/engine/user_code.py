@@ -14,7 +14,12 @@ def user_function(source: str, *, what: str) -> Any:
     """The function that ``source`` names: the user's code, run as it is. No other code comes from
     the working directory. ``what`` is what it is for, in a message.
     """
-    module, _, name = source.partition(":")
+    module, colon, name = source.partition(":")
+    if not (module and colon and name):
+        raise UsageError(
+            f"{what} {source!r} is not module:function",
+            hint="name both: `rewards:length` is the function `length` in rewards.py",
+        )
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)  # last: a random.py there is nobody's random

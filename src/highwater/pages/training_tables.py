@@ -1,5 +1,7 @@
 """What a training says before it starts, and at its end."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from highwater.pages.text import plain
@@ -84,8 +86,7 @@ def training_table(result: TrainingResult) -> TextTable:
     """Figures of a run, a row each."""
     rows: list[tuple[str, str]] = []
     if result.evaluations:
-        first, last = result.evaluations[0], result.evaluations[-1]
-        rows.append(("held-out loss", f"{first[1]:.3f} before, {last[1]:.3f} after"))
+        rows.append(("held-out loss", _held_out(result.evaluations)))
         if result.best_step is not None:
             best = dict(result.evaluations)[result.best_step]
             rows.append(("best held-out loss", f"{best:.3f}, after step {result.best_step}"))
@@ -100,6 +101,16 @@ def training_table(result: TrainingResult) -> TextTable:
         rows=tuple(rows),
         left_columns=2,
     )
+
+
+def _held_out(evaluations: Sequence[tuple[int, float]]) -> str:
+    """The first and the last evaluation: a run that went on may have none before its first step."""
+    (first_step, first), (last_step, last) = evaluations[0], evaluations[-1]
+    if first_step == last_step:
+        return f"{first:.3f} after step {first_step}"
+    if first_step == 0:
+        return f"{first:.3f} before, {last:.3f} after"
+    return f"{first:.3f} after step {first_step}, {last:.3f} after step {last_step}"
 
 
 def stopped_sentence(result: TrainingResult | None) -> str:

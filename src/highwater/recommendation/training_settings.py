@@ -2,6 +2,7 @@
 answer, or what is recommended; and whether it fits.
 """
 
+import shlex
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -64,6 +65,12 @@ def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> 
     notes: tuple[str, ...] = ()
     if asked.settings not in (None, RECOMMENDED):
         path = Path(asked.settings or "")
+        if not path.exists():
+            raise UsageError(
+                f"there is no study {path}",
+                hint="use `--settings recommended`, or name the file of a study: "
+                f"`highwater find {shlex.quote(request.model)} --study study.jsonl` makes one",
+            )
         cell, notes = _of_study(path, spec, request, machine)
         if request.memory is None and spec.device == "cuda":
             budget_bytes = read_study(path).question.memory_budget_bytes

@@ -46,8 +46,9 @@ def own_folder(directory: Path) -> Generator[None]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
+        file = next(path for path in (directory, *directory.parents) if path.exists())
         raise UsageError(
-            f"{directory} is no folder", hint=f"use `--output {directory}-run`"
+            f"{file} is no folder", hint=f"use `--output {shlex.quote(f'{file}-run')}`"
         ) from error
     lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -56,7 +57,7 @@ def own_folder(directory: Path) -> Generator[None]:
         except BlockingIOError as error:
             raise UsageError(
                 f"a training writes into {directory} now",
-                hint=f"wait for it, or use `--output {directory}-2`",
+                hint=f"wait for it, or use `--output {shlex.quote(f'{directory}-2')}`",
             ) from error
         yield
     finally:

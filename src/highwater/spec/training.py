@@ -103,10 +103,11 @@ def differences(before: TrainingSpec, now: TrainingSpec) -> tuple[str, ...]:
     empty where ``now`` goes on as ``before`` would have.
     """
     was, is_ = _decisive(before), _decisive(now)
+    changed = [name for name in dict.fromkeys((*was, *is_)) if was.get(name) != is_.get(name)]
     return tuple(
         _difference(name, was.get(name), is_.get(name))
-        for name in dict.fromkeys((*was, *is_))
-        if was.get(name) != is_.get(name)
+        for name in changed
+        if _FOLLOWS.get(name) not in changed
     )
 
 
@@ -116,13 +117,17 @@ _ANOTHER = {
 }
 """Sentences for what nobody reads a value of."""
 _WORDS = {
-    "length_tokens": "length",
-    "micro_batches": "rows",
-    "sequences": "sequences per row",
-    "lora": "LoRA rank",
-    "steps": "steps of the schedule",
+    "length_tokens": "--length",
+    "micro_batches": "--rows",
+    "sequences": "--sequences-per-micro-batch",
+    "steps": "--steps, on which the schedule depends",
 }
-"""Names that users know, where they are not the field's."""
+"""How users name what has another name than its flag."""
+_FOLLOWS = {
+    **dict.fromkeys(("lora_alpha", "lora_targets", "lora_base"), "lora"),
+    "steps": "schedule",
+}
+"""What need not be said where this changed, too."""
 _OF_SETTINGS = (
     *("objective", "critic", "optimizer", "parameters", "rope", "attention"),
     *PATTERN_FIELDS,
@@ -167,7 +172,7 @@ def _decisive(spec: TrainingSpec) -> dict[str, Any]:
 def _difference(name: str, was: Any, is_: Any) -> str:
     if name in _ANOTHER:
         return _ANOTHER[name]
-    words = _WORDS.get(name, name.replace("_", " "))
+    words = _WORDS.get(name, f"--{name.replace('_', '-')}")
     began, goes_on = ("none" if it is None else str(it).lower() for it in (was, is_))
     return f"{words}: {began} when the run began, {goes_on} now"
 

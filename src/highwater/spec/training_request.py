@@ -6,6 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from highwater.errors import UsageError
+from highwater.spec.bounds import MOST_STEPS
 from highwater.spec.codec import Record
 from highwater.spec.corpus import LongDocuments, TrainedTokens
 from highwater.spec.training import ScheduleName
@@ -13,6 +14,7 @@ from highwater.units import parse_tokens
 
 RECOMMENDED = "recommended"
 MOST_TRAINING_STEPS = 1_000_000
+MOST_SEED = 2**63 - 1
 
 
 class TrainingRequest(Record, frozen=True, kw_only=True):
@@ -57,6 +59,10 @@ class TrainingRequest(Record, frozen=True, kw_only=True):
             raise UsageError(
                 "there is nothing to train on", hint="name a file: `--data data.jsonl`"
             )
+        if not self.output:
+            raise UsageError(
+                "no folder for the run is named", hint="add it, for example `--output ./run`"
+            )
         if not 1 <= self.steps <= MOST_TRAINING_STEPS:
             raise UsageError(
                 f"{self.steps} steps of training",
@@ -72,8 +78,14 @@ class TrainingRequest(Record, frozen=True, kw_only=True):
                 f"{self.warmup_steps} steps to warm up, of {self.steps}",
                 hint=f"use `--warmup-steps {self.steps}` or less",
             )
-        if self.rows is not None and self.rows < 1:
-            raise UsageError(f"{self.rows} rows a step", hint="use `--rows 1` or more")
+        if self.rows is not None and not 1 <= self.rows <= MOST_STEPS:
+            raise UsageError(
+                f"{self.rows} rows a step", hint=f"use `--rows 1` or more, up to {MOST_STEPS}"
+            )
+        if not 0 <= self.seed <= MOST_SEED:
+            raise UsageError(
+                f"--seed {self.seed}", hint=f"use `--seed 0` or more, up to {MOST_SEED}"
+            )
         if self.eval_every and not self.eval_data:
             raise UsageError(
                 "there is nothing to evaluate",

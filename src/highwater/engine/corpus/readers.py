@@ -21,6 +21,8 @@ from highwater.spec.codec import from_json
 _ROWS = 256
 """Rows of a table that are in memory at a time."""
 _BOM = b"\xef\xbb\xbf"
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+"""What texts of UTF-16 begin with."""
 _TO_LINES = (
     "python3 -c 'import json, sys; [print(json.dumps(record)) for record in json.load(sys.stdin)]'"
 )
@@ -110,10 +112,13 @@ def _text(data: bytes, file: DataFile, name: str) -> str:
         path = quote(str(file.path))
         is_packed = file.path.suffix.lower() == ".gz"
         source = f"gzip -dc {path} | iconv" if is_packed else f"iconv {path}"
+        unpacked = file.path.with_suffix("") if is_packed else file.path
+        is_wide = data.startswith(_UTF_16)
+        code, meant = ("utf-16", "UTF-16") if is_wide else ("latin1", "Latin-1 for example")
         raise UsageError(
             f"{name} is not UTF-8: the byte 0x{data[error.start]:02x} at {error.start}",
-            hint=f"write it anew, from Latin-1 for example: `{source} -f latin1 -t utf-8 > "
-            "utf8.jsonl`",
+            hint=f"write it anew, from {meant}: `{source} -f {code} -t utf-8 > "
+            f"{quote(f'utf8{unpacked.suffix}')}`",
         ) from error
 
 
@@ -124,6 +129,12 @@ def _no_record(file: DataFile, number: int, text: str, error: Exception) -> Usag
         return UsageError(
             f"{file.name}:{number} is a list, and not one record a line",
             hint=f"write a record a line: `{shown} | {_TO_LINES} > lines.jsonl`",
+        )
+    if text == "{" and number == 1:
+        return UsageError(
+            f"{file.name}:1 is a record that goes on in the next line",
+            hint="write it in one line: "
+            f"`{shown} | python3 -m json.tool --no-indent > lines.jsonl`",
         )
     return UsageError(
         f"{file.name}:{number} is no record of JSON: {error}",

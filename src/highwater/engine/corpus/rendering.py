@@ -138,8 +138,9 @@ class Rendering:
                     if has_tokenizer
                     else "no tokenizer, whose chat template would make a text of them"
                 ),
-                hint="name the directory of a tokenizer that has one, `--tokenizer DIRECTORY`, or "
-                'write texts: `{"prompt": "Hi", "completion": "Yes"}`',
+                hint="save one that has one into the model's folder, with "
+                "`tokenizer.save_pretrained`, or write texts: "
+                '`{"prompt": "Hi", "completion": "Yes"}`',
             )
         return self.tokens.chat
 
@@ -148,7 +149,7 @@ class Rendering:
             raise UsageError(
                 f"{record.name}: {self.tokens.name} gives the id {int(ids_L.max())}, and the model "
                 f"knows the ids 0 to {self.vocab_size - 1}",
-                hint="name the model's own tokenizer: `--tokenizer DIRECTORY`",
+                hint="save the model's own into its folder, with `tokenizer.save_pretrained`",
             )
 
 

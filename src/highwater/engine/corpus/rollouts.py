@@ -4,7 +4,11 @@ A record is a prompt with all its responses, or one response, whose ``group`` sa
 answer the same prompt. Rewards are in the data, or a function of the user's gives them.
 """
 
+import math
+import traceback
 from collections.abc import Iterator, Mapping
+from numbers import Real
+from shlex import quote
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +33,7 @@ from highwater.engine.corpus.rendering import (
     without_fields,
 )
 from highwater.engine.user_code import refuse_uncallable, user_function
+from highwater.engine.user_documents import seen
 from highwater.errors import UsageError
 
 _EXAMPLE = (
@@ -52,15 +57,23 @@ class RewardFunction:
         refuse_uncallable(self.function, keywords, source, define=_DEFINITION)
 
     def __call__(self, record: DataRecord, prompt: Any, response: Any) -> float:
-        """The reward of a response. What the function raises goes through, with the record's
-        name.
+        """The reward of a response. Raises UsageError, with the record's name, for what the
+        function raises, and for what is no number.
         """
         try:
             value = self.function(prompt=prompt, response=response, record=record.fields)
-        except Exception as error:
-            error.add_note(f"{self._source} was asked about {record.name}")
-            raise
-        return number_of(record, f"what {self._source} returned", value)
+        except Exception as error:  # the user's code: whatever it is, they mend it
+            at = traceback.extract_tb(error.__traceback__)[:2][-1]  # the function's own line
+            raise UsageError(
+                f"{record.name}: {self._source} raised {type(error).__name__}: {error}",
+                hint=f"look at it: `sed -n {at.lineno}p {quote(at.filename)}`",
+            ) from error
+        if not isinstance(value, Real) or not math.isfinite(value):
+            raise UsageError(
+                f"{record.name}: {self._source} gave {seen(value)} for a reward",
+                hint="let it return a finite number: `return 1.0`",
+            )
+        return float(value)
 
 
 class _Sampled(NamedTuple):

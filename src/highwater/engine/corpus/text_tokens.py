@@ -178,5 +178,5 @@ def _opened(directory: Path) -> Any:
         said = " ".join(str(error).split())
         raise UsageError(
             f"no tokenizer can be opened in {directory}: {said[:300]}",
-            hint="name a directory that `tokenizer.save_pretrained` wrote: `--tokenizer DIRECTORY`",
+            hint="save the model's tokenizer there anew, with `tokenizer.save_pretrained`",
         ) from error

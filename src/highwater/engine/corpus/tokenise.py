@@ -127,7 +127,7 @@ def _tokens(order: CorpusOrder) -> TextTokens:
         raise UsageError(
             f"without a tokenizer bytes are tokens, {BYTE_VOCABULARY} with the end of a text, and "
             f"the model knows {order.vocab_size}",
-            hint="name the directory of its tokenizer: `--tokenizer DIRECTORY`",
+            hint="save its tokenizer into its folder, with `tokenizer.save_pretrained`",
         )
     return Bytes()
 
@@ -168,7 +168,7 @@ def _write(
 
 def _progress(count: int, tokens: int, file: int, files: int) -> str:
     where = f", file {file + 1} of {files}" if files > 1 else ""
-    return f"tokenising: {count:,} records, {tokens:,} tokens{where}"
+    return f"tokenising: {counted(count, 'record')}, {counted(tokens, 'token')}{where}"
 
 
 def _nothing(order: CorpusOrder, limit: LengthLimit) -> UsageError:

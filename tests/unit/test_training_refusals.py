@@ -1,0 +1,57 @@
+"""What a training refuses before it reads any data, and what it says of data that it evaluates."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import highwater
+from highwater.errors import UsageError
+from highwater.run.training_ranks import own_folder
+
+
+def train(folder: Path, **changes: Any) -> None:
+    """Ask for two steps of a tiny model on the CPU."""
+    data = folder / "data.jsonl"
+    data.write_text('{"text": "a text"}\n')
+    usual: dict[str, Any] = {"data": str(data), "length": 256, "steps": 2, "device": "cpu"}
+    highwater.train("tiny", **{"output": folder / "run", "memory": "1GiB", **usual, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem", "hint"),
+    [
+        ({"reward": "rewards:length"}, "the objective sft has none", "--objective grpo"),
+        ({"settings": "recomended"}, "there is no study recomended", "--settings recommended"),
+        (
+            {"resume_from": "step-000009"},
+            "no checkpoint 'step-000009'",
+            "leave `--resume-from` out",
+        ),
+        ({"resume_from": "the latest"}, "no checkpoint 'the latest'", "leave `--resume-from` out"),
+    ],
+)
+def test_what_is_not_there_is_refused_and_leaves_no_folder(
+    changes: dict[str, Any], problem: str, hint: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        train(tmp_path, **changes)
+    assert problem in refused.value.problem
+    assert hint in refused.value.hint
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("below", ["notes.txt", "notes.txt/run", "notes.txt/a/run"])
+def test_a_run_below_a_file_is_offered_a_folder_that_can_be_made(
+    below: str, tmp_path: Path
+) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with (
+        pytest.raises(UsageError, match=r"notes\.txt is no folder") as refused,
+        own_folder(tmp_path / below),
+    ):
+        pass
+    offered = Path(refused.value.hint.split("`")[1].removeprefix("--output "))
+    with own_folder(offered):
+        assert offered.is_dir()
+    assert (tmp_path / "notes.txt").read_text() == "mine"
