@@ -115,12 +115,13 @@ def _metavar(row: Setting) -> str | None:
 def _help(row: Setting, command: CommandName) -> str:
     """What the setting is, and its default unless that is nothing, or said already."""
     default = next(field.default for field in fields(Request) if field.name == row.name)
+    said = row.helps.get(command, row.help)
     named = row.defaults.get(command)
-    if named is None and (default in (None, False, 0) or "default" in row.help):
+    if named is None and (default in (None, False, 0) or "default" in said):
         shown = ""
     else:
         shown = f" (default: {named or _spelled(default)})"
-    return f"{row.help}{shown}".replace("%", "%%")
+    return f"{said}{shown}".replace("%", "%%")
 
 
 def _spelled(value: object) -> str:

@@ -73,6 +73,8 @@ class Setting:
     rung has of a count, ``accumulates``."""
     typed: Mapping[Any, Any] = field(default_factory=dict[Any, Any])
     """The value that names a rung's, by the rung's, where it is another one."""
+    helps: Mapping[CommandName, str] = field(default_factory=dict[CommandName, str])
+    """Commands to which it is something else, with the line that their help has."""
     defaults: Mapping[CommandName, str] = field(default_factory=dict[CommandName, str])
     """The default in words, by command, for commands whose default is not the field's."""
     labels: Mapping[Any, str] = field(default_factory=dict[Any, str])

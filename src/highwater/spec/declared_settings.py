@@ -101,6 +101,9 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
             COUNTS,
             _TRAINED,
             "GPU counts to search; default: the powers of two up to those present",
+            helps={
+                "train": "how many GPUs train; default: all that are here; on the CPU processes"
+            },
         ),
         Setting(
             "ulysses",
@@ -136,6 +139,10 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
             CHOICE,
             _ALL,
             "keep only rungs with this loss; default: the whole ladder",
+            helps={
+                "train": "logits of all tokens at once, or of a chunk at a time; default: full, or "
+                "what is recommended where no setting is named"
+            },
             labels={"chunked": "chunked"},
         ),
         Setting(
@@ -143,6 +150,10 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
             CHOICE,
             _ALL,
             "keep only rungs with this allocator; default: the whole ladder",
+            helps={
+                "train": "PyTorch's allocator of GPU memory; default: native, or what is "
+                "recommended where no setting is named"
+            },
             labels={"expandable": "Env"},
         ),
         Setting(
