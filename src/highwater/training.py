@@ -21,7 +21,7 @@ import msgspec
 
 from highwater.errors import MachineError, UsageError
 from highwater.memory.capacity import CellPrediction
-from highwater.recommendation.training_settings import chosen_trial, data_notes
+from highwater.recommendation.training_settings import ChosenTrial, chosen_trial, data_notes
 from highwater.run.corpus import tokenised
 from highwater.run.node_folder import NodeFolder
 from highwater.run.node_place import MachineShare, gathered, serve_node
@@ -32,6 +32,7 @@ from highwater.spec.codec import Record, from_json, to_json
 from highwater.spec.corpus import Corpus, CorpusOrder
 from highwater.spec.files import CONFIG_BYTES, read_file
 from highwater.spec.footprint import checkpoint_bytes
+from highwater.spec.hardware import Machine
 from highwater.spec.model import load_model
 from highwater.spec.objective import TRAITS
 from highwater.spec.plan_notes import weights_notes
@@ -124,8 +125,11 @@ def training_place(request: Request, asked: TrainingRequest) -> Generator[NodeFo
     which have come by then; None where there is this one alone.
     """
     request = _written_to(request, asked)
-    with own_folder(Path(asked.output)), gathered(request, _share_of(request)) as machines:
-        yield machines
+    with own_folder(Path(asked.output)):
+        if request.nodes > 1:
+            _planned(request, asked)  # raises before others are waited for
+        with gathered(request, _share_of(request)) as machines:
+            yield machines
 
 
 def serve_training(request: Request, asked: TrainingRequest) -> None:
@@ -160,19 +164,8 @@ def prepare_training(
     """The run of a request: settings chosen, memory and time predicted, data tokenised, and
     compared with what is in its folder; raises HighwaterError for what cannot be.
     """
-    machine = probe()
-    request = _written_to(request, asked)
-    check_request(request, machine)
-    if request.gpus is None and request.device != "cpu" and machine.gpus:
-        request = msgspec.structs.replace(request, gpus=(len(machine.gpus) * request.nodes,))
-    together = TRAITS[request.objective].documents_together
-    if request.token_budget is None and request.sequences_per_micro_batch < together:
-        request = msgspec.structs.replace(request, sequences_per_micro_batch=together)
-    if request.lora_merged:  # what is exported, at the end
-        request = msgspec.structs.replace(request, save_hf="last")
-    chosen = chosen_trial(request, asked, machine)
+    request, chosen = _planned(request, asked)
     trial = chosen.spec
-    check_machine(request, machine, trial.settings, trial.device, gpus=trial.layout.machine_gpus)
     before = _spec_in(Path(asked.output))
     rows = asked.rows or (before.micro_batches if before else None)
     order = corpus_order(asked.data, trial, asked)
@@ -220,6 +213,39 @@ def _check_room(output: Path, trial: TrialSpec, *, has_best: bool) -> None:
     needed = checkpoint_bytes(load_model(trial.model_directory).shape, saved, trial.device)
     there = sum(_step_of(folder) >= 0 for folder in (output / _CHECKPOINTS).glob("step-*"))
     check_run_directory(output, needed, checkpoints=max(1, 2 + has_best - there))
+
+
+def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenTrial]:
+    """What is asked with what goes without saying, and its trial; raises HighwaterError for what
+    cannot be, before the data is read.
+    """
+    machine = probe()
+    request = _written_to(request, asked)
+    check_request(request, machine)
+    _refuse_no_gpu(request, machine)
+    if request.gpus is None and request.device != "cpu" and machine.gpus:
+        request = msgspec.structs.replace(request, gpus=(len(machine.gpus) * request.nodes,))
+    together = TRAITS[request.objective].documents_together
+    if request.token_budget is None and request.sequences_per_micro_batch < together:
+        request = msgspec.structs.replace(request, sequences_per_micro_batch=together)
+    if request.lora_merged:  # what is exported, at the end
+        request = msgspec.structs.replace(request, save_hf="last")
+    chosen = chosen_trial(request, asked, machine)
+    trial = chosen.spec
+    check_machine(request, machine, trial.settings, trial.device, gpus=trial.layout.machine_gpus)
+    _absolute((*asked.data, *asked.eval_data))
+    return request, chosen
+
+
+def _refuse_no_gpu(request: Request, machine: Machine) -> None:
+    """Raise where there is no GPU, and nobody says that the CPU is meant."""
+    if request.device == "cpu" or machine.gpus or machine.unreadable_gpus:
+        return
+    hint = "add `--device cpu` to train on it; `highwater doctor` says what is seen of GPUs"
+    if request.device == "cuda":
+        hint = hint.replace("add `--device cpu`", "use `--device cpu`")
+        raise MachineError("the driver shows no GPU here", hint=hint)
+    raise UsageError("no GPU is visible, and the CPU is not named", hint=hint)
 
 
 def corpus_order(data: Sequence[str], trial: TrialSpec, asked: TrainingRequest) -> CorpusOrder:
