@@ -41,7 +41,8 @@ from highwater.run.engine_trial import EngineLauncher
 from highwater.run.foreign_commands import check_foreign
 from highwater.run.foreign_trial import ForeignLauncher
 from highwater.run.local import LocalRunner
-from highwater.run.node_place import gathered, of_all_nodes
+from highwater.run.node_place import MachineShare, gathered, of_all_nodes
+from highwater.run.nodes import RanksOnNodes
 from highwater.run.probe import environment, gpus_meant, host_meant, probe
 from highwater.run.ray_runner import RayRunner
 from highwater.run.readiness import check_directories, check_machine, check_request
@@ -340,7 +341,16 @@ def serve_node(request: Request) -> None:
 
     Raises HighwaterError for what cannot be asked, and where the machine that searches is lost.
     """
-    node_place.serve_node(request, prepare(request).question)
+    node_place.serve_node(request, _share_of(prepare(request).question))
+
+
+def _share_of(question: Question) -> MachineShare:
+    """What each machine gives to the trials of a question."""
+    return MachineShare(
+        device=question.device,
+        gpus=max(cell.layout.machine_gpus for cell in question.cells),
+        config_digest=question.model.config_digest,
+    )
 
 
 def prepare_trial(request: Request, length: int | str) -> TrialSpec:
@@ -382,7 +392,8 @@ def _answer(
     command: Sequence[str],
 ) -> Study:
     path = study_file(request, planned.question)
-    with gathered(request, planned.question) as run_ranks:
+    with gathered(request, _share_of(planned.question)) as folder:
+        run_ranks = run_ranks_here if folder is None else RanksOnNodes(folder)
         runner = _runner(request, log_layout, planned.question.device_total_bytes, run_ranks)
         if path is not None:
             return _search(request, planned, runner, path, on_event, command)

@@ -11,7 +11,8 @@ print(done.losses[-1], done.model_directory)
 """
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
@@ -21,8 +22,10 @@ import msgspec
 
 from highwater.errors import MachineError, UsageError
 from highwater.memory.capacity import CellPrediction
-from highwater.recommendation.training_settings import chosen_trial, data_notes
+from highwater.recommendation.training_settings import ChosenTrial, chosen_trial, data_notes
 from highwater.run.corpus import tokenised
+from highwater.run.node_folder import NodeFolder
+from highwater.run.node_place import MachineShare, gathered, serve_node
 from highwater.run.probe import probe
 from highwater.run.readiness import check_machine, check_request
 from highwater.run.training_ranks import OnProgress, own_folder, run_ranks
@@ -50,13 +53,14 @@ from highwater.spec.training_request import (
     TrainingResult,
     training_request_from,
 )
-from highwater.spec.trial import RankReport, StatisticsFiles, TrialSpec
+from highwater.spec.trial import Device, RankReport, StatisticsFiles, TrialSpec
 from highwater.speed.step_seconds import predicted_step
 from highwater.store.directory import check_run_directory
 from highwater.units import MIB
 
 _SPEC, _STATISTICS = "training.json", "statistics.jsonl"
 _TENSORBOARD, _MODEL, _CHECKPOINTS = "tensorboard", "model", "checkpoints"
+_CORPORA = "corpora"
 """Names in a run's folder."""
 _STATE = "state.json"
 _STATE_BYTES = 64 * MIB
@@ -111,8 +115,44 @@ def train(
     )
     others = {name: value for name, value in settings.items() if name not in of_training}
     request = request_from({"model": model, **others}, keywords=True)
-    with own_folder(Path(output)):
-        return run_training(prepare_training(request, asked), on_progress=on_progress)
+    with training_place(request, asked) as machines:
+        prepared = prepare_training(request, asked)
+        return run_training(prepared, on_progress=on_progress, machines=machines)
+
+
+@contextmanager
+def training_place(request: Request, asked: TrainingRequest) -> Generator[NodeFolder | None]:
+    """The run's folder, for this process alone, and where machines meet that train together, all of
+    which have come by then; None where there is this one alone.
+    """
+    request = _written_to(request, asked)
+    with own_folder(Path(asked.output)):
+        if request.nodes > 1:
+            _planned(request, asked)  # raises before others are waited for
+        with gathered(request, _share_of(request)) as machines:
+            yield machines
+
+
+def serve_training(request: Request, asked: TrainingRequest) -> None:
+    """Run this machine's share of a training across machines, until it is over; its settings and
+    data are those that the first one says.
+    """
+    request = _written_to(request, asked)
+    serve_node(request, _share_of(request))
+
+
+def _written_to(request: Request, asked: TrainingRequest) -> Request:
+    """The request, whatever it writes in the run's folder."""
+    return msgspec.structs.replace(request, log_dir=asked.output)
+
+
+def _share_of(request: Request) -> MachineShare:
+    """What each machine gives to a training; all of its GPUs where no number is named."""
+    machine = probe()
+    device: Device = request.device or ("cuda" if machine.gpus else "cpu")
+    of_all = max(request.gpus) if request.gpus else request.nodes * max(1, len(machine.gpus))
+    digest = load_model(request.model).config_digest
+    return MachineShare(device=device, gpus=of_all // request.nodes, config_digest=digest)
 
 
 def _several(named: str | Sequence[str]) -> tuple[str, ...]:
@@ -125,35 +165,19 @@ def prepare_training(
     """The run of a request: settings chosen, memory and time predicted, data tokenised, and
     compared with what is in its folder; raises HighwaterError for what cannot be.
     """
-    machine = probe()
-    _check_device(request, machine)
-    if asked.reward is not None and TRAITS[request.objective].advantages == "none":
-        raise UsageError(
-            f"`--reward` is for rollouts, and the objective {request.objective} has none",
-            hint="leave `--reward` out, or add `--objective grpo`",
-        )
-    # Whatever is written goes into the run's folder.
-    request = msgspec.structs.replace(request, log_dir=asked.output)
-    check_request(request, machine)
-    if request.gpus is None and request.device != "cpu" and machine.gpus:
-        request = msgspec.structs.replace(request, gpus=(len(machine.gpus),))
-    together = TRAITS[request.objective].documents_together
-    if request.token_budget is None and request.sequences_per_micro_batch < together:
-        request = msgspec.structs.replace(request, sequences_per_micro_batch=together)
-    if request.lora_merged:  # what is exported, at the end
-        request = msgspec.structs.replace(request, save_hf="last")
-    chosen = chosen_trial(request, asked, machine)
+    request, chosen = _planned(request, asked)
     trial = chosen.spec
-    check_machine(request, machine, trial.settings, trial.device, gpus=trial.layout.gpus)
     before = _spec_in(Path(asked.output))
     rows = asked.rows or (before.micro_batches if before else None)
     _refuse_missing_checkpoint(Path(asked.output), asked.resume_from)
     order = corpus_order(asked.data, trial, asked)
-    corpus = tokenised(order, on_phase=on_phase)
+    # Machines that train together all see the run's folder.
+    parent = None if request.nodes == 1 else Path(asked.output).absolute() / _CORPORA
+    corpus = tokenised(order, parent=parent, on_phase=on_phase)
     evaluation = None
     if asked.eval_data:
         held_out = msgspec.structs.replace(order, data=_absolute(asked.eval_data))
-        evaluation = tokenised(held_out, on_phase=on_phase)
+        evaluation = tokenised(held_out, parent=parent, on_phase=on_phase)
     spec = training_spec(asked, trial, request, corpus, evaluation, rows=rows)
     _refuse_another(before, spec)
     done_steps = _done_steps(Path(asked.output), asked.resume_from)
@@ -183,20 +207,6 @@ def prepare_training(
         allow_busy=request.allow_busy,
         done_steps=done_steps,
     )
-
-
-def _check_device(request: Request, machine: Machine) -> None:
-    """Raise MachineError for GPUs that are not here: the hints of searches name what a training
-    does not have.
-    """
-    workers, memory_bytes = max(request.gpus or (1,)), request.memory_bytes or 0
-    is_for_gpus = request.device == "cuda" or (
-        request.device is None and (workers > 1 or memory_bytes > machine.host_memory_total_bytes)
-    )
-    if is_for_gpus and not machine.gpus:
-        raise MachineError(
-            "no GPU is visible here", hint="`--device cpu` trains on the CPU, small models"
-        )
 
 
 def has_lost_base(trial: TrialSpec) -> bool:
@@ -243,6 +253,44 @@ def _check_room(output: Path, trial: TrialSpec, *, has_best: bool) -> None:
     needed = checkpoint_bytes(load_model(trial.model_directory).shape, saved, trial.device)
     there = sum(_step_of(folder) >= 0 for folder in (output / _CHECKPOINTS).glob("step-*"))
     check_run_directory(output, needed, checkpoints=max(1, 2 + has_best - there))
+
+
+def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenTrial]:
+    """What is asked with what goes without saying, and its trial; raises HighwaterError for what
+    cannot be, before the data is read.
+    """
+    machine = probe()
+    request = _written_to(request, asked)
+    check_request(request, machine)
+    _refuse_no_gpu(request, machine)
+    if asked.reward is not None and TRAITS[request.objective].advantages == "none":
+        raise UsageError(
+            f"`--reward` is for rollouts, and the objective {request.objective} has none",
+            hint="leave `--reward` out, or add `--objective grpo`",
+        )
+    if request.gpus is None and request.device != "cpu" and machine.gpus:
+        request = msgspec.structs.replace(request, gpus=(len(machine.gpus) * request.nodes,))
+    together = TRAITS[request.objective].documents_together
+    if request.token_budget is None and request.sequences_per_micro_batch < together:
+        request = msgspec.structs.replace(request, sequences_per_micro_batch=together)
+    if request.lora_merged:  # what is exported, at the end
+        request = msgspec.structs.replace(request, save_hf="last")
+    chosen = chosen_trial(request, asked, machine)
+    trial = chosen.spec
+    check_machine(request, machine, trial.settings, trial.device, gpus=trial.layout.machine_gpus)
+    _absolute((*asked.data, *asked.eval_data))
+    return request, chosen
+
+
+def _refuse_no_gpu(request: Request, machine: Machine) -> None:
+    """Raise where there is no GPU, and nobody says that the CPU is meant."""
+    if request.device == "cpu" or machine.gpus or machine.unreadable_gpus:
+        return
+    hint = "add `--device cpu` to train on it; `highwater doctor` says what is seen of GPUs"
+    if request.device == "cuda":
+        hint = hint.replace("add `--device cpu`", "use `--device cpu`")
+        raise MachineError("the driver shows no GPU here", hint=hint)
+    raise UsageError("no GPU is visible, and the CPU is not named", hint=hint)
 
 
 def corpus_order(data: Sequence[str], trial: TrialSpec, asked: TrainingRequest) -> CorpusOrder:
@@ -378,10 +426,13 @@ def _expected_s(spec: TrainingSpec, trial: TrialSpec, predicted: CellPrediction)
 
 
 def run_training(
-    prepared: PreparedTraining, *, on_progress: OnProgress | None = None
+    prepared: PreparedTraining,
+    *,
+    on_progress: OnProgress | None = None,
+    machines: NodeFolder | None = None,
 ) -> TrainingResult:
-    """Run what was prepared, in a folder that ``own_folder`` holds; what is done already is not
-    done again.
+    """Run what was prepared, in the place that ``training_place`` holds; what is done already is
+    not done again.
     """
     spec = prepared.spec
     output = Path(spec.output_directory)
@@ -392,7 +443,7 @@ def run_training(
     beside.replace(output / _SPEC)
     last: list[TrainingProgress] = []
     hear = partial(_hear, last, on_progress)
-    reports = run_ranks(spec, allow_busy=prepared.allow_busy, on_progress=hear)
+    reports = run_ranks(spec, allow_busy=prepared.allow_busy, on_progress=hear, machines=machines)
     return _result(spec, reports, prepared.notes, last[-1] if last else None)
 
 

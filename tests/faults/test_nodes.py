@@ -2,7 +2,9 @@
 system and the wire between them.
 """
 
+import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -169,6 +171,78 @@ def test_a_machine_whose_searcher_is_gone_ends_what_it_runs_and_says_so(
     _, talk = serving.communicate(timeout=LOST_S + GONE_S)
     assert serving.returncode == 3, talk
     assert "no machine searches" in talk
+    assert wait_until(lambda: marked(mark) == [], within_s=GONE_S)
+
+
+def training(output: str, *more: str) -> tuple[str, ...]:
+    return (
+        *("highwater", "train", "tiny", "--data", "data.txt", "--length", "64", "--rows", "4"),
+        *("--device", "cpu", "--memory", "1GiB", "--gpus", "2", "--loss", "full"),
+        *("--save-every", "1", "--output", output, *more),
+    )
+
+
+def both_train(
+    machines: tuple[Machine, Machine], meet: Path, *more: str
+) -> "list[subprocess.Popen[str]]":
+    (meet.parent / "data.txt").write_text("one machine and another " * 400)
+    where = ("--nodes", "2", "--rendezvous", str(meet), *more)
+    words = [training("run", *where, "--node-rank", str(node)) for node in (0, 1)]
+    return [each.start(*words[node]) for node, each in enumerate(machines)]
+
+
+def trained_losses(run: Path) -> list[float]:
+    last = max((run / "checkpoints").glob("step-*"))
+    return json.loads((last / "state.json").read_text())["losses"]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_two_machines_train_a_model_as_one_does_and_whoever_is_told_to_stop_stops_both(
+    machines: tuple[Machine, Machine], mark: str, tmp_path: Path
+) -> None:
+    run, many = tmp_path / "run", ("--steps", "400")
+    first, other = both_train(machines, tmp_path / "first", *many)
+    assert wait_until((run / "checkpoints" / "step-000002").exists, within_s=HANGS_S), (
+        first.communicate(timeout=GONE_S)
+    )
+    other.send_signal(signal.SIGTERM)
+    _, talk = first.communicate(timeout=GONE_S)
+    assert (first.returncode, other.wait(timeout=GONE_S)) == (143, 143), talk
+    stopped = len(trained_losses(run))
+    assert f"step {stopped}" in talk
+    assert wait_until(lambda: marked(mark) == [], within_s=GONE_S)
+
+    steps = stopped + 2
+    both = both_train(machines, tmp_path / "second", "--steps", str(steps))
+    said = [each.communicate(timeout=ENDS_S) for each in both]
+    assert [each.returncode for each in both] == [0, 0], said
+    assert not (tmp_path / "second").exists()
+    assert "2 copies" in said[0][1]
+    words = training("alone", "--copies", "2", "--steps", str(steps))
+    done = subprocess.run(words, capture_output=True, text=True, timeout=ENDS_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert trained_losses(run) == trained_losses(tmp_path / "alone")
+    weights = [(tmp_path / each / "model/model.safetensors") for each in ("run", "alone")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("tiny")
+def test_a_training_whose_machine_is_lost_ends_and_says_from_which_step_it_goes_on(
+    machines: tuple[Machine, Machine], mark: str, tmp_path: Path
+) -> None:
+    first, other = both_train(machines, tmp_path / "meet", "--steps", "4000")
+    kept = tmp_path / "run" / "checkpoints" / "step-000002"
+    assert wait_until(kept.exists, within_s=HANGS_S)
+    for pid in marked(mark):
+        if _is_in(machines[1], pid):
+            os.kill(pid, signal.SIGKILL)
+    other.wait()
+    _, talk = first.communicate(timeout=LOST_S + GONE_S)
+    assert first.returncode == 3, talk
+    found = re.search(r"the same command goes on after step (\d+)", talk)
+    assert found is not None, talk
+    assert len(trained_losses(tmp_path / "run")) == int(found[1]) >= 2
     assert wait_until(lambda: marked(mark) == [], within_s=GONE_S)
 
 

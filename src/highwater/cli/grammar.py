@@ -105,6 +105,7 @@ def _train_flags(parser: Parser) -> None:
     _model_and_config(parser)
     add_train_flags(parser)
     add_settings(parser, "train", "trial", heading="the step")
+    add_settings(parser, "train", "machines", heading="several machines")
     _hyperparameters(parser, "train")
 
 

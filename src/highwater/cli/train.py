@@ -3,7 +3,6 @@
 import argparse
 import json
 import shlex
-from pathlib import Path
 
 from highwater import training
 from highwater.cli import console
@@ -11,14 +10,14 @@ from highwater.cli.config import request_of
 from highwater.cli.interruption import exit_code_of
 from highwater.cli.train_flags import training_request_of
 from highwater.cli.training_progress import training_progress
-from highwater.errors import EXIT_ANSWERED
+from highwater.errors import EXIT_ANSWERED, EXIT_TERMINATED
 from highwater.pages.training_tables import (
     prediction_lines,
     stopped_sentence,
     training_answer,
     training_table,
 )
-from highwater.run.training_ranks import own_folder
+from highwater.run.node_place import node_of
 from highwater.spec.settings import Settings
 
 
@@ -26,14 +25,19 @@ def train(arguments: argparse.Namespace) -> int:
     """Train, or go on with it, and say what it came to."""
     asked = training_request_of(arguments)
     request = request_of(arguments)
-    with own_folder(Path(asked.output)):
+    node = node_of(request)
+    if node > 0:
+        console.talk(f"machine {node} of {request.nodes}: runs its share until the first one ends")
+        training.serve_training(request, asked)
+        return EXIT_ANSWERED
+    with training.training_place(request, asked) as machines:
         prepared = training.prepare_training(request, asked, on_phase=_Phases().hear)
         console.notes(prepared.notes)
         for line in prediction_lines(prepared):
             console.talk(line)
         try:
             with training_progress(prepared.spec, done_steps=prepared.done_steps) as listener:
-                result = training.run_training(prepared, on_progress=listener)
+                result = training.run_training(prepared, on_progress=listener, machines=machines)
         except KeyboardInterrupt as interrupt:
             stopped = training.stopped_result(prepared)
             console.talk(stopped_sentence(stopped))
@@ -42,7 +46,11 @@ def train(arguments: argparse.Namespace) -> int:
             return exit_code_of(interrupt)
     if arguments.json:
         console.answer_json(result)
-        return EXIT_ANSWERED
+        return EXIT_ANSWERED if result.status == "done" else EXIT_TERMINATED
+    if result.status == "stopped":  # another machine was told to
+        console.talk(stopped_sentence(result))
+        console.next_command(f"{shlex.join(arguments.command_line)}  (goes on where this stopped)")
+        return EXIT_TERMINATED
     console.answer(training_answer(prepared.spec, result))
     console.answer("")
     console.answer_table(training_table(result))

@@ -53,7 +53,10 @@ class ChosenTrial(NamedTuple):
 def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> ChosenTrial:
     """The trial of a training; raises HighwaterError for what cannot be, and for what is predicted
     not to fit, with the settings that would.
+
+    Across machines each has the layout that is chosen for one, and a copy of the states.
     """
+    nodes, request = request.nodes, _on_one_machine(request)
     spec = plan_trial(request, machine, asked.length_tokens)
     how = named_settings(request)
     if asked.settings is not None and how:
@@ -71,7 +74,7 @@ def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> 
                 hint="use `--settings recommended`, or name the file of a study: "
                 f"`highwater find {shlex.quote(request.model)} --study study.jsonl` makes one",
             )
-        cell, notes = _of_study(path, spec, request, machine)
+        cell, notes = _of_study(path, spec, request, machine, nodes)
         if request.memory is None and spec.device == "cuda":
             budget_bytes = read_study(path).question.memory_budget_bytes
             spec = msgspec.structs.replace(spec, memory_budget_bytes=budget_bytes)
@@ -79,8 +82,32 @@ def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> 
         cell = _recommended(request, asked, machine, spec)
     else:
         cell = Cell(layout=spec.layout, settings=spec.settings)
+    if nodes > 1:
+        cell = msgspec.structs.replace(cell, layout=cell.layout.across(nodes))
     is_measured = asked.settings not in (None, RECOMMENDED)
     return _checked(request, asked, machine, spec, cell, notes, has_prompts=is_measured)
+
+
+def _on_one_machine(request: Request) -> Request:
+    """What each machine is asked of a request across several; raises UsageError where it is not as
+    much of each.
+    """
+    nodes = request.nodes
+    if nodes == 1:
+        return request
+    shares: dict[str, tuple[int, ...]] = {}
+    for name, counts in (("gpus", request.gpus or (nodes,)), ("copies", request.copies)):
+        uneven = next((count for count in counts if count % nodes), None)
+        if name == "copies" and counts == (1,):
+            continue
+        if uneven is not None:
+            even = nodes * max(1, uneven // nodes)
+            raise UsageError(
+                f"`--{name} {uneven}` is not as many on each of {nodes} machines",
+                hint=f"use `--{name} {even}`: it counts those of all machines",
+            )
+        shares[name] = tuple(count // nodes for count in counts)
+    return msgspec.structs.replace(request, nodes=1, node_rank=None, rendezvous=None, **shares)
 
 
 def data_notes(chosen: ChosenTrial, corpus: Corpus) -> tuple[str, ...]:
@@ -257,7 +284,7 @@ def _simplest_here(request: Request, machine: Machine, spec: TrialSpec) -> Cell:
 
 
 def _of_study(
-    path: Path, spec: TrialSpec, request: Request, machine: Machine
+    path: Path, spec: TrialSpec, request: Request, machine: Machine, nodes: int
 ) -> tuple[Cell, tuple[str, ...]]:
     """The simplest cell of a study that trained the length, of as many GPUs where a count is
     named, and else of no more than are here; raises UsageError where there is none, or another
@@ -281,9 +308,17 @@ def _of_study(
             f"{path} is of {question.model.name}, another model",
             hint="use `--settings recommended`, or that model",
         )
+    of_each = [
+        msgspec.structs.replace(
+            answer,
+            cell=msgspec.structs.replace(answer.cell, layout=answer.cell.layout.of_one_machine),
+        )
+        for answer in study.answers
+        if (answer.cell.layout.machines or 1) in (1, nodes)
+    ]
     alike = [
         answer
-        for answer in study.answers
+        for answer in of_each
         if (request.gpus is None or answer.cell.layout.gpus == spec.layout.gpus)
         and answer.cell.layout.gpus <= most_gpus
         and _trains_what_is_named(answer.cell.settings, spec.settings, request)

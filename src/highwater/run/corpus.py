@@ -30,14 +30,19 @@ def corpus_directory(environment: Mapping[str, str]) -> Path:
 
 
 def tokenised(
-    order: CorpusOrder, *, on_phase: OnPhase = unheard, ended: Event | None = None
+    order: CorpusOrder,
+    *,
+    parent: Path | None = None,
+    on_phase: OnPhase = unheard,
+    ended: Event | None = None,
 ) -> Corpus:
-    """The corpus of an order, made where it is not there yet; blocks until it is.
+    """The corpus of an order, made where it is not there yet, in ``parent`` or with all others;
+    blocks until it is.
 
     Raises what the process refused, and MachineError where it failed. When ``ended`` is set, the
     process is ended and TrialEndedError raised.
     """
-    parent = corpus_directory(os.environ)
+    parent = parent or corpus_directory(os.environ)
     try:
         parent.mkdir(parents=True, exist_ok=True)
         with private_folder(parent, kind="corpus-") as folder:

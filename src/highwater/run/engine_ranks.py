@@ -1,4 +1,4 @@
-"""The ranks of one trial of our engine, from their start to what they leave."""
+"""The ranks of one start of our engine, for a trial or a training, from then to what they leave."""
 
 import subprocess
 from collections.abc import Callable, Mapping
@@ -16,6 +16,7 @@ from highwater.spec.codec import from_json, to_json
 from highwater.spec.files import read_file
 from highwater.spec.protocols import OnPhase
 from highwater.spec.secrets import kept_report
+from highwater.spec.training import TrainingSpec
 from highwater.spec.trial import PHASE_FILE, RankReport, TrialSpec
 from highwater.units import MIB
 
@@ -26,8 +27,21 @@ _REPORT_BYTES = 16 * MIB
 _PHASE_BYTES = 1024
 
 
+class RankWork(NamedTuple):
+    """What ranks do."""
+
+    module: str
+    """The module that each of them runs."""
+    grace_s: float | None = None
+    """Longest time in seconds that they have, told to stop, to save what they did; None: none."""
+
+
+TRIAL = RankWork("highwater.engine.worker")
+TRAINING = RankWork("highwater.engine.training_worker", grace_s=600.0)
+
+
 class RanksEnd(NamedTuple):
-    """What the ranks of a trial left."""
+    """What ranks left."""
 
     exit_code: int | None
     """Exit status of the reaper; None when it was ended because time was up."""
@@ -80,7 +94,7 @@ def run_ranks_here(
         return RanksEnd(exit_code, reports, damaged, read_exits(folder), kills)
 
 
-def prepare_folder(spec: TrialSpec, folder: Path) -> None:
+def prepare_folder(spec: TrialSpec | TrainingSpec, folder: Path) -> None:
     """Write what the ranks read into the folder in which they meet, and report."""
     (folder / SPEC_FILE).write_text(to_json(spec), encoding="utf-8")
     (folder / REPORTS).mkdir()
@@ -92,18 +106,22 @@ def start_ranks(
     share: RankShare,
     environment: Mapping[str, str],
     log: IO[bytes],
+    *,
+    work: RankWork = TRIAL,
 ) -> subprocess.Popen[bytes]:
     """Start a share of the ranks under a reaper of this process."""
-    worker = module("highwater.engine.worker", str(folder / SPEC_FILE), str(folder / REPORTS))
+    worker = module(work.module, str(folder / SPEC_FILE), str(folder / REPORTS))
     owned = spec.checkpoint_directory if share.first == 0 else None
     remove = [] if owned is None else [owned]
     return subprocess.Popen(
-        under_reaper(worker, remove=remove, inherit=[share.folder], ranks=share),
+        under_reaper(
+            worker, remove=remove, inherit=[share.folder], ranks=share, grace_s=work.grace_s
+        ),
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
-        # Ctrl-C in a terminal reaches find alone, which then ends the trial in order.
+        # Ctrl-C in a terminal reaches this process alone, which then ends the ranks in order.
         start_new_session=True,
     )
 

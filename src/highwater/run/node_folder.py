@@ -1,4 +1,5 @@
-"""A folder in which the machines of one search meet: a file for each word that one says to others.
+"""A folder in which the machines of one search, or of one training, meet: a file for each word that
+one says to others. A training has one trial, which is all of it.
 
 Every machine sees it, on a file system that they share. Nobody listens on a port, and what is read
 is JSON of known types. A file is written beside its name and then renamed: whoever finds it finds
@@ -51,10 +52,12 @@ class NodeReady(Record, frozen=True, kw_only=True):
 
 
 class Go(Record, frozen=True, kw_only=True):
-    """The word to start the ranks of a trial."""
+    """The word to start the ranks of a trial, or of a training."""
 
     log_path: str
-    """The trial's log, beside which each machine has its own."""
+    """The log, beside which each machine has its own."""
+    trains: bool = False
+    """Whether it is a training."""
 
 
 class Done(Record, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Which machine of a search across several this is, and where they meet.
+"""Which machine of a search, or a training, across several this is, and where they meet.
 
 A request names both, or Slurm does.
 """
@@ -7,16 +7,17 @@ import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from highwater.errors import UsageError
-from highwater.run.engine_ranks import RunRanks, run_ranks_here
 from highwater.run.node_folder import NodeFolder, NodeReady
-from highwater.run.nodes import RanksOnNodes, await_nodes, ready_here, serve
+from highwater.run.node_share import serve
+from highwater.run.nodes import await_nodes, ready_here
 from highwater.spec.hardware import Machine
 from highwater.spec.request import Request
-from highwater.spec.study import Question
+from highwater.spec.trial import Device
 
 _JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
 """Variables of Slurm that name one start of one step of a job. Source: srun(1)."""
@@ -63,36 +64,45 @@ def of_all_nodes(machine: Machine, nodes: int) -> Machine:
     return msgspec.structs.replace(machine, gpus=machine.gpus * nodes)
 
 
+class MachineShare(NamedTuple):
+    """What each machine gives."""
+
+    device: Device
+    gpus: int
+    config_digest: str
+    """Of the model's configuration, as it lies there."""
+
+
 @contextmanager
-def gathered(request: Request, question: Question) -> Generator[RunRanks]:
-    """What runs the ranks of a question's trials: this machine, or all, which have come by then and
-    are let go at the end.
+def gathered(request: Request, share: MachineShare) -> Generator[NodeFolder | None]:
+    """The folder of all machines, which have come by then and are let go at the end; None where
+    there is this one alone.
     """
     if request.nodes == 1:
-        yield run_ranks_here
+        yield None
         return
     folder = folder_of(request)
     if folder.node > 0:
         raise UsageError(
-            f"machine {folder.node} does not search: it runs its share of the trials",
-            hint=f"type `highwater find` there, with `--node-rank {folder.node}`",
+            f"machine {folder.node} runs its share of what the first one asks, and asks nothing",
+            hint=f"type the command there, with `--node-rank {folder.node}`",
         )
-    await_nodes(folder, _ready(request, question))
+    await_nodes(folder, _ready(request, share))
     try:
-        yield RanksOnNodes(folder)
+        yield folder
     finally:
         folder.dissolve()
 
 
-def serve_node(request: Request, question: Question) -> None:
-    """Run this machine's share of every trial, until the search is over."""
-    serve(folder_of(request), _ready(request, question))
+def serve_node(request: Request, share: MachineShare) -> None:
+    """Run this machine's share of every trial, or of the training, until it is over."""
+    serve(folder_of(request), _ready(request, share))
 
 
-def _ready(request: Request, question: Question) -> NodeReady:
+def _ready(request: Request, share: MachineShare) -> NodeReady:
     return ready_here(
-        device=question.device,
-        gpus=max(cell.layout.machine_gpus for cell in question.cells),
-        config_digest=question.model.config_digest,
+        device=share.device,
+        gpus=share.gpus,
+        config_digest=share.config_digest,
         allow_busy=request.allow_busy,
     )

@@ -1,4 +1,5 @@
-"""Trials across machines: the first one searches, each starts its share of the ranks.
+"""Ranks across machines, from the first of them, which searches or trains; what the others do is
+node_share.py's.
 
 The machines meet in a folder that all of them see (node_folder.py); the ranks meet through a file
 in it, and then talk to each other as gloo and NCCL do, over the network.
@@ -7,10 +8,8 @@ in it, and then talk to each other as gloo and NCCL do, over the network.
 import math
 import shutil
 import socket
-import subprocess
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
@@ -19,7 +18,8 @@ from typing import IO
 from highwater.errors import HighwaterError, MachineError
 from highwater.run.engine_ranks import (
     REPORTS,
-    SPEC_FILE,
+    TRAINING,
+    TRIAL,
     RanksEnd,
     phase_teller,
     prepare_folder,
@@ -30,11 +30,9 @@ from highwater.run.kernel_kills import kernel_kills
 from highwater.run.node_folder import LOST_S, Done, Go, NodeFolder, NodeReady, pause
 from highwater.run.probe import probe, refuse_busy_gpus
 from highwater.run.ranks import RankExit, RankShare, read_exits
-from highwater.run.trial_environment import trial_environment
-from highwater.run.trial_place import await_release
 from highwater.run.trial_process import end_reaper
-from highwater.spec.codec import from_json
 from highwater.spec.protocols import TOLD_S, OnPhase, TrialEndedError
+from highwater.spec.training import TrainingSpec
 from highwater.spec.trial import Device, TrialSpec
 from highwater.version import __version__
 
@@ -125,146 +123,131 @@ class RanksOnNodes:
     ) -> RanksEnd:
         """Run all ranks of a trial, as ``RunRanks`` says."""
         self._trials += 1
-        trial = self.folder.trial(self._trials)
-        for node in range(self.folder.nodes):
-            (trial / str(node)).mkdir(parents=True)
-        prepare_folder(spec, trial)
-        deadline, kills_before = time.monotonic() + timeout_s, kernel_kills()
-        process = start_ranks(spec, trial, share_of(spec, trial, self.folder), environment, log)
+        deadline = time.monotonic() + timeout_s
+        ranks = RanksAcross(self.folder, self._trials, spec, environment, log)
+        tell, told_at = phase_teller(ranks.path, on_phase), time.monotonic()
         try:
-            self.folder.say_go(trial, Go(log_path=str(Path(log.name).absolute())))
-            lost = self._await(trial, process, deadline, ended, phase_teller(trial, on_phase))
-            codes = self._codes(trial, process)
+            while (now := time.monotonic()) < deadline and not ranks.is_over():
+                if ended.is_set():
+                    raise TrialEndedError
+                if now - told_at >= TOLD_S:
+                    told_at = now
+                    tell()
+                pause()
+        except BaseException:
+            ranks.abandon()
+            raise
+        return ranks.end()
+
+
+class RanksAcross:
+    """The ranks of one start across the machines of a folder, from the first of them."""
+
+    def __init__(
+        self,
+        folder: NodeFolder,
+        number: int,
+        spec: TrialSpec | TrainingSpec,
+        environment: Mapping[str, str],
+        log: IO[bytes],
+    ) -> None:
+        """Start them, the ``number``-th of the folder, from 1."""
+        self._folder = folder
+        self.path = folder.trial(number)
+        """Where they meet, and report."""
+        for node in range(folder.nodes):
+            (self.path / str(node)).mkdir(parents=True)
+        prepare_folder(spec, self.path)
+        trains = isinstance(spec, TrainingSpec)
+        trial, work = (spec.trial, TRAINING) if trains else (spec, TRIAL)
+        self._kills_before = kernel_kills()
+        self._failed_at = math.inf
+        self._lost: str | None = None
+        share = share_of(trial, self.path, folder)
+        self._process = start_ranks(trial, self.path, share, environment, log, work=work)
+        try:
+            go = Go(log_path=str(Path(log.name).absolute()), trains=trains)
+            folder.say_go(self.path, go)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def is_over(self) -> bool:
+        """Whether every machine's ranks have ended, one's have failed and others had time to report
+        on their own, or a machine was lost.
+        """
+        codes, now = self._codes(), time.monotonic()
+        if len(codes) == self._folder.nodes:
+            return True
+        if any(codes.values()):
+            self._failed_at = min(self._failed_at, now)
+        for node in range(1, self._folder.nodes):
+            if self._lost is None and node not in codes and self._folder.is_lost(node):
+                self._lost = f"machine {node} was lost: no sign of life for {LOST_S:.0f} s"
+        return self._lost is not None or now >= self._failed_at + _LAST_WORDS_S
+
+    def wait(self) -> None:
+        """Wait a moment."""
+        time.sleep(TOLD_S)
+
+    def stop(self) -> None:
+        """Tell this machine's ranks to stop, and through them all: they agree on the step."""
+        self._process.terminate()
+
+    def abandon(self) -> None:
+        """End the ranks of every machine, whatever they do."""
+        try:
+            end_reaper(self._process)
         finally:
-            end_reaper(process)
-            self.folder.say_end(trial)
-        others = self._await_ends(trial)
+            self._folder.say_end(self.path)
+
+    def end(self) -> RanksEnd:
+        """End what still runs of them; what they left."""
+        codes = self._codes()
+        self.abandon()
+        others = self._await_ends()
         failed = (code for code in codes.values() if code)
-        is_late = len(codes) < self.folder.nodes and not any(codes.values())
-        reports, damaged = read_reports(trial / REPORTS)
+        is_late = len(codes) < self._folder.nodes and not any(codes.values())
+        reports, damaged = read_reports(self.path / REPORTS)
+        kills = kernel_kills() - self._kills_before
         end = RanksEnd(
             exit_code=None if is_late else next(failed, 0),
             reports=reports,
             damaged_reports=damaged,
-            exits=self._exits(trial, codes),
-            kernel_kills=kernel_kills() - kills_before + sum(each.kernel_kills for each in others),
-            lost=lost,
+            exits=self._exits(codes),
+            kernel_kills=kills + sum(each.kernel_kills for each in others),
+            lost=self._lost,
         )
-        shutil.rmtree(trial, ignore_errors=True)
+        shutil.rmtree(self.path, ignore_errors=True)
         return end
 
-    def _await(
-        self,
-        trial: Path,
-        process: subprocess.Popen[bytes],
-        deadline: float,
-        ended: Event,
-        tell: Callable[[], None],
-    ) -> str | None:
-        """Wait until every machine's ranks have ended, one's have failed, or time is up; which
-        machine was lost, if one was.
-        """
-        failed_at, told_at = math.inf, time.monotonic()
-        while (now := time.monotonic()) < min(deadline, failed_at + _LAST_WORDS_S):
-            if ended.is_set():
-                raise TrialEndedError
-            codes = self._codes(trial, process)
-            if len(codes) == self.folder.nodes:
-                return None
-            if any(codes.values()):
-                failed_at = min(failed_at, now)
-            for node in range(1, self.folder.nodes):
-                if node not in codes and self.folder.is_lost(node):
-                    return f"machine {node} was lost: no sign of life for {LOST_S:.0f} s"
-            if now - told_at >= TOLD_S:
-                told_at = now
-                tell()
-            pause()
-        return None
-
-    def _codes(self, trial: Path, process: subprocess.Popen[bytes]) -> dict[int, int]:
+    def _codes(self) -> dict[int, int]:
         """Exit status of each machine whose ranks have ended by themselves."""
-        own = process.poll()
+        own = self._process.poll()
         codes = {} if own is None else {0: own}
-        for node in range(1, self.folder.nodes):
-            done = self.folder.done(trial, node)
+        for node in range(1, self._folder.nodes):
+            done = self._folder.done(self.path, node)
             if done is not None and done.exit_code is not None:
                 codes[node] = done.exit_code
         return codes
 
-    def _await_ends(self, trial: Path) -> list[Done]:
+    def _await_ends(self) -> list[Done]:
         """Wait until no machine has ranks any more, but for one that is lost."""
         deadline = time.monotonic() + _ENDED_S
         ends: list[Done] = []
-        for node in range(1, self.folder.nodes):
-            while (done := self.folder.done(trial, node)) is None:
-                if time.monotonic() > deadline or self.folder.is_lost(node):
+        for node in range(1, self._folder.nodes):
+            while (done := self._folder.done(self.path, node)) is None:
+                if time.monotonic() > deadline or self._folder.is_lost(node):
                     break
                 pause()
             else:
                 ends.append(done)
         return ends
 
-    def _exits(self, trial: Path, codes: Mapping[int, int]) -> tuple[RankExit, ...]:
+    def _exits(self, codes: Mapping[int, int]) -> tuple[RankExit, ...]:
         """How ranks ended, those of machines that failed first."""
-        by_failure = sorted(range(self.folder.nodes), key=lambda node: not codes.get(node))
-        return tuple(exit_ for node in by_failure for exit_ in read_exits(trial / str(node)))
-
-
-def serve(folder: NodeFolder, ready: NodeReady) -> None:
-    """Start this machine's share of the ranks of each trial, until the search is over.
-
-    Raises MachineError where the machine that searches does not come, or is lost.
-    """
-    if folder.is_over:
-        raise MachineError(
-            f"the search of {folder.path} is over", hint="name a new `--rendezvous` on every one"
-        )
-    folder.enter(ready)
-    number, deadline = 1, time.monotonic() + COME_S
-    try:
-        while not folder.is_over:
-            trial = folder.trial(number)
-            go = folder.go(trial)
-            if go is not None:
-                _run_share(folder, trial, go)
-                number += 1
-            elif folder.ready(0) is None and time.monotonic() < deadline:
-                pause()
-            elif folder.ready(0) is None or folder.is_lost(0):
-                raise _no_searcher(folder)
-            else:
-                pause()
-    finally:
-        folder.leave()
-
-
-def _no_searcher(folder: NodeFolder) -> MachineError:
-    return MachineError(
-        f"no machine searches in {folder.path}",
-        hint="start it with `--node-rank 0`, on a file system that every machine shares",
-    )
-
-
-def _run_share(folder: NodeFolder, trial: Path, go: Go) -> None:
-    """Run this machine's ranks of one trial, until they end or are to."""
-    spec = from_json((trial / SPEC_FILE).read_bytes(), TrialSpec)
-    kills_before = kernel_kills()
-    log_path = Path(go.log_path).with_suffix(f".node-{folder.node}.log")
-    with log_path.open("xb") as log:
-        share = share_of(spec, trial, folder)
-        process = start_ranks(spec, trial, share, trial_environment(spec), log)
-        try:
-            while (code := process.poll()) is None:
-                if folder.is_ended(trial) or folder.is_lost(0):
-                    break
-                pause()
-        finally:
-            end_reaper(process)
-    if spec.device == "cuda":
-        await_release(None, share.count)
-    with suppress(OSError):  # whoever searches may have gone, and the folder with it
-        folder.say_done(trial, Done(exit_code=code, kernel_kills=kernel_kills() - kills_before))
+        by_failure = sorted(range(self._folder.nodes), key=lambda node: not codes.get(node))
+        return tuple(exit_ for node in by_failure for exit_ in read_exits(self.path / str(node)))
 
 
 def share_of(spec: TrialSpec, trial: Path, folder: NodeFolder) -> RankShare:

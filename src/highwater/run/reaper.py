@@ -11,8 +11,9 @@ that failed (128 + n for signal n). Options:
     --remove DIRECTORY    made for the command alone: removed once nobody is left who writes to it
     --inherit DIRECTORY   the parent's to remove: removed where the parent is dead by then
     --data-bytes N        what it starts has at most so large a data segment (RLIMIT_DATA), each
-    --grace-s N           told to end, it tells what it started, and kills it N seconds later, or
-                          when it is told once more; a parent that died tells nobody
+    --grace-s N           told to end by SIGTERM, it tells what it started, and kills it N seconds
+                          later, or when it is told once more; at once by SIGINT, or where the
+                          parent died
     --ranks N FOLDER FIRST WORLD STORE
                           N processes of the command, from the rank FIRST on of WORLD; in the folder
                           it is written how they ended (``RankShare`` of ranks.py)
@@ -168,7 +169,8 @@ def _wait_for(pids: Collection[int], *, parent: int, grace_s: float | None) -> E
         if heard is None:
             return ends if has_failed else None
         if heard.si_signo != signal.SIGCHLD:
-            if grace_s is None or is_told or os.getppid() != parent:
+            is_at_once = heard.si_signo == signal.SIGINT or os.getppid() != parent
+            if grace_s is None or is_told or is_at_once:
                 return None
             is_told, deadline_s = True, time.monotonic() + grace_s
             _tell_to_end(set(pids) - {pid for pid, _ in ends})

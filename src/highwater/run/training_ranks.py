@@ -4,23 +4,32 @@ import fcntl
 import os
 import shlex
 import subprocess
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from highwater.errors import HighwaterError, MachineError, UsageError
 from highwater.run.classify import Ending, failure_of
-from highwater.run.engine_ranks import REPORTS, read_reports
+from highwater.run.engine_ranks import (
+    REPORTS,
+    TRAINING,
+    RanksEnd,
+    prepare_folder,
+    read_reports,
+    start_ranks,
+)
 from highwater.run.engine_trial import raise_refusal
 from highwater.run.kernel_kills import kernel_kills
+from highwater.run.node_folder import NodeFolder
+from highwater.run.nodes import RanksAcross
 from highwater.run.private_folder import private_folder
 from highwater.run.ranks import RankShare, read_exits
-from highwater.run.reaper import module, under_reaper
 from highwater.run.trial_environment import trial_environment
 from highwater.run.trial_log import log_tail
 from highwater.run.trial_place import trial_place
 from highwater.run.trial_process import end_reaper
-from highwater.spec.codec import from_json, to_json
+from highwater.spec.codec import from_json
 from highwater.spec.files import read_file
 from highwater.spec.protocols import TOLD_S
 from highwater.spec.training import TrainingProgress, TrainingSpec
@@ -28,10 +37,7 @@ from highwater.spec.trial import PHASE_FILE, Outcome, RankReport
 from highwater.units import format_bytes, format_tokens
 
 LOG = "training.log"
-_SPEC_FILE = "training.json"
 _LOCK = ".lock"
-_GRACE_S = 600.0
-"""Longest time in which ranks that are told to stop end their step and save."""
 _PHASE_BYTES = 4096
 OnProgress = Callable[[TrainingProgress], None]
 
@@ -68,9 +74,14 @@ def own_folder(directory: Path) -> Generator[None]:
 
 
 def run_ranks(
-    spec: TrainingSpec, *, allow_busy: bool, on_progress: OnProgress
+    spec: TrainingSpec,
+    *,
+    allow_busy: bool,
+    on_progress: OnProgress,
+    machines: NodeFolder | None = None,
 ) -> tuple[RankReport, ...]:
-    """Train until every rank has ended by itself and well; what they report.
+    """Train until every rank has ended by itself and well; what they report. ``machines``: where
+    those meet that train together, None: this one alone.
 
     Ctrl-C and SIGTERM tell the ranks to stop after their step and to save: then KeyboardInterrupt
     is raised when they have; a second one ends them at once. Raises HighwaterError for whatever
@@ -78,39 +89,70 @@ def run_ranks(
     """
     directory = Path(spec.output_directory)
     place = trial_place(spec.trial, None, allow_busy=allow_busy, log_directory=directory)
-    with place, private_folder() as folder, (directory / LOG).open("ab") as log:
-        (folder / _SPEC_FILE).write_text(to_json(spec), encoding="utf-8")
-        (folder / REPORTS).mkdir()
-        kills_before = kernel_kills()
+    with place, (directory / LOG).open("ab") as log:
         began_at = log.tell()
-        worker = module(
-            "highwater.engine.training_worker", str(folder / _SPEC_FILE), str(folder / REPORTS)
-        )
-        share = RankShare(count=spec.trial.layout.gpus, folder=folder)
-        process = subprocess.Popen(
-            under_reaper(worker, inherit=[folder], ranks=share, grace_s=_GRACE_S),
-            env=trial_environment(spec.trial),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches this process alone, which tells the ranks
-        )
-        progress = _Progress(folder / REPORTS / PHASE_FILE, on_progress)
-        exit_code, interrupt = _exit_code_of(process, progress)
-        reports, damaged = read_reports(folder / REPORTS)
-        ending = Ending(
-            exit_code=exit_code,
-            timeout_s=0.0,
-            reports=reports,
-            exits=read_exits(folder),
-            log_tail=_said_since(directory / LOG, began_at),
-            kernel_kills=kernel_kills() - kills_before,
-            damaged_reports=damaged,
-        )
+        with _started(spec, machines, log) as ranks:
+            progress = _Progress(ranks.path / REPORTS / PHASE_FILE, on_progress)
+            left, interrupt = _end_of(ranks, progress)
+    ending = Ending(
+        exit_code=left.exit_code,
+        timeout_s=0.0,
+        reports=left.reports,
+        exits=left.exits,
+        log_tail=_said_since(directory / LOG, began_at),
+        kernel_kills=left.kernel_kills,
+        damaged_reports=left.damaged_reports,
+        lost=left.lost,
+    )
     _raise_failure(spec, ending, interrupt)
     if interrupt is not None:
         raise interrupt
-    return reports
+    return left.reports
+
+
+@contextmanager
+def _started(
+    spec: TrainingSpec, machines: NodeFolder | None, log: IO[bytes]
+) -> Generator["_RanksHere | RanksAcross"]:
+    environment = trial_environment(spec.trial)
+    if machines is not None:
+        yield RanksAcross(machines, 1, spec, environment, log)
+        return
+    with private_folder() as folder:
+        yield _RanksHere(spec, folder, environment, log)
+
+
+class _RanksHere:
+    """The ranks of a training on this machine alone, as ``RanksAcross`` has them of several."""
+
+    def __init__(
+        self, spec: TrainingSpec, folder: Path, environment: Mapping[str, str], log: IO[bytes]
+    ) -> None:
+        self.path = folder
+        self._kills_before = kernel_kills()
+        prepare_folder(spec, folder)
+        share = RankShare(count=spec.trial.layout.gpus, folder=folder)
+        self._process = start_ranks(spec.trial, folder, share, environment, log, work=TRAINING)
+
+    def is_over(self) -> bool:
+        return self._process.poll() is not None
+
+    def wait(self) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(TOLD_S)
+
+    def stop(self) -> None:
+        self._process.terminate()
+
+    def abandon(self) -> None:
+        end_reaper(self._process)
+
+    def end(self) -> RanksEnd:
+        self.abandon()
+        reports, damaged = read_reports(self.path / REPORTS)
+        kills = kernel_kills() - self._kills_before
+        code = self._process.returncode
+        return RanksEnd(code, reports, damaged, read_exits(self.path), kills)
 
 
 class _Progress:
@@ -129,27 +171,26 @@ class _Progress:
         self._on_progress(said)
 
 
-def _exit_code_of(
-    process: subprocess.Popen[bytes], progress: _Progress
-) -> tuple[int, KeyboardInterrupt | None]:
-    """Exit status of the reaper, and the interrupt that the ranks were told of, if any."""
+def _end_of(
+    ranks: _RanksHere | RanksAcross, progress: _Progress
+) -> tuple[RanksEnd, KeyboardInterrupt | None]:
+    """What the ranks left, and the interrupt that they were told of, if any."""
     interrupt: KeyboardInterrupt | None = None
     try:
-        while True:
+        while not ranks.is_over():
             try:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(TOLD_S)
-                exit_code = process.poll()
-                progress.tell(is_stopping=exit_code is None and interrupt is not None)
-                if exit_code is not None:
-                    return exit_code, interrupt
+                ranks.wait()
+                progress.tell(is_stopping=interrupt is not None and not ranks.is_over())
             except KeyboardInterrupt as error:
                 if interrupt is not None:
                     raise
                 interrupt = error
-                process.terminate()
-    finally:
-        end_reaper(process)
+                ranks.stop()
+    except BaseException:
+        ranks.abandon()
+        raise
+    progress.tell(is_stopping=False)
+    return ranks.end(), interrupt
 
 
 def _said_since(log_path: Path, began_at: int) -> str:

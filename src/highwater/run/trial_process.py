@@ -35,11 +35,11 @@ def exit_code_of(
 
 
 def end_reaper(process: subprocess.Popen[bytes]) -> None:
-    """End the reaper, which ends everything under it.
+    """End the reaper, which ends everything under it, at once.
 
     A second Ctrl-C meanwhile is heard when that is done, and orphans nothing.
     """
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
     deadline = time.monotonic() + _END_S
     interrupt: KeyboardInterrupt | None = None
     while process.poll() is None:

@@ -44,6 +44,8 @@ _RUN: tuple[CommandName, ...] = ("find", "try")
 ``memory``, in the place of which predictions have flags of their own."""
 _TRAINED: tuple[CommandName, ...] = ("find", "try", "train")
 """The same, where a whole training has them too."""
+_ACROSS: tuple[CommandName, ...] = ("find", "train")
+"""Those that machines can type together."""
 _LENGTHS: tuple[CommandName, ...] = ("find", "predict")
 _PREDICT: tuple[CommandName, ...] = ("find", "try", "predict")
 _ALL: tuple[CommandName, ...] = ("find", "try", "predict", "recommend", "emit", "train")
@@ -507,26 +509,27 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
         Setting(
             "nodes",
             COUNT,
-            _FIND,
-            "machines that each trial runs on, with a copy of the states each; the same command is "
-            "typed on every one",
+            _ACROSS,
+            "machines that each trial runs on, or a training, with a copy of the states each; the "
+            "same command is typed on every one",
             metavar="N",
             example=2,
         ),
         Setting(
             "node_rank",
             COUNT,
-            _FIND,
-            "which of the machines this is, from 0, which searches; default: Slurm's number of it",
+            _ACROSS,
+            "which of the machines this is, from 0, which searches, or trains; default: Slurm's "
+            "number of it",
             metavar="I",
             example=0,
         ),
         Setting(
             "rendezvous",
             DIRECTORY,
-            _FIND,
+            _ACROSS,
             "directory in which the machines meet: new, on a file system that all of them see; "
-            "default: under the log directory, by Slurm's number of the job",
+            "default: under the log directory, or the training's, by Slurm's number of the job",
             example="./logs/nodes-1",
         ),
     ),

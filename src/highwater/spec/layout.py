@@ -133,6 +133,26 @@ class Layout(Record, frozen=True, kw_only=True):
             for spelling, degree in (first, *(each for each in others if each[1] > 1))
         }
 
+    def across(self, machines: int) -> "Layout":
+        """The layout of as many machines that each have this one, as copies of the states."""
+        return msgspec.structs.replace(
+            self,
+            gpus=self.gpus * machines,
+            replicate_degree=self.replicate_degree * machines,
+            machines=machines,
+        )
+
+    @property
+    def of_one_machine(self) -> "Layout":
+        """What ``across`` was asked of; this one where no machines were named."""
+        machines = self.machines or 1
+        return msgspec.structs.replace(
+            self,
+            gpus=self.gpus // machines,
+            replicate_degree=max(1, self.replicate_degree // machines),
+            machines=msgspec.UNSET,
+        )
+
     def without(self, settings: Collection[str]) -> "Layout":
         """The layout of as many GPUs in which the degrees of these settings are 1."""
         fields = (each.field for each in _SPELLINGS if each.setting in settings)
