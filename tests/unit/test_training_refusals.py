@@ -22,7 +22,7 @@ def train(folder: Path, **changes: Any) -> None:
     ("changes", "problem", "hint"),
     [
         ({"reward": "rewards:length"}, "the objective sft has none", "--objective grpo"),
-        ({"settings": "recomended"}, "there is no study recomended", "--settings recommended"),
+        ({"settings": "recommend"}, "there is no study recommend", "--settings recommended"),
         (
             {"resume_from": "step-000009"},
             "no checkpoint 'step-000009'",
