@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 JOBS ?= 2
 # Of the cases that run once for each recorded study, family, catalog entry, page, number of processes or kind of fault:
-# none, sample, turns, all. CI asks for turns: all but those marked by_turns, of which it takes a part each day.
+# none, sample, turns, all. CI asks for turns: all but those marked by_turns and tests/long_tests.txt, of which it takes a
+# part each day.
 CORPUS ?= sample
 
 VENV4 := .venv-transformers4

@@ -6,7 +6,8 @@ run once for each number of processes or kind of fault, are marked ``corpus``.
 ``--corpus`` says how many of their cases run: ``none``, the ``sample`` of the day, a part of
 ``PARTS`` that goes once round in as many days, or ``all``. With ``turns``, as CI has it, all run
 but those marked ``by_turns``, of which each test has one a day, or with ``by_turns(days=3)`` a
-third. ``HIGHWATER_DAY`` names another day.
+third, and those of ``long_tests.txt``, of whose cases a part runs each day and every one within
+``LONG_DAYS``, or the days of its mark if those are more. ``HIGHWATER_DAY`` names another day.
 
 What a fuzzer or a sweep counted (``record_property("counted", text)``) is printed at the end,
 however many processes ran it.
@@ -15,12 +16,18 @@ however many processes ran it.
 import os
 from collections import defaultdict
 from datetime import date
+from pathlib import Path
+from zlib import crc32
 
 import pytest
 from hypothesis import settings
 
 PARTS = 8
 """Days until every case of the corpus was in the sample."""
+
+LONG_DAYS = 4
+"""Days until every case of a long test has run."""
+LONG_TESTS = Path(__file__).with_name("long_tests.txt")
 
 settings.register_profile("highwater", deadline=None, max_examples=40)
 settings.register_profile("quick", deadline=None, max_examples=20)
@@ -59,15 +66,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if asked == "all":
         return
     mark = "by_turns" if asked == "turns" else "corpus"
-    by_test: dict[str, list[pytest.Item]] = defaultdict(list)
+    long = long_tests() if asked == "turns" else frozenset[str]()
+    by_test: dict[tuple[str, bool], list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker(mark) is not None:
-            by_test[item.nodeid.partition("[")[0]].append(item)
+        test, is_marked = item.nodeid.partition("[")[0], item.get_closest_marker(mark) is not None
+        if is_marked or test in long:
+            by_test[test, is_marked].append(item)
     every = [item for cases in by_test.values() for item in cases]
-    kept = [item for cases in by_test.values() for item in sample(cases, days_of(cases, mark))]
+    kept: list[pytest.Item] = []
+    for (test, is_marked), cases in by_test.items():
+        days = (days_of(cases, mark) or len(cases)) if is_marked else 1
+        kept += turn(cases, max(days, LONG_DAYS), test) if test in long else sample(cases, days)
     left_out = set(every) if asked == "none" else set(every) - set(kept)
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=list(left_out))
+
+
+def long_tests() -> frozenset[str]:
+    """The tests that take long, by their ids."""
+    lines = LONG_TESTS.read_text(encoding="utf-8").splitlines()
+    return frozenset(line for line in lines if not line.startswith("#"))
+
+
+def turn(cases: list[pytest.Item], days: int, test: str) -> list[pytest.Item]:
+    """The day's part of a long test's cases, none on some days; each test begins on its own."""
+    day = int(os.environ["HIGHWATER_DAY"]) + crc32(test.encode())
+    return cases[day % days :: days]
 
 
 def days_of(cases: list[pytest.Item], mark: str) -> int | None:

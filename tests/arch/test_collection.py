@@ -98,6 +98,22 @@ def test_in_the_days_that_a_test_says_every_case_of_it_has_its_turn(
         assert 1 <= min(map(len, turns)) <= max(map(len, turns)) <= count / 3 + 1
 
 
+def test_every_long_test_is_there_and_all_of_its_cases_have_their_turn(
+    pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_of(pytestconfig)
+    for test in settings.long_tests():
+        path, *names = test.split("::")
+        source = (ROOT / path).read_text()
+        assert f"def {names[-1]}(" in source or f"\nclass {names[0]}(" in source, test
+    for count, days in ((1, 4), (2, 4), (3, 5), (9, 4)):
+        turns = []
+        for day in range(days):
+            monkeypatch.setenv("HIGHWATER_DAY", str(day))
+            turns += settings.turn(range(count), days, "tests/one.py::test_it")
+        assert sorted(turns) == [*range(count)]
+
+
 def test_pages_are_never_passed_over_in_silence(tmp_path: Path) -> None:
     here = {"PATH": str(tmp_path), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     words = ("-m", "pytest", "-n", "0", "-q", "-m", "pages", "-k", "what_is_dark", "tests/pages")

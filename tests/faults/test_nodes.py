@@ -9,7 +9,8 @@ import shlex
 import signal
 import subprocess
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +76,17 @@ def machines(mark: str) -> Iterator[tuple[Machine, Machine]]:
             ip(*inside, "link", "set", "lo", "up")
         yield both
     finally:
-        for pid in marked(mark):
-            os.kill(pid, signal.SIGKILL)
+        kill(marked(mark))
         wait_until(lambda: marked(mark) == [], within_s=GONE_S)
         for machine in both:
             subprocess.run(("ip", "netns", "delete", machine.name), check=False)
+
+
+def kill(pids: Iterable[int]) -> None:
+    """Kill them; who went with another before is gone."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def across(rendezvous: Path, node: int, *more: str) -> tuple[str, ...]:
@@ -132,8 +139,7 @@ def test_a_machine_that_dies_in_a_trial_says_nothing_about_the_length_and_the_se
     searching, serving = of_both(machines, tmp_path / "first")
     assert wait_until((tmp_path / "hangs").exists, within_s=HANGS_S)
     inside = [pid for pid in marked(mark) if _is_in(machines[1], pid)]
-    for pid in inside:
-        os.kill(pid, signal.SIGKILL)
+    kill(inside)
     assert len(inside) >= 3, "the server, the reaper, and a rank"
 
     def ended() -> list[dict[str, Any]]:
@@ -164,9 +170,7 @@ def test_a_machine_whose_searcher_is_gone_ends_what_it_runs_and_says_so(
     (tmp_path / "pause").write_text("64")
     searching, serving = of_both(machines, tmp_path / "meet")
     assert wait_until((tmp_path / "hangs").exists, within_s=HANGS_S)
-    for pid in marked(mark):
-        if _is_in(machines[0], pid):
-            os.kill(pid, signal.SIGKILL)
+    kill(pid for pid in marked(mark) if _is_in(machines[0], pid))
     searching.wait()
     _, talk = serving.communicate(timeout=LOST_S + GONE_S)
     assert serving.returncode == 3, talk
@@ -234,9 +238,7 @@ def test_a_training_whose_machine_is_lost_ends_and_says_from_which_step_it_goes_
     first, other = both_train(machines, tmp_path / "meet", "--steps", "4000")
     kept = tmp_path / "run" / "checkpoints" / "step-000002"
     assert wait_until(kept.exists, within_s=HANGS_S)
-    for pid in marked(mark):
-        if _is_in(machines[1], pid):
-            os.kill(pid, signal.SIGKILL)
+    kill(pid for pid in marked(mark) if _is_in(machines[1], pid))
     other.wait()
     _, talk = first.communicate(timeout=LOST_S + GONE_S)
     assert first.returncode == 3, talk
