@@ -29,7 +29,7 @@ from highwater.spec.trainer import OURS
 from highwater.spec.training_request import RECOMMENDED, TrainingRequest
 from highwater.spec.trial import PROMPT_TOKENS, TrialSpec
 from highwater.store.journal import read_study
-from highwater.units import format_bytes, format_tokens
+from highwater.units import MIB, format_bytes, format_tokens
 
 _OF_WHAT_IS_TRAINED = (
     *("objective", "critic", "entropy", "optimizer", "parameters", "rope"),
@@ -273,13 +273,20 @@ def _simplest_here(request: Request, machine: Machine, spec: TrialSpec) -> Cell:
         max_length=spec.length_tokens,
     )
     cells: Sequence[Cell] = sorted(plan(every, machine).question.cells, key=simplicity)
+    lacks: list[int] = []
     for cell in cells:
-        if _may_fit(_predicted(_question(request, machine, spec, cell), machine)):
+        predicted = _predicted(_question(request, machine, spec, cell), machine)
+        if _may_fit(predicted):
             return cell
+        lacks.append(predicted.lacks_bytes or 0)
+    budget_bytes = spec.memory_budget_bytes or 0
+    needed_mib = -(-(budget_bytes + min(lacks)) // MIB)
+    is_there = needed_mib * MIB <= machine.host_memory_total_bytes // spec.layout.gpus
     raise MachineError(
-        f"{format_tokens(spec.length_tokens)} tokens do not fit into "
-        f"{format_bytes(spec.memory_budget_bytes or 0)} of a process, predicted",
-        hint="use a larger `--memory`, or a smaller `--length`",
+        f"{format_tokens(spec.length_tokens)} tokens do not fit into {format_bytes(budget_bytes)} "
+        f"of a process, predicted: {format_bytes(min(lacks))} are lacking",
+        hint=(f"use `--memory {needed_mib}MiB`, or " if is_there else "use ")
+        + "a smaller `--length`, or a smaller model",
     )
 
 
