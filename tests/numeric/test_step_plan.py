@@ -168,7 +168,7 @@ def test_groups_fill_their_steps() -> None:
     ("lengths", "units", "choices", "problem", "hint"),
     [
         ([ROW + 1], [0], {}, "a document of 65 tokens, and a row of 64", "`--length 65`"),
-        ([40, 40], [0, 0], {}, "80 tokens that belong together", "`--sequences 2`"),
+        ([40, 40], [0, 0], {}, "80 tokens that belong together", "`--sequences-per-micro-batch 2`"),
         ([1, 1], [0, 0], {"spread_units": True}, "2 documents for 3 rows", "`--rows 2`"),
         ([65, 1, 1], [0, 0, 0], {"spread_units": True}, "a document of 65", "`--length 65`"),
         ([60] * 4, [0] * 4, {"spread_units": True}, "4 documents of 240 tokens", "`--rows 4`"),

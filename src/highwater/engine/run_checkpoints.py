@@ -156,7 +156,7 @@ class RunCheckpoints:
             if others:
                 raise UsageError(
                     f"{others[0]} is not of this run, which is at step {state.step}",
-                    hint="write to another folder, or go on from what is there: `--resume`",
+                    hint=f"use another folder: `--output {shlex.quote(f'{self.folder.parent}-2')}`",
                 )
         if gathered(target.is_dir(), mesh)[0]:
             with suppress(UsageError):

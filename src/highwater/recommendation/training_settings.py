@@ -253,7 +253,7 @@ def _recommended(
         question = _question(request, machine, spec, candidate.cell)
         if _may_fit(_predicted(question, machine)):
             return candidate.cell
-    words = f"highwater recommend {request.model} --length {asked.length}"
+    words = f"highwater recommend {shlex.quote(request.model)} --length {asked.length}"
     raise MachineError(
         f"{format_tokens(asked.length_tokens)} tokens do not fit on {spec.layout.gpus} of these "
         "GPUs with any settings, predicted",

@@ -88,7 +88,9 @@ def run_ranks(
     else ended them, with what to type.
     """
     directory = Path(spec.output_directory)
-    place = trial_place(spec.trial, None, allow_busy=allow_busy, log_directory=directory)
+    place = trial_place(
+        spec.trial, None, allow_busy=allow_busy, log_directory=directory, flag="--output"
+    )
     with place, (directory / LOG).open("ab") as log:
         began_at = log.tell()
         with _started(spec, machines, log) as ranks:

@@ -106,5 +106,5 @@ def _refuse_large(units: Units, sizes: NDArray[np.int64], row_tokens: int) -> No
         )
     raise UsageError(
         f"documents of {size:,} tokens that belong together, and a row of {row_tokens:,}",
-        hint=f"train rows that hold a pair: `--sequences {-(-size // row_tokens)}`",
+        hint=f"train rows that hold a pair: `--sequences-per-micro-batch {-(-size // row_tokens)}`",
     )
