@@ -11,7 +11,7 @@ print(done.losses[-1], done.model_directory)
 """
 
 import shlex
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, count
@@ -31,6 +31,7 @@ from highwater.run.readiness import check_machine, check_request
 from highwater.run.training_ranks import OnProgress, own_folder, run_ranks
 from highwater.spec.codec import Record, from_json, to_json
 from highwater.spec.corpus import Corpus, CorpusOrder
+from highwater.spec.declared_settings import DECLARED
 from highwater.spec.files import CONFIG_BYTES, read_file
 from highwater.spec.footprint import checkpoint_bytes
 from highwater.spec.hardware import Machine
@@ -41,6 +42,7 @@ from highwater.spec.preparation import missing_files
 from highwater.spec.profiling import SnapshotOrder
 from highwater.spec.protocols import OnPhase, unheard
 from highwater.spec.request import Request, request_from
+from highwater.spec.trainer import OURS
 from highwater.spec.training import (
     RunState,
     Schedule,
@@ -114,10 +116,23 @@ def train(
         }
     )
     others = {name: value for name, value in settings.items() if name not in of_training}
+    _refuse_what_says_nothing(others)
     request = request_from({"model": model, **others}, keywords=True)
     with training_place(request, asked) as machines:
         prepared = prepare_training(request, asked)
         return run_training(prepared, on_progress=on_progress, machines=machines)
+
+
+def _refuse_what_says_nothing(settings: Collection[str]) -> None:
+    """Raise UsageError for a setting of searches and trials alone; what no setting is called is
+    left to the request.
+    """
+    for name in settings:
+        if name in DECLARED and "train" not in DECLARED[name].commands:
+            raise UsageError(
+                f"{name} is a setting of searches and trials, and says nothing about a training",
+                hint=f"leave `{name}` out",
+            )
 
 
 @contextmanager
@@ -261,6 +276,7 @@ def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenT
     """
     machine = probe()
     request = _written_to(request, asked)
+    _refuse_other_runs(request)
     check_request(request, machine)
     _refuse_no_gpu(request, machine)
     if asked.reward is not None and TRAITS[request.objective].advantages == "none":
@@ -280,6 +296,22 @@ def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenT
     check_machine(request, machine, trial.settings, trial.device, gpus=trial.layout.machine_gpus)
     _absolute((*asked.data, *asked.eval_data))
     return request, chosen
+
+
+def _refuse_other_runs(request: Request) -> None:
+    """Raise UsageError for what a file of ``--config`` has a search do, and no training does."""
+    others = {
+        "trainer": request.trainer != OURS,
+        "runner": request.on_ray,
+        "dry_run": request.dry_run,
+    }
+    name = next((name for name, is_named in others.items() if is_named), None)
+    if name is not None:
+        raise UsageError(
+            "this package's engine trains, on the machines that it is started on, and nothing else "
+            f"does: the file of `--config` has `{name}`",
+            hint=f"leave `{name}` out of it",
+        )
 
 
 def _refuse_no_gpu(request: Request, machine: Machine) -> None:
