@@ -1,5 +1,6 @@
 """What a training refuses before it reads any data, and what it says of data that it evaluates."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +74,17 @@ def test_a_file_that_names_another_run_than_the_engines_is_refused(
     (tmp_path / "study.yaml").write_text(f"{line}\n")
     (tmp_path / "data.jsonl").write_text('{"text": "a text"}\n')
     files = ("--config", tmp_path / "study.yaml", "--data", tmp_path / "data.jsonl")
-    words = ("train", "tiny", *files, "--output", tmp_path / "run", "--device", "cpu")
-    assert (
-        main([*map(str, words), *["--length", "256", "--steps", "2", "--memory", "1GiB"]])
-        == EXIT_USER
-    )
+    numbers = ("--length", 256, "--steps", 2, "--memory", "1GiB", "--device", "cpu")
+    words = ("train", "tiny", *files, *numbers, "--output", tmp_path / "run")
+    assert main([*map(str, words)]) == EXIT_USER
     assert f"leave `{line.partition(':')[0]}` out" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_was_removed_meanwhile_hides_no_error(tmp_path: Path) -> None:
+    def remove_and_stop() -> None:
+        shutil.rmtree(tmp_path / "run")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), own_folder(tmp_path / "run"):
+        remove_and_stop()

@@ -21,7 +21,7 @@ from highwater.run.engine_ranks import (
 )
 from highwater.run.engine_trial import raise_refusal
 from highwater.run.kernel_kills import kernel_kills
-from highwater.run.node_folder import NodeFolder
+from highwater.run.node_folder import NodeFolder, names
 from highwater.run.nodes import RanksAcross
 from highwater.run.private_folder import private_folder
 from highwater.run.ranks import RankShare, read_exits
@@ -65,11 +65,13 @@ def own_folder(directory: Path) -> Generator[None]:
                 f"a training writes into {directory} now",
                 hint=f"wait for it, or use `--output {shlex.quote(f'{directory}-2')}`",
             ) from error
-        yield
+        try:
+            yield
+        finally:  # by whoever has it alone: another came, and was refused
+            if is_new and names(directory) == {_LOCK}:
+                (directory / _LOCK).unlink()
+                directory.rmdir()
     finally:
-        if is_new and [each.name for each in directory.iterdir()] == [_LOCK]:
-            (directory / _LOCK).unlink()
-            directory.rmdir()
         os.close(lock)
 
 
