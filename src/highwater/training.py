@@ -192,7 +192,9 @@ def prepare_training(
     evaluation = None
     if asked.eval_data:
         held_out = msgspec.structs.replace(order, data=_absolute(asked.eval_data))
-        evaluation = tokenised(held_out, parent=parent, on_phase=on_phase)
+        evaluation = tokenised(
+            held_out, parent=parent, on_phase=lambda phase: on_phase(f"held out: {phase}")
+        )
     spec = training_spec(asked, trial, request, corpus, evaluation, rows=rows)
     _refuse_another(before, spec)
     done_steps = _done_steps(Path(asked.output), asked.resume_from)
