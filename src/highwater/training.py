@@ -25,7 +25,7 @@ from highwater.memory.capacity import CellPrediction
 from highwater.recommendation.training_settings import ChosenTrial, chosen_trial, data_notes
 from highwater.run.corpus import tokenised
 from highwater.run.node_folder import NodeFolder
-from highwater.run.node_place import MachineShare, gathered, serve_node
+from highwater.run.node_place import MachineShare, meeting, serve_node
 from highwater.run.probe import probe
 from highwater.run.readiness import check_machine, check_request
 from highwater.run.training_ranks import OnProgress, own_folder, run_ranks
@@ -144,7 +144,7 @@ def training_place(request: Request, asked: TrainingRequest) -> Generator[NodeFo
     with own_folder(Path(asked.output)):
         if request.nodes > 1:
             _planned(request, asked)  # raises before others are waited for
-        with gathered(request, _share_of(request)) as machines:
+        with meeting(request, _share_of(request)) as machines:
             yield machines
 
 
