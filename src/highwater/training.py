@@ -10,11 +10,9 @@ print(done.losses[-1], done.model_directory)
 ```
 """
 
-import shlex
 from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +27,9 @@ from highwater.run.node_place import MachineShare, meeting, serve_node
 from highwater.run.probe import probe
 from highwater.run.readiness import check_machine, check_request
 from highwater.run.training_ranks import OnProgress, own_folder, run_ranks
-from highwater.spec.codec import Record, from_json, to_json
+from highwater.spec.codec import Record
 from highwater.spec.corpus import Corpus, CorpusOrder
 from highwater.spec.declared_settings import DECLARED
-from highwater.spec.files import CONFIG_BYTES, read_file
 from highwater.spec.footprint import checkpoint_bytes
 from highwater.spec.hardware import Machine
 from highwater.spec.model import load_model
@@ -48,7 +45,6 @@ from highwater.spec.training import (
     Schedule,
     TrainingProgress,
     TrainingSpec,
-    differences,
 )
 from highwater.spec.training_request import (
     TrainingRequest,
@@ -58,15 +54,7 @@ from highwater.spec.training_request import (
 from highwater.spec.trial import Device, RankReport, StatisticsFiles, TrialSpec
 from highwater.speed.step_seconds import predicted_step
 from highwater.store.directory import check_run_directory
-from highwater.units import MIB
-
-_SPEC, _STATISTICS = "training.json", "statistics.jsonl"
-_TENSORBOARD, _MODEL, _CHECKPOINTS = "tensorboard", "model", "checkpoints"
-_CORPORA = "corpora"
-"""Names in a run's folder."""
-_STATE = "state.json"
-_STATE_BYTES = 64 * MIB
-"""Bytes of a state at the most: one of a million steps has 20 MiB."""
+from highwater.store.training_folder import TrainingFolder
 
 
 class PreparedTraining(Record, frozen=True, kw_only=True):
@@ -182,12 +170,13 @@ def prepare_training(
     """
     request, chosen = _planned(request, asked)
     trial = chosen.spec
-    before = _spec_in(Path(asked.output))
+    folder = TrainingFolder(asked.output)
+    before = folder.spec()
     rows = asked.rows or (before.micro_batches if before else None)
-    _refuse_missing_checkpoint(Path(asked.output), asked.resume_from)
+    folder.refuse_missing(asked.resume_from)
     order = corpus_order(asked.data, trial, asked)
     # Machines that train together all see the run's folder.
-    parent = None if request.nodes == 1 else Path(asked.output).absolute() / _CORPORA
+    parent = None if request.nodes == 1 else folder.corpora.absolute()
     corpus = tokenised(order, parent=parent, on_phase=on_phase)
     evaluation = None
     if asked.eval_data:
@@ -196,18 +185,18 @@ def prepare_training(
             held_out, parent=parent, on_phase=lambda phase: on_phase(f"held out: {phase}")
         )
     spec = training_spec(asked, trial, request, corpus, evaluation, rows=rows)
-    _refuse_another(before, spec)
-    done_steps = _done_steps(Path(asked.output), asked.resume_from)
+    folder.refuse_another(before, spec)
+    done_steps = folder.done_steps(asked.resume_from)
     if done_steps > spec.steps:
         raise UsageError(
             f"{asked.output} has a run that has done {done_steps} steps already",
-            hint=f"use `--steps {done_steps}` or more, or {_another_folder(asked.output)}",
+            hint=f"use `--steps {done_steps}` or more, or {folder.another}",
         )
     is_done = asked.resume_from is None and done_steps == spec.steps
     if before is not None and is_done and before.steps == spec.steps:
         spec = msgspec.structs.replace(spec, model_directory=before.model_directory)
     else:
-        _check_room(Path(asked.output), trial, has_best=bool(asked.eval_data))
+        _check_room(folder, trial, has_best=bool(asked.eval_data))
     model = load_model(request.model)
     return PreparedTraining(
         spec=spec,
@@ -262,14 +251,14 @@ def _is_within(path: Path, other: Path) -> bool:
     return path.is_relative_to(other) or other.is_relative_to(path)
 
 
-def _check_room(output: Path, trial: TrialSpec, *, has_best: bool) -> None:
+def _check_room(folder: TrainingFolder, trial: TrialSpec, *, has_best: bool) -> None:
     """Raise MachineError where there is no room for what a run has at once: the latest checkpoint
     with the one that replaces it, the best one, and the model.
     """
     saved = msgspec.structs.replace(trial.settings, checkpoint="sharded", save_hf="last")
     needed = checkpoint_bytes(load_model(trial.model_directory).shape, saved, trial.device)
-    there = sum(_step_of(folder) >= 0 for folder in (output / _CHECKPOINTS).glob("step-*"))
-    check_run_directory(output, needed, checkpoints=max(1, 2 + has_best - there))
+    checkpoints = max(1, 2 + has_best - len(folder.checkpoint_steps()))
+    check_run_directory(folder.path, needed, checkpoints=checkpoints)
 
 
 def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenTrial]:
@@ -364,17 +353,17 @@ def training_spec(
     ranks = trial.layout.data_parallel_degree
     micro_batches = rows or ranks * trial.micro_batches
     own = max(1, micro_batches // ranks)
-    output = Path(asked.output).absolute()
+    folder = TrainingFolder(Path(asked.output).absolute())
     files = StatisticsFiles(
-        path=str(output / _STATISTICS),
-        tensorboard_directory=str(output / _TENSORBOARD) if request.tensorboard else None,
+        path=str(folder.statistics),
+        tensorboard_directory=str(folder.tensorboard) if request.tensorboard else None,
         logit_range=request.logit_range,
     )
     snapshots = None
     if request.memory_profiler is not None:
-        directory = output / "snapshots"
-        directory.mkdir(parents=True, exist_ok=True)
-        snapshots = SnapshotOrder(directory=str(directory), profiling=request.memory_profiler)
+        snapshots = SnapshotOrder(
+            directory=str(folder.snapshots), profiling=request.memory_profiler
+        )
     trial = msgspec.structs.replace(
         trial,
         seed=asked.seed,
@@ -393,54 +382,10 @@ def training_spec(
         schedule=schedule,
         evaluate_every=asked.eval_every,
         save_every=asked.save_every,
-        output_directory=str(output),
-        model_directory=str(_new_model_directory(output, asked.steps)),
+        output_directory=str(folder.path),
+        model_directory=str(folder.new_model(asked.steps)),
         resume_from=asked.resume_from,
     )
-
-
-def _new_model_directory(output: Path, steps: int) -> Path:
-    """Where the model goes: ``model``, or where a shorter run left one ``model-<steps>``, and where
-    that is there, too, ``model-<steps>-2``.
-    """
-    names = chain((_MODEL, f"{_MODEL}-{steps}"), (f"{_MODEL}-{steps}-{n}" for n in count(2)))
-    return next(path for name in names if not (path := output / name).exists())
-
-
-def _spec_in(output: Path) -> TrainingSpec | None:
-    """The run that a folder has; raises UsageError for a folder that has something else."""
-    path = output / _SPEC
-    if not path.exists():
-        if (output / _STATISTICS).exists() or (output / _CHECKPOINTS).exists():
-            raise UsageError(
-                f"{output} has a run without its {_SPEC}",
-                hint=f"use {_another_folder(output)}",
-            )
-        return None
-    try:
-        return from_json(read_file(path, most_bytes=CONFIG_BYTES), TrainingSpec)
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{path} cannot be read: {' '.join(str(error).split())}",
-            hint=f"use {_another_folder(output)}",
-        ) from error
-
-
-def _refuse_another(before: TrainingSpec | None, spec: TrainingSpec) -> None:
-    """Raise UsageError where a folder has a run that could not go on exactly as this one."""
-    if before is None:
-        return
-    changed = differences(before, spec)
-    if changed:
-        raise UsageError(
-            f"{spec.output_directory} has a run that was trained otherwise: {'; '.join(changed)}",
-            hint=f"type what was typed then, or use {_another_folder(spec.output_directory)}",
-        )
-
-
-def _another_folder(output: str | Path) -> str:
-    """The flag of a run's folder beside this one."""
-    return f"`--output {shlex.quote(f'{output}-2')}`"
 
 
 def _expected_s(spec: TrainingSpec, trial: TrialSpec, predicted: CellPrediction) -> float | None:
@@ -469,12 +414,9 @@ def run_training(
     not done again.
     """
     spec = prepared.spec
-    output = Path(spec.output_directory)
     if prepared.done_steps == spec.steps and Path(spec.model_directory).exists():
         return _result(spec, (), prepared.notes, None)
-    beside = output / f".{_SPEC}.partial"
-    beside.write_text(to_json(spec), encoding="utf-8")
-    beside.replace(output / _SPEC)
+    TrainingFolder(spec.output_directory).keep(spec)
     last: list[TrainingProgress] = []
     hear = partial(_hear, last, on_progress)
     reports = run_ranks(spec, allow_busy=prepared.allow_busy, on_progress=hear, machines=machines)
@@ -491,7 +433,7 @@ def _hear(
 
 def stopped_result(prepared: PreparedTraining) -> TrainingResult | None:
     """What a run that was told to stop left; None where it had no checkpoint."""
-    state = _last_state(Path(prepared.spec.output_directory))
+    state = TrainingFolder(prepared.spec.output_directory).last_state()
     return None if state is None else _of_state(prepared.spec, state, (), prepared.notes, None)
 
 
@@ -501,7 +443,7 @@ def _result(
     notes: tuple[str, ...],
     last: TrainingProgress | None,
 ) -> TrainingResult:
-    state = _last_state(Path(spec.output_directory))
+    state = TrainingFolder(spec.output_directory).last_state()
     if state is None:
         raise MachineError(
             f"the checkpoint in {spec.output_directory} is gone", hint="type the same command again"
@@ -517,7 +459,6 @@ def _of_state(
     last: TrainingProgress | None,
 ) -> TrainingResult:
     is_done = state.step >= spec.steps and Path(spec.model_directory).exists()
-    output = Path(spec.output_directory)
     peaks = [
         peak
         for report in reports
@@ -531,50 +472,9 @@ def _of_state(
         losses=state.losses,
         evaluations=state.evaluations,
         best_step=state.best_step,
-        output_directory=str(output),
+        output_directory=spec.output_directory,
         model_directory=spec.model_directory if is_done else None,
         tokens_per_s=last.tokens / last.seconds if last and last.seconds else None,
         peak_bytes=max(peaks, default=None),
         notes=notes,
     )
-
-
-def _last_state(output: Path) -> RunState | None:
-    """The state in a run's last whole checkpoint; None where it has none."""
-    folders = (output / _CHECKPOINTS).glob("step-*")
-    whole = [folder for folder in folders if _step_of(folder) >= 0]
-    for folder in sorted(whole, key=_step_of, reverse=True):
-        try:
-            return from_json(read_file(folder / _STATE, most_bytes=_STATE_BYTES), RunState)
-        except (OSError, ValueError):
-            continue
-    return None
-
-
-def _step_of(folder: Path) -> int:
-    """The step of a checkpoint's folder; -1 of one that is not whole, or set aside."""
-    number = folder.name.removeprefix("step-")
-    return int(number) if number.isdecimal() else -1
-
-
-def _refuse_missing_checkpoint(output: Path, resume_from: str | None) -> None:
-    """Raise UsageError for a checkpoint to go on from that is not there."""
-    folder = output / _CHECKPOINTS
-    if resume_from is None or (
-        _step_of(Path(resume_from)) >= 0 and (folder / resume_from).is_dir()
-    ):
-        return
-    whole = [each for each in folder.glob("step-*") if _step_of(each) >= 0]
-    latest = max(whole, key=_step_of, default=None)
-    raise UsageError(
-        f"there is no checkpoint {resume_from!r} in {folder}",
-        hint=f"use `--resume-from {latest.name}`" if latest else "leave `--resume-from` out",
-    )
-
-
-def _done_steps(output: Path, resume_from: str | None) -> int:
-    """The steps of the checkpoint that a run goes on from."""
-    if resume_from is not None:
-        return max(0, _step_of(Path(resume_from)))
-    state = _last_state(output)
-    return 0 if state is None else state.step

@@ -34,6 +34,7 @@ from highwater.spec.files import read_file
 from highwater.spec.protocols import TOLD_S
 from highwater.spec.training import TrainingProgress, TrainingSpec
 from highwater.spec.trial import PHASE_FILE, Outcome, RankReport
+from highwater.store.training_folder import TrainingFolder
 from highwater.units import format_bytes, format_tokens
 
 LOG = "training.log"
@@ -239,9 +240,7 @@ def _less_memory(spec: TrainingSpec) -> str:
 
 def _goes_on(directory: Path) -> str:
     """What the same command does after a failure, in words."""
-    folders = (directory / "checkpoints").glob("step-*")
-    numbers = (folder.name.removeprefix("step-") for folder in folders)
-    last = max((int(number) for number in numbers if number.isdecimal()), default=None)
-    if last is None:
+    steps = TrainingFolder(directory).checkpoint_steps()
+    if not steps:
         return "the same command begins anew: there is no checkpoint yet"
-    return f"the same command goes on after step {last}"
+    return f"the same command goes on after step {steps[-1]}"

@@ -6,8 +6,7 @@ document once, in an order of its own; its last rows make a step with the first 
 that every step has all of its rows.
 
 How an epoch's units become rows is row_packing.py's, and step_filling.py's where a unit may be in
-several. An epoch takes some 20 bytes a document while
-it is in use.
+several. An epoch takes some 20 bytes a document while it is in use.
 """
 
 from bisect import bisect_right
