@@ -20,7 +20,8 @@ import msgspec
 
 from highwater.errors import MachineError, UsageError
 from highwater.memory.capacity import CellPrediction
-from highwater.recommendation.training_settings import ChosenTrial, chosen_trial, data_notes
+from highwater.recommendation.training_notes import training_notes
+from highwater.recommendation.training_settings import ChosenTrial, chosen_trial
 from highwater.run.corpus import tokenised
 from highwater.run.node_folder import NodeFolder
 from highwater.run.node_place import MachineShare, meeting, serve_node
@@ -34,7 +35,6 @@ from highwater.spec.footprint import checkpoint_bytes
 from highwater.spec.hardware import Machine
 from highwater.spec.model import load_model
 from highwater.spec.objective import TRAITS
-from highwater.spec.plan_notes import weights_notes
 from highwater.spec.preparation import missing_files
 from highwater.spec.profiling import SnapshotOrder
 from highwater.spec.protocols import OnPhase, unheard
@@ -197,58 +197,14 @@ def prepare_training(
         spec = msgspec.structs.replace(spec, model_directory=before.model_directory)
     else:
         _check_room(folder, trial, has_best=bool(asked.eval_data))
-    model = load_model(request.model)
     return PreparedTraining(
         spec=spec,
         predicted=chosen.predicted,
         expected_s=_expected_s(spec, trial, chosen.predicted),
-        notes=(
-            *chosen.notes,
-            *data_notes(chosen, corpus),
-            *weights_notes(model, trial.settings, simulated=False),
-            *_adapter_notes(trial),
-            *corpus.notes,
-            *_overlap_notes(asked),
-        ),
+        notes=training_notes(load_model(request.model), chosen, corpus, asked),
         allow_busy=request.allow_busy,
         done_steps=done_steps,
     )
-
-
-def has_lost_base(trial: TrialSpec) -> bool:
-    """Whether what is saved is adapters of random weights, which nobody can load: only the adapters
-    are.
-    """
-    settings = trial.settings
-    is_adapter = settings.lora is not None and not settings.lora_merged
-    return is_adapter and missing_files(Path(trial.model_directory)).weights
-
-
-def _adapter_notes(trial: TrialSpec) -> tuple[str, ...]:
-    if not has_lost_base(trial):
-        return ()
-    return (
-        "the adapters alone are saved, not the random weights that they belong to: "
-        "`--lora-merged` saves a model that loads",
-    )
-
-
-def _overlap_notes(asked: TrainingRequest) -> tuple[str, ...]:
-    """What is evaluated though it is trained on."""
-    trained = [Path(path).resolve() for path in asked.data]
-    both = [
-        path
-        for path in asked.eval_data
-        if any(_is_within(Path(path).resolve(), each) for each in trained)
-    ]
-    if not both:
-        return ()
-    return (f"{', '.join(both)} of `--eval-data` is in `--data`, too: its loss is not held out",)
-
-
-def _is_within(path: Path, other: Path) -> bool:
-    """Whether one of two paths is, or holds, the other."""
-    return path.is_relative_to(other) or other.is_relative_to(path)
 
 
 def _check_room(folder: TrainingFolder, trial: TrialSpec, *, has_best: bool) -> None:
