@@ -17,6 +17,9 @@ from highwater.errors import UsageError
 from highwater.spec.model import load_model
 from highwater.spec.training import TrainingSpec
 
+_EVALUATED = 16
+"""Rows that are in memory at a time, and their log-probabilities on the device."""
+
 
 class OwnRow(NamedTuple):
     """A rank's share of one micro-batch, and what is in the whole."""
@@ -76,8 +79,9 @@ class TrainingRows:
         own, left = rows[:even][self._context.data_rank :: self._ranks], rows[even:]
         total_loss, counted = 0.0, 0.0
         for part, copies in ((own, 1), (left, self._ranks)):
-            if part:
-                batches = [self._row(self._evaluation, documents).batch for documents in part]
+            for start in range(0, len(part), _EVALUATED):
+                some = part[start : start + _EVALUATED]
+                batches = [self._row(self._evaluation, documents).batch for documents in some]
                 found = evaluate(training, batches)
                 if found.loss is not None:
                     total_loss += found.loss * found.counted / copies
