@@ -20,6 +20,7 @@ from highwater.pages.training_tables import (
 from highwater.recommendation.training_notes import has_lost_base
 from highwater.run.node_place import node_of
 from highwater.spec.settings import Settings
+from highwater.spec.training_request import TrainingResult
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -40,17 +41,13 @@ def train(arguments: argparse.Namespace) -> int:
             with training_progress(prepared.spec, done_steps=prepared.done_steps) as listener:
                 result = training.run_training(prepared, on_progress=listener, machines=machines)
         except KeyboardInterrupt as interrupt:
-            stopped = training.stopped_result(prepared)
-            console.talk(stopped_sentence(stopped))
-            then = "begins anew" if stopped is None else "goes on where this stopped"
-            console.next_command(f"{shlex.join(arguments.command_line)}  ({then})")
+            _say_stopped(arguments, training.stopped_result(prepared))
             return exit_code_of(interrupt)
     if arguments.json:
         console.answer_json(result)
         return EXIT_ANSWERED if result.status == "done" else EXIT_TERMINATED
     if result.status == "stopped":  # another machine was told to
-        console.talk(stopped_sentence(result))
-        console.next_command(f"{shlex.join(arguments.command_line)}  (goes on where this stopped)")
+        _say_stopped(arguments, result)
         return EXIT_TERMINATED
     console.answer(training_answer(prepared.spec, result))
     console.answer("")
@@ -58,6 +55,17 @@ def train(arguments: argparse.Namespace) -> int:
     if not has_lost_base(prepared.spec.trial):
         console.next_command(_next(result.model_directory or "", prepared.spec.trial.settings))
     return EXIT_ANSWERED
+
+
+def _say_stopped(arguments: argparse.Namespace, result: TrainingResult | None) -> None:
+    """What is kept, and what the same command does; None: nothing is kept."""
+    console.talk(stopped_sentence(result))
+    then = "goes on where this stopped"
+    if result is None:
+        then = "begins anew"
+    elif result.status == "done":
+        then = "says what it came to"
+    console.next_command(f"{shlex.join(arguments.command_line)}  ({then})")
 
 
 class _Phases:
