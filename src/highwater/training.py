@@ -41,6 +41,7 @@ from highwater.spec.preparation import missing_files
 from highwater.spec.profiling import SnapshotOrder
 from highwater.spec.protocols import OnPhase, unheard
 from highwater.spec.request import Request, request_from
+from highwater.spec.rope import yarn
 from highwater.spec.training import (
     RunState,
     Schedule,
@@ -219,12 +220,25 @@ def has_lost_base(trial: TrialSpec) -> bool:
 
 
 def _adapter_notes(trial: TrialSpec) -> tuple[str, ...]:
-    if not has_lost_base(trial):
+    """What adapters alone do not say of the model that they belong to."""
+    settings = trial.settings
+    if settings.lora is None or settings.lora_merged:
         return ()
-    return (
-        "the adapters alone are saved, not the random weights that they belong to: "
-        "`--lora-merged` saves a model that loads",
-    )
+    model = load_model(trial.model_directory)
+    scaled = yarn(model, length_tokens=trial.length_tokens, rope=settings.rope)
+    notes: list[str] = []
+    if has_lost_base(trial):
+        notes.append(
+            "the adapters alone are saved, not the random weights that they belong to: "
+            "`--lora-merged` saves a model that loads"
+        )
+    if scaled is not None:
+        notes.append(
+            f"the adapters alone are saved, not the YaRN of factor {scaled.factor:.4g} that they "
+            "are trained with: load them on a model whose config has it, or `--lora-merged` saves "
+            "one that does"
+        )
+    return tuple(notes)
 
 
 def _overlap_notes(asked: TrainingRequest) -> tuple[str, ...]:
