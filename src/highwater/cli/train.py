@@ -20,6 +20,9 @@ from highwater.pages.training_tables import (
 from highwater.recommendation.training_notes import has_lost_base
 from highwater.run.node_place import node_of
 from highwater.spec.settings import Settings
+from highwater.spec.training_request import TrainingRequest, TrainingResult
+
+_RESUME_FROM = "--resume-from"
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -43,14 +46,15 @@ def train(arguments: argparse.Namespace) -> int:
             stopped = training.stopped_result(prepared)
             console.talk(stopped_sentence(stopped))
             then = "begins anew" if stopped is None else "goes on where this stopped"
-            console.next_command(f"{shlex.join(arguments.command_line)}  ({then})")
+            console.next_command(f"{_same_command(arguments, asked, stopped)}  ({then})")
             return exit_code_of(interrupt)
     if arguments.json:
         console.answer_json(result)
         return EXIT_ANSWERED if result.status == "done" else EXIT_TERMINATED
     if result.status == "stopped":  # another machine was told to
         console.talk(stopped_sentence(result))
-        console.next_command(f"{shlex.join(arguments.command_line)}  (goes on where this stopped)")
+        command = _same_command(arguments, asked, result)
+        console.next_command(f"{command}  (goes on where this stopped)")
         return EXIT_TERMINATED
     console.answer(training_answer(prepared.spec, result))
     console.answer("")
@@ -70,6 +74,20 @@ class _Phases:
         if phase != self._last:
             console.talk(phase)
         self._last = phase
+
+
+def _same_command(
+    arguments: argparse.Namespace, asked: TrainingRequest, stopped: TrainingResult | None
+) -> str:
+    """What was typed, but for the checkpoint that it went back to: the run is past that now."""
+    words = list(arguments.command_line)
+    if asked.resume_from is not None and stopped is not None:
+        if _RESUME_FROM in words:
+            at = words.index(_RESUME_FROM)
+            del words[at : at + 2]
+        else:  # named otherwise, in a file of settings for example: a flag overrides it
+            words += [_RESUME_FROM, f"step-{stopped.step:06}"]
+    return shlex.join(words)
 
 
 def _next(directory: str, settings: Settings) -> str:
