@@ -20,7 +20,9 @@ from highwater.pages.training_tables import (
 from highwater.recommendation.training_notes import has_lost_base
 from highwater.run.node_place import node_of
 from highwater.spec.settings import Settings
-from highwater.spec.training_request import TrainingResult
+from highwater.spec.training_request import TrainingRequest, TrainingResult
+
+_RESUME_FROM = "--resume-from"
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -41,13 +43,13 @@ def train(arguments: argparse.Namespace) -> int:
             with training_progress(prepared.spec, done_steps=prepared.done_steps) as listener:
                 result = training.run_training(prepared, on_progress=listener, machines=machines)
         except KeyboardInterrupt as interrupt:
-            _say_stopped(arguments, training.stopped_result(prepared))
+            _say_stopped(arguments, asked, training.stopped_result(prepared))
             return exit_code_of(interrupt)
     if arguments.json:
         console.answer_json(result)
         return EXIT_ANSWERED if result.status == "done" else EXIT_TERMINATED
     if result.status == "stopped":  # another machine was told to
-        _say_stopped(arguments, result)
+        _say_stopped(arguments, asked, result)
         return EXIT_TERMINATED
     console.answer(training_answer(prepared.spec, result))
     console.answer("")
@@ -57,7 +59,9 @@ def train(arguments: argparse.Namespace) -> int:
     return EXIT_ANSWERED
 
 
-def _say_stopped(arguments: argparse.Namespace, result: TrainingResult | None) -> None:
+def _say_stopped(
+    arguments: argparse.Namespace, asked: TrainingRequest, result: TrainingResult | None
+) -> None:
     """What is kept, and what the same command does; None: nothing is kept."""
     console.talk(stopped_sentence(result))
     then = "goes on where this stopped"
@@ -65,7 +69,7 @@ def _say_stopped(arguments: argparse.Namespace, result: TrainingResult | None) -
         then = "begins anew"
     elif result.status == "done":
         then = "says what it came to"
-    console.next_command(f"{shlex.join(arguments.command_line)}  ({then})")
+    console.next_command(f"{_same_command(arguments, asked, result)}  ({then})")
 
 
 class _Phases:
@@ -78,6 +82,20 @@ class _Phases:
         if phase != self._last:
             console.talk(phase)
         self._last = phase
+
+
+def _same_command(
+    arguments: argparse.Namespace, asked: TrainingRequest, stopped: TrainingResult | None
+) -> str:
+    """What was typed, but for the checkpoint that it went back to: the run is past that now."""
+    words = list(arguments.command_line)
+    if asked.resume_from is not None and stopped is not None:
+        if _RESUME_FROM in words:
+            at = words.index(_RESUME_FROM)
+            del words[at : at + 2]
+        else:  # named otherwise, in a file of settings for example: a flag overrides it
+            words += [_RESUME_FROM, f"step-{stopped.step:06}"]
+    return shlex.join(words)
 
 
 def _next(directory: str, settings: Settings) -> str:

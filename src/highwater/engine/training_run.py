@@ -76,6 +76,7 @@ class TrainingRun(RankRun):
         self._say_phase("looking for a checkpoint")
         state = self._checkpoints.resume(training, checkpoint=self.training_spec.resume_from)
         if state is None:
+            self._keep_lines_up_to(-1)  # those of a run that had no checkpoint yet
             return
         self._saved_step = state.step
         if state.run_digest != self._state.run_digest:
@@ -83,10 +84,14 @@ class TrainingRun(RankRun):
                 f"{self.training_spec.output_directory} has checkpoints of another training",
                 hint=f"use `--output {self.training_spec.output_directory}-2`",
             )
-        self._state = state
-        if self.report.rank == 0 and self.spec.statistics is not None:
-            keep_lines_up_to(Path(self.spec.statistics.path), step=state.step)
+        self._state = _without_other_best(state, self.training_spec)
+        self._keep_lines_up_to(state.step)
         sys.stdout.write(f"goes on after step {state.step}\n")
+
+    def _keep_lines_up_to(self, step: int) -> None:
+        """Leave the lines of statistics that are not done again; on the first rank."""
+        if self.report.rank == 0 and self.spec.statistics is not None:
+            keep_lines_up_to(Path(self.spec.statistics.path), step=step)
 
     def _train(self, training: Training, batches: Sequence[OwnRow], step: int) -> None:
         self.where.enter("data")
@@ -159,6 +164,8 @@ class TrainingRun(RankRun):
                 f"the held-out loss after step {step} is {loss}",
                 hint="look at the held-out data, or leave `--eval-data` and `--eval-every` out",
             )
+        if self.statistics_log is not None:  # before what is saved says that it was evaluated
+            self.statistics_log.write_evaluation(step, loss)
         evaluations = (*self._state.evaluations, (step, loss))
         self._state = msgspec.structs.replace(
             self._state,
@@ -171,8 +178,6 @@ class TrainingRun(RankRun):
             self._state = msgspec.structs.replace(self._state, best_step=step, best_loss=loss)
             if step != spec.steps and not (spec.save_every and step % spec.save_every == 0):
                 self._save(training)
-        if self.statistics_log is not None:
-            self.statistics_log.write_evaluation(step, loss)
         self._say(phase="training", evaluation_loss=loss, evaluation_step=step)
 
     def _save(self, training: Training) -> None:
@@ -256,6 +261,16 @@ def _broken_in(training: Training, rows: Sequence[OwnRow]) -> _Broken:
 def _some_of(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return f"{', '.join(names[:_MOST_NAMED])}{more}"
+
+
+def _without_other_best(state: RunState, spec: TrainingSpec) -> RunState:
+    """The state that a run goes on from, without a best evaluation of another corpus: losses over
+    that one do not compare with those to come.
+    """
+    digest = None if spec.evaluation is None else spec.evaluation.digest
+    if digest is None or state.evaluation_digest in (None, digest):
+        return state
+    return msgspec.structs.replace(state, best_step=None, best_loss=None)
 
 
 def keep_lines_up_to(path: Path, *, step: int) -> None:

@@ -7,6 +7,7 @@ from highwater.spec.corpus import Corpus
 from highwater.spec.model import Model, load_model
 from highwater.spec.plan_notes import weights_notes
 from highwater.spec.preparation import missing_files
+from highwater.spec.rope import yarn
 from highwater.spec.training_request import TrainingRequest
 from highwater.spec.trial import PROMPT_TOKENS, TrialSpec
 from highwater.units import format_bytes, format_tokens
@@ -65,12 +66,25 @@ def has_lost_base(trial: TrialSpec) -> bool:
 
 
 def _adapter_notes(trial: TrialSpec) -> tuple[str, ...]:
-    if not has_lost_base(trial):
+    """What adapters alone do not say of the model that they belong to."""
+    settings = trial.settings
+    if settings.lora is None or settings.lora_merged:
         return ()
-    return (
-        "the adapters alone are saved, not the random weights that they belong to: "
-        "`--lora-merged` saves a model that loads",
-    )
+    model = load_model(trial.model_directory)
+    scaled = yarn(model, length_tokens=trial.length_tokens, rope=settings.rope)
+    notes: list[str] = []
+    if has_lost_base(trial):
+        notes.append(
+            "the adapters alone are saved, not the random weights that they belong to: "
+            "`--lora-merged` saves a model that loads"
+        )
+    if scaled is not None:
+        notes.append(
+            f"the adapters alone are saved, not the YaRN of factor {scaled.factor:.4g} that they "
+            "are trained with: load them on a model whose config has it, or `--lora-merged` saves "
+            "one that does"
+        )
+    return tuple(notes)
 
 
 def _overlap_notes(asked: TrainingRequest) -> tuple[str, ...]:

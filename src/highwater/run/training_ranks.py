@@ -215,7 +215,7 @@ def _raise_failure(spec: TrainingSpec, ending: Ending, interrupt: KeyboardInterr
         return
     if interrupt is not None:
         raise interrupt
-    goes_on = _goes_on(Path(spec.output_directory))
+    goes_on = _goes_on(spec)
     if failed.outcome in (Outcome.OUT_OF_MEMORY, Outcome.HOST_OUT_OF_MEMORY):
         what = "memory" if failed.outcome is Outcome.OUT_OF_MEMORY else "host memory"
         raise MachineError(
@@ -238,9 +238,10 @@ def _less_memory(spec: TrainingSpec) -> str:
     return f"`highwater recommend {model} --length {length}` says what takes less"
 
 
-def _goes_on(directory: Path) -> str:
+def _goes_on(spec: TrainingSpec) -> str:
     """What the same command does after a failure, in words."""
-    steps = TrainingFolder(directory).checkpoint_steps()
+    steps = TrainingFolder(Path(spec.output_directory)).checkpoint_steps()
     if not steps:
         return "the same command begins anew: there is no checkpoint yet"
-    return f"the same command goes on after step {steps[-1]}"
+    without = "" if spec.resume_from is None else " without `--resume-from`"
+    return f"the same command{without} goes on after step {steps[-1]}"
