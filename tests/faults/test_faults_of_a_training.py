@@ -4,6 +4,7 @@ left, and it goes on as if it had never been ended.
 
 import json
 import os
+import pty
 import re
 import resource
 import shlex
@@ -11,8 +12,10 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 import psutil
@@ -245,6 +248,38 @@ def test_whatever_ends_a_run_it_goes_on_as_if_it_never_was(
     assert weights.read_bytes() == expected.read_bytes()
     lines = map(json.loads, (run / "statistics.jsonl").read_text().splitlines())
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+
+
+def test_a_run_whose_terminal_closes_leaves_a_checkpoint_and_one_that_nobody_hears_goes_on(
+    trained: Trained, mark: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "closed"
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execvp("highwater", trained.words(str(run), "--steps", "4000"))  # noqa: S606
+    reader = Thread(target=_read_on, args=(terminal,), daemon=True)
+    reader.start()
+    assert wait_until(lambda: latest_of(run) >= 2, within_s=WITHIN_S)
+    os.killpg(pid, signal.SIGHUP)  # as the kernel does
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == EXIT_TERMINATED
+    assert marked(mark) == []
+    assert len(losses_of(run)) == latest_of(run) >= 2
+
+    unheard = tmp_path / "unheard"
+    command = subprocess.Popen(trained.words(str(unheard)), stderr=subprocess.PIPE)
+    assert command.stderr is not None
+    command.stderr.readline()
+    command.stderr.close()
+    assert command.wait(timeout=WITHIN_S) == EXIT_ANSWERED
+    assert losses_of(unheard) == trained.losses
+
+
+def _read_on(terminal: int) -> None:
+    with suppress(OSError):
+        while os.read(terminal, 4096):
+            pass
 
 
 def test_a_run_goes_on_with_two_processes_and_has_the_same_curve(

@@ -4,6 +4,7 @@ code.
 
 import errno
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from os.path import lexists
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from highwater.cli import console
 from highwater.cli.grammar import parse, usage
-from highwater.cli.interruption import exit_code_of, heeding_sigterm
+from highwater.cli.interruption import exit_code_of, heeding
 from highwater.errors import EXIT_BUG, EXIT_USER, HighwaterError, MachineError, UsageError
 
 _OURS = (errno.EBADF, errno.ECHILD, errno.ESRCH, errno.EFAULT)
@@ -31,7 +32,7 @@ def guarded(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
     try:
         console.open_streams()
         _refuse_what_is_not_utf_8(words)
-        with heeding_sigterm():
+        with heeding(signal.SIGTERM):
             try:
                 return run(words)
             finally:

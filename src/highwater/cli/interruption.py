@@ -1,5 +1,5 @@
 """Being told to stop: SIGTERM, from a scheduler or `docker stop`, ends a command in the same order
-as Ctrl-C does.
+as Ctrl-C does, and a training SIGHUP, too, where its terminal closes.
 """
 
 import signal
@@ -12,23 +12,23 @@ from highwater.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM has come."""
+    """SIGTERM has come, or another signal that is heeded."""
 
 
 @contextmanager
-def heeding_sigterm() -> Generator[None]:
-    """Raises Terminated in the block when SIGTERM comes, unless whoever started this process
+def heeding(number: signal.Signals) -> Generator[None]:
+    """Raises Terminated in the block when the signal comes, unless whoever started this process
     decided otherwise.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    if not in_main_thread or signal.getsignal(number) is not signal.SIG_DFL:
         yield
         return
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(number, _terminate)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_DFL)
 
 
 def exit_code_of(interrupt: KeyboardInterrupt) -> int:

@@ -3,11 +3,12 @@
 import argparse
 import json
 import shlex
+import signal
 
 from highwater import training
 from highwater.cli import console
 from highwater.cli.config import request_of
-from highwater.cli.interruption import exit_code_of
+from highwater.cli.interruption import exit_code_of, heeding
 from highwater.cli.train_flags import training_request_of
 from highwater.cli.training_progress import training_progress
 from highwater.errors import EXIT_ANSWERED, EXIT_TERMINATED
@@ -26,7 +27,14 @@ _RESUME_FROM = "--resume-from"
 
 
 def train(arguments: argparse.Namespace) -> int:
-    """Train, or go on with it, and say what it came to."""
+    """Train, or go on with it, and say what it came to. Where its terminal closes it stops in
+    order, too: a run takes days, and a connection drops.
+    """
+    with heeding(signal.SIGHUP):
+        return _train(arguments)
+
+
+def _train(arguments: argparse.Namespace) -> int:
     asked = training_request_of(arguments)
     request = request_of(arguments)
     node = node_of(request)

@@ -6,10 +6,11 @@ import math
 import sys
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import msgspec
 
+from highwater.cli.console import talk
 from highwater.spec.training import TrainingProgress, TrainingSpec
 from highwater.units import format_seconds
 
@@ -47,14 +48,18 @@ def training_progress(
         console=console,
         transient=True,
     )
-    with bar:
-        task = bar.add_task("starting", total=spec.steps, completed=done_steps)
+    task = bar.add_task("starting", total=spec.steps, completed=done_steps)
 
-        def hear(said: TrainingProgress) -> None:
-            described = _short(said, most=console.width - _BAR_COLUMNS - 2 * len(str(spec.steps)))
-            bar.update(task, description=described, completed=max(said.step, done_steps))
+    def hear(said: TrainingProgress) -> None:
+        described = _short(said, most=console.width - _BAR_COLUMNS - 2 * len(str(spec.steps)))
+        bar.update(task, description=described, completed=max(said.step, done_steps))
 
+    bar.start()
+    try:
         yield hear
+    finally:
+        with suppress(OSError):  # of a terminal that has closed
+            bar.stop()
 
 
 class _Lines:
@@ -71,17 +76,13 @@ class _Lines:
         now = time.monotonic()
         if said.evaluation_step not in (None, self._evaluation_step):
             self._evaluation_step = said.evaluation_step
-            self._write(_evaluation_line(said))
+            talk(_evaluation_line(said))
         is_new = said.phase not in (self._phase, "training")
         is_due = said.step > self._step and now - self._said_at >= _LINE_S
         if is_new or is_due:
             self._said_at, self._step = now, said.step
-            self._write(_line(said, self._done_steps))
+            talk(_line(said, self._done_steps))
         self._phase = said.phase
-
-    def _write(self, line: str) -> None:
-        sys.stderr.write(f"{line}\n")
-        sys.stderr.flush()
 
 
 def _short(said: TrainingProgress, *, most: int) -> str:
