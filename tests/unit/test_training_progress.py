@@ -53,6 +53,6 @@ def test_without_a_terminal_every_evaluation_is_a_line_of_its_own(
             hear(said)
     assert capsys.readouterr().err.splitlines() == [
         "held-out loss 3.500 before the first step",
-        "step 1 of 4: loss 3.250, 256 tokens/s, about 6.00 s left",
+        "step 1 of 4: loss 3.250, 256 tokens/s, about 6 s left",
         "held-out loss 3.125 after step 4",
     ]
