@@ -315,9 +315,13 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="on the CPU, to try this script")
     parser.add_argument("--table", action="store_true", help="print the table of what is recorded")
     arguments = parser.parse_args()
+    if arguments.table and not RECORD.exists():
+        parser.error(f"nothing is recorded yet: there is no {RECORD.name}")
     if arguments.table:
         print(table([json.loads(line) for line in RECORD.read_text().splitlines()]))
         return 0
+    if arguments.out is None:
+        parser.error("name a folder for data and runs: --out FOLDER")
     folder = arguments.out.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     place = of_the_cpu(folder) if arguments.small else of_a_gpu(folder)
