@@ -29,6 +29,7 @@ from highwater.errors import UsageError
 from highwater.parallel.fsdp2 import local_shard
 from highwater.parallel.mesh import total
 from highwater.spec.codec import to_json
+from highwater.spec.corpus import Corpus
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.model import load_model
 from highwater.spec.training import RunState, TrainingProgress, TrainingSpec, run_digest
@@ -90,7 +91,7 @@ class TrainingRun(RankRun):
                 f"{self.training_spec.output_directory} has checkpoints of another training",
                 hint=f"use `--output {self.training_spec.output_directory}-2`",
             )
-        self._state = _without_other_best(state, self.training_spec)
+        self._state = with_comparable_best(state, self.training_spec.evaluation)
         self._keep_lines_up_to(state.step)
         sys.stdout.write(f"goes on after step {state.step}\n")
 
@@ -349,12 +350,11 @@ def _some_of(names: Sequence[str]) -> str:
     return f"{', '.join(names[:_MOST_NAMED])}{more}"
 
 
-def _without_other_best(state: RunState, spec: TrainingSpec) -> RunState:
-    """The state that a run goes on from, without a best evaluation of another corpus: losses over
-    that one do not compare with those to come.
+def with_comparable_best(state: RunState, evaluation: Corpus | None) -> RunState:
+    """The state that a run goes on from, without a best evaluation of another corpus than it has
+    now: losses over the two do not compare.
     """
-    digest = None if spec.evaluation is None else spec.evaluation.digest
-    if digest is None or state.evaluation_digest in (None, digest):
+    if evaluation is None or state.evaluation_digest in (None, evaluation.digest):
         return state
     return msgspec.structs.replace(state, best_step=None, best_loss=None)
 
