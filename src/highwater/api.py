@@ -41,7 +41,7 @@ from highwater.run.engine_trial import EngineLauncher
 from highwater.run.foreign_commands import check_foreign
 from highwater.run.foreign_trial import ForeignLauncher
 from highwater.run.local import LocalRunner
-from highwater.run.node_place import MachineShare, gathered, of_all_nodes
+from highwater.run.node_place import MachineShare, meeting, of_all_nodes
 from highwater.run.nodes import RanksOnNodes
 from highwater.run.probe import environment, gpus_meant, host_meant, probe
 from highwater.run.ray_runner import RayRunner
@@ -392,7 +392,7 @@ def _answer(
     command: Sequence[str],
 ) -> Study:
     path = study_file(request, planned.question)
-    with gathered(request, _share_of(planned.question)) as folder:
+    with meeting(request, _share_of(planned.question)) as folder:
         run_ranks = run_ranks_here if folder is None else RanksOnNodes(folder)
         runner = _runner(request, log_layout, planned.question.device_total_bytes, run_ranks)
         if path is not None:

@@ -10,11 +10,9 @@ print(done.losses[-1], done.model_directory)
 ```
 """
 
-import shlex
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -22,32 +20,31 @@ import msgspec
 
 from highwater.errors import MachineError, UsageError
 from highwater.memory.capacity import CellPrediction
-from highwater.recommendation.training_settings import ChosenTrial, chosen_trial, data_notes
+from highwater.recommendation.training_notes import training_notes
+from highwater.recommendation.training_settings import ChosenTrial, chosen_trial
 from highwater.run.corpus import tokenised
 from highwater.run.node_folder import NodeFolder
-from highwater.run.node_place import MachineShare, gathered, serve_node
+from highwater.run.node_place import MachineShare, meeting, serve_node
 from highwater.run.probe import probe
 from highwater.run.readiness import check_machine, check_request
 from highwater.run.training_ranks import OnProgress, own_folder, run_ranks
-from highwater.spec.codec import Record, from_json, to_json
+from highwater.spec.codec import Record
 from highwater.spec.corpus import Corpus, CorpusOrder
-from highwater.spec.files import CONFIG_BYTES, read_file
+from highwater.spec.declared_settings import DECLARED
 from highwater.spec.footprint import checkpoint_bytes
 from highwater.spec.hardware import Machine
 from highwater.spec.model import load_model
 from highwater.spec.objective import TRAITS
-from highwater.spec.plan_notes import weights_notes
 from highwater.spec.preparation import missing_files
 from highwater.spec.profiling import SnapshotOrder
 from highwater.spec.protocols import OnPhase, unheard
 from highwater.spec.request import Request, request_from
-from highwater.spec.rope import yarn
+from highwater.spec.trainer import OURS
 from highwater.spec.training import (
     RunState,
     Schedule,
     TrainingProgress,
     TrainingSpec,
-    differences,
 )
 from highwater.spec.training_request import (
     TrainingRequest,
@@ -57,15 +54,7 @@ from highwater.spec.training_request import (
 from highwater.spec.trial import Device, RankReport, StatisticsFiles, TrialSpec
 from highwater.speed.step_seconds import predicted_step
 from highwater.store.directory import check_run_directory
-from highwater.units import MIB
-
-_SPEC, _STATISTICS = "training.json", "statistics.jsonl"
-_TENSORBOARD, _MODEL, _CHECKPOINTS = "tensorboard", "model", "checkpoints"
-_CORPORA = "corpora"
-"""Names in a run's folder."""
-_STATE = "state.json"
-_STATE_BYTES = 64 * MIB
-"""Bytes of a state at the most: one of a million steps has 20 MiB."""
+from highwater.store.training_folder import TrainingFolder
 
 
 class PreparedTraining(Record, frozen=True, kw_only=True):
@@ -115,10 +104,23 @@ def train(
         }
     )
     others = {name: value for name, value in settings.items() if name not in of_training}
+    _refuse_what_says_nothing(others)
     request = request_from({"model": model, **others}, keywords=True)
     with training_place(request, asked) as machines:
         prepared = prepare_training(request, asked)
         return run_training(prepared, on_progress=on_progress, machines=machines)
+
+
+def _refuse_what_says_nothing(settings: Collection[str]) -> None:
+    """Raise UsageError for a setting of searches and trials alone; what no setting is called is
+    left to the request.
+    """
+    for name in settings:
+        if name in DECLARED and "train" not in DECLARED[name].commands:
+            raise UsageError(
+                f"{name} is a setting of searches and trials, and says nothing about a training",
+                hint=f"leave `{name}` out",
+            )
 
 
 @contextmanager
@@ -130,7 +132,7 @@ def training_place(request: Request, asked: TrainingRequest) -> Generator[NodeFo
     with own_folder(Path(asked.output)):
         if request.nodes > 1:
             _planned(request, asked)  # raises before others are waited for
-        with gathered(request, _share_of(request)) as machines:
+        with meeting(request, _share_of(request)) as machines:
             yield machines
 
 
@@ -168,105 +170,51 @@ def prepare_training(
     """
     request, chosen = _planned(request, asked)
     trial = chosen.spec
-    before = _spec_in(Path(asked.output))
+    folder = TrainingFolder(asked.output)
+    before = folder.spec()
     rows = asked.rows or (before.micro_batches if before else None)
-    _refuse_missing_checkpoint(Path(asked.output), asked.resume_from)
+    folder.refuse_missing(asked.resume_from)
     order = corpus_order(asked.data, trial, asked)
     # Machines that train together all see the run's folder.
-    parent = None if request.nodes == 1 else Path(asked.output).absolute() / _CORPORA
+    parent = None if request.nodes == 1 else folder.corpora.absolute()
     corpus = tokenised(order, parent=parent, on_phase=on_phase)
     evaluation = None
     if asked.eval_data:
         held_out = msgspec.structs.replace(order, data=_absolute(asked.eval_data))
-        evaluation = tokenised(held_out, parent=parent, on_phase=on_phase)
+        evaluation = tokenised(
+            held_out, parent=parent, on_phase=lambda phase: on_phase(f"held out: {phase}")
+        )
     spec = training_spec(asked, trial, request, corpus, evaluation, rows=rows)
-    _refuse_another(before, spec)
-    done_steps = _done_steps(Path(asked.output), asked.resume_from)
+    folder.refuse_another(before, spec)
+    done_steps = folder.done_steps(asked.resume_from)
     if done_steps > spec.steps:
         raise UsageError(
             f"{asked.output} has a run that has done {done_steps} steps already",
-            hint=f"use `--steps {done_steps}` or more, or {_another_folder(asked.output)}",
+            hint=f"use `--steps {done_steps}` or more, or {folder.another}",
         )
     is_done = asked.resume_from is None and done_steps == spec.steps
     if before is not None and is_done and before.steps == spec.steps:
         spec = msgspec.structs.replace(spec, model_directory=before.model_directory)
     else:
-        _check_room(Path(asked.output), trial, has_best=bool(asked.eval_data))
-    model = load_model(request.model)
+        _check_room(folder, trial, has_best=bool(asked.eval_data))
     return PreparedTraining(
         spec=spec,
         predicted=chosen.predicted,
         expected_s=_expected_s(spec, trial, chosen.predicted),
-        notes=(
-            *chosen.notes,
-            *data_notes(chosen, corpus),
-            *weights_notes(model, trial.settings, simulated=False),
-            *adapter_notes(trial),
-            *corpus.notes,
-            *_overlap_notes(asked),
-        ),
+        notes=training_notes(load_model(request.model), chosen, corpus, asked),
         allow_busy=request.allow_busy,
         done_steps=done_steps,
     )
 
 
-def has_lost_base(trial: TrialSpec) -> bool:
-    """Whether what is saved is adapters of random weights, which nobody can load: only the adapters
-    are.
-    """
-    settings = trial.settings
-    is_adapter = settings.lora is not None and not settings.lora_merged
-    return is_adapter and missing_files(Path(trial.model_directory)).weights
-
-
-def adapter_notes(trial: TrialSpec) -> tuple[str, ...]:
-    """What adapters alone do not say of the model that they belong to."""
-    settings = trial.settings
-    if settings.lora is None or settings.lora_merged:
-        return ()
-    model = load_model(trial.model_directory)
-    scaled = yarn(model, length_tokens=trial.length_tokens, rope=settings.rope)
-    notes: list[str] = []
-    if has_lost_base(trial):
-        notes.append(
-            "the adapters alone are saved, not the random weights that they belong to: "
-            "`--lora-merged` saves a model that loads"
-        )
-    if scaled is not None:
-        notes.append(
-            f"the adapters alone are saved, not the YaRN of factor {scaled.factor:.4g} that they "
-            "are trained with: load them on a model whose config has it, or `--lora-merged` saves "
-            "one that does"
-        )
-    return tuple(notes)
-
-
-def _overlap_notes(asked: TrainingRequest) -> tuple[str, ...]:
-    """What is evaluated though it is trained on."""
-    trained = [Path(path).resolve() for path in asked.data]
-    both = [
-        path
-        for path in asked.eval_data
-        if any(_is_within(Path(path).resolve(), each) for each in trained)
-    ]
-    if not both:
-        return ()
-    return (f"{', '.join(both)} of `--eval-data` is in `--data`, too: its loss is not held out",)
-
-
-def _is_within(path: Path, other: Path) -> bool:
-    """Whether one of two paths is, or holds, the other."""
-    return path.is_relative_to(other) or other.is_relative_to(path)
-
-
-def _check_room(output: Path, trial: TrialSpec, *, has_best: bool) -> None:
+def _check_room(folder: TrainingFolder, trial: TrialSpec, *, has_best: bool) -> None:
     """Raise MachineError where there is no room for what a run has at once: the latest checkpoint
     with the one that replaces it, the best one, and the model.
     """
     saved = msgspec.structs.replace(trial.settings, checkpoint="sharded", save_hf="last")
     needed = checkpoint_bytes(load_model(trial.model_directory).shape, saved, trial.device)
-    there = sum(_step_of(folder) >= 0 for folder in (output / _CHECKPOINTS).glob("step-*"))
-    check_run_directory(output, needed, checkpoints=max(1, 2 + has_best - there))
+    checkpoints = max(1, 2 + has_best - len(folder.checkpoint_steps()))
+    check_run_directory(folder.path, needed, checkpoints=checkpoints)
 
 
 def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenTrial]:
@@ -275,6 +223,7 @@ def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenT
     """
     machine = probe()
     request = _written_to(request, asked)
+    _refuse_other_runs(request)
     check_request(request, machine)
     _refuse_no_gpu(request, machine)
     if asked.reward is not None and TRAITS[request.objective].advantages == "none":
@@ -294,6 +243,22 @@ def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenT
     check_machine(request, machine, trial.settings, trial.device, gpus=trial.layout.machine_gpus)
     _absolute((*asked.data, *asked.eval_data))
     return request, chosen
+
+
+def _refuse_other_runs(request: Request) -> None:
+    """Raise UsageError for what a file of ``--config`` has a search do, and no training does."""
+    others = {
+        "trainer": request.trainer != OURS,
+        "runner": request.on_ray,
+        "dry_run": request.dry_run,
+    }
+    name = next((name for name, is_named in others.items() if is_named), None)
+    if name is not None:
+        raise UsageError(
+            "this package's engine trains, on the machines that it is started on, and nothing else "
+            f"does: the file of `--config` has `{name}`",
+            hint=f"leave `{name}` out of it",
+        )
 
 
 def _refuse_no_gpu(request: Request, machine: Machine) -> None:
@@ -344,17 +309,17 @@ def training_spec(
     ranks = trial.layout.data_parallel_degree
     micro_batches = rows or ranks * trial.micro_batches
     own = max(1, micro_batches // ranks)
-    output = Path(asked.output).absolute()
+    folder = TrainingFolder(Path(asked.output).absolute())
     files = StatisticsFiles(
-        path=str(output / _STATISTICS),
-        tensorboard_directory=str(output / _TENSORBOARD) if request.tensorboard else None,
+        path=str(folder.statistics),
+        tensorboard_directory=str(folder.tensorboard) if request.tensorboard else None,
         logit_range=request.logit_range,
     )
     snapshots = None
     if request.memory_profiler is not None:
-        directory = output / "snapshots"
-        directory.mkdir(parents=True, exist_ok=True)
-        snapshots = SnapshotOrder(directory=str(directory), profiling=request.memory_profiler)
+        snapshots = SnapshotOrder(
+            directory=str(folder.snapshots), profiling=request.memory_profiler
+        )
     trial = msgspec.structs.replace(
         trial,
         seed=asked.seed,
@@ -373,54 +338,10 @@ def training_spec(
         schedule=schedule,
         evaluate_every=asked.eval_every,
         save_every=asked.save_every,
-        output_directory=str(output),
-        model_directory=str(_new_model_directory(output, asked.steps)),
+        output_directory=str(folder.path),
+        model_directory=str(folder.new_model(asked.steps)),
         resume_from=asked.resume_from,
     )
-
-
-def _new_model_directory(output: Path, steps: int) -> Path:
-    """Where the model goes: ``model``, or where a shorter run left one ``model-<steps>``, and where
-    that is there, too, ``model-<steps>-2``.
-    """
-    names = chain((_MODEL, f"{_MODEL}-{steps}"), (f"{_MODEL}-{steps}-{n}" for n in count(2)))
-    return next(path for name in names if not (path := output / name).exists())
-
-
-def _spec_in(output: Path) -> TrainingSpec | None:
-    """The run that a folder has; raises UsageError for a folder that has something else."""
-    path = output / _SPEC
-    if not path.exists():
-        if (output / _STATISTICS).exists() or (output / _CHECKPOINTS).exists():
-            raise UsageError(
-                f"{output} has a run without its {_SPEC}",
-                hint=f"use {_another_folder(output)}",
-            )
-        return None
-    try:
-        return from_json(read_file(path, most_bytes=CONFIG_BYTES), TrainingSpec)
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{path} cannot be read: {' '.join(str(error).split())}",
-            hint=f"use {_another_folder(output)}",
-        ) from error
-
-
-def _refuse_another(before: TrainingSpec | None, spec: TrainingSpec) -> None:
-    """Raise UsageError where a folder has a run that could not go on exactly as this one."""
-    if before is None:
-        return
-    changed = differences(before, spec)
-    if changed:
-        raise UsageError(
-            f"{spec.output_directory} has a run that was trained otherwise: {'; '.join(changed)}",
-            hint=f"type what was typed then, or use {_another_folder(spec.output_directory)}",
-        )
-
-
-def _another_folder(output: str | Path) -> str:
-    """The flag of a run's folder beside this one."""
-    return f"`--output {shlex.quote(f'{output}-2')}`"
 
 
 def _expected_s(spec: TrainingSpec, trial: TrialSpec, predicted: CellPrediction) -> float | None:
@@ -449,12 +370,9 @@ def run_training(
     not done again.
     """
     spec = prepared.spec
-    output = Path(spec.output_directory)
     if prepared.done_steps == spec.steps and Path(spec.model_directory).exists():
         return _result(spec, (), prepared.notes, None)
-    beside = output / f".{_SPEC}.partial"
-    beside.write_text(to_json(spec), encoding="utf-8")
-    beside.replace(output / _SPEC)
+    TrainingFolder(spec.output_directory).keep(spec)
     last: list[TrainingProgress] = []
     hear = partial(_hear, last, on_progress)
     reports = run_ranks(spec, allow_busy=prepared.allow_busy, on_progress=hear, machines=machines)
@@ -471,7 +389,7 @@ def _hear(
 
 def stopped_result(prepared: PreparedTraining) -> TrainingResult | None:
     """What a run that was told to stop left; None where it had no checkpoint."""
-    state = _last_state(Path(prepared.spec.output_directory))
+    state = TrainingFolder(prepared.spec.output_directory).last_state()
     return None if state is None else _of_state(prepared.spec, state, (), prepared.notes, None)
 
 
@@ -481,7 +399,7 @@ def _result(
     notes: tuple[str, ...],
     last: TrainingProgress | None,
 ) -> TrainingResult:
-    state = _last_state(Path(spec.output_directory))
+    state = TrainingFolder(spec.output_directory).last_state()
     if state is None:
         raise MachineError(
             f"the checkpoint in {spec.output_directory} is gone", hint="type the same command again"
@@ -497,7 +415,6 @@ def _of_state(
     last: TrainingProgress | None,
 ) -> TrainingResult:
     is_done = state.step >= spec.steps and Path(spec.model_directory).exists()
-    output = Path(spec.output_directory)
     peaks = [
         peak
         for report in reports
@@ -511,50 +428,9 @@ def _of_state(
         losses=state.losses,
         evaluations=state.evaluations,
         best_step=state.best_step,
-        output_directory=str(output),
+        output_directory=spec.output_directory,
         model_directory=spec.model_directory if is_done else None,
         tokens_per_s=last.tokens / last.seconds if last and last.seconds else None,
         peak_bytes=max(peaks, default=None),
         notes=notes,
     )
-
-
-def _last_state(output: Path) -> RunState | None:
-    """The state in a run's last whole checkpoint; None where it has none."""
-    folders = (output / _CHECKPOINTS).glob("step-*")
-    whole = [folder for folder in folders if _step_of(folder) >= 0]
-    for folder in sorted(whole, key=_step_of, reverse=True):
-        try:
-            return from_json(read_file(folder / _STATE, most_bytes=_STATE_BYTES), RunState)
-        except (OSError, ValueError):
-            continue
-    return None
-
-
-def _step_of(folder: Path) -> int:
-    """The step of a checkpoint's folder; -1 of one that is not whole, or set aside."""
-    number = folder.name.removeprefix("step-")
-    return int(number) if number.isdecimal() else -1
-
-
-def _refuse_missing_checkpoint(output: Path, resume_from: str | None) -> None:
-    """Raise UsageError for a checkpoint to go on from that is not there."""
-    folder = output / _CHECKPOINTS
-    if resume_from is None or (
-        _step_of(Path(resume_from)) >= 0 and (folder / resume_from).is_dir()
-    ):
-        return
-    whole = [each for each in folder.glob("step-*") if _step_of(each) >= 0]
-    latest = max(whole, key=_step_of, default=None)
-    raise UsageError(
-        f"there is no checkpoint {resume_from!r} in {folder}",
-        hint=f"use `--resume-from {latest.name}`" if latest else "leave `--resume-from` out",
-    )
-
-
-def _done_steps(output: Path, resume_from: str | None) -> int:
-    """The steps of the checkpoint that a run goes on from."""
-    if resume_from is not None:
-        return max(0, _step_of(Path(resume_from)))
-    state = _last_state(output)
-    return 0 if state is None else state.step

@@ -79,7 +79,7 @@ def parse_tokens(text: str) -> int:
     if tokens > MOST_TOKENS:
         raise UsageError(
             f"length {_short(text)} is past the longest that is tried, {MOST_TOKENS:,}",
-            hint="use `1m` or less",
+            hint=f"use `{MOST_TOKENS}` or less",
         )
     if tokens != int(tokens) or tokens < 1:
         raise UsageError(

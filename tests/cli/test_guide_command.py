@@ -83,7 +83,7 @@ def test_a_prediction_of_two_sequences_a_micro_batch_says_so_and_that_of_one_wha
 def test_a_number_of_sequences_that_cannot_be_is_refused(highwater: Run) -> None:
     words = ("guide", "--predict", "Qwen3-8B", *A100S, "--sequences-per-micro-batch")
     assert offered(refusal(highwater(*words, "0"), 2)[1]) == [[words[-1], "1"]]
-    assert "invalid int value: 'x'" in refusal(highwater(*words, "x"), 2)[0]
+    assert "takes a whole number, and 'x' is none" in refusal(highwater(*words, "x"), 2)[0]
     assert (
         "no model to predict"
         in refusal(highwater("guide", TABLE, "--sequences-per-micro-batch", "2"), 2)[0]

@@ -356,3 +356,27 @@ def test_without_a_command_the_help_is_shown_and_nothing_is_answered(highwater: 
     done = highwater()
     assert (done.returncode, done.stdout) == (2, "")
     assert "usage: highwater" in done.stderr
+
+
+def test_a_flags_word_that_is_misspelt_is_met_with_the_nearest_and_a_number_with_what_it_is(
+    highwater: Run,
+) -> None:
+    words = ("train", "tiny", "--data", "d", "--length", "64", "--output", "r", "--steps")
+    problem, hint = refusal(highwater(*words, "3", "--schedule", "cosin"), 2)
+    assert problem == "--schedule 'cosin' is not one of constant, linear, cosine"
+    assert hint == "use `--schedule cosine`"
+    problem, hint = refusal(highwater(*words, "3.5"), 2)
+    assert problem == "--steps takes a whole number, and '3.5' is none"
+
+
+def test_a_training_that_does_not_fit_is_met_with_the_memory_that_would(
+    highwater: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "d.txt").write_text("a few words")
+    words = (
+        *("train", "tiny", "--data", "d.txt", "--length", "64", "--steps", "1", "--device", "cpu"),
+        *("--output", "r"),
+    )
+    problem, hint = refusal(highwater(*words, "--memory", "500MiB"), 3)
+    assert "are lacking" in problem
+    assert highwater(*words, *offered(hint)[0]).returncode == 0

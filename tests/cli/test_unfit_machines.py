@@ -124,9 +124,9 @@ def test_on_a_laptop_without_torch_the_doctor_says_what_works_first_and_ends_wel
     states = [" yes" in line for line in table[: table.index("")]]
     assert states == sorted(states, reverse=True), "what works comes first"
     assert rows[0].startswith("predict, recommend, guide, emit")
-    (trials,) = (line for line in table if line.startswith("find, try, bench"))
+    (trials,) = (line for line in table if line.startswith("find, try, train, bench"))
     assert trials.endswith("pip install '.[train]'")
-    (lora,) = (line for line in table if line.startswith("find and try --lora "))
+    (lora,) = (line for line in table if line.startswith("find, try and train --lora "))
     assert lora.endswith("pip install '.[train,lora]'")
     assert highwater(*following(done), **laptop).returncode == 0
     on_the_cpu = ("--device", "cpu", "--memory", "1GiB")

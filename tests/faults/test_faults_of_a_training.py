@@ -248,16 +248,6 @@ def test_whatever_ends_a_run_it_goes_on_as_if_it_never_was(
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
 
 
-def test_a_run_that_has_no_checkpoint_yet_begins_anew_with_a_line_for_each_step(
-    trained: Trained, tmp_path: Path
-) -> None:
-    run = Path(shutil.copytree(trained.run, tmp_path / "early"))
-    shutil.rmtree(run / "checkpoints")
-    trained.train(run)
-    lines = map(json.loads, (run / "statistics.jsonl").read_text().splitlines())
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-
-
 def test_a_run_goes_on_with_two_processes_and_has_the_same_curve(
     trained: Trained, tmp_path: Path
 ) -> None:
@@ -267,6 +257,27 @@ def test_a_run_goes_on_with_two_processes_and_has_the_same_curve(
     assert result.losses == pytest.approx(trained.losses, abs=SAME_BUT_FOR_SUMS)
     assert result.losses != tuple(trained.losses), "it was trained once more"
     assert result.model_directory == str(run / f"model-{STEPS}")
+
+
+def test_a_run_without_a_checkpoint_begins_anew_and_so_do_its_statistics(
+    trained: Trained, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(trained.run, tmp_path / "run"))
+    shutil.rmtree(run / "checkpoints")
+    shutil.rmtree(run / "model")
+    assert list(trained.train(run).losses) == trained.losses
+    lines = map(json.loads, (run / "statistics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+
+
+def test_the_best_evaluation_is_of_what_is_held_out_now(trained: Trained, tmp_path: Path) -> None:
+    (tmp_path / "worse.jsonl").write_text(json.dumps({"text": "|<>|" * 12}))
+    run = Path(shutil.copytree(trained.run, tmp_path / "run"))
+    best = json.loads((run / "checkpoints" / BEST / "state.json").read_text())["best_loss"]
+    result = trained.train(run, resume_from=BEST, eval_data="worse.jsonl", eval_every=2)
+    since = [(step, loss) for step, loss in result.evaluations if step > 2]
+    assert min(loss for _, loss in since) > best, "it is no better than the other was"
+    assert result.best_step == min(since, key=lambda each: each[1])[0]
 
 
 @pytest.mark.corpus

@@ -18,7 +18,8 @@ def test_every_document_is_evaluated_once_and_beside_the_other_of_its_pair(
 ) -> None:
     lengths = [*lengths, *lengths] if paired else lengths
     units = [number // (2 if paired else 1) for number in range(len(lengths))]
-    rows = evaluation_rows(np.array(lengths), np.array(units), row_tokens=ROW_TOKENS)
+    together = np.array(units) if paired else None
+    rows = evaluation_rows(np.array(lengths), together, row_tokens=ROW_TOKENS)
     assert [document for row in rows for document in row] == list(range(len(lengths)))
     for row in rows:
         assert sum(lengths[document] for document in row) <= ROW_TOKENS

@@ -76,13 +76,13 @@ def test_a_pair_is_together_in_one_row_the_chosen_one_first(lengths: list[int], 
         assert sum(lengths[number] for number in row) <= ROW
 
 
-@given(groups=GROUPS, seed=st.integers(0, 3), most=st.none() | st.integers(1, 4))
+@given(groups=GROUPS, seed=st.integers(0, 3))
 def test_a_group_is_in_one_step_whole_and_no_row_is_empty(
-    groups: list[list[int]], seed: int, most: int | None
+    groups: list[list[int]], seed: int
 ) -> None:
     lengths = list(chain(*groups))
     units = [number for number, group in enumerate(groups) for _ in group]
-    made = plan(lengths, units, seed=seed, most_units_per_step=most, spread_units=True)
+    made = plan(lengths, units, seed=seed, spread_units=True)
     trained: list[int] = []
     for number in range(1, made.steps_of(2) + 1):
         rows = made.step(number)
@@ -92,7 +92,6 @@ def test_a_group_is_in_one_step_whole_and_no_row_is_empty(
         trained += here
         numbers = {units[each] for each in here}
         assert sorted(here) == [each for each, unit in enumerate(units) if unit in numbers]
-        assert most is None or len(numbers) <= most
     assert Counter(trained) == Counter(list(range(len(lengths))) * 2)
 
 
@@ -168,11 +167,10 @@ def test_groups_fill_their_steps() -> None:
     ("lengths", "units", "choices", "problem", "hint"),
     [
         ([ROW + 1], [0], {}, "a document of 65 tokens, and a row of 64", "`--length 65`"),
-        ([40, 40], [0, 0], {}, "80 tokens that belong together", "`--sequences 2`"),
+        ([40, 40], [0, 0], {}, "80 tokens that belong together", "`--sequences-per-micro-batch 2`"),
         ([1, 1], [0, 0], {"spread_units": True}, "2 documents for 3 rows", "`--rows 2`"),
         ([65, 1, 1], [0, 0, 0], {"spread_units": True}, "a document of 65", "`--length 65`"),
         ([60] * 4, [0] * 4, {"spread_units": True}, "4 documents of 240 tokens", "`--rows 4`"),
-        ([1] * 5, range(5), {"most_units_per_step": 2}, "2 documents or pairs", "`--rows 2`"),
         ([], [], {}, "a corpus without documents", "`--data data.jsonl`"),
         (
             [60, 60, 60, 60],

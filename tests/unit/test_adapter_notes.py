@@ -3,12 +3,12 @@
 import msgspec
 import pytest
 
+from highwater.recommendation.training_notes import adapter_notes
 from highwater.recommendation.training_settings import chosen_trial
 from highwater.run.probe import probe
 from highwater.spec.request import request_from
 from highwater.spec.training_request import TrainingRequest
 from highwater.spec.trial import TrialSpec
-from highwater.training import adapter_notes
 
 NATIVE = 32_768
 """Positions of the tiny model."""

@@ -3,11 +3,15 @@ nothing that was not the search's.
 """
 
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
-from highwater.errors import UsageError
+from highwater.errors import MachineError, UsageError
 from highwater.run.node_folder import NodeFolder, NodeReady
+from highwater.run.node_place import MachineShare, meeting
+from highwater.run.node_share import serve
+from highwater.spec.request import Request
 
 READY = NodeReady(host="a", highwater_version="1", device_name="CPU", config_digest="d")
 
@@ -48,3 +52,20 @@ def test_what_somebody_puts_there_meanwhile_is_never_removed(tmp_path: Path) -> 
     (tmp_path / "meet" / "notes.txt").write_text("mine")
     first.dissolve()
     assert [path.name for path in (tmp_path / "meet").iterdir()] == ["notes.txt"]
+
+
+def test_machines_that_are_unlike_are_let_go_and_the_folder_is_gone(tmp_path: Path) -> None:
+    path = tmp_path / "meet"
+    _, second = both(path)
+    serving = Thread(target=serve, args=(second, READY))
+    serving.start()
+    request = Request(model="tiny", nodes=2, node_rank=0, rendezvous=str(path))
+    share = MachineShare(device="cpu", gpus=1, config_digest="another")
+    with (
+        pytest.raises(MachineError, match=r"^machine 1, a, has the highwater 1,"),
+        meeting(request, share),
+    ):
+        pass
+    serving.join(timeout=10)
+    assert not serving.is_alive()
+    assert not path.exists()

@@ -1,12 +1,14 @@
 """What a training refuses before it reads any data, and what it says of data that it evaluates."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import highwater
-from highwater.errors import UsageError
+from highwater.cli.app import main
+from highwater.errors import EXIT_USER, UsageError
 from highwater.run.training_ranks import own_folder
 
 
@@ -55,3 +57,34 @@ def test_a_run_below_a_file_is_offered_a_folder_that_can_be_made(
     with own_folder(offered):
         assert offered.is_dir()
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["dry_run", "max_length", "runner", "trainer"])
+def test_a_keyword_of_searches_is_refused_by_its_name(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"^{name} is a setting of searches") as refused:
+        train(tmp_path, **{name: None})
+    assert refused.value.hint == f"leave `{name}` out"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("line", ["dry_run: true", "runner: ray", "trainer: trl"])
+def test_a_file_that_names_another_run_than_the_engines_is_refused(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "study.yaml").write_text(f"{line}\n")
+    (tmp_path / "data.jsonl").write_text('{"text": "a text"}\n')
+    files = ("--config", tmp_path / "study.yaml", "--data", tmp_path / "data.jsonl")
+    numbers = ("--length", 256, "--steps", 2, "--memory", "1GiB", "--device", "cpu")
+    words = ("train", "tiny", *files, *numbers, "--output", tmp_path / "run")
+    assert main([*map(str, words)]) == EXIT_USER
+    assert f"leave `{line.partition(':')[0]}` out" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_was_removed_meanwhile_hides_no_error(tmp_path: Path) -> None:
+    def remove_and_stop() -> None:
+        shutil.rmtree(tmp_path / "run")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), own_folder(tmp_path / "run"):
+        remove_and_stop()

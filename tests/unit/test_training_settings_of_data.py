@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from highwater.memory.formula.formula import likely_footprint
-from highwater.recommendation.training_settings import chosen_trial, data_notes
+from highwater.recommendation.training_notes import data_notes
+from highwater.recommendation.training_settings import chosen_trial
 from highwater.run.probe import probe
 from highwater.spec.corpus import Corpus
 from highwater.spec.model import load_model

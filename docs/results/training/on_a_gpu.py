@@ -4,9 +4,9 @@ steps over a histogram of lengths, speed beside that of a step alone, 200 steps 
     python docs/results/training/on_a_gpu.py CASE... --out FOLDER >> RECORD
     python docs/results/training/on_a_gpu.py --table
 
-``RECORD`` is ``docs/results/training/on_a_gpu.jsonl``. Each case prints a line of JSON, and one that
-fails a line that says why. ``same-rows``, ``export`` and ``stopped`` come after ``histogram``, in
-the same folder. On the CPU ``--small`` tries the script itself, with a small model and short
+``RECORD`` is ``docs/results/training/on_a_gpu.jsonl``. Each case prints a line of JSON, and one
+that fails a line that says why. ``same-rows``, ``export`` and ``stopped`` come after ``histogram``,
+in the same folder. On the CPU ``--small`` tries the script itself, with a small model and short
 documents.
 """
 

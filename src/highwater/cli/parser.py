@@ -1,11 +1,20 @@
 """Parser: a grammar whose errors are errors like all others, and whose help ends with examples."""
 
 import argparse
+import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from highwater.errors import UsageError
+
+_WRONG_VALUE = re.compile(
+    r"argument (?P<flag>-\S+): invalid (?:(?P<kind>\w+) value: |choice: )"
+    r"(?P<quote>['\"])(?P<value>.*)(?P=quote)(?: \(choose from .*\))?",
+    re.DOTALL,
+)
+"""What argparse says of a flag whose value is not of its type, or not one of its words."""
+_KINDS = {"int": "a whole number", "float": "a number"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -31,9 +40,30 @@ class Parser(argparse.ArgumentParser):
         return self.examples[0]
 
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse would print."""
+        """Raise what argparse would print, in words where a flag's value is wrong."""
+        wrong = _WRONG_VALUE.fullmatch(message)
+        if wrong is not None:
+            raise self._wrong_value(wrong["flag"], wrong["value"], kind=wrong["kind"])
         raise UsageError(
             message, hint=f"for example `{self.example}`; `{self.prog} --help` lists every flag"
+        )
+
+    def _wrong_value(self, flag: str, value: str, *, kind: str | None) -> UsageError:
+        """``flag`` as argparse names it: ``-o/--output``. ``kind``: the type that it has; None
+        where it is one of several words.
+        """
+        name = flag.rpartition("/")[2]
+        if kind is not None:
+            what = _KINDS.get(kind, f"a {kind}")
+            return UsageError(
+                f"{name} takes {what}, and {value!r} is none",
+                hint=f"for example `{self.example}`; `{self.prog} --help` lists every flag",
+            )
+        (action,) = (each for each in self._actions if flag == "/".join(each.option_strings))
+        words = [str(each) for each in action.choices or ()]
+        near = get_close_matches(value, words, n=1, cutoff=0.5) or words[:1]
+        return UsageError(
+            f"{name} {value!r} is not one of {', '.join(words)}", hint=f"use `{name} {near[0]}`"
         )
 
     def flags(self) -> list[str]:

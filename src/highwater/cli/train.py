@@ -17,6 +17,7 @@ from highwater.pages.training_tables import (
     training_answer,
     training_table,
 )
+from highwater.recommendation.training_notes import has_lost_base
 from highwater.run.node_place import node_of
 from highwater.spec.settings import Settings
 from highwater.spec.training_request import TrainingRequest, TrainingResult
@@ -58,7 +59,7 @@ def train(arguments: argparse.Namespace) -> int:
     console.answer(training_answer(prepared.spec, result))
     console.answer("")
     console.answer_table(training_table(result))
-    if not training.has_lost_base(prepared.spec.trial):
+    if not has_lost_base(prepared.spec.trial):
         console.next_command(_next(result.model_directory or "", prepared.spec.trial.settings))
     return EXIT_ANSWERED
 

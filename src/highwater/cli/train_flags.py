@@ -26,8 +26,8 @@ _FIELDS = {
     "resume_from": "resume_from",
     "seed": "seed",
 }
-"""Fields of a training request by the names in which flags are kept: some of those that a trial has
-mean something else there."""
+"""Fields of a training request by the names of their parsed flags, which differ where a search's
+flag of that name means something else."""
 
 
 def add_train_flags(parser: argparse.ArgumentParser) -> None:

@@ -2,6 +2,7 @@
 elsewhere.
 """
 
+import math
 import sys
 import time
 from collections.abc import Callable, Generator
@@ -117,6 +118,9 @@ def _line(said: TrainingProgress, done_steps: int) -> str:
     steps = said.step - done_steps
     left = ""
     if steps > 0 and said.seconds:
-        left = f", about {format_seconds(said.seconds / steps * (said.steps - said.step))} left"
+        left_s = math.ceil(said.seconds / steps * (said.steps - said.step))
+        left = (
+            f", about {left_s} s left" if left_s < 60 else f", about {format_seconds(left_s)} left"
+        )
     figures = ", ".join(_figures(msgspec.structs.replace(said, evaluation_loss=None)))
     return f"step {said.step} of {said.steps}: {figures}{left}"

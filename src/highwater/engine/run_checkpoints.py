@@ -40,18 +40,22 @@ from highwater.errors import HighwaterError, MachineError, UsageError
 from highwater.parallel.fsdp2 import local_shard
 from highwater.parallel.mesh import copies
 from highwater.spec.codec import from_json, to_json
-from highwater.spec.training import BestCheckpoint, RunState
+from highwater.spec.training import (
+    CHECKPOINTS,
+    STATE_FILE,
+    BestCheckpoint,
+    RunState,
+    checkpoint_name,
+    checkpoint_step,
+)
 from highwater.units import format_bytes
 
-FOLDER = "checkpoints"
-"""Name of the folder of checkpoints in a run's own."""
-STATE_FILE, BEST_FILE = "state.json", "best.json"
+BEST_FILE = "best.json"
 MODEL_FOLDERS = ("model", "critic")
 """Folders of the trained models' shards, in the order of ``Training.trained``."""
 PARTIAL, ASIDE = ".partial", ".set-aside"
 """Ends of the names of folders that are being written or removed, and of checkpoints after the one
 that a run went back to."""
-_NAME = re.compile(r"step-(\d{6,})")
 _OWN_FILE = re.compile(
     rf"(?:{'|'.join(MODEL_FOLDERS)})/(?:__\d+_\d+\.distcp|\.metadata(?:\.tmp)?|{INDEX_FILE})"
     rf"|(?:{STATE_FILE}|{MANIFEST_FILE})(?:\.tmp)?"
@@ -65,7 +69,7 @@ class RunCheckpoints:
 
     def __init__(self, run_directory: Path) -> None:
         """``run_directory``: what the run writes, absolute; made when something is saved."""
-        self.folder = run_directory / FOLDER
+        self.folder = run_directory / CHECKPOINTS
 
     def latest(self) -> Path | None:
         """The checkpoint of the latest step, whole or damaged; None where there is none."""
@@ -88,7 +92,7 @@ class RunCheckpoints:
         Raises MachineError, on all ranks, where the disk does not take it: the checkpoints before
         it stay, and nothing is left of this one. UsageError where another run's are there.
         """
-        mesh, target = training.mesh, self.folder / _name_of(state.step)
+        mesh, target = training.mesh, self.folder / checkpoint_name(state.step)
         if self._is_saved(target, state, mesh):
             return target
         partial = target.with_name(target.name + PARTIAL)
@@ -156,7 +160,7 @@ class RunCheckpoints:
             if others:
                 raise UsageError(
                     f"{others[0]} is not of this run, which is at step {state.step}",
-                    hint="write to another folder, or go on from what is there: `--resume`",
+                    hint=f"use another folder: `--output {shlex.quote(f'{self.folder.parent}-2')}`",
                 )
         if gathered(target.is_dir(), mesh)[0]:
             with suppress(UsageError):
@@ -264,7 +268,7 @@ class RunCheckpoints:
         return [
             path
             for path in self.folder.iterdir()
-            if _NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+            if checkpoint_step(path.name) is not None and path.is_dir() and not path.is_symlink()
         ]
 
     def _set_aside(self, checkpoints: Sequence[Path]) -> None:
@@ -285,7 +289,7 @@ class RunCheckpoints:
         latest = max(states, key=lambda state: state.step, default=None)
         evaluated = [
             BestCheckpoint(
-                checkpoint=_name_of(state.step), step=state.step, loss=state.evaluation_loss
+                checkpoint=checkpoint_name(state.step), step=state.step, loss=state.evaluation_loss
             )
             for state in states
             if state.evaluation_loss is not None
@@ -318,7 +322,8 @@ class RunCheckpoints:
         if not self.folder.is_dir():
             return
         for path in self.folder.iterdir():
-            is_named = path.name.endswith(PARTIAL) and _NAME.fullmatch(path.name[: -len(PARTIAL)])
+            name = path.name.removesuffix(PARTIAL)
+            is_named = name != path.name and checkpoint_step(name) is not None
             if is_named and _is_ours(path, _OWN_FILE.fullmatch):
                 shutil.rmtree(path)
 
@@ -375,11 +380,7 @@ def _is_ours(folder: Path, is_own_file: Callable[[str], object]) -> bool:
     )
 
 
-def _name_of(step: int) -> str:
-    return f"step-{step:06}"
-
-
 def _step_of(path: Path) -> int:
-    found = _NAME.fullmatch(path.name)
-    assert found is not None, "a checkpoint has a checkpoint's name"
-    return int(found[1])
+    step = checkpoint_step(path.name)
+    assert step is not None, "a checkpoint has a checkpoint's name"
+    return step

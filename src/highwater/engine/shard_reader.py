@@ -8,7 +8,6 @@ where such ranges overlap. One saved piece at a time is in host memory.
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
 import torch
@@ -84,12 +83,7 @@ class ShardReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for file in self._open.values():
             file.close()
 

@@ -12,7 +12,6 @@ import resource
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -218,13 +217,8 @@ class Trainer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
             self.close()
         elif not self._closed and self.spec.layout.gpus == 1:
             # of several, the others may wait in a collective: whoever started them ends them

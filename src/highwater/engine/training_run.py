@@ -15,23 +15,16 @@ import msgspec
 import torch
 
 from highwater.engine.agreement import gathered
-from highwater.engine.corpus.evaluation_rows import evaluation_rows
-from highwater.engine.corpus.step_plan import StepPlan
-from highwater.engine.corpus.store import OpenCorpus, open_corpus
-from highwater.engine.data import Batch, pack
-from highwater.engine.evaluation import evaluate
 from highwater.engine.export import export
-from highwater.engine.rank_context import RankContext
 from highwater.engine.rank_run import RankRun
 from highwater.engine.run_checkpoints import RunCheckpoints
 from highwater.engine.step import Training
+from highwater.engine.training_rows import OwnRow, TrainingRows
 from highwater.errors import UsageError
 from highwater.parallel.fsdp2 import local_shard
 from highwater.parallel.mesh import total
 from highwater.spec.codec import to_json
-from highwater.spec.corpus import Corpus
 from highwater.spec.hyperparameters import Hyperparameters
-from highwater.spec.model import load_model
 from highwater.spec.training import RunState, TrainingProgress, TrainingSpec, run_digest
 
 _MOST_NAMED = 4
@@ -63,7 +56,7 @@ class TrainingRun(RankRun):
         if self._state.step == 0:
             self._refuse_broken_model(training)
         self.divide_budget(training, context)
-        rows = _StepRows(spec, context)
+        rows = TrainingRows(spec, context)
         if self._state.step == 0 and not self._state.evaluations:
             self._evaluate_if_due(training, rows, is_first=True)
         while self._state.step < spec.steps and not self._has_to_stop(training):
@@ -91,7 +84,7 @@ class TrainingRun(RankRun):
                 f"{self.training_spec.output_directory} has checkpoints of another training",
                 hint=f"use `--output {self.training_spec.output_directory}-2`",
             )
-        self._state = with_comparable_best(state, self.training_spec.evaluation)
+        self._state = _without_other_best(state, self.training_spec)
         self._keep_lines_up_to(state.step)
         sys.stdout.write(f"goes on after step {state.step}\n")
 
@@ -100,7 +93,7 @@ class TrainingRun(RankRun):
         if self.report.rank == 0 and self.spec.statistics is not None:
             keep_lines_up_to(Path(self.spec.statistics.path), step=step)
 
-    def _train(self, training: Training, batches: Sequence["_OwnRow"], step: int) -> None:
+    def _train(self, training: Training, batches: Sequence[OwnRow], step: int) -> None:
         self.where.enter("data")
         self._say(phase="training")
         _set_rate(training, self.spec.hyperparameters.learning_rate, self.training_spec, step)
@@ -155,7 +148,7 @@ class TrainingRun(RankRun):
         return f"the last checkpoint is {latest.name}" if latest else "there is no checkpoint yet"
 
     def _evaluate_if_due(
-        self, training: Training, rows: "_StepRows", *, is_first: bool = False
+        self, training: Training, rows: TrainingRows, *, is_first: bool = False
     ) -> None:
         """Evaluate before the first step, when it is due, and after the last one; note the best."""
         spec, step = self.training_spec, self._state.step
@@ -239,86 +232,6 @@ class TrainingRun(RankRun):
         self._on_progress(to_json(self._progress))
 
 
-class _OwnRow:
-    """A rank's share of one micro-batch, and what is in the whole."""
-
-    def __init__(self, batch: Batch, names: tuple[str, ...]) -> None:
-        self.batch = batch
-        self.names = names
-
-
-class _StepRows:
-    """The micro-batches of this rank, of any step."""
-
-    def __init__(self, spec: TrainingSpec, context: RankContext) -> None:
-        self._context = context
-        self._ranks = spec.trial.layout.data_parallel_degree
-        self._row_tokens = spec.trial.length_tokens * spec.trial.sequences
-        self._corpus = _opened(spec, spec.corpus.directory)
-        self._plan = StepPlan(
-            self._corpus.lengths,
-            self._corpus.units,
-            row_tokens=self._row_tokens,
-            micro_batches=spec.micro_batches,
-            seed=spec.trial.seed,
-            spread_units=spec.trial.settings.traits.advantages == "groups",
-        )
-        self._evaluation = (
-            None if spec.evaluation is None else _opened(spec, spec.evaluation.directory)
-        )
-
-    def of_step(self, step: int) -> list[_OwnRow]:
-        """This rank's of a step; data ranks take turns in those of the whole."""
-        return [
-            self._row(self._corpus, documents)
-            for documents in self._plan.step(step)[self._context.data_rank :: self._ranks]
-        ]
-
-    def evaluate(self, training: Training) -> float | None:
-        """The mean loss over the corpus that is evaluated, each document once; None where it has
-        none.
-
-        Data ranks take turns in its rows. Those that are left over, fewer than ranks, every rank
-        evaluates whole: shards are gathered for as many rows on each.
-        """
-        if self._evaluation is None:
-            return None
-        rows = evaluation_rows(
-            self._evaluation.lengths, self._evaluation.units, row_tokens=self._row_tokens
-        )
-        even = len(rows) - len(rows) % self._ranks
-        own, left = rows[:even][self._context.data_rank :: self._ranks], rows[even:]
-        total_loss, counted = 0.0, 0.0
-        for part, copies in ((own, 1), (left, self._ranks)):
-            if part:
-                batches = [self._row(self._evaluation, documents).batch for documents in part]
-                found = evaluate(training, batches)
-                if found.loss is not None:
-                    total_loss += found.loss * found.counted / copies
-                    counted += found.counted / copies
-        return total_loss / counted if counted else None
-
-    def _row(self, corpus: OpenCorpus, documents: Sequence[int]) -> _OwnRow:
-        whole = pack([corpus.document(number) for number in documents])
-        names = tuple(corpus.name_of(number) for number in documents)
-        return _OwnRow(self._context.share_of(whole), names)
-
-
-def _opened(spec: TrainingSpec, directory: str) -> OpenCorpus:
-    """An open corpus; raises UsageError for documents that a ring cannot share."""
-    corpus = open_corpus(Path(directory))
-    window_tokens = load_model(spec.trial.model_directory).shape.window_tokens
-    longest = corpus.summary.longest_tokens
-    if window_tokens is None or spec.trial.layout.ring_degree == 1 or longest <= window_tokens:
-        return corpus
-    raise UsageError(
-        f"a document of {longest:,} tokens is past the sliding window of {window_tokens:,} in "
-        f"which {spec.trial.model_name} attends, and a ring shares only what all layers attend to "
-        "whole",
-        hint="use `--ulysses` in the place of `--ring`",
-    )
-
-
 def _set_rate(training: Training, rate: float, spec: TrainingSpec, step: int) -> None:
     """Give every optimizer the learning rate of a step."""
     for _, optimizer in training.trained:
@@ -334,7 +247,7 @@ class _Broken(NamedTuple):
     every: tuple[str, ...]
 
 
-def _broken_in(training: Training, rows: Sequence[_OwnRow]) -> _Broken:
+def _broken_in(training: Training, rows: Sequence[OwnRow]) -> _Broken:
     """Which documents of a step broke, on all ranks."""
     broken: list[str] = []
     for row, tokens in zip(rows, training.record.tokens, strict=False):
@@ -350,11 +263,12 @@ def _some_of(names: Sequence[str]) -> str:
     return f"{', '.join(names[:_MOST_NAMED])}{more}"
 
 
-def with_comparable_best(state: RunState, evaluation: Corpus | None) -> RunState:
-    """The state that a run goes on from, without a best evaluation of another corpus than it has
-    now: losses over the two do not compare.
+def _without_other_best(state: RunState, spec: TrainingSpec) -> RunState:
+    """The state that a run goes on from, without a best evaluation of another corpus: losses over
+    that one do not compare with those to come.
     """
-    if evaluation is None or state.evaluation_digest in (None, evaluation.digest):
+    digest = None if spec.evaluation is None else spec.evaluation.digest
+    if digest is None or state.evaluation_digest in (None, digest):
         return state
     return msgspec.structs.replace(state, best_step=None, best_loss=None)
 

@@ -13,7 +13,6 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
 import torch
@@ -128,14 +127,9 @@ class PretrainedDirectory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._close_file()
-        if error is None:
+        if kind is None:
             self._write_index()
 
     def _put(self, data: bytes | memoryview) -> None:

@@ -16,11 +16,9 @@ from highwater.memory.formula.formula import likely_footprint
 from highwater.memory.trainers import calibration_of, with_steps
 from highwater.recommendation.recommend import recommend
 from highwater.spec.bounds import MOST_GPUS
-from highwater.spec.corpus import Corpus
 from highwater.spec.declared_settings import TOPICS
 from highwater.spec.hardware import Machine
 from highwater.spec.ladder import simplicity
-from highwater.spec.model import load_model
 from highwater.spec.plan import plan, plan_trial
 from highwater.spec.request import Request
 from highwater.spec.settings import Settings
@@ -29,7 +27,7 @@ from highwater.spec.trainer import OURS
 from highwater.spec.training_request import RECOMMENDED, TrainingRequest
 from highwater.spec.trial import PROMPT_TOKENS, TrialSpec
 from highwater.store.journal import read_study
-from highwater.units import format_bytes, format_tokens
+from highwater.units import MIB, format_bytes, format_tokens
 
 _OF_WHAT_IS_TRAINED = (
     *("objective", "critic", "entropy", "optimizer", "parameters", "rope"),
@@ -108,34 +106,6 @@ def _on_one_machine(request: Request) -> Request:
             )
         shares[name] = tuple(count // nodes for count in counts)
     return msgspec.structs.replace(request, nodes=1, node_rank=None, rendezvous=None, **shares)
-
-
-def data_notes(chosen: ChosenTrial, corpus: Corpus) -> tuple[str, ...]:
-    """What a corpus takes of memory that a study has not measured: a trial's sequence begins with
-    a prompt, of whose tokens the full loss makes no logits, and a text is trained from its
-    beginning.
-    """
-    if not chosen.has_prompts:
-        return ()
-    spec, predicted = chosen.spec, chosen.predicted
-    row_tokens = spec.length_tokens * spec.sequences
-    prompts_tokens = min(PROMPT_TOKENS, spec.length_tokens // 2) * spec.sequences
-    is_prompted = corpus.trained_tokens * row_tokens <= corpus.tokens * (
-        row_tokens - prompts_tokens
-    )
-    if spec.settings.loss != "full" or is_prompted:
-        return ()
-    element_bytes = 2 if spec.device == "cuda" else 4
-    vocab_size = load_model(spec.model_directory).shape.vocab_size
-    more_bytes = element_bytes * vocab_size * prompts_tokens // spec.layout.context_degree
-    if more_bytes <= predicted.headroom_bytes:
-        return ()
-    return (
-        f"up to {format_bytes(more_bytes)} more of logits than predicted, and "
-        f"{format_bytes(predicted.headroom_bytes)} are left: this data is trained from its "
-        f"beginning, a trial's sequence after a prompt of {format_tokens(prompts_tokens)} tokens; "
-        "`--loss chunked` in the place of `--settings` takes none of them",
-    )
 
 
 def named_settings(request: Request) -> tuple[str, ...]:
@@ -253,7 +223,7 @@ def _recommended(
         question = _question(request, machine, spec, candidate.cell)
         if _may_fit(_predicted(question, machine)):
             return candidate.cell
-    words = f"highwater recommend {request.model} --length {asked.length}"
+    words = f"highwater recommend {shlex.quote(request.model)} --length {asked.length}"
     raise MachineError(
         f"{format_tokens(asked.length_tokens)} tokens do not fit on {spec.layout.gpus} of these "
         "GPUs with any settings, predicted",
@@ -273,13 +243,20 @@ def _simplest_here(request: Request, machine: Machine, spec: TrialSpec) -> Cell:
         max_length=spec.length_tokens,
     )
     cells: Sequence[Cell] = sorted(plan(every, machine).question.cells, key=simplicity)
+    lacks: list[int] = []
     for cell in cells:
-        if _may_fit(_predicted(_question(request, machine, spec, cell), machine)):
+        predicted = _predicted(_question(request, machine, spec, cell), machine)
+        if _may_fit(predicted):
             return cell
+        lacks.append(predicted.lacks_bytes or 0)
+    budget_bytes = spec.memory_budget_bytes or 0
+    needed_mib = -(-(budget_bytes + min(lacks)) // MIB)
+    is_there = needed_mib * MIB <= machine.host_memory_total_bytes // spec.layout.gpus
     raise MachineError(
-        f"{format_tokens(spec.length_tokens)} tokens do not fit into "
-        f"{format_bytes(spec.memory_budget_bytes or 0)} of a process, predicted",
-        hint="use a larger `--memory`, or a smaller `--length`",
+        f"{format_tokens(spec.length_tokens)} tokens do not fit into {format_bytes(budget_bytes)} "
+        f"of a process, predicted: {format_bytes(min(lacks))} are lacking",
+        hint=(f"use `--memory {needed_mib}MiB`, or " if is_there else "use ")
+        + "a smaller `--length`, or a smaller model",
     )
 
 

@@ -29,13 +29,14 @@ class Feature(Record, frozen=True, kw_only=True):
 
 
 _FREE = "predict, recommend, guide, emit, show, report, profile"
-_TRIALS = "find, try, bench attention, predict --exact"
+_TRIALS = "find, try, train, bench attention, predict --exact"
 _HUB = "models by any id of the Hub"
 _OF_TRIALS = (
-    ("find and try --lora", "lora", ("peft",)),
-    ("find and try --lora-base nf4", "qlora", ("peft", "bitsandbytes")),
-    ("find and try --optimizer adamw-8bit, adamw-bf16", "low-bit", ("torchao",)),
-    ("find and try --tensorboard", "tensorboard", ("tensorboard",)),
+    ("find, try and train --lora", "lora", ("peft",)),
+    ("find, try and train --lora-base nf4", "qlora", ("peft", "bitsandbytes")),
+    ("find, try and train --optimizer adamw-8bit, adamw-bf16", "low-bit", ("torchao",)),
+    ("find, try and train --tensorboard", "tensorboard", ("tensorboard",)),
+    ("train on Parquet and saved datasets", "data", ("datasets",)),
     ("find and try --runner ray", "ray", ("ray",)),
 )
 """What trials do with one package more, or two: the flags, the extra, the packages."""

@@ -74,7 +74,7 @@ class MachineShare(NamedTuple):
 
 
 @contextmanager
-def gathered(request: Request, share: MachineShare) -> Generator[NodeFolder | None]:
+def meeting(request: Request, share: MachineShare) -> Generator[NodeFolder | None]:
     """The folder of all machines, which have come by then and are let go at the end; None where
     there is this one alone.
     """
@@ -87,8 +87,11 @@ def gathered(request: Request, share: MachineShare) -> Generator[NodeFolder | No
             f"machine {folder.node} runs its share of what the first one asks, and asks nothing",
             hint=f"type the command there, with `--node-rank {folder.node}`",
         )
-    await_nodes(folder, _ready(request, share))
+    ready = _ready(request, share)
+    folder.refuse_used()
+    folder.enter(ready)
     try:
+        await_nodes(folder, ready)
         yield folder
     finally:
         folder.dissolve()

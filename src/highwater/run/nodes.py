@@ -67,12 +67,10 @@ def ready_here(
 
 
 def await_nodes(folder: NodeFolder, ready: NodeReady, *, within_s: float = COME_S) -> None:
-    """Enter the folder as the machine that searches, and wait until all have come.
+    """Wait until all machines have come to the folder, in which this one is ``ready``.
 
     Raises MachineError where one has not, or is not like this one.
     """
-    folder.refuse_used()
-    folder.enter(ready)
     deadline = time.monotonic() + within_s
     waits = list(range(folder.nodes))
     while waits:

@@ -21,7 +21,7 @@ from highwater.run.engine_ranks import (
 )
 from highwater.run.engine_trial import raise_refusal
 from highwater.run.kernel_kills import kernel_kills
-from highwater.run.node_folder import NodeFolder
+from highwater.run.node_folder import NodeFolder, names
 from highwater.run.nodes import RanksAcross
 from highwater.run.private_folder import private_folder
 from highwater.run.ranks import RankShare, read_exits
@@ -34,6 +34,7 @@ from highwater.spec.files import read_file
 from highwater.spec.protocols import TOLD_S
 from highwater.spec.training import TrainingProgress, TrainingSpec
 from highwater.spec.trial import PHASE_FILE, Outcome, RankReport
+from highwater.store.training_folder import TrainingFolder
 from highwater.units import format_bytes, format_tokens
 
 LOG = "training.log"
@@ -65,11 +66,13 @@ def own_folder(directory: Path) -> Generator[None]:
                 f"a training writes into {directory} now",
                 hint=f"wait for it, or use `--output {shlex.quote(f'{directory}-2')}`",
             ) from error
-        yield
+        try:
+            yield
+        finally:  # by whoever has it alone: another came, and was refused
+            if is_new and names(directory) == {_LOCK}:
+                (directory / _LOCK).unlink()
+                directory.rmdir()
     finally:
-        if is_new and [each.name for each in directory.iterdir()] == [_LOCK]:
-            (directory / _LOCK).unlink()
-            directory.rmdir()
         os.close(lock)
 
 
@@ -88,7 +91,9 @@ def run_ranks(
     else ended them, with what to type.
     """
     directory = Path(spec.output_directory)
-    place = trial_place(spec.trial, None, allow_busy=allow_busy, log_directory=directory)
+    place = trial_place(
+        spec.trial, None, allow_busy=allow_busy, log_directory=directory, flag="--output"
+    )
     with place, (directory / LOG).open("ab") as log:
         began_at = log.tell()
         with _started(spec, machines, log) as ranks:
@@ -235,10 +240,8 @@ def _less_memory(spec: TrainingSpec) -> str:
 
 def _goes_on(spec: TrainingSpec) -> str:
     """What the same command does after a failure, in words."""
-    folders = Path(spec.output_directory, "checkpoints").glob("step-*")
-    numbers = (folder.name.removeprefix("step-") for folder in folders)
-    last = max((int(number) for number in numbers if number.isdecimal()), default=None)
-    if last is None:
+    steps = TrainingFolder(Path(spec.output_directory)).checkpoint_steps()
+    if not steps:
         return "the same command begins anew: there is no checkpoint yet"
     without = "" if spec.resume_from is None else " without `--resume-from`"
-    return f"the same command{without} goes on after step {last}"
+    return f"the same command{without} goes on after step {steps[-1]}"

@@ -16,9 +16,15 @@ _RELEASE_S = 60.0
 
 @contextmanager
 def trial_place(
-    spec: TrialSpec, gpus: tuple[str, ...] | None, *, allow_busy: bool, log_directory: Path
+    spec: TrialSpec,
+    gpus: tuple[str, ...] | None,
+    *,
+    allow_busy: bool,
+    log_directory: Path,
+    flag: str = "--log-dir",
 ) -> Generator[None]:
-    """The place of a trial that runs within the block; ``gpus`` as for ``Launcher.launch``.
+    """The place of a trial that runs within the block; ``gpus`` as for ``Launcher.launch``, and
+    ``flag`` names the directory in a hint.
 
     Raises MachineError where somebody else uses its GPUs, unless ``allow_busy``, where the driver
     does not take their memory back, and for files that could not be written.
@@ -30,8 +36,8 @@ def trial_place(
         yield
     except OSError as error:
         raise MachineError(
-            f"a trial could not be started or recorded: {error}",
-            hint=f"make room and check the rights of {log_directory}, or use another `--log-dir`",
+            f"the ranks could not be started, or what they say not recorded: {error}",
+            hint=f"make room and check the rights of {log_directory}, or use another `{flag}`",
         ) from error
     if is_watched:
         await_release(gpus, spec.layout.machine_gpus)

@@ -183,8 +183,9 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
         refuse_past_native(model, request.rope, length_tokens, flag="--length")
     question = plan(_alone(request, machine, length_tokens), machine).question
     cell, *others = question.cells
-    if others:
-        several = [name for name in ("ring", "copies") if len(getattr(request, name)) > 1]
+    degrees = ("ulysses", "ring", "copies")
+    if others or any(len(getattr(request, name)) > 1 for name in degrees):
+        several = [name for name in degrees[1:] if len(getattr(request, name)) > 1]
         words = words_of({"gpus": 1, "ulysses": 1, **dict.fromkeys(several, 1)})
         raise UsageError(
             "one trial runs in one layout, several are named", hint=f"use `{' '.join(words)}`"

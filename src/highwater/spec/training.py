@@ -6,6 +6,7 @@ evaluation, checkpoints.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -175,6 +176,26 @@ def _difference(name: str, was: Any, is_: Any) -> str:
     words = _WORDS.get(name, f"--{name.replace('_', '-')}")
     began, goes_on = ("none" if it is None else str(it).lower() for it in (was, is_))
     return f"{words}: {began} when the run began, {goes_on} now"
+
+
+CHECKPOINTS = "checkpoints"
+"""Name of the folder of checkpoints in a run's own."""
+STATE_FILE = "state.json"
+"""Name of the file of a ``RunState`` in a checkpoint."""
+_CHECKPOINT = re.compile(r"step-([0-9]{6,})")
+
+
+def checkpoint_name(step: int) -> str:
+    """The name of a checkpoint's folder: ``step-000100``."""
+    return f"step-{step:06}"
+
+
+def checkpoint_step(name: str) -> int | None:
+    """The step of the checkpoint whose folder has this name; None: no checkpoint has it, or one
+    that is not whole, or set aside.
+    """
+    found = _CHECKPOINT.fullmatch(name)
+    return None if found is None else int(found[1])
 
 
 class RunState(Record, frozen=True, kw_only=True):

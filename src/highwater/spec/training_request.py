@@ -1,4 +1,6 @@
-"""Training requests: what a user asks of ``highwater train`` beside a trial's settings."""
+"""Training requests: what a user asks of ``highwater train`` beside a trial's settings; and the
+result of the run.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Literal

@@ -22,30 +22,15 @@ _CHUNK = 1 << 16
 """Units whose sizes are Python's numbers at a time."""
 
 
-def pack_rows(
-    units: Units,
-    *,
-    row_tokens: int,
-    rows: int,
-    most_units: int | None,
-    seed: int,
-    epoch: int,
-) -> EpochRows:
+def pack_rows(units: Units, *, row_tokens: int, seed: int, epoch: int) -> EpochRows:
     """The rows of an epoch, in the order in which they are trained.
 
-    ``most_units``: units of ``rows`` rows together, at the most. Raises UsageError where a unit is
-    larger than a row, or rows may not have one each.
+    Raises UsageError where a unit is larger than a row.
     """
     sizes = units.sizes
     _refuse_large(units, sizes, row_tokens)
-    most = None if most_units is None else most_units // rows
-    if most == 0:
-        raise UsageError(
-            f"{rows} rows a step, and {most_units} documents or pairs at the most",
-            hint=f"use `--rows {most_units}`",
-        )
     order = shuffled(units.total, seed, epoch, 0)
-    row_of = _best_fit(sizes, order, row_tokens, most)
+    row_of = _best_fit(sizes, order, row_tokens)
     count = int(row_of.max()) + 1
     place = np.empty(count, np.int64)
     place[shuffled(count, seed, epoch, 1)] = np.arange(count)
@@ -55,13 +40,12 @@ def pack_rows(
 
 
 def _best_fit(
-    sizes: NDArray[np.int64], order: NDArray[np.int64], row_tokens: int, most: int | None
+    sizes: NDArray[np.int64], order: NDArray[np.int64], row_tokens: int
 ) -> NDArray[np.int64]:
     """The row of each unit in this order, rows numbered as they are opened."""
     row_of = np.empty(len(order), np.int64)
     smallest = int(sizes.min())
     open_rows: list[int] = []  # ascending: the room in each, and its number in the lower bits
-    counts: dict[int, int] = {}
     opened = 0
     for start in range(0, len(order), _CHUNK):
         chunk: list[int] = sizes[order[start : start + _CHUNK]].tolist()
@@ -75,10 +59,6 @@ def _best_fit(
             number = room & ((1 << _NUMBER_BITS) - 1)
             row_of[at] = number
             room -= size << _NUMBER_BITS
-            if most is not None:
-                counts[number] = counts.get(number, 0) + 1
-                if counts[number] == most:
-                    continue
             if room >> _NUMBER_BITS >= smallest:
                 insort(open_rows, room)
                 if len(open_rows) > _OPEN_ROWS:
@@ -106,5 +86,5 @@ def _refuse_large(units: Units, sizes: NDArray[np.int64], row_tokens: int) -> No
         )
     raise UsageError(
         f"documents of {size:,} tokens that belong together, and a row of {row_tokens:,}",
-        hint=f"train rows that hold a pair: `--sequences {-(-size // row_tokens)}`",
+        hint=f"train rows that hold a pair: `--sequences-per-micro-batch {-(-size // row_tokens)}`",
     )

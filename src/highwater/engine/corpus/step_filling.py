@@ -26,15 +26,7 @@ _REPACKED = 2
 """Times that a step is packed anew to make room for one more unit."""
 
 
-def fill_steps(
-    units: Units,
-    *,
-    row_tokens: int,
-    rows: int,
-    most_units: int | None,
-    seed: int,
-    epoch: int,
-) -> EpochRows:
+def fill_steps(units: Units, *, row_tokens: int, rows: int, seed: int, epoch: int) -> EpochRows:
     """The rows of an epoch, all of each step one after the other.
 
     Raises UsageError where a unit is larger than a step, or documents are too few for its rows. An
@@ -43,7 +35,7 @@ def fill_steps(
     _refuse_large(units, row_tokens, rows)
     for number in range(_TRIES):
         order = shuffled(units.total, seed, epoch, number)
-        steps = _Filling(units, row_tokens, rows, most_units).steps(order)
+        steps = _Filling(units, row_tokens, rows).steps(order)
         if steps is not None:
             return _laid_out(steps)
     if epoch == 0:
@@ -53,9 +45,7 @@ def fill_steps(
             "a row would be left empty",
             hint=f"use `--rows {fewest}`",
         )
-    first = fill_steps(
-        units, row_tokens=row_tokens, rows=rows, most_units=most_units, seed=seed, epoch=0
-    )
+    first = fill_steps(units, row_tokens=row_tokens, rows=rows, seed=seed, epoch=0)
     steps = [[first.row(row) for row in range(at, at + rows)] for at in range(0, first.total, rows)]
     return _laid_out([steps[number] for number in shuffled(len(steps), seed, epoch, _TRIES)])
 
@@ -190,10 +180,9 @@ def _none_empty(rows: list[list[Measured]]) -> list[list[Measured]]:
 class _Filling:
     """Fills the steps of one epoch."""
 
-    def __init__(self, units: Units, row_tokens: int, rows: int, most_units: int | None) -> None:
+    def __init__(self, units: Units, row_tokens: int, rows: int) -> None:
         self._units = units
         self._row_tokens, self._rows = row_tokens, rows
-        self._most = most_units if most_units is not None else units.total
 
     def steps(self, order: NDArray[np.int64]) -> list[list[Iterable[int]]] | None:
         """The documents of each row of each step; None where a row would be empty."""
@@ -212,8 +201,6 @@ class _Filling:
         return [[[document for _, document in row] for row in step.final_rows()] for step in steps]
 
     def _takes(self, step: _OpenStep, unit: int) -> bool:
-        if len(step.units) == self._most:
-            return False
         documents = range(int(self._units.starts[unit]), int(self._units.starts[unit + 1]))
         lengths = self._units.lengths
         return step.take(unit, [(int(lengths[number]), number) for number in documents])

@@ -5,12 +5,12 @@ of ranks, which take turns in the rows of a step. A row here is a micro-batch. A
 document once, in an order of its own; its last rows make a step with the first ones of the next, so
 that every step has all of its rows.
 
-How an epoch's units become rows is epoch_rows.py's. An epoch takes some 20 bytes a document while
-it is in use.
+How an epoch's units become rows is row_packing.py's, and step_filling.py's where a unit may be in
+several. An epoch takes some 20 bytes a document while it is in use.
 """
 
 from bisect import bisect_right
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,13 +35,11 @@ class StepPlan:
         row_tokens: int,
         micro_batches: int,
         seed: int,
-        most_units_per_step: int | None = None,
         spread_units: bool = False,
     ) -> None:
         """Plan documents of these ``lengths`` and ``units``, ascending, in steps of
         ``micro_batches`` rows of at most ``row_tokens`` tokens.
 
-        ``most_units_per_step``: a step has no more of them, even if there is room.
         ``spread_units``: documents of a unit may be in several rows of one step, as those of a
         group of rollouts; else one row has all of them, as of a pair. Raises UsageError where a
         unit fits nowhere, or documents are too few for the rows.
@@ -51,8 +49,7 @@ class StepPlan:
         self._units = Units.of(lengths, units)
         self._row_tokens, self._rows = row_tokens, micro_batches
         self._seed = seed
-        self._most_units = most_units_per_step
-        self._pack = fill_steps if spread_units else pack_rows
+        self._spread = spread_units
         self._epoch = lru_cache(maxsize=_KEPT_EPOCHS)(self._packed)
         self._ends = [0]
         """How many rows there are up to the end of each epoch that is known, before the first
@@ -89,11 +86,5 @@ class StepPlan:
             self._ends.append(self._ends[-1] + self._epoch(epoch).total)
 
     def _packed(self, epoch: int) -> EpochRows:
-        return self._pack(
-            self._units,
-            row_tokens=self._row_tokens,
-            rows=self._rows,
-            most_units=self._most_units,
-            seed=self._seed,
-            epoch=epoch,
-        )
+        pack = partial(fill_steps, rows=self._rows) if self._spread else pack_rows
+        return pack(self._units, row_tokens=self._row_tokens, seed=self._seed, epoch=epoch)

@@ -1,0 +1,119 @@
+"""The folder of a run of training, as whoever starts it sees it: what was decided, and how far the
+run came. Its ranks write the rest.
+"""
+
+import shlex
+from itertools import chain, count
+from pathlib import Path
+
+from highwater.errors import UsageError
+from highwater.spec.codec import from_json, to_json
+from highwater.spec.files import CONFIG_BYTES, read_file
+from highwater.spec.training import (
+    CHECKPOINTS,
+    STATE_FILE,
+    RunState,
+    TrainingSpec,
+    checkpoint_name,
+    checkpoint_step,
+    differences,
+)
+from highwater.units import MIB
+
+_SPEC, _MODEL = "training.json", "model"
+_STATE_BYTES = 64 * MIB
+"""Bytes of a state at the most: one of a million steps has 20 MiB."""
+
+
+class TrainingFolder:
+    """One run's folder."""
+
+    def __init__(self, path: str | Path) -> None:
+        """``path`` as it was typed; it need not be there yet."""
+        self.path = Path(path)
+        self.statistics = self.path / "statistics.jsonl"
+        self.tensorboard = self.path / "tensorboard"
+        self.snapshots = self.path / "snapshots"
+        self.corpora = self.path / "corpora"
+        """Corpora of machines that train together, which all see this folder."""
+        self._spec = self.path / _SPEC
+        self._checkpoints = self.path / CHECKPOINTS
+
+    @property
+    def another(self) -> str:
+        """The flag of a folder beside this one."""
+        return f"`--output {shlex.quote(f'{self.path}-2')}`"
+
+    def spec(self) -> TrainingSpec | None:
+        """The run that it has; raises UsageError where it has something else."""
+        if not self._spec.exists():
+            if self.statistics.exists() or self._checkpoints.exists():
+                raise UsageError(
+                    f"{self.path} has a run without its {_SPEC}", hint=f"use {self.another}"
+                )
+            return None
+        try:
+            return from_json(read_file(self._spec, most_bytes=CONFIG_BYTES), TrainingSpec)
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                f"{self._spec} cannot be read: {' '.join(str(error).split())}",
+                hint=f"use {self.another}",
+            ) from error
+
+    def refuse_another(self, before: TrainingSpec | None, spec: TrainingSpec) -> None:
+        """Raise UsageError where the run ``before`` could not go on exactly as this one."""
+        changed = () if before is None else differences(before, spec)
+        if changed:
+            raise UsageError(
+                f"{self.path} has a run that was trained otherwise: {'; '.join(changed)}",
+                hint=f"type what was typed then, or use {self.another}",
+            )
+
+    def keep(self, spec: TrainingSpec) -> None:
+        """Write what was decided, and make the folders that its ranks write into."""
+        beside = self.path / f".{_SPEC}.partial"
+        beside.write_text(to_json(spec), encoding="utf-8")
+        beside.replace(self._spec)
+        if spec.trial.memory_snapshots is not None:
+            self.snapshots.mkdir(exist_ok=True)
+
+    def checkpoint_steps(self) -> list[int]:
+        """The steps of all whole checkpoints, ascending."""
+        folders = (path for path in self._checkpoints.glob("step-*") if path.is_dir())
+        steps = (checkpoint_step(folder.name) for folder in folders)
+        return sorted(step for step in steps if step is not None)
+
+    def last_state(self) -> RunState | None:
+        """The state in the last checkpoint that has one; None where none has."""
+        for step in reversed(self.checkpoint_steps()):
+            path = self._checkpoints / checkpoint_name(step) / STATE_FILE
+            try:
+                return from_json(read_file(path, most_bytes=_STATE_BYTES), RunState)
+            except (OSError, ValueError):
+                continue
+        return None
+
+    def done_steps(self, resume_from: str | None) -> int:
+        """The steps of the checkpoint that a run goes on from, which is there; 0 without one."""
+        if resume_from is not None:
+            return checkpoint_step(resume_from) or 0
+        state = self.last_state()
+        return 0 if state is None else state.step
+
+    def refuse_missing(self, resume_from: str | None) -> None:
+        """Raise UsageError for a checkpoint to go on from that is not there."""
+        steps = self.checkpoint_steps()
+        if resume_from is None or checkpoint_step(resume_from) in steps:
+            return
+        latest = f"use `--resume-from {checkpoint_name(steps[-1])}`" if steps else None
+        raise UsageError(
+            f"there is no checkpoint {resume_from!r} in {self._checkpoints}",
+            hint=latest or "leave `--resume-from` out",
+        )
+
+    def new_model(self, steps: int) -> Path:
+        """Where the model goes: ``model``, or where a shorter run left one ``model-<steps>``, and
+        where that is there, too, ``model-<steps>-2``.
+        """
+        names = chain((_MODEL, f"{_MODEL}-{steps}"), (f"{_MODEL}-{steps}-{n}" for n in count(2)))
+        return next(path for name in names if not (path := self.path / name).exists())
