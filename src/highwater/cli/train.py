@@ -43,18 +43,13 @@ def train(arguments: argparse.Namespace) -> int:
             with training_progress(prepared.spec, done_steps=prepared.done_steps) as listener:
                 result = training.run_training(prepared, on_progress=listener, machines=machines)
         except KeyboardInterrupt as interrupt:
-            stopped = training.stopped_result(prepared)
-            console.talk(stopped_sentence(stopped))
-            then = "begins anew" if stopped is None else "goes on where this stopped"
-            console.next_command(f"{_same_command(arguments, asked, stopped)}  ({then})")
+            _say_stopped(arguments, asked, training.stopped_result(prepared))
             return exit_code_of(interrupt)
     if arguments.json:
         console.answer_json(result)
         return EXIT_ANSWERED if result.status == "done" else EXIT_TERMINATED
     if result.status == "stopped":  # another machine was told to
-        console.talk(stopped_sentence(result))
-        command = _same_command(arguments, asked, result)
-        console.next_command(f"{command}  (goes on where this stopped)")
+        _say_stopped(arguments, asked, result)
         return EXIT_TERMINATED
     console.answer(training_answer(prepared.spec, result))
     console.answer("")
@@ -62,6 +57,19 @@ def train(arguments: argparse.Namespace) -> int:
     if not has_lost_base(prepared.spec.trial):
         console.next_command(_next(result.model_directory or "", prepared.spec.trial.settings))
     return EXIT_ANSWERED
+
+
+def _say_stopped(
+    arguments: argparse.Namespace, asked: TrainingRequest, result: TrainingResult | None
+) -> None:
+    """What is kept, and what the same command does; None: nothing is kept."""
+    console.talk(stopped_sentence(result))
+    then = "goes on where this stopped"
+    if result is None:
+        then = "begins anew"
+    elif result.status == "done":
+        then = "says what it came to"
+    console.next_command(f"{_same_command(arguments, asked, result)}  ({then})")
 
 
 class _Phases:

@@ -42,6 +42,9 @@ def tokenised(
     Raises what the process refused, and MachineError where it failed. When ``ended`` is set, the
     process is ended and TrialEndedError raised.
     """
+    elsewhere = "name another folder: `export XDG_CACHE_HOME=/path`"
+    if parent is not None:
+        elsewhere = "use another `--output`"
     parent = parent or corpus_directory(os.environ)
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +53,7 @@ def tokenised(
     except OSError as error:
         raise MachineError(
             f"no corpus can be made in {parent}: {error}",
-            hint="make room there, or name another folder: `export XDG_CACHE_HOME=/path`",
+            hint=f"make room there, or {elsewhere}",
         ) from error
     if answer.corpus is not None:
         return answer.corpus
