@@ -159,11 +159,11 @@ class Frozen(NamedTuple):
         return self.command.returncode, said
 
 
-def frozen(trained: Trained, mark: str, output: Path) -> Frozen:
+def frozen(trained: Trained, mark: str, output: Path, *more: str) -> Frozen:
     """Start a run, or go on with it, and stop its rank after a further checkpoint."""
     before = latest_of(output)
     command = subprocess.Popen(
-        trained.words(str(output)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        trained.words(str(output), *more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert wait_until(lambda: latest_of(output) > before, within_s=WITHIN_S)
     (rank,) = (
@@ -213,7 +213,7 @@ def test_whatever_ends_a_run_it_goes_on_as_if_it_never_was(
     assert wait_until(lambda: marked(mark) == [], within_s=WITHIN_S)
     assert latest_of(run) == killed.step
 
-    told = frozen(trained, mark, run)
+    told = frozen(trained, mark, run, "--resume-from", f"step-{killed.step:06}")
     told.tell(signal.SIGTERM)
     told.rank.resume()
     code, said = told.end()
@@ -232,14 +232,15 @@ def test_whatever_ends_a_run_it_goes_on_as_if_it_never_was(
     assert f"stopped after step {impatient.step} of {STEPS}" in said
     assert marked(mark) == []
 
-    starved = frozen(trained, mark, run)
+    starved = frozen(trained, mark, run, "--resume-from", f"step-{latest_of(run):06}")
     _, most = resource.prlimit(starved.rank.pid, resource.RLIMIT_DATA)
     resource.prlimit(starved.rank.pid, resource.RLIMIT_DATA, (MIB, most))  # 0 means nothing here
     starved.rank.resume()
     code, said = starved.end()
     assert code == EXIT_MACHINE
     assert "error: the training ran out of memory: rank 0, " in said
-    assert f"`--memory` than 2.00 GiB; the same command goes on after step {latest_of(run)}" in said
+    then = f"the same command without `--resume-from` goes on after step {latest_of(run)}"
+    assert f"`--memory` than 2.00 GiB; {then}" in said
 
     done = subprocess.run(trained.words(str(run)), capture_output=True, text=True, timeout=WITHIN_S)
     assert done.returncode == EXIT_ANSWERED, done.stderr

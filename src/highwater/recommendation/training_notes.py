@@ -22,7 +22,7 @@ def training_notes(
         *chosen.notes,
         *data_notes(chosen, corpus),
         *weights_notes(model, trial.settings, simulated=False),
-        *_adapter_notes(trial),
+        *adapter_notes(trial),
         *corpus.notes,
         *_overlap_notes(asked),
     )
@@ -65,7 +65,7 @@ def has_lost_base(trial: TrialSpec) -> bool:
     return is_adapter and missing_files(Path(trial.model_directory)).weights
 
 
-def _adapter_notes(trial: TrialSpec) -> tuple[str, ...]:
+def adapter_notes(trial: TrialSpec) -> tuple[str, ...]:
     """What adapters alone do not say of the model that they belong to."""
     settings = trial.settings
     if settings.lora is None or settings.lora_merged:

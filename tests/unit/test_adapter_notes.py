@@ -1,0 +1,41 @@
+"""What is said of a training whose adapters alone are saved."""
+
+import msgspec
+import pytest
+
+from highwater.recommendation.training_notes import adapter_notes
+from highwater.recommendation.training_settings import chosen_trial
+from highwater.run.probe import probe
+from highwater.spec.request import request_from
+from highwater.spec.training_request import TrainingRequest
+from highwater.spec.trial import TrialSpec
+
+NATIVE = 32_768
+"""Positions of the tiny model."""
+
+
+def trial(length_tokens: int, **settings: object) -> TrialSpec:
+    request = request_from({"model": "tiny", "device": "cpu", "memory": "2GiB"}, keywords=True)
+    asked = TrainingRequest(data=("data.jsonl",), length=256, steps=1, output="run")
+    chosen = chosen_trial(request, asked, probe()).spec
+    return msgspec.structs.replace(
+        chosen,
+        length_tokens=length_tokens,
+        settings=msgspec.structs.replace(chosen.settings, **settings),
+    )
+
+
+@pytest.mark.parametrize(
+    ("length_tokens", "settings", "is_noted"),
+    [
+        (2 * NATIVE, {"lora": 4}, True),
+        (NATIVE, {"lora": 4}, False),
+        (2 * NATIVE, {"lora": 4, "lora_merged": True, "save_hf": "last"}, False),
+        (2 * NATIVE, {}, False),
+    ],
+)
+def test_adapters_that_are_trained_with_yarn_are_said_not_to_have_it(
+    length_tokens: int, settings: dict[str, object], is_noted: bool
+) -> None:
+    notes = adapter_notes(trial(length_tokens, **settings))
+    assert any("the YaRN of factor 2 that" in note for note in notes) == is_noted
