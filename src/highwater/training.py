@@ -62,7 +62,9 @@ class PreparedTraining(Record, frozen=True, kw_only=True):
 
     spec: TrainingSpec
     predicted: CellPrediction
-    """What is predicted of its memory."""
+    """What is predicted of its memory, as a trial's."""
+    rows_bytes: int = 0
+    """What its rows take besides."""
     expected_s: float | None
     """Seconds that its steps take, predicted; None: nobody knows."""
     notes: tuple[str, ...]
@@ -200,6 +202,7 @@ def prepare_training(
     return PreparedTraining(
         spec=spec,
         predicted=chosen.predicted,
+        rows_bytes=chosen.rows_bytes,
         expected_s=_expected_s(spec, trial, chosen.predicted),
         notes=training_notes(load_model(request.model), chosen, corpus, asked),
         allow_busy=request.allow_busy,

@@ -9,7 +9,11 @@ import pytest
 from places import NO_GPU, machine_with
 
 from highwater.errors import MachineError, UsageError
-from highwater.recommendation.training_settings import chosen_trial, named_settings
+from highwater.recommendation.training_settings import (
+    ChosenTrial,
+    chosen_trial,
+    named_settings,
+)
 from highwater.spec.request import request_from
 from highwater.spec.training_request import training_request_from
 from highwater.store.journal import read_study
@@ -56,6 +60,20 @@ def test_what_is_predicted_not_to_fit_is_refused_with_the_settings_that_would() 
     with pytest.raises(MachineError, match="do not fit") as refused:
         chosen_trial(on_the_cpu("2GiB"), asked(16384), MACHINE)
     assert "--memory" in refused.value.hint
+
+
+def test_the_rows_of_a_step_are_counted_where_they_lie_in_the_same_memory() -> None:
+    def chosen(memory_bytes: int, rows: int) -> ChosenTrial:
+        request = on_the_cpu(f"{memory_bytes}B", loss="full")
+        return chosen_trial(request, msgspec.structs.replace(asked(4096), rows=rows), MACHINE)
+
+    few, many = (chosen(64 * GIB, rows) for rows in (2, 66))
+    assert few.rows_bytes == 0
+    assert many.rows_bytes == 64 * 4096 * 200
+    enough = few.predicted.device_used_bytes + many.rows_bytes // 2
+    assert chosen(enough, 2)
+    with pytest.raises(MachineError, match="do not fit"):
+        chosen(enough, 66)
 
 
 def test_a_studys_answer_is_taken_for_the_length_that_it_measured() -> None:

@@ -30,9 +30,9 @@ def prediction_lines(prepared: PreparedTraining) -> list[str]:
         f"{corpus.longest_tokens:,}; {_epochs(spec)}",
     ]
     lines += _left_out(spec)
-    predicted = prepared.predicted
+    used_bytes = prepared.predicted.device_used_bytes + prepared.rows_bytes
     lines.append(
-        f"predicted: {format_bytes(predicted.device_used_bytes)} of a {gpus}'s memory"
+        f"predicted: {format_bytes(used_bytes)} of a {gpus}'s memory"
         + (f", {format_seconds(prepared.expected_s)}" if prepared.expected_s else "")
     )
     if prepared.done_steps:

@@ -37,6 +37,12 @@ _OF_WHAT_IS_TRAINED = (
 """Settings that say what is trained, not how: those that are named beside ``--settings``."""
 
 
+_TOKEN_OF_A_ROW_BYTES = 200
+"""Bytes of a token in a row that waits for its turn, measured over 2 to 64 rows of 4,096 tokens."""
+_NEAR = 0.03
+"""Part of a process's memory by which predictions on the CPU are off."""
+
+
 class ChosenTrial(NamedTuple):
     """The trial whose step is trained, and what is known of it beforehand."""
 
@@ -46,6 +52,8 @@ class ChosenTrial(NamedTuple):
     has_prompts: bool = False
     """Whether the prediction is of a trial's sequences, which begin with a prompt that is not
     trained; else every token is taken to be."""
+    rows_bytes: int = 0
+    """Bytes of a step's rows beside what is predicted of a trial's."""
 
 
 def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> ChosenTrial:
@@ -136,16 +144,18 @@ def _question(request: Request, machine: Machine, spec: TrialSpec, cell: Cell) -
 
 
 def _predicted(
-    question: Question, machine: Machine, *, has_prompts: bool = False
+    question: Question, machine: Machine, *, rows: int | None, has_prompts: bool = False
 ) -> CellPrediction:
-    """What a cell takes where every token is trained, or with ``has_prompts`` in a trial."""
+    """What a cell takes where every token is trained, or with ``has_prompts`` in a trial; ``rows``
+    a step, where they are named.
+    """
     limit_bytes = question.memory_budget_bytes or question.device_total_bytes
     if limit_bytes is None:
         raise MachineError(
             "nobody knows the memory that there is", hint="name it: `--memory 80GiB`"
         )
     limit = MemoryLimit(
-        device_bytes=limit_bytes,
+        device_bytes=max(1, limit_bytes - _rows_bytes(question, rows)),
         host_bytes=machine.host_memory_total_bytes if question.device == "cuda" else None,
     )
     known = calibration_of(question, OURS) if question.device == "cuda" else None
@@ -153,6 +163,19 @@ def _predicted(
     formula = partial(likely_footprint, prompt_tokens=prompt_tokens)
     cells = predict_cells(question, limit, formula, known)
     return with_steps(question, cells)[0] if question.device == "cuda" else cells[0]
+
+
+def _rows_bytes(question: Question, rows: int | None) -> int:
+    """What rows beyond those of a trial take on the CPU: all of a step's lie there, and on a GPU's
+    host.
+    """
+    (cell,) = question.cells
+    if rows is None or question.device != "cpu":
+        return 0
+    trial = question.trial(cell, question.grid.start_tokens)
+    own = -(-rows // cell.layout.data_parallel_degree)
+    row_tokens = trial.length_tokens * trial.sequences
+    return _TOKEN_OF_A_ROW_BYTES * row_tokens * max(0, own - trial.micro_batches)
 
 
 def _may_fit(predicted: CellPrediction) -> bool:
@@ -170,10 +193,10 @@ def _checked(
     has_prompts: bool,
 ) -> ChosenTrial:
     question = _question(request, machine, spec, cell)
-    predicted = _predicted(question, machine, has_prompts=has_prompts)
+    predicted = _predicted(question, machine, rows=asked.rows, has_prompts=has_prompts)
     if not _may_fit(predicted):
         lacks = format_bytes(predicted.lacks_bytes or 0)
-        better = _what_fits(request, asked, machine, spec)
+        better = _what_fits(request, asked, machine, spec, lacks_bytes=predicted.lacks_bytes or 0)
         length, label = format_tokens(asked.length_tokens), cell.label_on(spec.device)
         raise MachineError(
             f"{length} tokens do not fit with {label}: {lacks} of a "
@@ -181,17 +204,27 @@ def _checked(
             hint=better,
         )
     spec = msgspec.structs.replace(spec, layout=cell.layout, settings=cell.settings)
-    if not predicted.capacity_tokens:
+    is_near = spec.device == "cpu" and predicted.headroom_bytes < _NEAR * (
+        question.memory_budget_bytes or 0
+    )
+    if not predicted.capacity_tokens or is_near:
         notes = (*notes, "it is tight: predicted to fit, and not by as much as predictions are off")
-    return ChosenTrial(spec, predicted, notes, has_prompts)
+    return ChosenTrial(spec, predicted, notes, has_prompts, _rows_bytes(question, asked.rows))
 
 
-def _what_fits(request: Request, asked: TrainingRequest, machine: Machine, spec: TrialSpec) -> str:
-    """What to type where the named settings do not fit."""
+def _what_fits(
+    request: Request,
+    asked: TrainingRequest,
+    machine: Machine,
+    spec: TrialSpec,
+    *,
+    lacks_bytes: int,
+) -> str:
+    """What to type where the named settings do not fit, for want of so many bytes."""
     try:
         cell = _recommended(request, asked, machine, spec)
     except MachineError as error:
-        return error.hint
+        return error.hint if spec.device == "cuda" else _more_memory(spec, machine, lacks_bytes)
     label = cell.label_on(spec.device)
     return f"use `--settings recommended`, which is {label}, and leave other settings out"
 
@@ -201,7 +234,7 @@ def _recommended(
 ) -> Cell:
     """The simplest cell that is predicted to fit; raises MachineError where none is."""
     if spec.device == "cpu":
-        return _simplest_here(request, machine, spec)
+        return _simplest_here(request, asked, machine, spec)
     of_what = {
         name: getattr(request, name)
         for name in _OF_WHAT_IS_TRAINED
@@ -221,7 +254,7 @@ def _recommended(
         if not candidate.fits or candidate.is_lowered:
             continue
         question = _question(request, machine, spec, candidate.cell)
-        if _may_fit(_predicted(question, machine)):
+        if _may_fit(_predicted(question, machine, rows=asked.rows)):
             return candidate.cell
     words = f"highwater recommend {shlex.quote(request.model)} --length {asked.length}"
     raise MachineError(
@@ -231,7 +264,9 @@ def _recommended(
     )
 
 
-def _simplest_here(request: Request, machine: Machine, spec: TrialSpec) -> Cell:
+def _simplest_here(
+    request: Request, asked: TrainingRequest, machine: Machine, spec: TrialSpec
+) -> Cell:
     """The simplest rung that fits a process on the CPU."""
     usual = Request(model=request.model)
     every = msgspec.structs.replace(
@@ -245,19 +280,25 @@ def _simplest_here(request: Request, machine: Machine, spec: TrialSpec) -> Cell:
     cells: Sequence[Cell] = sorted(plan(every, machine).question.cells, key=simplicity)
     lacks: list[int] = []
     for cell in cells:
-        predicted = _predicted(_question(request, machine, spec, cell), machine)
+        question = _question(request, machine, spec, cell)
+        predicted = _predicted(question, machine, rows=asked.rows)
         if _may_fit(predicted):
             return cell
         lacks.append(predicted.lacks_bytes or 0)
-    budget_bytes = spec.memory_budget_bytes or 0
-    needed_mib = -(-(budget_bytes + min(lacks)) // MIB)
-    is_there = needed_mib * MIB <= machine.host_memory_total_bytes // spec.layout.gpus
+    budget = format_bytes(spec.memory_budget_bytes or 0)
     raise MachineError(
-        f"{format_tokens(spec.length_tokens)} tokens do not fit into {format_bytes(budget_bytes)} "
-        f"of a process, predicted: {format_bytes(min(lacks))} are lacking",
-        hint=(f"use `--memory {needed_mib}MiB`, or " if is_there else "use ")
-        + "a smaller `--length`, or a smaller model",
+        f"{format_tokens(spec.length_tokens)} tokens do not fit into {budget} of a process, "
+        f"predicted: {format_bytes(min(lacks))} are lacking",
+        hint=_more_memory(spec, machine, min(lacks)),
     )
+
+
+def _more_memory(spec: TrialSpec, machine: Machine, lacks_bytes: int) -> str:
+    """What to type where a process on the CPU lacks so much of its memory."""
+    needed_mib = -(-((spec.memory_budget_bytes or 0) + lacks_bytes) // MIB)
+    is_there = needed_mib * MIB <= machine.host_memory_total_bytes // spec.layout.gpus
+    more = f"`--memory {needed_mib}MiB`, or " if is_there else ""
+    return f"use {more}a smaller `--length`, or a smaller model"
 
 
 def _of_study(
