@@ -139,5 +139,5 @@ def test_a_trial_on_the_cpu_refuses_to_record_what_pytorch_does_not_keep(
     problem, hint = refusal(highwater(*words, "--memory-profiler", "0,1"), 2)
     assert problem.startswith("memory_profiler ")
     assert "CPU" in problem
-    assert offered(hint)[0] == ["memory_profiler"]
+    assert offered(hint)[0] == ["--memory-profiler"]
     assert highwater(*words).returncode == 0
