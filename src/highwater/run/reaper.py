@@ -12,7 +12,7 @@ that failed (128 + n for signal n). Options:
     --inherit DIRECTORY   the parent's to remove: removed where the parent is dead by then
     --data-bytes N        what it starts has at most so large a data segment (RLIMIT_DATA), each
     --grace-s N           told to end by SIGTERM, it tells what it started, and kills it N seconds
-                          later, or when it is told once more; at once by SIGINT, or where the
+                          later, or when it is told once more; at once by SIGUSR1, or where the
                           parent died
     --ranks N FOLDER FIRST WORLD STORE
                           N processes of the command, from the rank FIRST on of WORLD; in the folder
@@ -42,7 +42,10 @@ from highwater.run.ranks import Ranks, RankShare
 EXIT_ENDED = 128 + signal.SIGTERM
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_AWAITED = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
+END_AT_ONCE = signal.SIGUSR1
+"""What ends it whatever grace it gives, also before it has begun: SIGINT would not, which a shell
+has ignored by what it starts in the background."""
+_AWAITED = {signal.SIGTERM, signal.SIGINT, END_AT_ONCE, signal.SIGCHLD}
 """Signals that are waited for and never handled.
 
 None can come between two lines and leave somebody behind.
@@ -169,7 +172,7 @@ def _wait_for(pids: Collection[int], *, parent: int, grace_s: float | None) -> E
         if heard is None:
             return ends if has_failed else None
         if heard.si_signo != signal.SIGCHLD:
-            is_at_once = heard.si_signo == signal.SIGINT or os.getppid() != parent
+            is_at_once = heard.si_signo == END_AT_ONCE or os.getppid() != parent
             if grace_s is None or is_told or is_at_once:
                 return None
             is_told, deadline_s = True, time.monotonic() + grace_s

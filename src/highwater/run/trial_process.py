@@ -1,12 +1,12 @@
 """A trial's processes under a reaper, from the side of whoever started it: awaited, and ended."""
 
-import signal
 import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from threading import Event
 
+from highwater.run.reaper import END_AT_ONCE
 from highwater.spec.protocols import TOLD_S, TrialEndedError
 
 _END_S = 30.0
@@ -39,7 +39,7 @@ def end_reaper(process: subprocess.Popen[bytes]) -> None:
 
     A second Ctrl-C meanwhile is heard when that is done, and orphans nothing.
     """
-    process.send_signal(signal.SIGINT)
+    process.send_signal(END_AT_ONCE)
     deadline = time.monotonic() + _END_S
     interrupt: KeyboardInterrupt | None = None
     while process.poll() is None:
