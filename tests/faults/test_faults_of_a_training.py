@@ -52,6 +52,7 @@ each step asks anew."""
 SAME_BUT_FOR_SUMS = 1e-5
 """Float32 sums over rows, in another order."""
 WITHIN_S = 200
+LONG_ROW = 4096
 
 
 class Trained(NamedTuple):
@@ -476,6 +477,33 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused_with_a_place_that_ha
     assert "a run needs" in done.stderr
     assert "2 checkpoints" in done.stderr
     assert Path(flag_in(done.stderr, "--output")).parent.is_dir()
+
+
+def test_the_rows_of_a_step_take_no_more_than_is_predicted_of_them(
+    trained: Trained, tmp_path: Path
+) -> None:
+    """The peaks of steps of 2 and of 64 rows, which differ by what waits for its turn."""
+    config = json.loads((trained.model / "config.json").read_text()) | {"intermediate_size": 64}
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small/config.json").write_text(json.dumps(config))
+    text = json.dumps({"text": "ab" * (LONG_ROW // 2 - 1)}) + "\n"
+    (tmp_path / "long.jsonl").write_text(text * 64)
+    few, many = (
+        trained.train(
+            tmp_path / f"rows-{rows}",
+            model=str(tmp_path / "small"),
+            data=str(tmp_path / "long.jsonl"),
+            length=LONG_ROW,
+            rows=rows,
+            steps=1,
+            loss="chunked",
+        ).peak_bytes
+        for rows in (2, 64)
+    )
+    assert few is not None
+    assert many is not None
+    counted = 200 * LONG_ROW * 62
+    assert counted / 2 < many - few < counted
 
 
 def test_a_length_that_is_predicted_not_to_fit_is_refused_with_settings_that_do(

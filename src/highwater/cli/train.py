@@ -98,11 +98,8 @@ def _same_command(
     """What was typed, but for the checkpoint that it went back to: the run is past that now."""
     words = list(arguments.command_line)
     if asked.resume_from is not None and stopped is not None:
-        if _RESUME_FROM in words:
-            at = words.index(_RESUME_FROM)
-            del words[at : at + 2]
-        else:  # named otherwise, in a file of settings for example: a flag overrides it
-            words += [_RESUME_FROM, f"step-{stopped.step:06}"]
+        at = next(i for i, word in enumerate(words) if word.partition("=")[0] == _RESUME_FROM)
+        del words[at : at + (1 if "=" in words[at] else 2)]
     return shlex.join(words)
 
 
