@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from highwater.errors import HighwaterError, MachineError, UsageError
+from highwater.errors import MachineError, UsageError
 from highwater.run.classify import Ending, failure_of
 from highwater.run.engine_ranks import (
     REPORTS,
@@ -223,7 +223,8 @@ def _raise_failure(spec: TrainingSpec, ending: Ending, interrupt: KeyboardInterr
             hint=f"{_less_memory(spec)}; {goes_on}",
         )
     log = shlex.quote(str(Path(spec.output_directory, LOG)))
-    raise HighwaterError(
+    # What a user's data, function or rate did was a refusal: this is the machines'.
+    raise MachineError(
         f"the training ended: {failed.reason}", hint=f"`tail {log}` shows the rest; {goes_on}"
     )
 
