@@ -170,11 +170,11 @@ def prepare_training(
     """The run of a request: settings chosen, memory and time predicted, data tokenised, and
     compared with what is in its folder; raises HighwaterError for what cannot be.
     """
-    request, chosen = _planned(request, asked)
-    trial = chosen.spec
     folder = TrainingFolder(asked.output)
     before = folder.spec()
     rows = asked.rows or (before.micro_batches if before else None)
+    request, chosen = _planned(request, msgspec.structs.replace(asked, rows=rows))
+    trial = chosen.spec
     folder.refuse_missing(asked.resume_from)
     order = corpus_order(asked.data, trial, asked)
     # Machines that train together all see the run's folder.

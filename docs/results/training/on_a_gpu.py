@@ -13,6 +13,7 @@ documents.
 import argparse
 import json
 import math
+import os
 import random
 import signal
 import statistics
@@ -26,9 +27,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import highwater
+from highwater.spec.allocator_variables import ALLOCATOR_VARIABLES
 from highwater.units import GIB, MIB
 
 RECORD = Path(__file__).with_suffix(".jsonl")
+CHUNKED = ("--loss", "chunked", "--recompute", "all-but-attention")
 WARM = 2
 """Steps that are not timed: kernels are chosen in the first, and optimizer states made."""
 
@@ -54,14 +57,13 @@ class Place(NamedTuple):
 
 def of_a_gpu(folder: Path) -> Place:
     """The shape of Qwen3-0.6B: chunked loss, what attention returns kept."""
-    how = ("--loss", "chunked", "--recompute", "all-but-attention", "--allocator", "expandable")
+    how = (*CHUNKED, "--allocator", "expandable")
     return Place("Qwen3-0.6B", 65_536, 16_384, 50, 200, "cuda", how, folder)
 
 
 def of_the_cpu(folder: Path) -> Place:
     """The same, small."""
-    how = ("--loss", "chunked", "--recompute", "all-but-attention")
-    return Place("tiny", 512, 256, 6, 8, "cpu", how, folder)
+    return Place("tiny", 512, 256, 6, 8, "cpu", CHUNKED, folder)
 
 
 def memory_bytes(place: Place) -> int:
@@ -71,15 +73,9 @@ def memory_bytes(place: Place) -> int:
     low, high = 1, 80 * GIB // (64 * MIB)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if _fits(place, middle * 64 * MIB) else (middle, high)
+        fits = _capacity(place, middle * 64 * MIB) >= place.length
+        low, high = (low, middle) if fits else (middle, high)
     return high * 64 * MIB
-
-
-def _fits(place: Place, budget_bytes: int) -> bool:
-    try:
-        return _capacity(place, budget_bytes) >= place.length
-    except highwater.HighwaterError:
-        return False
 
 
 def _capacity(place: Place, budget_bytes: int) -> int:
@@ -90,9 +86,11 @@ def _capacity(place: Place, budget_bytes: int) -> int:
         micro_batches=1,
         resolution=1024,
         max_length=2 * place.length,
+        offload=False,
         **place.keywords,
     )
-    return max(cell.capacity_tokens or 0 for cell in found.cells)
+    (cell,) = found.cells
+    return cell.capacity_tokens or 0
 
 
 def write_documents(path: Path, lengths: list[int]) -> None:
@@ -190,7 +188,12 @@ def case_same_rows(place: Place) -> dict[str, Any]:
     ]
     times: list[float] = []
     with Trainer(
-        place.model, length=place.length, device=place.device, micro_batches=1, **place.keywords
+        place.model,
+        length=place.length,
+        device=place.device,
+        memory=memory_bytes(place),
+        micro_batches=1,
+        **place.keywords,
     ) as trainer:
         losses: list[float] = []
         for row in rows:
@@ -211,7 +214,7 @@ def case_same_rows(place: Place) -> dict[str, Any]:
 
 
 def case_whole(place: Place) -> dict[str, Any]:
-    """Rows of one document of the whole length, beside ``bench.step`` with the same memory."""
+    """Rows of one document of the whole length, beside ``bench.step``."""
     write_documents(place.folder / "whole.jsonl", [place.length] * 10)
     output, count = place.folder / "whole", 10
     words = ("--length", str(place.length), "--steps", str(count), *place.how)
@@ -221,7 +224,7 @@ def case_whole(place: Place) -> dict[str, Any]:
     bench = [sys.executable, "-P", "-m", "highwater.bench.step", place.model]
     options = ["--alone", str(place.length), "--micro-batches", "1"]
     told = place.folder / "bench.json"
-    kept = ["--contenders", "attention-kept", "--memory", str(memory_bytes(place))]
+    kept = ["--contenders", "attention-kept"]
     subprocess.run([*bench, *options, *kept, "--out", str(told)], check=True, stderr=sys.stderr)
     (row,) = json.loads(told.read_text())["rows"]
     alone = row["tokens_per_s"]["attention-kept"]
@@ -325,8 +328,16 @@ def main() -> int:
     folder = arguments.out.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     place = of_the_cpu(folder) if arguments.small else of_a_gpu(folder)
-    for name in arguments.cases or list(CASES):
-        print(json.dumps(environment(place) | tried(name, place)), flush=True)
+    if not arguments.small:  # read as the allocator is first used, in same-rows
+        expandable = dict.fromkeys(ALLOCATOR_VARIABLES, "expandable_segments:True")
+        os.environ.update(expandable)
+    names = arguments.cases or list(CASES)
+    if len(names) == 1:
+        print(json.dumps(tried(names[0], place) | environment(place)), flush=True)
+        return 0
+    options = ["--out", str(folder), *(["--small"] if arguments.small else [])]
+    for name in names:  # in a process each: none finds what another left on the GPU
+        subprocess.run([sys.executable, "-P", __file__, name, *options], check=True)
     return 0
 
 

@@ -7,6 +7,8 @@ Shapes:  B documents  Q queries  L keys  H query heads  K key/value heads  D hea
 """
 
 from collections.abc import Iterable
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -159,6 +161,115 @@ class WindowedBlock(NamedTuple):
         # the kernel's window is the keys beside a token's own
         left = self.window_tokens - 1
         return {"scale": self.scaling, "window_size_left": left, "window_size_right": 0}
+
+
+class VariedBlock(NamedTuple):
+    """The last queries of documents of any lengths over all keys of theirs, by flash attention.
+
+    Shapes:  q queries of all documents  k keys of all documents  n documents
+    """
+
+    query_qHD: Tensor
+    key_kKD: Tensor
+    value_kKD: Tensor
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    scaling: float
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """What is attended, shape qHD, and the logarithms of the queries' sums of exponentials, as
+        the kernel lays them out.
+        """
+        if self.query_qHD.device.type == "cpu":
+            return self._forward_on_cpu()
+        size = self.query_qHD.shape[-1]
+        output_qHD, log_sums, *_ = aten._flash_attention_forward(
+            *(_padded(tensor) for tensor in self[:3]),
+            *(*self._borders, 0.0, True, False),
+            scale=self.scaling,
+        )
+        return output_qHD[..., :size], log_sums
+
+    def backward(
+        self, gradient_qHD: Tensor, output_qHD: Tensor, log_sums: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of queries, keys and values: qHD, kKD and kKD."""
+        if self.query_qHD.device.type == "cpu":
+            return self._backward_on_cpu(gradient_qHD, output_qHD, log_sums)
+        size = self.query_qHD.shape[-1]
+        found = aten._flash_attention_backward(
+            *(_padded(tensor) for tensor in (gradient_qHD, *self[:3], output_qHD)),
+            log_sums,
+            *(*self._borders, 0.0, True, *_no_dropout(self.query_qHD)),
+            scale=self.scaling,
+        )
+        query, key, value = (tensor[..., :size] for tensor in found)
+        return query, key, value
+
+    @property
+    def _borders(self) -> tuple[Tensor, Tensor, int, int]:
+        device = self.query_qHD.device
+        both = self.query_lengths, self.key_lengths
+        query_n, key_n = (borders_of(lengths, device) for lengths in both)
+        return query_n, key_n, max(self.query_lengths), max(self.key_lengths)
+
+    def _forward_on_cpu(self) -> tuple[Tensor, Tensor]:
+        found = [block.forward() for block in self._documents()]
+        outputs, log_sums = zip(*found, strict=True)
+        return torch.cat(self._last(outputs)), torch.cat(log_sums, dim=-1)
+
+    def _backward_on_cpu(
+        self, gradient_qHD: Tensor, output_qHD: Tensor, log_sums_BHk: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        each = zip(
+            self._documents(),
+            self._behind_zeros(gradient_qHD),
+            self._behind_zeros(output_qHD),
+            log_sums_BHk.split(self.key_lengths, dim=-1),
+            strict=True,
+        )
+        found = [block.backward(*tensors) for block, *tensors in each]
+        queries, *others = zip(*found, strict=True)
+        key, value = (torch.cat([t[0].transpose(0, 1) for t in tensors]) for tensors in others)
+        return torch.cat(self._last(queries)), key, value
+
+    def _documents(self) -> list[Block]:
+        """Each document as a whole, with zeros for the queries that are not there."""
+        each = zip(
+            self._behind_zeros(self.query_qHD),
+            self.key_kKD.split(self.key_lengths),
+            self.value_kKD.split(self.key_lengths),
+            strict=True,
+        )
+        return [
+            Block(
+                query,
+                key.transpose(0, 1)[None],
+                value.transpose(0, 1)[None],
+                True,
+                self.scaling,
+                "flash",
+            )
+            for query, key, value in each
+        ]
+
+    def _behind_zeros(self, tensor_qHD: Tensor) -> list[Tensor]:
+        lengths = zip(tensor_qHD.split(self.query_lengths), self.key_lengths, strict=True)
+        return [
+            F.pad(part.transpose(0, 1), (0, 0, keys - len(part), 0))[None] for part, keys in lengths
+        ]
+
+    def _last(self, tensors_BHkD: Iterable[Tensor]) -> list[Tensor]:
+        lengths = zip(tensors_BHkD, self.query_lengths, strict=True)
+        return [tensor[0].transpose(0, 1)[-count:] for tensor, count in lengths]
+
+
+@lru_cache(maxsize=64)
+def borders_of(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Where each document begins and the last one ends, on the device, in int32: kept, since all
+    layers ask for the same.
+    """
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 def merge_(

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from highwater.attention.mixed_lengths import attend_mixed
 from highwater.errors import MachineError
 from highwater.spec.hardware import Kernel, kernels
 from highwater.spec.pieces import pieces
@@ -26,6 +27,9 @@ _BACKENDS: dict[Kernel, SDPBackend] = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
 }
+
+_WIDEST_HEAD = 256
+"""Numbers of a head that flash attention takes."""
 
 
 def attend(
@@ -49,6 +53,15 @@ def attend(
     assert sum(document_lengths) == query_BHSD.shape[2], (
         "the documents' lengths add up to the packed tokens"
     )
+    if _is_mixed(query_BHSD, value_BKSD, document_lengths) and not in_pieces:
+        return attend_mixed(
+            query_BHSD,
+            key_BKSD,
+            value_BKSD,
+            document_lengths=document_lengths,
+            scaling=scaling,
+            kernel=kernel,
+        )
     outputs: list[Tensor] = []
     start = 0
     for length, run in groupby(document_lengths):
@@ -64,6 +77,13 @@ def attend(
         outputs.append(out.transpose(1, 2).reshape(1, stop - start, *out.shape[1::2]))
         start = stop
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+def _is_mixed(query: Tensor, value: Tensor, document_lengths: Sequence[int]) -> bool:
+    """Whether a row is computed by fewer calls than one for each of its documents' lengths."""
+    is_whole = len(set(document_lengths)) == 1
+    has_one_size = query.shape[-1] == value.shape[-1] <= _WIDEST_HEAD
+    return query.device.type == "cuda" and has_one_size and not is_whole
 
 
 def select_kernel(

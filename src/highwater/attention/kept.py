@@ -10,8 +10,8 @@ from contextvars import ContextVar
 
 from torch import Tensor
 
-Attended = tuple[Tensor, Tensor]
-"""What is attended, and the logarithm of each query's sum of exponentials."""
+Attended = tuple[Tensor, ...]
+"""What is attended, and the logarithms of the queries' sums of exponentials."""
 Kept = Callable[[Callable[[], Attended]], Attended]
 """Function that is given how to attend, and gives what was attended."""
 _KEPT: ContextVar[Kept | None] = ContextVar("kept in recompute", default=None)

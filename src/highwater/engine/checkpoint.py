@@ -319,7 +319,8 @@ class _CountingWriter(dcp.FileSystemWriter):
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         """Write what says where everything is, on the first rank."""
         super().finish(metadata, results)
-        write_index(Path(self.path), metadata)
+        places = {each.index: each.storage_data for ranks in results for each in ranks}
+        write_index(Path(self.path), metadata, places)
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[Any]]:
         """Write this rank's items."""

@@ -50,11 +50,13 @@ class ShardIndex(Record, frozen=True, kw_only=True):
     tensors: Mapping[str, IndexedTensor]
 
 
-def write_index(directory: Path, metadata: dcp.Metadata) -> None:
-    """Write the index of what was just saved to ``directory``, onto the disk."""
+def write_index(
+    directory: Path, metadata: dcp.Metadata, places: Mapping[MetadataIndex, Any]
+) -> None:
+    """Write the index of what was just saved to ``directory``, at these places, onto the disk."""
     index = ShardIndex(
         tensors={
-            name: _saved_tensor(name, entry, metadata.storage_data)
+            name: _saved_tensor(name, entry, places)
             for name, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }

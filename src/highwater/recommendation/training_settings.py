@@ -130,17 +130,33 @@ def named_settings(request: Request) -> tuple[str, ...]:
     )
 
 
-def _question(request: Request, machine: Machine, spec: TrialSpec, cell: Cell) -> Question:
-    """The question of one cell at the training's length."""
+def _question(
+    request: Request, machine: Machine, spec: TrialSpec, cell: Cell, rows: int | None
+) -> Question:
+    """The question of one cell at the training's length, in steps of so many rows: with one for
+    each rank gradients take no memory before the backward pass.
+    """
+    own = _own_rows(request, cell, rows)
     alone = msgspec.structs.replace(
         request,
         gpus=(spec.layout.gpus,),
         memory=spec.memory_budget_bytes if spec.memory_budget_bytes else request.memory,
         start_length=spec.length_tokens,
         max_length=spec.length_tokens,
+        micro_batches=1 if own == 1 else max(2, request.micro_batches),
     )
     question = plan(alone, machine).question
-    return msgspec.structs.replace(question, cells=(cell,))
+    settings = msgspec.structs.replace(cell.settings, accumulates=own > 1)
+    return msgspec.structs.replace(
+        question, cells=(msgspec.structs.replace(cell, settings=settings),)
+    )
+
+
+def _own_rows(request: Request, cell: Cell, rows: int | None) -> int:
+    """The rows of a rank in a step; a study's, or the usual ones, where no rows are named."""
+    if rows is None:
+        return request.micro_batches if cell.settings.accumulates else 1
+    return max(1, rows // cell.layout.data_parallel_degree)
 
 
 def _predicted(
@@ -192,7 +208,8 @@ def _checked(
     *,
     has_prompts: bool,
 ) -> ChosenTrial:
-    question = _question(request, machine, spec, cell)
+    question = _question(request, machine, spec, cell, asked.rows)
+    (cell,) = question.cells
     predicted = _predicted(question, machine, rows=asked.rows, has_prompts=has_prompts)
     if not _may_fit(predicted):
         lacks = format_bytes(predicted.lacks_bytes or 0)
@@ -203,7 +220,12 @@ def _checked(
             f"{'GPU' if spec.device == 'cuda' else 'process'}'s memory are lacking, predicted",
             hint=better,
         )
-    spec = msgspec.structs.replace(spec, layout=cell.layout, settings=cell.settings)
+    spec = msgspec.structs.replace(
+        spec,
+        layout=cell.layout,
+        settings=cell.settings,
+        micro_batches=question.micro_batches,
+    )
     is_near = spec.device == "cpu" and predicted.headroom_bytes < _NEAR * (
         question.memory_budget_bytes or 0
     )
@@ -248,12 +270,13 @@ def _recommended(
         gpus=spec.layout.gpus,
         reserved=max(0, total_bytes - budget_bytes),
         host_memory=machine.host_memory_total_bytes,
+        micro_batches=1 if asked.rows and asked.rows < 2 * spec.layout.gpus else 2,
         **of_what,
     )
     for candidate in sorted(found.candidates, key=lambda each: each.order):
         if not candidate.fits or candidate.is_lowered:
             continue
-        question = _question(request, machine, spec, candidate.cell)
+        question = _question(request, machine, spec, candidate.cell, asked.rows)
         if _may_fit(_predicted(question, machine, rows=asked.rows)):
             return candidate.cell
     words = f"highwater recommend {shlex.quote(request.model)} --length {asked.length}"
@@ -280,7 +303,7 @@ def _simplest_here(
     cells: Sequence[Cell] = sorted(plan(every, machine).question.cells, key=simplicity)
     lacks: list[int] = []
     for cell in cells:
-        question = _question(request, machine, spec, cell)
+        question = _question(request, machine, spec, cell, asked.rows)
         predicted = _predicted(question, machine, rows=asked.rows)
         if _may_fit(predicted):
             return cell

@@ -1,0 +1,268 @@
+"""Causal attention of a packed row whose documents are of different lengths, in few kernel calls of
+few shapes, forward and backward.
+
+cuDNN is the fastest kernel of long documents, and makes a plan for every shape that it meets: about
+0.15 s each, and a megabyte of the GPU that is never given back. Flash attention takes documents of
+any lengths in one call, and is slower where they are long. So of a long document the queries up to
+a multiple of a sixteenth of its size go through cuDNN, which meets sixteen shapes for every
+doubling of the length. The few that are left of long documents go through flash attention in one
+call, and those of all short documents in another. No query is computed twice, nothing is
+padded, and what runs is a function of the documents' lengths alone.
+
+Shapes:  B 1  S packed tokens  H query heads  K key/value heads  D head size  q queries of a call
+         k keys of a call  n documents of a call
+Source: Dao, FlashAttention-2, https://arxiv.org/abs/2307.08691, whose causal mask is aligned to the
+        last query and key where there are fewer queries than keys.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from highwater.attention.block_attention import Block, VariedBlock
+from highwater.attention.kept import attended
+from highwater.spec.hardware import Kernel
+
+LONG_TOKENS = 8192
+"""Documents from here on go through cuDNN, where it is the kernel."""
+_SHAPES = 16
+"""Shapes that cuDNN meets for every doubling of the length."""
+_TILE = 128
+"""Tokens by which flash attention pads each document in its backward pass's workspace."""
+
+
+class Front(NamedTuple):
+    """The first tokens of a long document, whose queries go through cuDNN."""
+
+    start: int
+    stop: int
+    is_whole: bool
+    """Whether no query of the document is left."""
+
+
+class SharedCall(NamedTuple):
+    """Neighbouring documents whose queries go through flash attention in one call: all of short
+    ones, or what fronts leave of long ones.
+    """
+
+    queries: tuple[tuple[int, int], ...]
+    """Start and stop of each document's in the row."""
+    keys: tuple[tuple[int, int], ...]
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Start and stop of all keys."""
+        return self.keys[0][0], self.keys[-1][1]
+
+
+class Calls(NamedTuple):
+    """The kernel calls of a row: between them each query is computed once."""
+
+    fronts: tuple[Front, ...]
+    shared: tuple[SharedCall, ...]
+
+
+@lru_cache(maxsize=8)
+def calls_of(document_lengths: tuple[int, ...], *, long_tokens: int | None) -> Calls:
+    """How a row of these documents is computed; None: through flash attention alone."""
+    fronts: list[Front] = []
+    shared: list[list[_Left]] = []
+    row_tokens, taken = sum(document_lengths), 0
+    is_open, of_long = False, False
+    for start, stop in pairwise(accumulate(document_lengths, initial=0)):
+        is_long = long_tokens is not None and stop - start >= long_tokens
+        first = start + (front_tokens(stop - start) if is_long else 0)
+        if is_long:
+            fronts.append(Front(start, first, is_whole=first == stop))
+        if first == stop:
+            is_open = False  # the keys of a call are one slice
+            continue
+        # No call takes more for itself than a row of one document would, and none has to copy the
+        # queries of short documents.
+        own = stop - first + _TILE
+        if not is_open or is_long != of_long or taken + own > row_tokens:
+            shared.append([])
+            taken = 0
+        is_open, of_long, taken = True, is_long, taken + own
+        shared[-1].append(_Left(start, first, stop))
+    return Calls(
+        tuple(fronts),
+        tuple(
+            SharedCall(
+                tuple((each.query, each.stop) for each in call),
+                tuple((each.start, each.stop) for each in call),
+            )
+            for call in shared
+        ),
+    )
+
+
+class _Left(NamedTuple):
+    """The queries of a document that go through no front, and where it begins."""
+
+    start: int
+    query: int
+    stop: int
+
+
+def front_tokens(length: int) -> int:
+    """The multiple of a sixteenth of the power of two below ``length`` that is next below it."""
+    step = max(1, 2 ** (length.bit_length() - 1) // _SHAPES)
+    return length // step * step
+
+
+def attend_mixed(
+    query_BHSD: Tensor,
+    key_BKSD: Tensor,
+    value_BKSD: Tensor,
+    *,
+    document_lengths: Sequence[int],
+    scaling: float,
+    kernel: Kernel,
+    long_tokens: int = LONG_TOKENS,
+) -> Tensor:
+    """Causal attention of each document over itself, shape BSHD."""
+    calls = calls_of(
+        tuple(document_lengths), long_tokens=long_tokens if kernel == "cudnn" else None
+    )
+    output_SHD: Tensor = _Mixed.apply(query_BHSD, key_BKSD, value_BKSD, calls, scaling)
+    return output_SHD[None]
+
+
+class _Mixed(torch.autograd.Function):
+    """All documents, forward and backward: a call has no graph of its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_BHSD: Tensor,
+        key_BKSD: Tensor,
+        value_BKSD: Tensor,
+        calls: Calls,
+        scaling: float,
+    ) -> Tensor:
+        output_SHD, *log_sums = attended(
+            lambda: _forward(query_BHSD, key_BKSD, value_BKSD, calls, scaling)
+        )
+        ctx.save_for_backward(query_BHSD, key_BKSD, value_BKSD, output_SHD, *log_sums)
+        ctx.calls, ctx.scaling = calls, scaling
+        return output_SHD
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        (gradient_SHD,) = gradients
+        query_BHSD, key_BKSD, value_BKSD, output_SHD, *log_sums = ctx.saved_tensors
+        calls: Calls = ctx.calls
+        rows = (
+            query_BHSD[0].transpose(0, 1),
+            key_BKSD[0].transpose(0, 1),
+            value_BKSD[0].transpose(0, 1),
+        )
+        of_fronts = [
+            _front(front, rows, ctx.scaling).backward(
+                _by_heads(gradient_SHD[front.start : front.stop]),
+                _by_heads(output_SHD[front.start : front.stop]),
+                sums,
+            )
+            for front, sums in zip(calls.fronts, log_sums, strict=False)
+        ]
+        of_shared = [
+            _shared(call, rows, ctx.scaling).backward(
+                _of_queries(gradient_SHD, call), _of_queries(output_SHD, call), sums
+            )
+            for call, sums in zip(calls.shared, log_sums[len(calls.fronts) :], strict=True)
+        ]
+        found = [torch.empty_like(row, memory_format=torch.contiguous_format) for row in rows]
+        for call, (query, *others) in zip(calls.shared, of_shared, strict=True):
+            _put_queries(found[0], query, call)
+            for whole, part in zip(found[1:], others, strict=True):
+                whole[slice(*call.span)] = part
+        for front, (query, *others) in zip(calls.fronts, of_fronts, strict=True):
+            place = slice(front.start, front.stop)
+            found[0][place] = _by_tokens(query)
+            for whole, part in zip(found[1:], others, strict=True):
+                if front.is_whole:
+                    whole[place] = _by_tokens(part)
+                else:
+                    whole[place] += _by_tokens(part)
+        query, key, value = (each.transpose(0, 1)[None] for each in found)
+        return query, key, value, None, None
+
+
+RowTensors = tuple[Tensor, Tensor, Tensor]
+"""Queries, keys and values of a row: SHD, SKD and SKD."""
+
+
+def _forward(
+    query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, calls: Calls, scaling: float
+) -> tuple[Tensor, ...]:
+    """What is attended, SHD, and the logarithms of the sums of exponentials of each call."""
+    rows = query_BHSD[0].transpose(0, 1), key_BKSD[0].transpose(0, 1), value_BKSD[0].transpose(0, 1)
+    output_SHD = torch.empty_like(rows[0], memory_format=torch.contiguous_format)
+    log_sums: list[Tensor] = []
+    for front in calls.fronts:
+        part_BHQD, sums = _front(front, rows, scaling).forward()
+        output_SHD[front.start : front.stop] = _by_tokens(part_BHQD)
+        log_sums.append(sums)
+    for call in calls.shared:
+        part_qHD, sums = _shared(call, rows, scaling).forward()
+        _put_queries(output_SHD, part_qHD, call)
+        log_sums.append(sums)
+    return output_SHD, *log_sums
+
+
+def _front(front: Front, rows: RowTensors, scaling: float) -> Block:
+    query, key, value = (_by_heads(row[front.start : front.stop]) for row in rows)
+    return Block(query, key, value, True, scaling, "cudnn")
+
+
+def _shared(call: SharedCall, rows: RowTensors, scaling: float) -> VariedBlock:
+    query_SHD, *others = rows
+    key_kKD, value_kKD = (row[slice(*call.span)] for row in others)
+    return VariedBlock(
+        _of_queries(query_SHD, call),
+        key_kKD,
+        value_kKD,
+        tuple(stop - start for start, stop in call.queries),
+        tuple(stop - start for start, stop in call.keys),
+        scaling,
+    )
+
+
+def _of_queries(row_SHD: Tensor, call: SharedCall) -> Tensor:
+    """A call's queries, next to each other: qHD."""
+    parts = [row_SHD[start:stop] for start, stop in _joined(call.queries)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _put_queries(row_SHD: Tensor, found_qHD: Tensor, call: SharedCall) -> None:
+    taken = 0
+    for start, stop in _joined(call.queries):
+        row_SHD[start:stop] = found_qHD[taken : taken + stop - start]
+        taken += stop - start
+
+
+def _joined(places: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
+    """The places, those that touch as one."""
+    joined = [places[0]]
+    for start, stop in places[1:]:
+        if start == joined[-1][1]:
+            joined[-1] = joined[-1][0], stop
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def _by_heads(row_QXD: Tensor) -> Tensor:
+    """As a batch of one document, BXQD, whose strides know nothing of the row: plans are kept by
+    them.
+    """
+    return row_QXD.transpose(0, 1)[None]
+
+
+def _by_tokens(tensor_BXQD: Tensor) -> Tensor:
+    return tensor_BXQD[0].transpose(0, 1)

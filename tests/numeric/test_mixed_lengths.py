@@ -1,0 +1,110 @@
+"""Attention of rows whose documents are of different lengths: each query once, in calls of few
+shapes; output and every gradient against the float64 textbook, kept or computed once more.
+"""
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from highwater.attention.kept import kept_in_recompute
+from highwater.attention.mixed_lengths import attend_mixed, calls_of, front_tokens
+from highwater.attention.reference import reference_attention
+from highwater.spec.hardware import Kernel
+
+TOLERANCE = 1e-12
+LONG = 32
+ROWS = [(33, 5), (5, 33, 7), (40, 71, 3), (1, 64, 2, 2, 39), (7, 5, 3), (64, 32, 1), (100, 37)]
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "flash"])
+@pytest.mark.parametrize("lengths", ROWS)
+@pytest.mark.parametrize(("query_heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_output_and_gradients_equal_the_textbook(
+    kernel: Kernel, lengths: tuple[int, ...], query_heads: int, kv_heads: int, is_recomputed: bool
+) -> None:
+    torch.manual_seed(0)
+    tokens, size = sum(lengths), 8
+    rows = [
+        torch.randn(tokens, heads, size, dtype=torch.float64, requires_grad=True)
+        for heads in (query_heads, kv_heads, kv_heads)
+    ]
+    upstream = torch.randn(tokens, query_heads, size, dtype=torch.float64)
+
+    def ours(*rows: torch.Tensor) -> torch.Tensor:
+        return attend_mixed(
+            *(row.transpose(0, 1)[None] for row in rows),
+            document_lengths=lengths,
+            scaling=0.3,
+            kernel=kernel,
+            long_tokens=LONG,
+        )[0]
+
+    output = (
+        checkpoint(ours, *rows, use_reentrant=False, context_fn=kept_in_recompute)
+        if is_recomputed
+        else ours(*rows)
+    )
+    expected = reference_attention(*rows, document_lengths=lengths, scaling=0.3)
+    assert deviation(output, expected) < TOLERANCE
+    wanted = torch.autograd.grad(expected, rows, upstream)
+    for got, exact in zip(torch.autograd.grad(output, rows, upstream), wanted, strict=True):
+        assert deviation(got, exact) < TOLERANCE
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=30), st.sampled_from([None, 64, 4096]))
+def test_each_query_is_in_one_call_with_all_the_keys_before_it(
+    lengths: list[int], long_tokens: int | None
+) -> None:
+    calls = calls_of(tuple(lengths), long_tokens=long_tokens)
+    computed = [0] * sum(lengths)
+    for front in calls.fronts:
+        for token in range(front.start, front.stop):
+            computed[token] += 1
+    starts = {sum(lengths[:number]) for number in range(len(lengths))}
+    for call in calls.shared:
+        assert [stop for _, stop in call.queries] == [stop for _, stop in call.keys]
+        for (start, stop), (key_start, key_stop) in zip(call.queries, call.keys, strict=True):
+            assert key_start in starts
+            assert key_start <= start < stop <= key_stop
+            for token in range(start, stop):
+                computed[token] += 1
+        ends = [stop for _, stop in call.keys[:-1]]
+        assert ends == [start for start, _ in call.keys[1:]], "the keys are one slice"
+    assert computed == [1] * sum(lengths)
+
+
+def test_no_call_takes_more_for_itself_than_one_document_of_the_row() -> None:
+    lengths = (9000, 8200, 8192) + (3,) * 50 + (200,) * 20 + (9,) * 1000
+    for call in calls_of(lengths, long_tokens=8192).shared:
+        taken = sum(stop - start + 128 for start, stop in call.queries)
+        assert taken <= sum(lengths)
+
+
+@given(st.integers(8192, 2**20))
+def test_long_documents_are_of_sixteen_shapes_for_each_doubling(length: int) -> None:
+    front = front_tokens(length)
+    assert 0 <= length - front <= length / 16
+    assert front_tokens(front) == front
+
+
+def test_fronts_of_any_lengths_are_few() -> None:
+    assert len({front_tokens(length) for length in range(8192, 2**16)}) == 3 * 16
+
+
+def test_a_document_does_not_see_the_one_before_it() -> None:
+    q, k, v = (torch.randn(1, 2, 75, 4, dtype=torch.float64) for _ in range(3))
+    how = {"scaling": 1.0, "kernel": "cudnn", "long_tokens": LONG, "document_lengths": (35, 40)}
+    before = attend_mixed(q, k, v, **how)
+    k[:, :, :35], v[:, :, :35] = 100.0, -100.0
+    after = attend_mixed(q, k, v, **how)
+    assert torch.equal(before[:, 35:], after[:, 35:])
+    assert not torch.equal(before[:, :35], after[:, :35])
+
+
+def deviation(ours: "torch.Tensor", expected: "torch.Tensor") -> float:
+    return float((ours.detach() - expected.detach()).norm() / expected.detach().norm())
