@@ -120,3 +120,15 @@ def test_settings_are_named_or_taken_from_somewhere_and_never_both() -> None:
     with pytest.raises(UsageError, match="--recompute") as refused:
         chosen_trial(request, asked(4096, "recommended"), MACHINE)
     assert "leave `--recompute` out" in refused.value.hint
+
+
+def test_one_row_for_each_rank_is_predicted_without_gradients_that_are_added_up() -> None:
+    def chosen(rows: int | None) -> ChosenTrial:
+        request = on_the_cpu("64GiB", loss="chunked")
+        return chosen_trial(request, msgspec.structs.replace(asked(4096), rows=rows), MACHINE)
+
+    usual, one, two = (chosen(rows) for rows in (None, 1, 2))
+    assert [each.spec.settings.accumulates for each in (usual, one, two)] == [True, False, True]
+    assert [each.spec.micro_batches for each in (usual, one, two)] == [2, 1, 2]
+    assert one.predicted.device_used_bytes < two.predicted.device_used_bytes
+    assert usual.predicted.device_used_bytes == two.predicted.device_used_bytes
