@@ -25,7 +25,7 @@ from hypothesis import settings
 PARTS = 8
 """Days until every case of the corpus was in the sample."""
 
-LONG_DAYS = 5
+LONG_DAYS = 8
 """Days until every case of a long test has run."""
 LONG_TESTS = Path(__file__).with_name("long_tests.txt")
 

@@ -1,7 +1,7 @@
 """Attention of one layer over packed rows whose documents are of different lengths, on one GPU: a
 call for each document beside the few calls of attention/mixed_lengths.
 
-    python docs/results/mixed_lengths/measure.py > docs/results/mixed_lengths/record.jsonl
+    python docs/results/mixed_lengths/measure.py > docs/results/mixed_lengths/record.ndjson
     python docs/results/mixed_lengths/measure.py --table
 
 Every way attends each row twice, forward and backward. A line of JSON says what the first and the
@@ -26,7 +26,7 @@ from torch import Tensor
 from highwater.attention.dense import attend
 from highwater.attention.mixed_lengths import attend_mixed
 
-RECORD = Path(__file__).with_name("record.jsonl")
+RECORD = Path(__file__).with_name("record.ndjson")
 HEADS, KV_HEADS, SIZE = 16, 8, 128
 ROW = 65_536
 

@@ -4,7 +4,7 @@ steps over a histogram of lengths, speed beside that of a step alone, 200 steps 
     python docs/results/training/on_a_gpu.py CASE... --out FOLDER >> RECORD
     python docs/results/training/on_a_gpu.py --table
 
-``RECORD`` is ``docs/results/training/on_a_gpu.jsonl``. Each case prints a line of JSON, and one
+``RECORD`` is ``docs/results/training/on_a_gpu.ndjson``. Each case prints a line of JSON, and one
 that fails a line that says why. ``same-rows``, ``export`` and ``stopped`` come after ``histogram``,
 in the same folder. On the CPU ``--small`` tries the script itself, with a small model and short
 documents.
@@ -30,7 +30,7 @@ import highwater
 from highwater.spec.allocator_variables import ALLOCATOR_VARIABLES
 from highwater.units import GIB, MIB
 
-RECORD = Path(__file__).with_suffix(".jsonl")
+RECORD = Path(__file__).with_suffix(".ndjson")
 CHUNKED = ("--loss", "chunked", "--recompute", "all-but-attention")
 WARM = 2
 """Steps that are not timed: kernels are chosen in the first, and optimizer states made."""

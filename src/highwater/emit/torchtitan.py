@@ -262,6 +262,8 @@ def _values(found: Recommendation, chosen: Candidate) -> dict[str, Value]:
         "training.dtype": "float32",
         "training.mixed_precision_param": "bfloat16",
         "training.enable_cpu_offload": settings.offloads_model,
+        # a graph wants the mask of documents to be alike in every step, and refuses one that is not
+        "training.disable_cuda_graphs": True,
         "parallelism.data_parallel_replicate_degree": layout.replicate_degree,
         "parallelism.data_parallel_shard_degree": layout.shard_degree // degree,
         "parallelism.context_parallel_degree": degree,
