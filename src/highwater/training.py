@@ -171,11 +171,11 @@ def prepare_training(
     compared with what is in its folder; raises HighwaterError for what cannot be.
     """
     folder = TrainingFolder(asked.output)
-    before = folder.spec()
-    rows = asked.rows or (before.micro_batches if before else None)
-    request, chosen = _planned(request, msgspec.structs.replace(asked, rows=rows))
-    trial = chosen.spec
     folder.refuse_missing(asked.resume_from)
+    request, chosen = _planned(request, asked)
+    trial = chosen.spec
+    before = folder.spec()
+    rows = _rows(asked)
     order = corpus_order(asked.data, trial, asked)
     # Machines that train together all see the run's folder.
     parent = None if request.nodes == 1 else folder.corpora.absolute()
@@ -225,6 +225,7 @@ def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenT
     cannot be, before the data is read.
     """
     machine = probe()
+    asked = msgspec.structs.replace(asked, rows=_rows(asked))
     request = _written_to(request, asked)
     _refuse_other_runs(request)
     check_request(request, machine)
@@ -246,6 +247,12 @@ def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenT
     check_machine(request, machine, trial.settings, trial.device, gpus=trial.layout.machine_gpus)
     _absolute((*asked.data, *asked.eval_data))
     return request, chosen
+
+
+def _rows(asked: TrainingRequest) -> int | None:
+    """The rows of a step that are named, or those of the run that is in the folder."""
+    before = TrainingFolder(asked.output).spec()
+    return asked.rows or (before.micro_batches if before else None)
 
 
 def _refuse_other_runs(request: Request) -> None:

@@ -178,7 +178,7 @@ def test_the_gradient_of_a_loss_is_what_it_is_said_to_be(name: str, most: float)
         *((8200, 5), (3, 8192, 8800, 8300, 1), (8704, 8704, 130)),
     ],
 )
-@pytest.mark.parametrize(("query_heads", "kv_heads"), [(16, 8), (4, 1)])
+@pytest.mark.parametrize(("query_heads", "kv_heads"), [(16, 8), (4, 4), (4, 1)])
 def test_packed_attention_equals_the_textbook(
     document_lengths: tuple[int, ...], query_heads: int, kv_heads: int
 ) -> None:

@@ -43,7 +43,7 @@ from highwater.units import GIB
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 RECORDED = sorted(RESULTS.rglob("*.jsonl"))
 FOUND = RESULTS / "find"
-PROVEN_BEFORE = 40
+PROVEN_BEFORE = 42
 """Answers in the recorded studies, each of which was shown as measured when it was recorded."""
 
 

@@ -132,3 +132,15 @@ def test_one_row_for_each_rank_is_predicted_without_gradients_that_are_added_up(
     assert [each.spec.micro_batches for each in (usual, one, two)] == [2, 1, 2]
     assert one.predicted.device_used_bytes < two.predicted.device_used_bytes
     assert usual.predicted.device_used_bytes == two.predicted.device_used_bytes
+
+
+def test_rows_over_machines_are_chosen_for_as_those_of_one_machine_are() -> None:
+    def chosen(rows: int, **machines: object) -> ChosenTrial:
+        request = on_the_cpu("16GiB", **machines)
+        wanted = msgspec.structs.replace(asked(8192, "recommended"), rows=rows)
+        return chosen_trial(request, wanted, MACHINE)
+
+    alone = chosen(1, gpus=(1,))
+    both = chosen(2, gpus=(2,), copies=(2,), nodes=2, node_rank=0, rendezvous="/tmp/none")
+    assert both.spec.settings == alone.spec.settings
+    assert not both.spec.settings.accumulates

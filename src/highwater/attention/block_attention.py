@@ -264,7 +264,7 @@ class VariedBlock(NamedTuple):
         return [tensor[0].transpose(0, 1)[-count:] for tensor, count in lengths]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def borders_of(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """Where each document begins and the last one ends, on the device, in int32: kept, since all
     layers ask for the same.

@@ -81,8 +81,8 @@ def calls_of(document_lengths: tuple[int, ...], *, long_tokens: int | None) -> C
         if first == stop:
             is_open = False  # the keys of a call are one slice
             continue
-        # No call takes more for itself than a row of one document would, and none has to copy the
-        # queries of short documents.
+        # But for a tile no call takes more for itself than a row of one document would, and none
+        # has to copy the queries of short documents.
         own = stop - first + _TILE
         if not is_open or is_long != of_long or taken + own > row_tokens:
             shared.append([])
@@ -157,39 +157,20 @@ class _Mixed(torch.autograd.Function):
         (gradient_SHD,) = gradients
         query_BHSD, key_BKSD, value_BKSD, output_SHD, *log_sums = ctx.saved_tensors
         calls: Calls = ctx.calls
-        rows = (
-            query_BHSD[0].transpose(0, 1),
-            key_BKSD[0].transpose(0, 1),
-            value_BKSD[0].transpose(0, 1),
-        )
-        of_fronts = [
-            _front(front, rows, ctx.scaling).backward(
-                _by_heads(gradient_SHD[front.start : front.stop]),
-                _by_heads(output_SHD[front.start : front.stop]),
-                sums,
+        rows = _by_token(query_BHSD, key_BKSD, value_BKSD)
+        found = _Gradients(rows)
+        for front, sums in zip(calls.fronts, log_sums, strict=False):
+            place = slice(front.start, front.stop)
+            gradients_BXQD = _front(front, rows, ctx.scaling).backward(
+                _by_heads(gradient_SHD[place]), _by_heads(output_SHD[place]), sums
             )
-            for front, sums in zip(calls.fronts, log_sums, strict=False)
-        ]
-        of_shared = [
-            _shared(call, rows, ctx.scaling).backward(
+            found.add_front(front, [_by_tokens(each) for each in gradients_BXQD])
+        for call, sums in zip(calls.shared, log_sums[len(calls.fronts) :], strict=True):
+            gradients_kXD = _shared(call, rows, ctx.scaling).backward(
                 _of_queries(gradient_SHD, call), _of_queries(output_SHD, call), sums
             )
-            for call, sums in zip(calls.shared, log_sums[len(calls.fronts) :], strict=True)
-        ]
-        found = [torch.empty_like(row, memory_format=torch.contiguous_format) for row in rows]
-        for call, (query, *others) in zip(calls.shared, of_shared, strict=True):
-            _put_queries(found[0], query, call)
-            for whole, part in zip(found[1:], others, strict=True):
-                whole[slice(*call.span)] = part
-        for front, (query, *others) in zip(calls.fronts, of_fronts, strict=True):
-            place = slice(front.start, front.stop)
-            found[0][place] = _by_tokens(query)
-            for whole, part in zip(found[1:], others, strict=True):
-                if front.is_whole:
-                    whole[place] = _by_tokens(part)
-                else:
-                    whole[place] += _by_tokens(part)
-        query, key, value = (each.transpose(0, 1)[None] for each in found)
+            found.add_shared(call, list(gradients_kXD))
+        query, key, value = (found.whole(number).transpose(0, 1)[None] for number in range(3))
         return query, key, value, None, None
 
 
@@ -197,11 +178,63 @@ RowTensors = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values of a row: SHD, SKD and SKD."""
 
 
+class _Gradients:
+    """Gradients of a row's queries, keys and values, call by call: at no time more than one
+    document of the row would have had, its kernel's workspace with them.
+    """
+
+    def __init__(self, rows: RowTensors) -> None:
+        self._rows = rows
+        self._parts: list[list[tuple[int, Tensor]]] = [[], [], []]
+        self._of_fronts: list[tuple[Front, list[Tensor]]] = []
+
+    def add_front(self, front: Front, gradients_QXD: list[Tensor]) -> None:
+        """Those of a front; where queries of its document are left, these have a part of its keys'
+        and values', too.
+        """
+        query, *others = gradients_QXD
+        self._parts[0].append((front.start, query))
+        if front.is_whole:
+            for parts, each in zip(self._parts[1:], others, strict=True):
+                parts.append((front.start, each))
+        else:
+            self._of_fronts.append((front, others))
+
+    def add_shared(self, call: SharedCall, gradients_kXD: list[Tensor]) -> None:
+        """Those of a call, and of the fronts among its keys."""
+        query, *others = gradients_kXD
+        taken = 0
+        for start, stop in _joined(call.queries):
+            self._parts[0].append((start, query[taken : taken + stop - start]))
+            taken += stop - start
+        first, last = call.span
+        left: list[tuple[Front, list[Tensor]]] = []
+        for front, of_front in self._of_fronts:
+            if not first <= front.start < last:
+                left.append((front, of_front))
+                continue
+            for whole, part in zip(others, of_front, strict=True):
+                whole[front.start - first : front.stop - first] += part
+        self._of_fronts = left
+        for parts, each in zip(self._parts[1:], others, strict=True):
+            parts.append((first, each))
+
+    def whole(self, number: int) -> Tensor:
+        """The gradient of queries, of keys or of values, SXD, whose parts are given up."""
+        parts, self._parts[number] = self._parts[number], []
+        if len(parts) == 1:
+            return parts[0][1]
+        found = torch.empty_like(self._rows[number], memory_format=torch.contiguous_format)
+        for start, part in parts:
+            found[start : start + len(part)] = part
+        return found
+
+
 def _forward(
     query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, calls: Calls, scaling: float
 ) -> tuple[Tensor, ...]:
     """What is attended, SHD, and the logarithms of the sums of exponentials of each call."""
-    rows = query_BHSD[0].transpose(0, 1), key_BKSD[0].transpose(0, 1), value_BKSD[0].transpose(0, 1)
+    rows = _by_token(query_BHSD, key_BKSD, value_BKSD)
     output_SHD = torch.empty_like(rows[0], memory_format=torch.contiguous_format)
     log_sums: list[Tensor] = []
     for front in calls.fronts:
@@ -257,10 +290,18 @@ def _joined(places: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
     return joined
 
 
-def _by_heads(row_QXD: Tensor) -> Tensor:
-    """As a batch of one document, BXQD, whose strides know nothing of the row: plans are kept by
-    them.
+def _by_token(*tensors_BXSD: Tensor) -> RowTensors:
+    """Rows of tokens, a token's heads side by side: SXD. Projections leave them so, and plans are
+    kept by strides, which otherwise knew how long the row is.
     """
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in tensors_BXSD)
+    rows = (query, key, value)
+    is_so = all(row.stride(0) >= row.stride(1) for row in rows)
+    return rows if is_so else (query.contiguous(), key.contiguous(), value.contiguous())
+
+
+def _by_heads(row_QXD: Tensor) -> Tensor:
+    """As a batch of one document, BXQD."""
     return row_QXD.transpose(0, 1)[None]
 
 

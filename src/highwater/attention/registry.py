@@ -167,15 +167,21 @@ def _attend(
             attend_in_ring, ring=of_calls, sinks_H=pattern.sinks_H
         )
     elif pattern.is_dense_up_to(max(layout.document_lengths)):
-        inner = partial(
-            attend, document_lengths=layout.padded_lengths, scaling=pattern.scaling, **how
-        )
+        inner = partial(attend, document_lengths=_lengths(layout), scaling=pattern.scaling, **how)
     else:
         documents = Documents(lengths=layout.padded_lengths, pattern=pattern, **how)
         inner = partial(_in_pattern, documents=documents)
     if shared is None or shared.ulysses is None:
         return inner
     return partial(attend_sharded, group=shared.ulysses, attend=inner)
+
+
+def _lengths(layout: SequenceLayout) -> tuple[int, ...]:
+    """The documents' lengths, of the last one with the padding behind it, which none of its tokens
+    sees: a row of one document stays one.
+    """
+    *others, last = layout.document_lengths
+    return *others, last + sum(layout.padded_lengths) - layout.tokens
 
 
 def _attend_sparsely(layout: SequenceLayout, shared: SequenceGroups | None, **how: Any) -> Attend:

@@ -85,13 +85,22 @@ def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> 
             budget_bytes = read_study(path).question.memory_budget_bytes
             spec = msgspec.structs.replace(spec, memory_budget_bytes=budget_bytes)
     elif asked.settings == RECOMMENDED or not how:
-        cell = _recommended(request, asked, machine, spec)
+        cell = _recommended(request, _of_each(asked, nodes), machine, spec)
     else:
         cell = Cell(layout=spec.layout, settings=spec.settings)
     if nodes > 1:
         cell = msgspec.structs.replace(cell, layout=cell.layout.across(nodes))
     is_measured = asked.settings not in (None, RECOMMENDED)
-    return _checked(request, asked, machine, spec, cell, notes, has_prompts=is_measured)
+    return _checked(
+        request, asked, machine, spec, cell, notes, nodes=nodes, has_prompts=is_measured
+    )
+
+
+def _of_each(asked: TrainingRequest, nodes: int) -> TrainingRequest:
+    """What is asked of each of so many machines."""
+    if asked.rows is None or nodes == 1:
+        return asked
+    return msgspec.structs.replace(asked, rows=max(1, asked.rows // nodes))
 
 
 def _on_one_machine(request: Request) -> Request:
@@ -206,6 +215,7 @@ def _checked(
     cell: Cell,
     notes: tuple[str, ...],
     *,
+    nodes: int,
     has_prompts: bool,
 ) -> ChosenTrial:
     question = _question(request, machine, spec, cell, asked.rows)
@@ -213,7 +223,8 @@ def _checked(
     predicted = _predicted(question, machine, rows=asked.rows, has_prompts=has_prompts)
     if not _may_fit(predicted):
         lacks = format_bytes(predicted.lacks_bytes or 0)
-        better = _what_fits(request, asked, machine, spec, lacks_bytes=predicted.lacks_bytes or 0)
+        each, lacks_bytes = _of_each(asked, nodes), predicted.lacks_bytes or 0
+        better = _what_fits(request, each, machine, spec, lacks_bytes=lacks_bytes)
         length, label = format_tokens(asked.length_tokens), cell.label_on(spec.device)
         raise MachineError(
             f"{length} tokens do not fit with {label}: {lacks} of a "
