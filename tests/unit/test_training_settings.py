@@ -144,3 +144,10 @@ def test_rows_over_machines_are_chosen_for_as_those_of_one_machine_are() -> None
     both = chosen(2, gpus=(2,), copies=(2,), nodes=2, node_rank=0, rendezvous="/tmp/none")
     assert both.spec.settings == alone.spec.settings
     assert not both.spec.settings.accumulates
+
+
+def test_rows_that_ranks_cannot_share_are_refused_before_any_data_is_read() -> None:
+    request = on_the_cpu("64GiB", gpus=(2,))
+    with pytest.raises(UsageError, match="3 rows a step, and 2 GPUs") as refused:
+        chosen_trial(request, msgspec.structs.replace(asked(4096), rows=3), MACHINE)
+    assert refused.value.hint == "use `--rows 2`"

@@ -24,6 +24,7 @@ from highwater.spec.request import Request
 from highwater.spec.settings import Settings
 from highwater.spec.study import Cell, Question
 from highwater.spec.trainer import OURS
+from highwater.spec.training import refuse_uneven
 from highwater.spec.training_request import RECOMMENDED, TrainingRequest
 from highwater.spec.trial import PROMPT_TOKENS, TrialSpec
 from highwater.store.journal import read_study
@@ -218,6 +219,8 @@ def _checked(
     nodes: int,
     has_prompts: bool,
 ) -> ChosenTrial:
+    if asked.rows is not None:
+        refuse_uneven(asked.rows, cell.layout.data_parallel_degree)
     question = _question(request, machine, spec, cell, asked.rows)
     (cell,) = question.cells
     predicted = _predicted(question, machine, rows=asked.rows, has_prompts=has_prompts)

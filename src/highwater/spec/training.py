@@ -75,18 +75,22 @@ class TrainingSpec(Record, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raise UsageError for what cannot be divided."""
-        ranks = self.trial.layout.data_parallel_degree
-        if self.micro_batches < 1 or self.micro_batches % ranks:
-            raise UsageError(
-                f"{counted(self.micro_batches, 'row')} a step, and {ranks} GPUs or groups of GPUs "
-                "that have as many each",
-                hint=f"use `--rows {max(ranks, self.micro_batches - self.micro_batches % ranks)}`",
-            )
+        refuse_uneven(self.micro_batches, self.trial.layout.data_parallel_degree)
 
     @property
     def own_micro_batches(self) -> int:
         """Micro-batches of one data-parallel rank in a step."""
         return self.micro_batches // self.trial.layout.data_parallel_degree
+
+
+def refuse_uneven(rows: int, ranks: int) -> None:
+    """Raise UsageError for rows of a step of which data-parallel ranks cannot have as many each."""
+    if rows < 1 or rows % ranks:
+        raise UsageError(
+            f"{counted(rows, 'row')} a step, and {ranks} GPUs or groups of GPUs that have as many "
+            "each",
+            hint=f"use `--rows {max(ranks, rows - rows % ranks)}`",
+        )
 
 
 def run_digest(spec: TrainingSpec) -> str:
