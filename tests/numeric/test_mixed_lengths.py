@@ -85,6 +85,52 @@ def test_no_call_takes_more_for_itself_than_one_document_of_the_row() -> None:
         assert taken <= sum(lengths)
 
 
+ROW = 65_536
+PACKINGS = [
+    (60_000, 5_536),
+    (13_107,) * 4 + (13_108,),
+    (32_785, 32_751),
+    (9_001,) * 7 + (2_529,),
+    (400,) * 163 + (336,),
+    (20_000, 20_001, *(500,) * 51, 35),
+]
+
+
+@pytest.mark.parametrize("lengths", PACKINGS)
+@pytest.mark.parametrize("long_tokens", [None, 8192])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 8), (32, 8), (16, 16), (28, 4)])
+def test_a_backward_pass_takes_what_one_document_would_by_count(
+    lengths: tuple[int, ...], long_tokens: int | None, heads: int, kv_heads: int
+) -> None:
+    assert sum(lengths) == ROW
+    calls = calls_of(lengths, long_tokens=long_tokens)
+    every_head = 4 * heads if heads > kv_heads else 0
+
+    def gradients(queries: int, keys: int) -> int:
+        return 2 * heads * queries + 4 * kv_heads * keys
+
+    one = gradients(ROW, ROW) + (4 * heads + every_head) * ROW
+    held = most = 0
+    for front in calls.fronts:
+        tokens = front.stop - front.start
+        most = max(most, held + gradients(tokens, tokens) + (4 * heads + every_head) * tokens)
+        held += gradients(tokens, tokens)
+    for call in calls.shared:
+        queries = sum(stop - start for start, stop in call.queries)
+        first, last = call.span
+        workspace = 4 * heads * (queries + 128 * len(call.queries)) + every_head * (last - first)
+        most = max(most, held + gradients(queries, last - first) + workspace)
+        held += gradients(queries, last - first)
+        held -= sum(
+            gradients(0, front.stop - front.start)  # added to the call's own
+            for front in calls.fronts
+            if not front.is_whole and first <= front.start < last
+        )
+    assert held == gradients(ROW, ROW)
+    most = max(most, held + 2 * heads * ROW)  # one of the three put together
+    assert most <= 1.005 * one
+
+
 @given(st.integers(8192, 2**20))
 def test_long_documents_are_of_sixteen_shapes_for_each_doubling(length: int) -> None:
     front = front_tokens(length)

@@ -1,7 +1,7 @@
 """Attention of one layer over packed rows whose documents are of different lengths, on one GPU: a
 call for each document beside the few calls of attention/mixed_lengths.
 
-    python docs/results/mixed_lengths/measure.py > docs/results/mixed_lengths/record.ndjson
+    python docs/results/mixed_lengths/measure.py --rows 4 > docs/results/mixed_lengths/record.ndjson
     python docs/results/mixed_lengths/measure.py --table
 
 Every way attends each row twice, forward and backward. A line of JSON says what the first and the

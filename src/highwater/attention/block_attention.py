@@ -210,7 +210,7 @@ class VariedBlock(NamedTuple):
     def _borders(self) -> tuple[Tensor, Tensor, int, int]:
         device = self.query_qHD.device
         both = self.query_lengths, self.key_lengths
-        query_n, key_n = (borders_of(lengths, device) for lengths in both)
+        query_n, key_n = (_borders_of(lengths, device) for lengths in both)
         return query_n, key_n, max(self.query_lengths), max(self.key_lengths)
 
     def _forward_on_cpu(self) -> tuple[Tensor, Tensor]:
@@ -265,7 +265,7 @@ class VariedBlock(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def borders_of(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+def _borders_of(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """Where each document begins and the last one ends, on the device, in int32: kept, since all
     layers ask for the same.
     """

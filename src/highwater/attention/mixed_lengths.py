@@ -2,8 +2,9 @@
 few shapes, forward and backward.
 
 cuDNN is the fastest kernel of long documents, and makes a plan for every shape that it meets: about
-0.15 s each, and a megabyte of the GPU that is never given back. Flash attention takes documents of
-any lengths in one call, and is slower where they are long. So of a long document the queries up to
+0.1 s each, and a quarter of a megabyte of the GPU that is never given back
+(docs/results/mixed_lengths). Flash attention takes documents of any lengths in one call, and is
+slower where they are long. So of a long document the queries up to
 a multiple of a sixteenth of its size go through cuDNN, which meets sixteen shapes for every
 doubling of the length. The few that are left of long documents go through flash attention in one
 call, and those of all short documents in another. No query is computed twice, nothing is
@@ -157,7 +158,7 @@ class _Mixed(torch.autograd.Function):
         (gradient_SHD,) = gradients
         query_BHSD, key_BKSD, value_BKSD, output_SHD, *log_sums = ctx.saved_tensors
         calls: Calls = ctx.calls
-        rows = _by_token(query_BHSD, key_BKSD, value_BKSD)
+        rows = _rows_of(query_BHSD, key_BKSD, value_BKSD)
         found = _Gradients(rows)
         for front, sums in zip(calls.fronts, log_sums, strict=False):
             place = slice(front.start, front.stop)
@@ -179,8 +180,8 @@ RowTensors = tuple[Tensor, Tensor, Tensor]
 
 
 class _Gradients:
-    """Gradients of a row's queries, keys and values, call by call: at no time more than one
-    document of the row would have had, its kernel's workspace with them.
+    """Gradients of a row's queries, keys and values, put together as calls end: with the kernels'
+    workspaces hardly more at any time than one document of the whole row would take.
     """
 
     def __init__(self, rows: RowTensors) -> None:
@@ -203,10 +204,8 @@ class _Gradients:
     def add_shared(self, call: SharedCall, gradients_kXD: list[Tensor]) -> None:
         """Those of a call, and of the fronts among its keys."""
         query, *others = gradients_kXD
-        taken = 0
-        for start, stop in _joined(call.queries):
-            self._parts[0].append((start, query[taken : taken + stop - start]))
-            taken += stop - start
+        for row, own in _places(call):
+            self._parts[0].append((row.start, query[own]))
         first, last = call.span
         left: list[tuple[Front, list[Tensor]]] = []
         for front, of_front in self._of_fronts:
@@ -234,7 +233,7 @@ def _forward(
     query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, calls: Calls, scaling: float
 ) -> tuple[Tensor, ...]:
     """What is attended, SHD, and the logarithms of the sums of exponentials of each call."""
-    rows = _by_token(query_BHSD, key_BKSD, value_BKSD)
+    rows = _rows_of(query_BHSD, key_BKSD, value_BKSD)
     output_SHD = torch.empty_like(rows[0], memory_format=torch.contiguous_format)
     log_sums: list[Tensor] = []
     for front in calls.fronts:
@@ -243,7 +242,8 @@ def _forward(
         log_sums.append(sums)
     for call in calls.shared:
         part_qHD, sums = _shared(call, rows, scaling).forward()
-        _put_queries(output_SHD, part_qHD, call)
+        for row, own in _places(call):
+            output_SHD[row] = part_qHD[own]
         log_sums.append(sums)
     return output_SHD, *log_sums
 
@@ -268,29 +268,26 @@ def _shared(call: SharedCall, rows: RowTensors, scaling: float) -> VariedBlock:
 
 def _of_queries(row_SHD: Tensor, call: SharedCall) -> Tensor:
     """A call's queries, next to each other: qHD."""
-    parts = [row_SHD[start:stop] for start, stop in _joined(call.queries)]
+    parts = [row_SHD[row] for row, _ in _places(call)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _put_queries(row_SHD: Tensor, found_qHD: Tensor, call: SharedCall) -> None:
-    taken = 0
-    for start, stop in _joined(call.queries):
-        row_SHD[start:stop] = found_qHD[taken : taken + stop - start]
-        taken += stop - start
-
-
-def _joined(places: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
-    """The places, those that touch as one."""
-    joined = [places[0]]
-    for start, stop in places[1:]:
-        if start == joined[-1][1]:
+def _places(call: SharedCall) -> list[tuple[slice, slice]]:
+    """Where a call's queries are in the row, and in the call; those that touch as one."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in call.queries:
+        if joined and start == joined[-1][1]:
             joined[-1] = joined[-1][0], stop
         else:
             joined.append((start, stop))
-    return joined
+    ends = accumulate(stop - start for start, stop in joined)
+    return [
+        (slice(start, stop), slice(end - (stop - start), end))
+        for (start, stop), end in zip(joined, ends, strict=True)
+    ]
 
 
-def _by_token(*tensors_BXSD: Tensor) -> RowTensors:
+def _rows_of(*tensors_BXSD: Tensor) -> RowTensors:
     """Rows of tokens, a token's heads side by side: SXD. Projections leave them so, and plans are
     kept by strides, which otherwise knew how long the row is.
     """

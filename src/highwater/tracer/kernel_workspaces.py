@@ -23,19 +23,11 @@ def _in_flash_backward(args: Sequence[Any]) -> list[int]:
     return [per_row, of_query // head * (-(-head // 32) * 32), *every_head]
 
 
-def _in_backward_by_tokens(args: Sequence[Any]) -> list[int]:
-    """As flash attention's, of tensors whose heads come behind their tokens; of documents of any
-    lengths each with a tile of queries behind it.
-    """
-    if args[1].ndim == 4:
-        return _in_flash_backward([tensor.transpose(1, 2) for tensor in args[:3]])
-    by_heads = [tensor.transpose(0, 1)[None] for tensor in args[:3]]
-    per_row, of_query, *every_head = _in_flash_backward(by_heads)
-    query_tokens, documents = args[1].shape[0], args[6].numel() - 1
-    padded = [
-        each // query_tokens * (query_tokens + 128 * documents) for each in (per_row, of_query)
-    ]
-    return [*padded, *every_head]
+def _in_windowed_backward(args: Sequence[Any]) -> list[int]:
+    """As flash attention's, of tensors whose heads come behind their tokens."""
+    assert args[1].ndim == 4, "trials have no rows of unlike documents"
+    by_heads = [tensor.transpose(1, 2) for tensor in args[:3]]
+    return _in_flash_backward(by_heads)
 
 
 def _in_cudnn_backward(args: Sequence[Any]) -> list[int]:
@@ -77,6 +69,6 @@ WORKSPACES: dict[Any, Callable[[Sequence[Any]], list[int]]] = {
     aten.embedding_dense_backward.default: _in_embedding_backward,
     aten._scaled_dot_product_cudnn_attention_backward.default: _in_cudnn_backward,
     aten._scaled_dot_product_flash_attention_backward.default: _in_flash_backward,
-    aten._flash_attention_backward.default: _in_backward_by_tokens,
+    aten._flash_attention_backward.default: _in_windowed_backward,
 }
 """Bytes that an operator takes for itself and gives back before it returns, by operator."""
