@@ -254,7 +254,7 @@ def _broken_in(training: Training, rows: Sequence[OwnRow]) -> _Broken:
         is_broken_N = ~tokens.logprobs_N.isfinite().cpu()
         broken += [row.names[each] for each in row.batch.documents_N[is_broken_N].unique().tolist()]
     every = [name for row in rows for name in row.names]
-    of_all = gathered((broken, every), training.mesh)
+    of_all = gathered((broken, every), training.mesh, kind=tuple[list[str], list[str]])
     return _Broken(*(tuple(dict.fromkeys(chain(*names))) for names in zip(*of_all, strict=True)))
 
 
