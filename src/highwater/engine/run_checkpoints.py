@@ -40,6 +40,7 @@ from highwater.errors import HighwaterError, MachineError, UsageError
 from highwater.parallel.fsdp2 import local_shard
 from highwater.parallel.mesh import copies
 from highwater.spec.codec import from_json, to_json
+from highwater.spec.files import INDEX_BYTES, read_file
 from highwater.spec.training import (
     CHECKPOINTS,
     STATE_FILE,
@@ -79,10 +80,10 @@ class RunCheckpoints:
         """The checkpoint whose evaluation was the best; None where none was evaluated."""
         path = self.folder / BEST_FILE
         try:
-            return from_json(path.read_bytes(), BestCheckpoint)
+            return from_json(read_file(path, most_bytes=INDEX_BYTES), BestCheckpoint)
         except FileNotFoundError:
             return None
-        except msgspec.MsgspecError as error:
+        except (OSError, msgspec.MsgspecError) as error:
             raise damage(path, str(error)) from error
 
     def save(self, training: Training, state: RunState) -> Path:
@@ -331,10 +332,10 @@ class RunCheckpoints:
 def read_state(path: Path) -> RunState:
     """The state in a checkpoint's folder; UsageError where it cannot be read."""
     try:
-        return from_json((path / STATE_FILE).read_bytes(), RunState)
+        return from_json(read_file(path / STATE_FILE, most_bytes=INDEX_BYTES), RunState)
     except FileNotFoundError as error:
         raise damage(path / STATE_FILE, "it is missing") from error
-    except (msgspec.MsgspecError, HighwaterError) as error:
+    except (OSError, msgspec.MsgspecError, HighwaterError) as error:
         raise damage(path / STATE_FILE, str(error)) from error
 
 

@@ -24,6 +24,7 @@ from highwater.errors import UsageError
 from highwater.parallel.fsdp2 import local_shard
 from highwater.parallel.mesh import total
 from highwater.spec.codec import to_json
+from highwater.spec.files import open_regular
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.training import RunState, TrainingProgress, TrainingSpec, run_digest
 
@@ -278,7 +279,8 @@ def keep_lines_up_to(path: Path, *, step: int) -> None:
     run that was ended had done since its last checkpoint is done again.
     """
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        with open_regular(path) as file:
+            lines = file.readlines()
     except FileNotFoundError:
         return
     kept = [line for line in lines if _step_of(line) <= step]
