@@ -204,7 +204,10 @@ def prepare_training(
         predicted=chosen.predicted,
         rows_bytes=chosen.rows_bytes,
         expected_s=_expected_s(spec, trial, chosen.predicted),
-        notes=training_notes(load_model(request.model), chosen, corpus, asked),
+        notes=(
+            *training_notes(load_model(request.model), chosen, corpus, asked),
+            *(f"held out: {note}" for note in (evaluation.notes if evaluation else ())),
+        ),
         allow_busy=request.allow_busy,
         done_steps=done_steps,
     )

@@ -131,3 +131,16 @@ def test_nothing_but_the_package_loads_its_modules_by_a_name_in_a_string() -> No
     assert loading.pop("__init__.py") == "importlib.import_module(_PUBLIC[name])"
     assert loading, "other libraries, and a user's own module"
     assert not [call for call in loading.values() if "highwater" in call]
+
+
+def test_nothing_that_another_machine_sends_is_unpickled() -> None:
+    collectives = {"all_gather_object", "gather_object", "broadcast_object_list"}
+    collectives |= {"scatter_object_list", "send_object_list", "recv_object_list"}
+    named = {
+        f"{path.relative_to(PACKAGE)}: {node.attr}"
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and (node.attr in collectives or ast.unparse(node) in ("pickle.loads", "pickle.load"))
+    }
+    assert not named

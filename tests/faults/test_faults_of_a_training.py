@@ -28,7 +28,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import highwater
-from highwater.engine.checkpoint_manifest import check_files, read_manifest
+from highwater.engine.checkpoint_manifest import (
+    check_files,
+    read_manifest,
+    record_of,
+    write_manifest,
+)
 from highwater.errors import EXIT_ANSWERED, EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_TERMINATED
 from highwater.recommendation.training_settings import chosen_trial
 from highwater.run.probe import probe
@@ -365,6 +370,45 @@ def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(
     answers = [(each.status, each.losses, each.model_directory) for each in (longer, again)]
     assert answers[0] == answers[1]
     assert (run / "training.log").read_bytes() == log, "nothing was started"
+
+
+@pytest.fixture
+def corpus(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The data's folder of tokens, in a cache of the test's own."""
+    cache = Path(shutil.copytree(trained.cache, tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    decided = json.loads((trained.run / "training.json").read_text())
+    return cache / Path(decided["corpus"]["directory"]).relative_to(trained.cache)
+
+
+def test_tokens_that_somebody_changed_are_made_anew_and_that_is_said(
+    trained: Trained, corpus: Path, tmp_path: Path
+) -> None:
+    ids = corpus / "ids.bin"
+    ids.write_bytes(bytes(byte ^ (at % 2 == 0) for at, byte in enumerate(ids.read_bytes())))
+    done = subprocess.run(
+        [*trained.words(str(tmp_path / "run")), "--json"],
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=WITHIN_S,
+        check=True,
+    )
+    assert f"note: {ids} is damaged: " in done.stderr
+    assert losses_of(tmp_path / "run") == trained.losses
+
+
+def test_ids_that_the_model_does_not_know_are_refused_before_the_first_step(
+    trained: Trained, corpus: Path, tmp_path: Path
+) -> None:
+    ids = corpus / "ids.bin"
+    ids.write_bytes(ids.read_bytes()[:-2] + (259).to_bytes(2, "little"))
+    files = read_manifest(corpus).files
+    write_manifest(corpus, {**files, ids.name: record_of(ids)})
+    with pytest.raises(highwater.HighwaterError, match=r"the token id 259\b.* 0 to 258") as refused:
+        trained.train(tmp_path / "run", steps=1)
+    shutil.rmtree(next(iter(re.findall("`rm -r (.*)`", refused.value.hint))))
+    assert trained.train(tmp_path / "run", steps=1).losses[0] == trained.losses[0]
 
 
 def test_a_loss_that_is_no_number_names_its_step_and_document(

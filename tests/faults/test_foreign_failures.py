@@ -385,6 +385,43 @@ class TestRunnerOfOtherTrainers(RunnerContract):
         return self.trial("time.sleep(600)", 56)
 
 
+LOST_LOGS = {
+    "removed": "os.remove(log)",
+    "replaced by a pipe": "os.remove(log); os.mkfifo(log)",
+    "moved": "os.rename(log, log + '.old')",
+    "its folder removed": "import shutil; shutil.rmtree(os.path.dirname(log))",
+    "replaced by a folder": "os.remove(log); os.mkdir(log)",
+}
+"""What a trainer may do to its own log."""
+
+
+@pytest.mark.parametrize("ending", ["fits", "crashes"])
+@pytest.mark.parametrize("how", LOST_LOGS)
+def test_a_trainer_that_loses_its_log_is_judged_by_what_it_wrote(
+    how: str, ending: str, judge: Judge
+) -> None:
+    last = "" if ending == "fits" else "{}['labels']"
+    result = judge(f"""
+        log = os.readlink("/proc/self/fd/1")
+        step(1)
+        {LOST_LOGS[how]}
+        time.sleep(1.5)  # it is looked at meanwhile
+        step(2)
+        {last}
+    """)
+    assert result.outcome is (Outcome.FIT if ending == "fits" else Outcome.CRASHED), result.reason
+    assert ending == "fits" or "KeyError" in result.reason
+
+
+def test_a_log_that_is_cut_is_judged_by_what_is_left(judge: Judge) -> None:
+    result = judge("""
+        step(1), step(2)
+        os.truncate(os.readlink("/proc/self/fd/1"), 0)
+        time.sleep(1.5)
+    """)
+    assert result.outcome is Outcome.CRASHED, result.reason
+
+
 def test_what_is_ended_leaves_no_process_and_no_folder(
     mark: str, tiny: Path, tmp_path: Path
 ) -> None:

@@ -20,9 +20,11 @@ import pyarrow as pa
 from corpora import ids_of, made, order, trained_of, write_lines, write_tokenizer
 from pyarrow import parquet
 
+from highwater.engine.checkpoint_manifest import read_manifest, write_manifest
 from highwater.engine.corpus.data_files import data_files
 from highwater.engine.corpus.readers import records
 from highwater.engine.corpus.store import CorpusWriter, open_corpus
+from highwater.engine.corpus.text_tokens import BYTE_VOCABULARY
 from highwater.engine.corpus.tokenise import tokenise
 from highwater.errors import HighwaterError, MachineError, UsageError
 
@@ -239,17 +241,70 @@ def test_large_vocabularies_have_larger_ids(tmp_path: Path) -> None:
     assert ids_of(small) == [[1, 65_535]]
 
 
-def test_a_damaged_corpus_is_refused_and_the_hint_makes_room_for_another(tmp_path: Path) -> None:
+def flip_a_bit_of_every_byte(file: Path) -> None:
+    file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes()))
+
+
+def write_a_large_id(file: Path) -> None:
+    file.write_bytes(b"\xff\xff" + file.read_bytes()[2:])
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def put_a_pipe_there(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("harm", [flip_a_bit_of_every_byte, cut, Path.unlink, put_a_pipe_there])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("ids.bin", "trained.bin", "offsets.bin", "units.bin", "rewards.bin", "logprobs.bin"),
+        *("files.bin", "rows.bin", "corpus.json", "names.json", "manifest.json"),
+    ],
+)
+def test_a_damaged_corpus_is_not_opened_and_is_made_anew(
+    name: str, harm: Callable[[Path], None], tmp_path: Path
+) -> None:
+    ids = {"prompt_ids": [1, 2], "response_ids": [3, 4]}
+    rollouts = [{"prompt": "a", **ids, "logprobs": [-0.5, -0.25], "reward": 1.0}] * 3
+    data = write_lines(tmp_path / "d.jsonl", rollouts)
+    before = made(tmp_path, data, objective="ppo")
+    folder, ids = Path(before.summary.directory), ids_of(before)
+    harm(folder / name)
+    with pytest.raises(UsageError, match=f"{name} is damaged: ") as refused:
+        open_corpus(folder)
+    assert "tokenised once more" in refused.value.hint
+    scratch = tmp_path / "again"
+    scratch.mkdir()
+    asked = order(data, objective="ppo")
+    summary = tokenise(asked, folder.parent, scratch=scratch, on_phase=lambda _: None)
+    assert f"{name} is damaged: " in summary.notes[0]
+    assert summary.digest == before.summary.digest
+    again = open_corpus(folder)
+    assert again.summary == before.summary, "the note is of this time alone"
+    assert ids_of(again) == ids == [[1, 2, 3, 4]] * 3
+
+
+def test_a_corpus_of_before_there_were_checksums_is_made_anew(tmp_path: Path) -> None:
     data = write_lines(tmp_path / "d.jsonl", RECORDS)
-    for name in ("ids.bin", "trained.bin", "offsets.bin", "corpus.json", "names.json"):
-        folder = Path(made(tmp_path, data).summary.directory)
-        broken = folder / name
-        os.truncate(broken, broken.stat().st_size - 1)
-        with pytest.raises(UsageError, match=r"damaged: .*") as refused:
-            made(tmp_path, data)
-        assert f"`rm -r {folder}`" in refused.value.hint
-        shutil.rmtree(folder)
-    assert made(tmp_path, data).summary.documents == len(RECORDS)
+    folder = Path(made(tmp_path, data).summary.directory)
+    (folder / "manifest.json").unlink()
+    write_a_large_id(folder / "ids.bin")
+    assert max(map(max, ids_of(made(tmp_path, data)))) < BYTE_VOCABULARY
+
+
+def test_a_file_that_the_manifest_does_not_name_is_never_mapped(tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "d.jsonl", RECORDS)
+    folder = Path(made(tmp_path, data).summary.directory)
+    manifest = read_manifest(folder)
+    write_manifest(folder, {name: of for name, of in manifest.files.items() if name != "ids.bin"})
+    with pytest.raises(UsageError, match=r"ids\.bin"):
+        open_corpus(folder)
 
 
 def test_nothing_is_left_of_a_corpus_that_could_not_be_made(tmp_path: Path) -> None:
@@ -267,7 +322,7 @@ def test_a_full_disk_is_the_machines_refusal(tmp_path: Path) -> None:
 
     def write() -> None:
         with writer:
-            (tmp_path / "corpus" / "corpus.json").symlink_to("/dev/full")
+            (tmp_path / "corpus" / "corpus.json.tmp").symlink_to("/dev/full")
             writer.finish(corpus.summary, ["d.jsonl"])
 
     with pytest.raises(MachineError, match=os.strerror(errno.ENOSPC)) as refused:

@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from places import write_model
 from test_emitted_others import goal
 
 from highwater.emit.emitted import Emitted
@@ -92,6 +93,21 @@ def launched(
         text=True,
         check=False,
     )
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "name", ["m\ntouch RAN\n#", "m'; touch RAN; '", "$(touch RAN)`touch RAN`", "m\r\ntouch RAN"]
+)
+def test_the_path_of_a_model_runs_nothing(name: str, target: str, tmp_path: Path) -> None:
+    model = str(write_model(tmp_path / "models" / name))
+    ulysses = {} if target in ("trinity", "verl", "areal") else {"ulysses": [1]}
+    found, chosen = goal(target, "16k", **ulysses)
+    emitted = configured(target, found, chosen, model=model)
+    done = launched(emitted, target, tmp_path / "it", {"MODEL_PATH": model, "DATASET": model})
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.rglob("RAN"))
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from highwater.bench.environment import environment
 from highwater.bench.step import CONTENDERS, TimedStep, same_weights, sequences_of
+from highwater.spec.files import CONFIG_BYTES, read_file
 
 KINDS: Mapping[str, str] = {
     "attention": r"flash|fmha|sdpa|cudnn::fusion",
@@ -42,7 +43,7 @@ def main() -> None:
     """Print the table; write the JSON document to ``--out``."""
     arguments = _parse()
     if arguments.read:
-        print(table(json.loads(arguments.read.read_text())["kernels"]))
+        print(table(json.loads(read_file(arguments.read, most_bytes=CONFIG_BYTES))["kernels"]))
         return
     model, length, micro_batches = arguments.model, arguments.length, arguments.micro_batches
     with tempfile.TemporaryDirectory() as folder:

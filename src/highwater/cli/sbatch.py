@@ -6,6 +6,7 @@ srun(1) of Slurm.
 """
 
 import math
+import re
 import shlex
 from collections.abc import Sequence
 
@@ -17,14 +18,22 @@ _USUAL_S = 4 * 3600
 _START_S = 600
 """Time besides the search's own: machines come one after another, and trials end in order."""
 _WARNED_S = 120
+_NOT_OF_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 _NOT_IN_A_JOB = ("--print-sbatch", "--node-rank", "--rendezvous")
 
 
 def sbatch_script(request: Request, words: Sequence[str]) -> str:
     """The script of a job that types ``words``, a ``highwater find``, on every machine.
 
-    Raises UsageError where nobody says how many GPUs a machine has.
+    Raises UsageError where nobody says how many GPUs a machine has, and for a word with a line end
+    in it.
     """
+    for word in words:
+        if len(f"{word}.".splitlines()) > 1:
+            raise UsageError(
+                f"a job of Slurm has its command in one line, and {word!r} has several",
+                hint="name a file without a line end, or `--config find.yaml` with what it says",
+            )
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(request))]
     return "\n".join(
         (
@@ -37,7 +46,8 @@ def sbatch_script(request: Request, words: Sequence[str]) -> str:
 
 
 def _options(request: Request) -> list[str]:
-    options = [f"--job-name=highwater-{request.model.rstrip('/').rpartition('/')[2]}"]
+    name = _NOT_OF_A_NAME.sub("-", request.model.rstrip("/").rpartition("/")[2])
+    options = [f"--job-name=highwater-{name}"]
     options += [f"--nodes={request.nodes}", "--ntasks-per-node=1"]
     if request.device != "cpu":
         options.append(f"--gpus-per-node={_gpus_of_a_node(request)}")

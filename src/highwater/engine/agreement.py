@@ -1,16 +1,33 @@
 """Agreement: what fails on one rank fails on all, with the same words, so that none waits for one
 that has given up.
+
+Values cross as JSON: unpickling what another machine sends would run what it says.
 """
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import TypeVar
 
-import torch.distributed as dist
+import msgspec
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from highwater.errors import HighwaterError
-from highwater.parallel.mesh import all_ranks
+from highwater.errors import HighwaterError, MachineError, ModelError, UsageError
+from highwater.parallel.mesh import every_ranks
+from highwater.spec.codec import Record, from_json, to_json
+
+T = TypeVar("T")
+_KINDS = {kind.__name__: kind for kind in (HighwaterError, UsageError, ModelError, MachineError)}
+"""Errors that a rank stops with, by their names."""
+
+
+class _Failure(Record, frozen=True, kw_only=True):
+    """What the others are told of an error."""
+
+    kind: str | None
+    """Name of a HighwaterError; None: a bug."""
+    problem: str
+    hint: str = ""
 
 
 @contextmanager
@@ -24,31 +41,47 @@ def agreed(mesh: DeviceMesh) -> Generator[None]:
         yield
     except Exception as error:  # noqa: BLE001 -- raised again below, once all know
         failure = error
-    told = gathered(_told(failure), mesh)
+    told = gathered(_told(failure), mesh, kind=tuple[_Failure, ...])
     if failure is not None and not isinstance(failure, HighwaterError):
         raise failure
-    first = next(((rank, each) for rank, each in enumerate(told) if each is not None), None)
+    first = next(((rank, each) for rank, own in enumerate(told) for each in own), None)
     if first is None:
         return
-    rank, (kind, problem, hint) = first
-    if kind is None:
-        raise RuntimeError(f"rank {rank}: {problem}")
-    raise kind(problem, hint=hint) from failure
+    rank, said = first
+    if said.kind is None:
+        raise RuntimeError(f"rank {rank}: {said.problem}")
+    raise _KINDS.get(said.kind, HighwaterError)(said.problem, hint=said.hint) from failure
 
 
-def gathered(own: Any, mesh: DeviceMesh) -> list[Any]:
-    """Every rank's value, in the order of the ranks; a rank alone talks to nobody."""
+def gathered(own: T, mesh: DeviceMesh, *, kind: type[T]) -> list[T]:
+    """Every rank's value, in the order of the ranks; a rank alone talks to nobody.
+
+    Raises MachineError for what another rank sends and is not JSON of this kind.
+    """
     if mesh.size() == 1:
         return [own]
-    every: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(every, own, group=all_ranks(mesh))
+    every: list[T] = []
+    for rank, sent in enumerate(every_ranks(list(to_json(own).encode()), torch.uint8, mesh)):
+        try:
+            every.append(from_json(bytes(sent), kind))
+        except msgspec.MsgspecError as error:
+            raise MachineError(
+                f"rank {rank} sent what is not this program's: {error}",
+                hint="start every machine with the same highwater: `highwater --version` says "
+                "which",
+            ) from error
     return every
 
 
-def _told(failure: Exception | None) -> tuple[type[HighwaterError] | None, str, str] | None:
-    """What the others are told."""
+def _told(failure: Exception | None) -> tuple[_Failure, ...]:
     if failure is None:
-        return None
+        return ()
     if isinstance(failure, HighwaterError):
-        return type(failure), failure.problem, failure.hint
-    return None, f"{type(failure).__name__}: {failure}", ""
+        kind, problem, hint = type(failure).__name__, failure.problem, failure.hint
+    else:
+        kind, problem, hint = None, f"{type(failure).__name__}: {failure}", ""
+    # Bytes of a path that are no text would be no JSON, and the others would wait for this rank.
+    problem, hint = (
+        text.encode("utf-8", "backslashreplace").decode("utf-8") for text in (problem, hint)
+    )
+    return (_Failure(kind=kind, problem=problem, hint=hint),)

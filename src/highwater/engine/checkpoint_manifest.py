@@ -1,4 +1,5 @@
-"""The manifest of a checkpoint: size and checksum of every file in its folder, written last.
+"""The manifest of a checkpoint, or a corpus: size and checksum of every file in its folder, written
+last.
 
 Where it is, everything else was on the disk before it.
 """
@@ -12,6 +13,7 @@ import msgspec
 
 from highwater.errors import HighwaterError, UsageError
 from highwater.spec.codec import Record, digest, from_json, to_json
+from highwater.spec.files import INDEX_BYTES, open_regular, read_file
 
 MANIFEST_FILE = "manifest.json"
 
@@ -24,7 +26,7 @@ class FileRecord(Record, frozen=True, kw_only=True):
 
 
 class Manifest(Record, frozen=True, kw_only=True):
-    """All files of a checkpoint but this one, by their paths in its folder."""
+    """All files of a folder but this one, by their paths in it."""
 
     files: Mapping[str, FileRecord]
     files_digest: str
@@ -33,7 +35,7 @@ class Manifest(Record, frozen=True, kw_only=True):
 
 def record_of(path: Path) -> FileRecord:
     """What a file is; its bytes are read."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         checksum = hashlib.file_digest(file, "sha256").hexdigest()
         return FileRecord(size_bytes=file.tell(), sha256=checksum)
 
@@ -48,10 +50,10 @@ def write_manifest(directory: Path, files: Mapping[str, FileRecord]) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a checkpoint; UsageError where there is none, or it is damaged."""
+    """The manifest of a folder; UsageError where there is none, or it is damaged."""
     path = directory / MANIFEST_FILE
     try:
-        manifest = from_json(path.read_bytes(), Manifest)
+        manifest = from_json(read_file(path, most_bytes=INDEX_BYTES), Manifest)
     except (OSError, msgspec.MsgspecError, HighwaterError) as error:
         raise damage(path, _why(error)) from error
     if digest(manifest.files) != manifest.files_digest:

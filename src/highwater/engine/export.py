@@ -23,6 +23,7 @@ from highwater.engine.rank_context import compute_dtype
 from highwater.engine.step import Training
 from highwater.errors import MachineError, UsageError
 from highwater.models.pretrained import COPIED
+from highwater.spec.files import CONFIG_BYTES, read_file
 from highwater.units import format_bytes
 
 PARTIAL = ".partial"
@@ -124,7 +125,7 @@ def _remove_partial(partial: Path) -> None:
 
 def _dtype_of(source: Path) -> torch.dtype | None:
     """The dtype that a model's config names; None where it names none that weights are kept in."""
-    config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config: dict[str, Any] = json.loads(read_file(source / "config.json", most_bytes=CONFIG_BYTES))
     return _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")))
 
 

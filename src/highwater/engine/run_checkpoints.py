@@ -40,6 +40,7 @@ from highwater.errors import HighwaterError, MachineError, UsageError
 from highwater.parallel.fsdp2 import local_shard
 from highwater.parallel.mesh import copies
 from highwater.spec.codec import from_json, to_json
+from highwater.spec.files import INDEX_BYTES, read_file
 from highwater.spec.training import (
     CHECKPOINTS,
     STATE_FILE,
@@ -79,10 +80,10 @@ class RunCheckpoints:
         """The checkpoint whose evaluation was the best; None where none was evaluated."""
         path = self.folder / BEST_FILE
         try:
-            return from_json(path.read_bytes(), BestCheckpoint)
+            return from_json(read_file(path, most_bytes=INDEX_BYTES), BestCheckpoint)
         except FileNotFoundError:
             return None
-        except msgspec.MsgspecError as error:
+        except (OSError, msgspec.MsgspecError) as error:
             raise damage(path, str(error)) from error
 
     def save(self, training: Training, state: RunState) -> Path:
@@ -162,7 +163,7 @@ class RunCheckpoints:
                     f"{others[0]} is not of this run, which is at step {state.step}",
                     hint=f"use another folder: `--output {shlex.quote(f'{self.folder.parent}-2')}`",
                 )
-        if gathered(target.is_dir(), mesh)[0]:
+        if gathered(target.is_dir(), mesh, kind=bool)[0]:
             with suppress(UsageError):
                 self._check(target, mesh)
                 return True
@@ -183,7 +184,7 @@ class RunCheckpoints:
             if rank == 0:
                 write_durably(partial / STATE_FILE, to_json(state))
             own = {str(path.relative_to(partial)): record_of(path) for path in _own(partial, rank)}
-        every = gathered(own, mesh)
+        every = gathered(own, mesh, kind=dict[str, FileRecord])
         with agreed(mesh), self._in_words(partial, needed):
             if rank == 0:
                 write_manifest(partial, {name: each for own in every for name, each in own.items()})
@@ -236,7 +237,7 @@ class RunCheckpoints:
     def _names(self, mesh: DeviceMesh) -> list[str]:
         """Names of all checkpoints, the latest first, as the first rank sees them."""
         paths = sorted(self._checkpoints(), key=_step_of, reverse=True)
-        return gathered([path.name for path in paths], mesh)[0]
+        return gathered([path.name for path in paths], mesh, kind=list[str])[0]
 
     def _check(self, path: Path, mesh: DeviceMesh) -> RunState:
         """The state of a checkpoint; UsageError on all ranks where any file of it is not as it was
@@ -331,10 +332,10 @@ class RunCheckpoints:
 def read_state(path: Path) -> RunState:
     """The state in a checkpoint's folder; UsageError where it cannot be read."""
     try:
-        return from_json((path / STATE_FILE).read_bytes(), RunState)
+        return from_json(read_file(path / STATE_FILE, most_bytes=INDEX_BYTES), RunState)
     except FileNotFoundError as error:
         raise damage(path / STATE_FILE, "it is missing") from error
-    except (msgspec.MsgspecError, HighwaterError) as error:
+    except (OSError, msgspec.MsgspecError, HighwaterError) as error:
         raise damage(path / STATE_FILE, str(error)) from error
 
 
@@ -346,7 +347,7 @@ def checkpoint_bytes(training: Training) -> int:
             if parameter.requires_grad:
                 for each in (parameter.detach(), *optimizer.state.get(parameter, {}).values()):
                     own += sum(part.nbytes for part in _stored(local_shard(each)))
-    return sum(gathered(own, training.mesh)) // copies(training.mesh)
+    return sum(gathered(own, training.mesh, kind=int)) // copies(training.mesh)
 
 
 def _stored(tensor: Tensor) -> Iterator[Tensor]:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from highwater.errors import HighwaterError, UsageError
 from highwater.spec.codec import Record, from_json, to_json
+from highwater.spec.files import INDEX_BYTES, read_file
 
 INDEX_FILE = "index.json"
 
@@ -71,7 +72,7 @@ def read_index(directory: Path) -> ShardIndex:
     """The index in ``directory``; UsageError where there is none, or it is damaged."""
     path = directory / INDEX_FILE
     try:
-        index = from_json(path.read_bytes(), ShardIndex)
+        index = from_json(read_file(path, most_bytes=INDEX_BYTES), ShardIndex)
     except (OSError, msgspec.MsgspecError, HighwaterError) as error:
         raise damaged(path, error) from error
     files = {piece.file for tensor in index.tensors.values() for piece in tensor.pieces}

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from highwater.engine.shard_index import IndexedPiece, IndexedTensor, damaged, read_index
 from highwater.errors import UsageError
+from highwater.spec.files import open_regular
 from highwater.spec.optimizer import QUANTIZED_BLOCK
 
 
@@ -67,7 +68,7 @@ class ShardReader:
         path = self.directory / piece.file
         try:
             if piece.file not in self._open:
-                self._open[piece.file] = path.open("rb")
+                self._open[piece.file] = open_regular(path)
             view: Any = _create_file_view(
                 self._open[piece.file],  # pyright: ignore[reportArgumentType] -- as dcp calls it
                 piece.start_bytes,

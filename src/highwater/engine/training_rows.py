@@ -4,6 +4,7 @@ evaluated.
 
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
 from highwater.engine.corpus.evaluation_rows import evaluation_rows
@@ -95,9 +96,18 @@ class TrainingRows:
 
 
 def _opened(spec: TrainingSpec, directory: str) -> OpenCorpus:
-    """An open corpus; raises UsageError for documents that a ring cannot share."""
+    """An open corpus; raises UsageError for ids that the model does not know, and for documents
+    that a ring cannot share.
+    """
     corpus = open_corpus(Path(directory))
-    window_tokens = load_model(spec.trial.model_directory).shape.window_tokens
+    shape = load_model(spec.trial.model_directory).shape
+    if corpus.largest_id >= shape.vocab_size:
+        raise UsageError(
+            f"the corpus in {directory} has the token id {corpus.largest_id}, and the model knows "
+            f"0 to {shape.vocab_size - 1}",
+            hint=f"remove it, and it is made anew: `rm -r {quote(directory)}`",
+        )
+    window_tokens = shape.window_tokens
     longest = corpus.summary.longest_tokens
     if window_tokens is None or spec.trial.layout.ring_degree == 1 or longest <= window_tokens:
         return corpus

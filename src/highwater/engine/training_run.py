@@ -24,6 +24,7 @@ from highwater.errors import UsageError
 from highwater.parallel.fsdp2 import local_shard
 from highwater.parallel.mesh import total
 from highwater.spec.codec import to_json
+from highwater.spec.files import open_regular
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.training import RunState, TrainingProgress, TrainingSpec, run_digest
 
@@ -254,7 +255,7 @@ def _broken_in(training: Training, rows: Sequence[OwnRow]) -> _Broken:
         is_broken_N = ~tokens.logprobs_N.isfinite().cpu()
         broken += [row.names[each] for each in row.batch.documents_N[is_broken_N].unique().tolist()]
     every = [name for row in rows for name in row.names]
-    of_all = gathered((broken, every), training.mesh)
+    of_all = gathered((broken, every), training.mesh, kind=tuple[list[str], list[str]])
     return _Broken(*(tuple(dict.fromkeys(chain(*names))) for names in zip(*of_all, strict=True)))
 
 
@@ -278,7 +279,8 @@ def keep_lines_up_to(path: Path, *, step: int) -> None:
     run that was ended had done since its last checkpoint is done again.
     """
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        with open_regular(path) as file:
+            lines = file.readlines()
     except FileNotFoundError:
         return
     kept = [line for line in lines if _step_of(line) <= step]

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from highwater.spec.files import CONFIG_BYTES, read_file
 from highwater.units import GIB
 
 FILE_BYTES = 4 * GIB
@@ -187,7 +188,7 @@ def config_of(
     ``architecture`` is the class that loads it. What the source's config.json says and this version
     does not know stays as it is.
     """
-    theirs: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    theirs: dict[str, Any] = json.loads(read_file(source / "config.json", most_bytes=CONFIG_BYTES))
     config = model.config
     ours: dict[str, Any] = config.to_diff_dict()
     if theirs.get("model_type") != ours["model_type"]:

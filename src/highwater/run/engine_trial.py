@@ -83,12 +83,13 @@ class EngineLauncher:
             left = self.run_ranks(
                 spec, environment, log, timeout_s=timeout_s, ended=ended, on_phase=on_phase
             )
+            tail = log_tail(log)
         ending = Ending(
             exit_code=left.exit_code,
             timeout_s=timeout_s,
             reports=(reports := left.reports),
             exits=left.exits,
-            log_tail=log_tail(log_path),
+            log_tail=tail,
             kernel_kills=left.kernel_kills,
             damaged_reports=left.damaged_reports,
             lost=left.lost,

@@ -30,7 +30,7 @@ from highwater.run.probe import probe
 from highwater.run.reaper import under_reaper
 from highwater.run.sampled_peak import SampledPeak, sampled_peak
 from highwater.run.trial_environment import trial_environment
-from highwater.run.trial_log import LogLayout, log_path_of, new_log
+from highwater.run.trial_log import LogLayout, log_path_of, log_tail, new_log
 from highwater.run.trial_place import trial_place
 from highwater.run.trial_process import exit_code_of
 from highwater.spec.protocols import Launch, OnPhase
@@ -90,9 +90,9 @@ class ForeignLauncher:
             process = _start(spec, command, environment, folder, log)
             seen = tuple(gpu.index for gpu in probe(gpus).gpus[: spec.layout.gpus])
             with sampled_peak(process.pid, seen if spec.device == "cuda" else ()) as peak:
-                watch = _Watch(spec, log_path, peak, kills_before, on_phase, self.silent_s)
+                watch = _Watch(spec, log, peak, kills_before, on_phase, self.silent_s)
                 exit_code, ended_for = watch.wait(process, timeout_s, ended)
-            text = _end_of(log_path)
+            text = log_tail(log, _READ_BYTES)
             steps = None if command.steps_done is None else command.steps_done(text)
         ending = ForeignEnding(
             exit_code=exit_code,
@@ -130,7 +130,7 @@ class _Watch:
     def __init__(
         self,
         spec: TrialSpec,
-        log: Path,
+        log: IO[bytes],
         peak: SampledPeak,
         kills_before: int,
         on_phase: OnPhase,
@@ -156,7 +156,7 @@ class _Watch:
         return code, None if code is not None else "timeout"
 
     def _tell(self) -> None:
-        size = self._log.stat().st_size
+        size = os.fstat(self._log.fileno()).st_size
         if size != self._size:
             self._size, self._grew_at, self._found = size, time.monotonic(), None
             self._phase = self._progress()
@@ -165,7 +165,7 @@ class _Watch:
             self._judge()
 
     def _progress(self) -> str:
-        steps = evidence_of(self._spec, _end_of(self._log, _SHOWN_BYTES)).steps
+        steps = evidence_of(self._spec, log_tail(self._log, _SHOWN_BYTES)).steps
         if not steps:
             return self._phase
         return f"step {min(steps + 1, self._spec.steps)} of {self._spec.steps}"
@@ -175,7 +175,9 @@ class _Watch:
         has_lost = self._peak.has_lost_a_process(self._grew_at)
         self.is_stuck = has_lost or self._peak.idle_s > self._silent_s
         is_killed = kernel_kills() > self._kills_before and has_lost
-        self._found = found = self._found or evidence_of(self._spec, _end_of(self._log))
+        self._found = found = self._found or evidence_of(
+            self._spec, log_tail(self._log, _READ_BYTES)
+        )
         if is_killed or (found.has_run_out and (found.is_certain or self.is_stuck)):
             raise _StuckError
 
@@ -220,9 +222,3 @@ def _with_budget(spec: TrialSpec, ranks: tuple[RankReport, ...]) -> tuple[RankRe
     """The reports with the bound that the trial was given, if any."""
     budget = memory_budget(spec)
     return tuple(msgspec.structs.replace(rank, budget=budget) for rank in ranks)
-
-
-def _end_of(path: Path, most_bytes: int = _READ_BYTES) -> str:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - most_bytes))
-        return file.read().decode("utf-8", errors="replace")

@@ -26,7 +26,7 @@ from highwater.run.probe import (
     versions_of,
 )
 from highwater.run.trial_log import log_path_of
-from highwater.spec.files import read_file
+from highwater.spec.files import open_regular, read_file
 from highwater.spec.hardware import Machine, refuse_unfit_gpu
 from highwater.spec.protocols import Launch, Launcher, TrialEndedError
 from highwater.spec.trial import TrialResult
@@ -235,7 +235,7 @@ def _whole(path: Path) -> bytes:
 def _after(path: Path, known_bytes: int) -> bytes:
     """What a file has after its first bytes; nothing where it is not there."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(known_bytes)
             return file.read(_CHUNK_BYTES)
     except OSError:

@@ -27,6 +27,7 @@ from highwater.run.reaper import module, under_reaper
 from highwater.run.trial_environment import trial_environment
 from highwater.spec.codec import digest, from_json, to_json
 from highwater.spec.events import EventLog, TraceOrder
+from highwater.spec.files import INDEX_BYTES, read_file
 from highwater.spec.hardware import Kernel
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.trial import TrialSpec
@@ -193,7 +194,7 @@ def _sources() -> str:
 def _read(path: Path) -> EventLog | None:
     """The trace that was kept; None where there is none, or a damaged one, which is made again."""
     try:
-        return from_json(gzip.decompress(path.read_bytes()), EventLog)
+        return from_json(gzip.decompress(read_file(path, most_bytes=INDEX_BYTES)), EventLog)
     except (OSError, EOFError, zlib.error, msgspec.MsgspecError):
         return None
 

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from highwater.run.trial_environment import clean_environment
+from highwater.spec.files import open_regular
 
 _ASK = (
     "import json, sys; from importlib.metadata import version, PackageNotFoundError as Missing\n"
@@ -28,7 +29,7 @@ def python_of(program: str) -> Path | None:
     found = shutil.which(program)
     if found is None:
         return None
-    with Path(found).open("rb") as file:
+    with open_regular(Path(found)) as file:
         first = file.read(_SHEBANG_BYTES).partition(b"\n")[0].decode(errors="replace")
     python = Path(first.removeprefix("#!").strip())
     return python if first.startswith("#!/") and "python" in python.name else None

@@ -30,7 +30,7 @@ from highwater.run.trial_log import log_tail
 from highwater.run.trial_place import trial_place
 from highwater.run.trial_process import end_reaper
 from highwater.spec.codec import from_json
-from highwater.spec.files import read_file
+from highwater.spec.files import read_file, refuse_irregular
 from highwater.spec.protocols import TOLD_S
 from highwater.spec.training import TrainingProgress, TrainingSpec
 from highwater.spec.trial import PHASE_FILE, Outcome, RankReport
@@ -94,17 +94,19 @@ def run_ranks(
     place = trial_place(
         spec.trial, None, allow_busy=allow_busy, log_directory=directory, flag="--output"
     )
-    with place, (directory / LOG).open("ab") as log:
+    with place, (directory / LOG).open("a+b") as log:
+        refuse_irregular(log.fileno(), directory / LOG)
         began_at = log.tell()
         with _started(spec, machines, log) as ranks:
             progress = _Progress(ranks.path / REPORTS / PHASE_FILE, on_progress)
             left, interrupt = _end_of(ranks, progress)
+        said = _said_since(log, began_at)
     ending = Ending(
         exit_code=left.exit_code,
         timeout_s=0.0,
         reports=left.reports,
         exits=left.exits,
-        log_tail=_said_since(directory / LOG, began_at),
+        log_tail=said,
         kernel_kills=left.kernel_kills,
         damaged_reports=left.damaged_reports,
         lost=left.lost,
@@ -198,10 +200,10 @@ def _end_of(
     return ranks.end(), interrupt
 
 
-def _said_since(log_path: Path, began_at: int) -> str:
+def _said_since(log: IO[bytes], began_at: int) -> str:
     """The end of a log that several launches write to, of this one alone."""
-    said_bytes = log_path.stat().st_size - began_at
-    tail = log_tail(log_path)
+    said_bytes = os.fstat(log.fileno()).st_size - began_at
+    tail = log_tail(log)
     return tail[-said_bytes:] if said_bytes else ""
 
 

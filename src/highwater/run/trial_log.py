@@ -1,5 +1,6 @@
 """Logs of trials: where each lies, a new one for each launch, and its end."""
 
+import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,7 +45,7 @@ def _opened(path: Path) -> IO[bytes] | None:
     if statistics_path(path).exists():
         return None
     try:
-        return path.open("xb")
+        return path.open("x+b")
     except FileExistsError:
         return None
 
@@ -54,8 +55,7 @@ def statistics_path(log_path: Path) -> Path:
     return log_path.with_suffix(".statistics.jsonl")
 
 
-def log_tail(path: Path) -> str:
-    """The end of a log."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-        return file.read().decode("utf-8", errors="replace")
+def log_tail(log: IO[bytes], most_bytes: int = _TAIL_BYTES) -> str:
+    """The end of an open log, whatever became of its name: who writes it may have removed it."""
+    start = max(0, os.fstat(log.fileno()).st_size - most_bytes)
+    return os.pread(log.fileno(), most_bytes, start).decode("utf-8", errors="replace")

@@ -1,4 +1,4 @@
-"""Files that a user names, read with a bound.
+"""Files that a user names, or that are found on a disk: regular ones alone, with a bound.
 
 A pipe would be waited for without end, a device would fill the memory.
 """
@@ -6,6 +6,7 @@ A pipe would be waited for without end, a device would fill the memory.
 import errno
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
 
 from highwater.units import MIB, format_bytes
@@ -21,24 +22,36 @@ CONFIG_BYTES = 16 * MIB
 The largest known have a few MiB.
 """
 
+INDEX_BYTES = 1024 * MIB
+"""Bytes of a JSON document in a checkpoint or a corpus at the most: its manifest, its index, its
+state.
+
+An index of 100,000 pieces has about 20 MiB, a state of a million steps as much.
+"""
+
 
 def read_file(path: Path, *, most_bytes: int) -> bytes:
     """The content of a regular file of at most ``most_bytes``.
 
     Raises OSError for any other, a pipe or a device for example.
     """
+    with open_regular(path) as file:
+        is_longer = os.fstat(file.fileno()).st_size > most_bytes
+        content = b"" if is_longer else file.read(most_bytes + 1)
+    if is_longer or len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {format_bytes(most_bytes)}", str(path))
+    return content
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """A regular file, open to be read; raises OSError for any other, a pipe or a device."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         refuse_irregular(descriptor, path)
     except OSError:
         os.close(descriptor)
         raise
-    with os.fdopen(descriptor, "rb") as file:
-        is_longer = os.fstat(descriptor).st_size > most_bytes
-        content = b"" if is_longer else file.read(most_bytes + 1)
-    if is_longer or len(content) > most_bytes:
-        raise OSError(errno.EFBIG, f"it has more than {format_bytes(most_bytes)}", str(path))
-    return content
+    return os.fdopen(descriptor, "rb")
 
 
 def refuse_irregular(descriptor: int, path: Path) -> None:

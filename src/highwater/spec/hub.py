@@ -13,9 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from highwater.errors import ModelError
+from highwater.spec.files import read_file
 
 CONFIG = "config.json"
 _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
+_REF_BYTES = 4096
 _REVISION = re.compile(r"[0-9a-f]{7,64}")
 _TRUE = frozenset(("1", "on", "yes", "true"))
 _ANSWER_S = 5.0
@@ -35,7 +37,7 @@ def cached_directory(hub_id: str) -> Path | None:
     """
     folder = cache_folder(os.environ) / f"models--{hub_id.replace('/', '--')}"
     try:
-        revision = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
+        revision = read_file(folder / "refs" / "main", most_bytes=_REF_BYTES).decode().strip()
         directory = folder / "snapshots" / revision
         is_there = _REVISION.fullmatch(revision) and (directory / CONFIG).is_file()
     except (OSError, ValueError):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from highwater.spec.codec import Record, digest
+from highwater.spec.files import CONFIG_BYTES, read_file
 from highwater.spec.weight_files import weight_files
 
 ORDER_FILE, PREPARED_FILE = "order.json", "prepared.json"
@@ -52,7 +53,12 @@ def prepared_name(source: Path, seed: int, missing: MissingFiles) -> str:
         if path.is_file()
     }
     files["config.json"] = (0, 0)  # by what is in it
-    made = [_MADE_AS, seed, *missing, (source / "config.json").read_text("utf-8")]
+    made = [
+        _MADE_AS,
+        seed,
+        *missing,
+        read_file(source / "config.json", most_bytes=CONFIG_BYTES).decode(),
+    ]
     place = "" if set(files) == {"config.json"} else str(source)
     return f"{source.name[:60]}-{digest([made, sorted(files.items()), place])[:16]}"
 

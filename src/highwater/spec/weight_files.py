@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from highwater.errors import ModelError
-from highwater.spec.files import read_file
+from highwater.spec.files import open_regular, read_file
 
 SCORE = "score.weight"
 """The head of a model that gives one number per token.
@@ -297,7 +297,7 @@ def _tensors(files: tuple[tuple[Path, int, int], ...]) -> Mapping[str, SavedTens
 
 def _header(file: Path, size: int) -> dict[str, SavedTensor]:
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             start = opened.read(8)
             length = int.from_bytes(start, "little")
             if start == b"version ":
@@ -341,7 +341,7 @@ def _quantised_tensor(files: tuple[tuple[Path, int, int], ...], *, is_mxfp4: boo
 @lru_cache(maxsize=16)
 def _same_bytes(one: SavedTensor, other: SavedTensor, _: tuple[tuple[Path, int, int], ...]) -> bool:
     """Whether two tensors of one shape and dtype have the same bytes in files of these versions."""
-    with one.file.open("rb") as first, other.file.open("rb") as second:
+    with open_regular(one.file) as first, open_regular(other.file) as second:
         for offset in range(0, one.end - one.begin, _COMPARED_BYTES):
             length = min(_COMPARED_BYTES, one.end - one.begin - offset)
             first.seek(one.begin + offset)

@@ -6,10 +6,10 @@ trial's log is.
 
 import os
 import re
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from highwater.spec.files import refuse_irregular
 from highwater.spec.trial import LogEnd
 
 LINES = 20
@@ -73,10 +73,8 @@ def _end_of(path: Path) -> str:
     """The last bytes of a regular file, as text; raises OSError for anything else, a link too."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(f"{path} is no file")
-        start = max(0, found.st_size - _TAIL_BYTES)
+        refuse_irregular(descriptor, path)
+        start = max(0, os.fstat(descriptor).st_size - _TAIL_BYTES)
         return os.pread(descriptor, _TAIL_BYTES, start).decode("utf-8", errors="replace")
     finally:
         os.close(descriptor)

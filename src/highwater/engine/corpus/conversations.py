@@ -6,7 +6,9 @@ an answer, a beginning of the whole; and its end is where the conversation up to
 """
 
 import re
-from collections.abc import Mapping
+import signal
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import jinja2
@@ -21,10 +23,14 @@ _BY_THE_TEMPLATE = (
     ArithmeticError,
     AttributeError,
     LookupError,
+    MemoryError,
+    RecursionError,
     TypeError,
     ValueError,
 )
 """What a template raises on a conversation that it is not for."""
+LIMIT_S = 30.0
+"""Seconds of the processor's time in which a template has to write one conversation."""
 _STAND_IN = "HIGHWATER0STANDS0IN"
 """Stands in the place of a turn's content, to see what the template puts after it."""
 
@@ -151,21 +157,54 @@ class ChatTemplate:
         self, conversation: Conversation, *, prompts: bool = False, marked: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         try:
-            texts, spans = cast(Any, render_jinja_template)(
-                conversations=[[_without_none(message) for message in conversation.messages]],
-                tools=list(conversation.tools) or None,
-                chat_template=self._template(conversation),
-                return_assistant_tokens_mask=marked,
-                add_generation_prompt=prompts,
-                **{**self._tokenizer.special_tokens_map, **conversation.options},
-            )
+            with _limited(conversation.name):
+                texts, spans = cast(Any, render_jinja_template)(
+                    conversations=[[_without_none(message) for message in conversation.messages]],
+                    tools=list(conversation.tools) or None,
+                    chat_template=self._template(conversation),
+                    return_assistant_tokens_mask=marked,
+                    add_generation_prompt=prompts,
+                    **{**self._tokenizer.special_tokens_map, **conversation.options},
+                )
         except _BY_THE_TEMPLATE as error:
             raise UsageError(
-                f"{conversation.name}: the chat template refuses the conversation: {error}",
+                f"{conversation.name}: the chat template refuses the conversation: "
+                f"{str(error) or type(error).__name__}",
                 hint="a conversation that it takes has a user's message first, then the "
                 "assistant's, in turn, each a `role` and a `content`",
             ) from error
         return texts[0], spans[0] if marked else []
+
+
+class _LateError(BaseException):
+    """A template's time is up; no Exception, which jinja2 takes for a refusal of its own to compute
+    a constant.
+    """
+
+
+@contextmanager
+def _limited(name: str) -> Generator[None]:
+    """Run the block in at most ``LIMIT_S`` of this process's time, however busy the machine is.
+
+    Raises UsageError, with the record's name.
+    """
+
+    def end(*_: object) -> None:
+        raise _LateError
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
+    try:
+        yield
+    except _LateError:
+        raise UsageError(
+            f"{name}: the chat template has not written the conversation in {LIMIT_S:g} s",
+            hint="see whether it has a loop without an end: it is `chat_template.jinja`, or "
+            "`chat_template` in `tokenizer_config.json`, of the tokenizer's folder",
+        ) from None
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def _without_none(message: Message) -> dict[str, Any]:

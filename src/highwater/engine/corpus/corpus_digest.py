@@ -11,6 +11,7 @@ from typing import Any
 from highwater.engine.corpus.data_files import DataFile, bytes_digest
 from highwater.spec.codec import digest
 from highwater.spec.corpus import CorpusOrder
+from highwater.spec.files import CONFIG_BYTES, read_file
 
 _WRITTEN_AS = 1
 """Counted up where the same order makes other files."""
@@ -51,7 +52,7 @@ def _model_type(config: Path) -> str | None:
     say; the rest of a config is nothing to it.
     """
     try:
-        return str(json.loads(config.read_bytes()).get("model_type"))
+        return str(json.loads(read_file(config, most_bytes=CONFIG_BYTES)).get("model_type"))
     except (OSError, ValueError, AttributeError):
         return None
 

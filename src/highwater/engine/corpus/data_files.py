@@ -3,7 +3,6 @@ digest of their bytes.
 """
 
 import hashlib
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from shlex import quote
 from typing import Literal, NamedTuple
 
 from highwater.errors import UsageError
+from highwater.spec.files import open_regular
 
 DataKind = Literal["lines", "parquet", "arrow", "text", "saved"]
 """JSON lines, Parquet, a table of ``datasets``, one document of plain text, or a folder that
@@ -50,7 +50,7 @@ class DataFile(NamedTuple):
         return tuple(
             each
             for each in sorted(self.path.iterdir())
-            if each.is_file() and not each.name.startswith(_OWN_CACHE)
+            if not each.is_dir() and not each.name.startswith(_OWN_CACHE)
         )
 
 
@@ -95,7 +95,7 @@ def bytes_digest(paths: Sequence[Path]) -> str:
     whole = hashlib.sha256()
     for path in paths:
         one = hashlib.sha256()
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             while chunk := stream.read(_CHUNK_BYTES):
                 one.update(chunk)
         whole.update(one.digest())
@@ -132,7 +132,7 @@ def _inside(folder: Path, name: str) -> Iterator[DataFile]:
             continue
         if path.is_dir() and not path.is_symlink():
             yield from _inside(path, f"{name}/{path.name}")
-        elif path.is_file() and _is_data(path) and (kind := _kind(path)) is not None:
+        elif not path.is_dir() and _is_data(path) and (kind := _kind(path)) is not None:
             yield DataFile(path, f"{name}/{path.name}", kind)
 
 
@@ -153,10 +153,17 @@ def _refuse_several_splits(folder: Path) -> None:
 
 def _refuse_unreadable(file: DataFile) -> None:
     for path in file.parts:
-        if not os.access(path, os.R_OK):
+        try:
+            open_regular(path).close()
+        except PermissionError as error:
             raise UsageError(
                 f"{path} may not be read", hint=f"let it be read: `chmod u+r {quote(str(path))}`"
-            )
+            ) from error
+        except OSError as error:
+            raise UsageError(
+                f"{path} cannot be read: {error.strerror}",
+                hint=f"see what it is, `ls -lL {quote(str(path))}`, and name a file",
+            ) from error
 
 
 def _with_clear_names(files: Sequence[DataFile]) -> tuple[DataFile, ...]:

@@ -17,6 +17,7 @@ import msgspec
 from highwater.engine.corpus.data_files import DataFile, DataKind
 from highwater.errors import MachineError, UsageError
 from highwater.spec.codec import from_json
+from highwater.spec.files import open_regular
 
 _ROWS = 256
 """Rows of a table that are in memory at a time."""
@@ -102,7 +103,8 @@ def _unpacked(file: DataFile, read: Callable[[], bytes]) -> Iterator[bytes]:
 
 
 def _opened(path: Path) -> IO[bytes]:
-    return cast(IO[bytes], gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb"))
+    file = open_regular(path)
+    return cast(IO[bytes], gzip.open(file)) if path.suffix.lower() == ".gz" else file
 
 
 def _text(data: bytes, file: DataFile, name: str) -> str:

@@ -12,6 +12,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from highwater.engine.corpus.corpus_digest import corpus_digest
 from highwater.engine.corpus.data_files import DataFiles, data_files
 from highwater.engine.corpus.long_documents import LengthLimit
@@ -59,8 +61,14 @@ def tokenise(order: CorpusOrder, parent: Path, *, scratch: Path, on_phase: OnPha
     reward = RewardFunction(order.reward) if order.reward is not None else None
     digest = corpus_digest(order, found.files, reward.function if reward else None)
     place = parent / digest
+    notes: tuple[str, ...] = ()
     if place.exists():
-        return open_corpus(place).summary
+        try:
+            return open_corpus(place).summary
+        except UsageError as error:
+            notes = (f"{error.problem}: the data was tokenised once more",)
+        with disk_errors(parent):  # who has it open keeps what is open
+            place.rename(scratch / "damaged")
     made = scratch / "corpus"
     summary = _make(order, found, reward, made, digest, place, on_phase)
     with disk_errors(parent):
@@ -69,7 +77,7 @@ def tokenise(order: CorpusOrder, parent: Path, *, scratch: Path, on_phase: OnPha
         except OSError:
             if not place.is_dir():  # else somebody made the same meanwhile
                 raise
-    return summary
+    return msgspec.structs.replace(summary, notes=(*notes, *summary.notes))
 
 
 def _make(

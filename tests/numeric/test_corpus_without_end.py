@@ -1,0 +1,153 @@
+"""What would never end is refused by name: data that is a pipe or a device, a chat template that
+loops.
+"""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="the data plane needs the train extra")
+
+from corpora import made, write_lines, write_tokenizer
+
+from highwater.engine.corpus import conversations, render_processes
+from highwater.engine.corpus.data_files import data_files
+from highwater.engine.corpus.readers import records
+from highwater.errors import MachineError, UsageError
+
+pytestmark = pytest.mark.timeout(120)
+
+CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def link_to_a_pipe(path: Path) -> None:
+    os.mkfifo(path.with_name("pipe"))
+    path.symlink_to("pipe")
+
+
+def zeros(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def dangling(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.json", "d.txt", "d.jsonl.gz", "d.parquet"])
+@pytest.mark.parametrize("irregular", [pipe, link_to_a_pipe, zeros])
+def test_data_that_is_no_file_is_refused_and_never_waited_for(
+    irregular: Callable[[Path], None], name: str, tmp_path: Path
+) -> None:
+    data = tmp_path / name
+    irregular(data)
+    with pytest.raises(UsageError, match=f"{name} cannot be read: it is no regular file") as said:
+        made(tmp_path / "made", data)
+    subprocess.run(shlex.split(said.value.hint.split("`")[1]), check=True, timeout=20)
+
+
+@pytest.mark.parametrize("irregular", [pipe, link_to_a_pipe, zeros, dangling])
+def test_what_is_no_file_within_a_folder_of_data_is_refused_and_not_passed_over(
+    irregular: Callable[[Path], None], tmp_path: Path
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_lines(folder / "a.jsonl", [{"text": "a"}])
+    irregular(folder / "b.jsonl")
+    with pytest.raises(UsageError, match=r"b\.jsonl cannot be read: "):
+        made(tmp_path / "made", folder)
+
+
+def test_a_file_that_becomes_a_pipe_after_it_was_found_is_not_waited_for(tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "d.jsonl", [{"text": "a"}])
+    (found,) = data_files([str(data)]).files
+    data.unlink()
+    pipe(data)
+    with pytest.raises(MachineError, match="it is no regular file"):
+        list(records(found))
+
+
+def test_a_link_to_a_file_is_read_as_the_file(tmp_path: Path) -> None:
+    write_lines(tmp_path / "there.jsonl", [{"text": "a"}])
+    (tmp_path / "d.jsonl").symlink_to("there.jsonl")
+    assert made(tmp_path / "made", tmp_path / "d.jsonl").summary.documents == 1
+
+
+def test_a_tokenizers_file_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "d.jsonl", [{"text": "a"}])
+    folder = write_tokenizer(tmp_path / "tokenizer", "{{ messages[0]['content'] }}")
+    for name in ("tokenizer.json", "config.json"):
+        (folder / name).unlink(missing_ok=True)
+        pipe(folder / name)
+    with pytest.raises(UsageError, match="no tokenizer can be opened"):
+        made(tmp_path / "made", data, tokenizer=folder)
+
+
+ENDLESS = {
+    "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999)"
+    " %}{% endfor %}{% endfor %}{% endfor %}",
+    "a macro that calls itself twice": "{% macro twice(n) %}{% if n %}{{ twice(n - 1) }}"
+    "{{ twice(n - 1) }}{% endif %}{% endmacro %}{{ twice(90) }}",
+    "a text that doubles": "{% set all = namespace(text='a') %}{% for a in range(99999) %}"
+    "{% set all.text = (all.text ~ all.text)[:1000000] %}{% endfor %}",
+    "sums in a loop": "{% for a in range(99999) %}{{ range(99999)|sum }}{% endfor %}",
+    "a number of 370 million digits": "{{ 9 ** (9 ** 9) }}",
+    "a loop for one record alone": "{% if messages|length > 2 %}{% for a in range(99999) %}"
+    "{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}",
+}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_template_that_does_not_end_is_refused_with_its_record(
+    name: str, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversations, "LIMIT_S", 1.0)
+    if processes > 1:
+        monkeypatch.setattr(render_processes, "_WORTH_BYTES", 0)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processes)))
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", ENDLESS[name])
+    longer = {"messages": [*CHAT["messages"], *CHAT["messages"]]}
+    of_one = name == "a loop for one record alone"
+    data = write_lines(tmp_path / "d.jsonl", [CHAT, longer] if of_one else [CHAT])
+    line = 2 if of_one else 1
+    with pytest.raises(UsageError, match=rf"^d\.jsonl:{line}: the chat template") as refused:
+        made(tmp_path / "made", data, tokenizer=tokenizer)
+    assert "in 1 s" in refused.value.problem, refused.value.problem
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "{{ 'a' * 10 ** 15 }}"],
+)
+def test_a_template_that_wants_more_than_there_is_is_refused_with_its_record(
+    template: str, tmp_path: Path
+) -> None:
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", template)
+    data = write_lines(tmp_path / "d.jsonl", [CHAT])
+    with pytest.raises(UsageError, match=r"^d\.jsonl:1: the chat template refuses .*Error|depth"):
+        made(tmp_path / "made", data, tokenizer=tokenizer)
+
+
+def test_a_long_conversation_is_within_the_limit(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", template)
+    data = tmp_path / "d.jsonl"
+    data.write_text(json.dumps({"messages": CHAT["messages"] * 200}) + "\n")
+    corpus = made(tmp_path / "made", data, tokenizer=tokenizer, length_tokens=1 << 16)
+    assert corpus.summary.documents == 1
