@@ -85,8 +85,9 @@ def test_each_of_the_others_prints_its_file_and_the_command_that_follows_works(
         assert done.returncode == 0, done.stderr
         answer, heading = done.stdout.splitlines()[:2]
         is_its_own = target == "trl"
-        whose = " for TRL's trainer" if is_its_own else ""
-        said = f"# Yes: Qwen3-8B trains 65,536 tokens on 4 x H20-96GB{whose} with "
+        said = "# Not predicted for this trainer: nobody measured what "
+        if is_its_own:
+            said = "# Yes: Qwen3-8B trains 65,536 tokens on 4 x H20-96GB for TRL's trainer with "
         assert answer.startswith(said)
         assert heading.startswith(f"{first}: Qwen3-8B, ")
         assert ("highwater's own engine" in done.stdout) != is_its_own

@@ -4,6 +4,7 @@ what was recommended.
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -18,10 +19,13 @@ import pytest
 from highwater.emit.accelerate import accelerate
 from highwater.emit.emitted import Emitted, Target
 from highwater.emit.folder import LAUNCH, launch_script
+from highwater.emit.llamafactory import FUSED as LLAMAFACTORY_FUSES
+from highwater.emit.logits import CUT_CROSS_ENTROPY, LIGER
 from highwater.emit.targets import TARGETS
 from highwater.recommendation.recommend import recommend
 from highwater.spec.model import load_model
 from highwater.spec.recommendation import Candidate, Recommendation
+from highwater.spec.trained_families import TRAINED
 from highwater.spec.trainer import TrainerName
 
 pytestmark = [pytest.mark.emit, pytest.mark.timeout(600)]
@@ -297,6 +301,29 @@ def test_a_chunked_loss_is_ligers(target: Target) -> None:
     asked = (("loss", "chunked"),)
     assert read_alone(target, Case(length="16k", asked=asked))["chunked"] is True
     assert not any(parsed["chunked"] for parsed in read(target).values())
+
+
+def test_a_family_that_liger_does_not_know_has_cut_cross_entropy_at_axolotl() -> None:
+    case = Case(length="8k", asked=(("loss", "chunked"),), model="aya-23-8B")
+    assert read_alone("axolotl", case)["cut"] is True
+
+
+def test_torchtitan_cuts_its_loss_into_chunks() -> None:
+    case = Case(length="40k", asked=(("loss", "chunked"),), directory=None)
+    assert read_alone("torchtitan", case)["chunks"] == 20
+
+
+def test_families_whose_loss_is_fused_are_those_of_the_packages_themselves() -> None:
+    for target in ("axolotl", "llamafactory"):
+        (path,) = python_of(target).parents[1].rglob("liger_kernel/transformers/monkey_patch.py")
+        table = path.read_text().partition("MODEL_TYPE_TO_APPLY_LIGER_FN = {")[2].partition("}")[0]
+        assert set(re.findall('"([a-z0-9_]+)":', table)) >= LIGER
+    (path,) = python_of("llamafactory").parents[1].rglob("model_utils/liger_kernel.py")
+    known = set(re.findall('"([a-z0-9_]+)"', path.read_text()))
+    assert LIGER & known == LLAMAFACTORY_FUSES
+    (path,) = python_of("axolotl").parents[1].rglob("cut_cross_entropy/README.md")
+    cut = set(re.findall("^- ([a-z0-9_]+)$", path.read_text(), re.MULTILINE))
+    assert (cut & set(TRAINED)) - LIGER == CUT_CROSS_ENTROPY
 
 
 @pytest.mark.parametrize("target", ["axolotl", "ms-swift"])

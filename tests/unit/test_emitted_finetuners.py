@@ -265,20 +265,18 @@ def test_a_name_of_the_catalog_has_the_id_of_the_very_model_that_was_named() -> 
     assert hub_id_of("no-such-model") is None
 
 
-def test_settings_that_a_trainer_has_words_for_come_before_those_where_it_takes_more() -> None:
-    found = recommend("Qwen3-8B", length="256k", gpus="8xH100-80GB")
-    chosen = found.chosen
-    assert chosen is not None
-    assert (chosen.cell.settings.loss, chosen.cell.layout.ulysses_degree) == ("chunked", 2)
-    assert configured("ms-swift", found, chosen, model="Qwen3-8B").takes_more
-    made = configured_choice("ms-swift", found, model="Qwen3-8B")
+def test_settings_without_whole_logits_come_before_those_with() -> None:
+    found = recommend("Qwen3-8B", length="64k", gpus="8xH100-80GB")
+    made = configured_choice("axolotl", found, model="Qwen3-8B")
     assert made is not None
-    assert made.candidate.fits
-    assert made.candidate.cell.settings.loss == "full"
-    assert not made.emitted.takes_more
-    alone = msgspec.structs.replace(found, candidates=(chosen,))
-    least = configured_choice("ms-swift", alone, model="Qwen3-8B")
+    assert made.emitted.logits_bytes is None
+    assert made.emitted.values["liger_fused_linear_cross_entropy"] is True
+    shared = [each for each in found.candidates if each.cell.layout.ulysses_degree > 1]
+    alone = msgspec.structs.replace(found, candidates=tuple(shared))
+    roomy = configured_choice("ms-swift", alone, model="Qwen3-8B")
+    assert roomy is not None
+    assert roomy.emitted.logits_bytes == 10 * 151_936 * 65_536 // 2
+    small = msgspec.structs.replace(alone, device_bytes=found.device_bytes // 2)
+    least = configured_choice("ms-swift", small, model="Qwen3-8B")
     assert least is not None
-    assert least.emitted.takes_more
-    assert least.candidate.risk == "tight"
-    assert ", tight, " in least.emitted.text
+    assert least.candidate.cell.layout.ulysses_degree == 8

@@ -12,7 +12,7 @@ import msgspec
 from highwater.cli import console
 from highwater.cli.flags import named_model
 from highwater.cli.recommend import EXAMPLE, found_for, words_again
-from highwater.emit.emitted import Emitted, answered_first
+from highwater.emit.emitted import Emitted, answered_first, unpredicted
 from highwater.emit.folder import CHECK, LAUNCH, launch_script, refuse_no_folder, write_folder
 from highwater.emit.targets import (
     TARGETS,
@@ -26,19 +26,26 @@ from highwater.pages.caveats import assumed_host
 from highwater.pages.check_page import check_page
 from highwater.recommendation.drafts import drafted
 from highwater.spec.recommendation import Candidate, Recommendation
+from highwater.spec.trainer import is_step_of, step_in_words
 from highwater.units import counted
 
 _ROOMIER = "5GiB"
-"""Headroom that is asked for where memory ran out in another trainer."""
+"""Memory of a GPU that is to be free where memory ran out in another trainer."""
 
 
 def emit(arguments: argparse.Namespace) -> int:
     """Print the configuration, or write its folder and print the files' paths. Where nothing fits
     there is none, and the document is what `recommend --json` prints.
     """
+    row = TARGETS[arguments.for_]
+    arguments.predicted_for = row.predicted_for
+    is_predicted = is_step_of(row.predicted_for, arguments.for_)
+    typed = vars(arguments)
+    if not is_predicted and "loss" in row.knows and typed.get("objective") != "rw":
+        # whole logits take five times as much there as here
+        typed.setdefault("loss", None if typed.get("entropy") == "chunked" else "chunked")
     model, settings = named_model(arguments, arguments.studies, example=EXAMPLE)
     refuse_unknown_settings(arguments.for_, settings)
-    arguments.predicted_for = TARGETS[arguments.for_].predicted_for
     if arguments.output is not None:
         if not arguments.output:
             raise UsageError("a folder without a name", hint="use `-o emitted`")
@@ -58,8 +65,12 @@ def emit(arguments: argparse.Namespace) -> int:
     if made is None:
         return _nothing(arguments, found, shlex.join(again))
     chosen, emitted = made
-    answer = recommendation_answer(msgspec.structs.replace(found, chosen=chosen))
-    emitted = answered_first(emitted, answer)
+    answer = unpredicted(found, chosen, name=row.name, logits_bytes=emitted.logits_bytes)
+    if is_predicted:
+        answer = recommendation_answer(msgspec.structs.replace(found, chosen=chosen))
+        emitted = answered_first(emitted, answer)
+    if emitted.fits is False:
+        return _too_large(arguments, emitted, answer, shlex.join(again))
     paths = () if arguments.output is None else _written(arguments, found, chosen, emitted, answer)
     if arguments.json:
         console.answer_json(emitted)
@@ -94,12 +105,24 @@ def _refuse_early(arguments: argparse.Namespace, model: str, settings: dict[str,
 
 def _nothing(arguments: argparse.Namespace, found: Recommendation, again: str) -> int:
     """Say that nothing fits, or nothing that the trainer can be told."""
-    name = TARGETS[arguments.for_].name
-    which = "nothing fits" if found.chosen is None else f"nothing fits that {name} can be told"
+    row = TARGETS[arguments.for_]
+    which = "nothing fits" if found.chosen is None else f"nothing fits that {row.name} can be told"
+    if not is_step_of(row.predicted_for, arguments.for_):
+        which = f"not predicted for {row.name}; with {step_in_words(row.predicted_for)} {which}"
     console.talk(f"{which}: there is nothing to configure")
     if arguments.json:
         console.answer_json(found)
     else:
+        console.next_command(again)
+    return EXIT_ANSWERED_NO
+
+
+def _too_large(arguments: argparse.Namespace, emitted: Emitted, answer: str, again: str) -> int:
+    """Say that the trainer's logits alone are larger than a GPU: there is no configuration."""
+    if arguments.json:
+        console.answer_json(emitted)
+    else:
+        console.talk(answer)
         console.next_command(again)
     return EXIT_ANSWERED_NO
 
@@ -115,7 +138,8 @@ def _written(
     row, folder = TARGETS[arguments.for_], Path(arguments.output)
     words = ("highwater", "emit", "--for", arguments.for_, arguments.model)
     again = shlex.join((*words, *words_again(arguments, drop=("--trainer",))))
-    roomier = words_again(arguments, drop=("--trainer",), **{"--headroom": _ROOMIER})
+    more = "--reserved" if emitted.fits is None else "--headroom"
+    roomier = words_again(arguments, drop=("--trainer",), **{more: _ROOMIER})
     files = {row.file: emitted.text, **emitted.beside}
     said = [f"{row.name} {emitted.checked_with}, as `{again}` wrote it"]
     said.append("what is typed after it goes to the trainer")

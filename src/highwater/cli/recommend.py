@@ -94,9 +94,9 @@ def _next(arguments: argparse.Namespace, found: Recommendation) -> str:
                 *trial_flags(found.chosen.cell, found.length_tokens, foreign),
             )
         )
-    if trainer.target is not None and not arguments.list_:
+    if trainer.targets and not arguments.list_:
         words = words_again(arguments, drop=("--trainer",))
-        return shlex.join(("highwater", "emit", "--for", trainer.target, model, *words))
+        return shlex.join(("highwater", "emit", "--for", trainer.targets[0], model, *words))
     return shlex.join(("highwater", "recommend", model, *words_again(arguments)))
 
 

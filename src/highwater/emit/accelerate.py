@@ -27,6 +27,7 @@ from highwater.emit.emitted import (
     shared_copies,
     yarn_lines,
 )
+from highwater.emit.logits import is_fused, whole_logits_bytes
 from highwater.spec.layout import Layout
 from highwater.spec.model import ModelShape
 from highwater.spec.recommendation import Candidate, Recommendation
@@ -34,6 +35,7 @@ from highwater.spec.study import Cell
 
 VERSION = "1.15.0"
 FILE = "accelerate.yaml"
+_FUSED_LOSS = ", where Liger fuses it: `use_liger_kernel=True` of transformers' TrainingArguments"
 _COMMAND = f"accelerate launch --config_file {FILE} train.py"
 SequenceSharing = Literal["none", "ring", "heads"]
 """How accelerate shares a sequence: not at all, by FSDP2's ring, or by DeepSpeed's heads."""
@@ -57,9 +59,13 @@ def accelerate(
         sharing_of(chosen.cell.layout, shape),
     )
     variables = environment(chosen.cell.settings)
-    cannot = (*_of_the_script(found, chosen, sharing), *instead(cell, sharing))
+    cannot = (*_of_the_script(found, chosen, sharing, shape), *instead(cell, sharing))
     cannot += tuple(engine_alone(settings, name="accelerate"))
-    said = heading(found, chosen, name="accelerate", version=VERSION)
+    has_fused = is_fused(cell, shape)
+    logits_bytes = None if has_fused else whole_logits_bytes(chosen, shape)
+    said = heading(
+        found, chosen, "accelerate", name="accelerate", version=VERSION, logits_bytes=logits_bytes
+    )
     said += exports(variables, before="it starts")
     dtype = "float32" if chosen.cell.settings.lora is None else "bfloat16"
     said.append(
@@ -75,7 +81,14 @@ def accelerate(
     said.append(f"start: {_COMMAND}")
     values = launched_values(cell, sharing)
     return emitted(
-        "accelerate", VERSION, said, values, command=_COMMAND, environment=variables, cannot=cannot
+        "accelerate",
+        VERSION,
+        said,
+        values,
+        command=_COMMAND,
+        environment=variables,
+        cannot=cannot,
+        logits_bytes=logits_bytes,
     )
 
 
@@ -140,7 +153,7 @@ def instead(cell: Cell, sharing: SequenceSharing) -> tuple[str, ...]:
 
 
 def _of_the_script(
-    found: Recommendation, chosen: Candidate, sharing: SequenceSharing
+    found: Recommendation, chosen: Candidate, sharing: SequenceSharing, shape: ModelShape | None
 ) -> tuple[str, ...]:
     settings, degree = chosen.cell.settings, chosen.cell.layout.context_degree
     shared = f", over {degree} GPUs" if degree > 1 else ""
@@ -152,7 +165,7 @@ def _of_the_script(
         f"the token budget of {chosen.token_budget_tokens} a GPU: the script makes micro-batches, "
         f"of {tokens}{alone}",
         f"the objective {settings.objective} with {settings.loss} loss{entropy}{critic}: they are "
-        "the script's",
+        f"the script's{_FUSED_LOSS if is_fused(chosen.cell, shape) else ''}",
     ]
     if settings.lora is not None:
         base = ", and the model is packed in NF4" if settings.lora_base == "nf4" else ""

@@ -50,7 +50,7 @@ def areal(found: Recommendation, chosen: Candidate, *, model_path: str | None = 
     cannot: list[str] = []
     if chosen.cell.settings.strategy == "fsdp":
         cannot.append("FSDP1: its engine is FSDP2, for which this length was not predicted")
-    said = heading(found, chosen, name="AReaL", version=VERSION)
+    said = heading(found, chosen, "areal", name="AReaL", version=VERSION)
     said += model_lies(model_path, before="it starts")
     said.append(
         "before it starts: export DATASET=where prompts come from; train.py is a script like "

@@ -29,6 +29,7 @@ from highwater.emit.emitted import (
     to_replace,
 )
 from highwater.emit.finetuning import FineTuning
+from highwater.emit.logits import CUT_CROSS_ENTROPY, LIGER, is_fused, unfused, whole_logits_bytes
 from highwater.spec.allocator_variables import allocator_environment
 from highwater.spec.layout import Layout
 from highwater.spec.objective import Objective
@@ -47,6 +48,7 @@ OPTIMIZERS: Mapping[OptimizerName, str] = {
 """``optimizer`` by optimizer: the second is torchao's, which FSDP2 shards; it refuses the 8-bit
 ones of bitsandbytes."""
 _LIGER = "axolotl.integrations.liger.LigerPlugin"
+_CUT = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
 _NARROW = (
     "parameters in float32: with FSDP2 it has them, their gradients and both moments in bfloat16, "
     "which takes less, and loses updates below 0.2 % of a number; `--strategy fsdp` keeps float32"
@@ -55,9 +57,10 @@ _RING = (
     "sequences shared among GPUs need the package ring-flash-attn: pip install "
     "'axolotl[ring-flash-attn]'"
 )
-_FUSED_LOSS = (
-    "the chunked loss is Liger's: look for `Applying LIGER` in its log, for it has one for some "
-    "families alone"
+_LIGERS_LOSS = "the chunked loss is Liger's: its log says `Applying LIGER`"
+_CUT_LOSS = (
+    "the chunked loss is Cut Cross Entropy, of Axolotl's own fork: where it is missing, the error "
+    "says how to install it"
 )
 
 
@@ -69,19 +72,26 @@ def axolotl(found: Recommendation, chosen: Candidate, *, model_path: str | None 
     """
     settings, layout = chosen.cell.settings, chosen.cell.layout
     refuse_untrainable(chosen.cell)
+    training = FineTuning.of(found, chosen, model_path)
+    fused = _fused_values(training)
+    logits_bytes = None if fused else whole_logits_bytes(chosen, training.shape)
     # it turns expandable segments on by itself where the environment says nothing
     variables = allocator_environment(settings.allocator)
     cannot = (*_cannot(chosen.cell), *engine_alone(settings, name="Axolotl"))
+    if not fused:
+        cannot += unfused(chosen.cell, "for this family, which neither of its plugins knows")
     elsewhere = "" if model_path else ' --base_model="$MODEL_PATH"'
     start = f"torchrun --nproc_per_node={layout.gpus} -m axolotl.cli.train"
     command = f"{start} {FILE}{elsewhere}"
     said = [
-        *heading(found, chosen, name="Axolotl", version=VERSION),
+        *heading(
+            found, chosen, "axolotl", name="Axolotl", version=VERSION, logits_bytes=logits_bytes
+        ),
         *model_lies(model_path, before="it starts"),
         *exports(variables, before="it starts"),
         to_replace("datasets", "learning_rate", settings=settings),
         *((_RING,) if layout.context_degree > 1 else ()),
-        *((_FUSED_LOSS,) if settings.loss == "chunked" else ()),
+        *((_LIGERS_LOSS if fused["plugins.0"] == _LIGER else _CUT_LOSS,) if fused else ()),
         *refusals(cannot, name="Axolotl"),
         f"start: {command}",
     ]
@@ -89,10 +99,11 @@ def axolotl(found: Recommendation, chosen: Candidate, *, model_path: str | None 
         "axolotl",
         VERSION,
         said,
-        axolotl_values(FineTuning.of(found, chosen, model_path)),
+        axolotl_values(training),
         command=command,
         environment=variables,
         cannot=cannot,
+        logits_bytes=logits_bytes,
     )
 
 
@@ -167,13 +178,23 @@ def axolotl_values(training: FineTuning) -> dict[str, Value]:
         **_lora_values(settings),
         **_rope_values(training.yarn),
     }
-    if settings.loss == "chunked":
-        values |= {"plugins.0": _LIGER, "liger_fused_linear_cross_entropy": True}
     return values | {
+        **_fused_values(training),
         **_sharding(cell),
         "datasets.0.path": DATASET,
         "datasets.0.type": "chat_template",
     }
+
+
+def _fused_values(training: FineTuning) -> dict[str, Value]:
+    """The loss that never holds whole logits; nothing where none was asked for, or none is there.
+    Of a family that Liger does not know Axolotl would patch any, some of them wrongly.
+    """
+    if is_fused(training.cell, training.shape, LIGER):
+        return {"plugins.0": _LIGER, "liger_fused_linear_cross_entropy": True}
+    if is_fused(training.cell, training.shape, CUT_CROSS_ENTROPY):
+        return {"plugins.0": _CUT, "cut_cross_entropy": True}
+    return {}
 
 
 def _lora_values(settings: Settings) -> dict[str, Value]:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from highwater.emit.logits import bytes_with_logits
 from highwater.errors import ModelError, UsageError
 from highwater.spec.allocator_variables import allocator_environment
 from highwater.spec.codec import Record
@@ -22,7 +23,7 @@ from highwater.spec.optimizer import OptimizerName
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.spec.settings import Settings
 from highwater.spec.study import Cell
-from highwater.spec.trainer import step_in_words
+from highwater.spec.trainer import is_step_of, step_in_words
 from highwater.units import format_bytes, format_tokens
 
 Target = Literal[
@@ -59,8 +60,11 @@ class Emitted(Record, frozen=True, kw_only=True):
     """Variables to set before any process starts, Ray's included."""
     cannot: tuple[str, ...] = ()
     """What the recommendation has and this trainer has no words for; the text says it too."""
-    takes_more: bool = False
-    """Whether that takes more memory than was predicted: a trial has to tell whether it fits."""
+    fits: bool | None = None
+    """Whether it fits, by a prediction of this very trainer's step. None: nobody predicted that
+    one. False: its logits alone are larger than a GPU."""
+    logits_bytes: int | None = None
+    """Bytes of a GPU that logits in float32 take, where the trainer's loss holds them whole."""
     beside: dict[str, str] = msgspec.field(default_factory=dict)
     """Other files that the text names, by their names."""
     command: str
@@ -78,7 +82,7 @@ def emitted(
     command: str,
     environment: Mapping[str, str] | None = None,
     cannot: Collection[str] = (),
-    takes_more: bool = False,
+    logits_bytes: int | None = None,
     beside: Mapping[str, str] | None = None,
     text: str | None = None,
 ) -> Emitted:
@@ -91,7 +95,7 @@ def emitted(
         values=values,
         environment=dict(environment or {}),
         cannot=tuple(cannot),
-        takes_more=takes_more,
+        logits_bytes=logits_bytes,
         beside=dict(beside or {}),
         command=command,
         text=text,
@@ -230,13 +234,33 @@ def refusals(cannot: Collection[str], *, name: str) -> list[str]:
 
 
 def heading(
-    found: Recommendation, chosen: Candidate, *, name: str, version: str, is_predicted: bool = False
+    found: Recommendation,
+    chosen: Candidate,
+    target: Target,
+    *,
+    name: str,
+    version: str,
+    logits_bytes: int | None = None,
 ) -> list[str]:
-    """What the configuration is, who says that it fits and of whom: lines of a comment.
-
-    ``is_predicted``: the step that is predicted is this very trainer's.
+    """What the configuration is, who says that it fits and of whom: lines of a comment. Of a
+    trainer that is not predicted they say what the predicted one takes, and nothing of fitting.
     """
     rollout = f", {found.rollout_gpus} more for rollout" if found.rollout_gpus else ""
+    title = (
+        f"{name} {version}: {found.model_name}, {format_tokens(found.length_tokens)} tokens, "
+        f"{found.gpus} x {found.device_name}{rollout}"
+    )
+    yours = (
+        f"{name}'s settings that hold memory; what it learns, from what and how long is yours to "
+        f"add"
+    )
+    why = found.accuracy if chosen.source == "predicted" else f"in {chosen.found_in}"
+    behind = f"{chosen.source} for {step_in_words(found.trainer)} ({why})"
+    if not is_step_of(found.trainer, target):
+        first = unpredicted(found, chosen, name=name, logits_bytes=logits_bytes)
+        return [first, title, chosen.label, f"the comparison: {behind}", yours]
+    if chosen.source in ("published", "simulated"):
+        behind = f"{chosen.source}, {found.accuracy}"
     capacity = (
         f"up to {format_tokens(chosen.capacity_tokens)} "
         f"tokens{' or more' * chosen.is_at_least} ({chosen.capacity_source})"
@@ -247,27 +271,35 @@ def heading(
         else f"{format_bytes(chosen.headroom_bytes)} of headroom"
     )
     headroom += "" if chosen.risk is None else f", {chosen.risk}"
-    return [
-        f"{name} {version}: {found.model_name}, {format_tokens(found.length_tokens)} tokens, "
-        f"{found.gpus} x {found.device_name}"
-        f"{rollout}",
-        f"{chosen.label}: {headroom}, {capacity}",
-        _behind(found, chosen, "" if is_predicted else name),
-        f"{name}'s settings that hold memory; what it learns, from what and how long is yours to "
-        f"add",
-    ]
+    return [title, f"{chosen.label}: {headroom}, {capacity}", behind, yours]
 
 
-def _behind(found: Recommendation, chosen: Candidate, other: str) -> str:
-    """``predicted for ...``: whose memory it is, and that the other trainer's, if it is another,
-    was not measured.
+def unpredicted(
+    found: Recommendation, chosen: Candidate, *, name: str, logits_bytes: int | None
+) -> str:
+    """That nobody predicted a trainer, what the predicted step takes for comparison, and what the
+    trainer's logits take besides; where those alone are larger than a GPU, that it does not fit.
     """
-    if chosen.source in ("published", "simulated"):
-        return f"{chosen.source}, {found.accuracy}"
-    why = found.accuracy if chosen.source == "predicted" else f"in {chosen.found_in}"
-    warning = f". {other} itself was not measured and may take more: leave it headroom"
-    behind = f"{chosen.source} for {step_in_words(found.trainer)} ({why})"
-    return f"{behind}{warning if other else ''}"
+    what = f"{found.model_name} at {format_tokens(found.length_tokens)} tokens"
+    room_bytes = found.device_bytes - found.reserved_bytes
+    each = f"each GPU's {format_bytes(room_bytes)}"
+    logits = (
+        f"{name}'s loss holds whole logits, 10 bytes for each token and word of the vocabulary: "
+        f"{format_bytes(logits_bytes or 0)} of {each}"
+    )
+    if logits_bytes is not None and logits_bytes > room_bytes:
+        return f"No: {what} does not fit. {logits}, for them alone."
+    step = step_in_words(found.trainer).partition(",")[0]
+    takes = f"{step} trains it"
+    if chosen.headroom_bytes is not None:
+        takes = f"{step} takes {format_bytes(room_bytes - chosen.headroom_bytes)} of {each}"
+    said = f"Not predicted for this trainer: nobody measured what {name} takes for {what}."
+    said += f" For comparison, {takes}, {chosen.source}."
+    if logits_bytes is None:
+        return said
+    with_them = bytes_with_logits(found, chosen, logits_bytes)
+    ends = ", more than there is" if with_them > room_bytes else ""
+    return f"{said} {logits}; {format_bytes(with_them)} with the rest of that comparison{ends}."
 
 
 def yarn_lines(found: Recommendation, *, why: str) -> list[str]:

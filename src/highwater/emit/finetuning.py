@@ -4,6 +4,8 @@ recommendation that is emitted, or a trial.
 
 from typing import NamedTuple, Self
 
+from highwater.emit.emitted import shape_here
+from highwater.spec.model import ModelShape
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.spec.rope import Yarn
 from highwater.spec.study import Cell
@@ -18,8 +20,11 @@ class FineTuning(NamedTuple):
     """The model's directory, or its id on the Hub; None: the command names it."""
     yarn: Yarn | None = None
     """The scaling of the positions that the length needs."""
+    shape: ModelShape | None = None
+    """The model's layers, which tell whose loss can be fused; None: it is not here."""
 
     @classmethod
     def of(cls, found: Recommendation, chosen: Candidate, model_path: str | None) -> Self:
         """The training that a recommendation is of."""
-        return cls(chosen.cell, found.length_tokens, model_path, found.yarn)
+        shape = shape_here(found, model_path)
+        return cls(chosen.cell, found.length_tokens, model_path, found.yarn, shape)

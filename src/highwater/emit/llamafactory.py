@@ -33,6 +33,7 @@ from highwater.emit.emitted import (
     yarn_lines,
 )
 from highwater.emit.finetuning import FineTuning
+from highwater.emit.logits import LIGER, is_fused, unfused, whole_logits_bytes
 from highwater.spec.layout import Layout
 from highwater.spec.objective import Objective
 from highwater.spec.optimizer import OptimizerName
@@ -48,10 +49,11 @@ OPTIMIZERS: Mapping[OptimizerName, str | None] = {
 }
 """``optim`` by optimizer: the other is torchao's, which FSDP shards."""
 _FLASH = "flash_attn: fa2 needs the package flash-attn; without it another attention is taken"
-_FUSED_LOSS = (
-    "enable_liger_kernel is the chunked loss, and needs the package liger-kernel: it has one for "
-    "some families alone, and its log says so of the others"
-)
+FUSED = LIGER - {
+    *("exaone4", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "olmo3", "smollm3"),
+}
+"""Families that it has Liger fuse the loss of (``model/model_utils/liger_kernel.py``)."""
+_FUSED_LOSS = "enable_liger_kernel is the chunked loss, and needs the package liger-kernel"
 
 
 def llamafactory(
@@ -64,7 +66,12 @@ def llamafactory(
     """
     settings = chosen.cell.settings
     refuse_untrainable(chosen.cell)
+    training = FineTuning.of(found, chosen, model_path)
+    has_fused = is_fused(chosen.cell, training.shape, FUSED)
+    logits_bytes = None if has_fused else whole_logits_bytes(chosen, training.shape)
     cannot = [WHOLE_SHARDS] if settings.optimizer_traits.is_quantized else []
+    if not has_fused:
+        cannot += unfused(chosen.cell, "for this family, which its Liger kernel does not know")
     cannot += engine_alone(settings, name="LLaMA-Factory")
     variables = environment(chosen.cell.settings)
     elsewhere = "" if model_path else ' "model_name_or_path=$MODEL_PATH"'
@@ -72,13 +79,20 @@ def llamafactory(
         f"accelerate launch --config_file {LAUNCHER} -m llamafactory.launcher {FILE}{elsewhere}"
     )
     said = [
-        *heading(found, chosen, name="LLaMA-Factory", version=VERSION),
+        *heading(
+            found,
+            chosen,
+            "llamafactory",
+            name="LLaMA-Factory",
+            version=VERSION,
+            logits_bytes=logits_bytes,
+        ),
         f"beside it {LAUNCHER}: how it is sharded",
         *model_lies(model_path, before="it starts"),
         *exports(variables, before="it starts"),
         to_replace("dataset", "template", "output_dir", "learning_rate", settings=settings),
         _FLASH,
-        *((_FUSED_LOSS,) if settings.loss == "chunked" else ()),
+        *((_FUSED_LOSS,) if has_fused else ()),
         *refusals(cannot, name="LLaMA-Factory"),
         *yarn_lines(found, why="its rope_scaling has whole factors alone"),
         f"start: {command}",
@@ -87,10 +101,11 @@ def llamafactory(
         "llamafactory",
         VERSION,
         said,
-        llamafactory_values(FineTuning.of(found, chosen, model_path)),
+        llamafactory_values(training),
         command=command,
         environment=variables,
         cannot=cannot,
+        logits_bytes=logits_bytes,
         beside={LAUNCHER: _launcher(chosen.cell)},
     )
 
@@ -145,7 +160,7 @@ def llamafactory_values(training: FineTuning) -> dict[str, Value]:
         "flash_attn": "fa2",
         "disable_gradient_checkpointing": settings.recompute == "none",
         "use_reentrant_gc": False,
-        **({"enable_liger_kernel": True} if settings.loss == "chunked" else {}),
+        **({"enable_liger_kernel": True} if is_fused(training.cell, training.shape, FUSED) else {}),
         **({} if optimizer is None else {"optim": optimizer}),
     }
 

@@ -25,11 +25,11 @@ from highwater.emit.emitted import (
     refusals,
     refuse_obstacle,
     refuse_optimizer,
-    shape_here,
     to_replace,
     yarn_lines,
 )
 from highwater.emit.finetuning import FineTuning
+from highwater.emit.logits import is_fused, unfused, whole_logits_bytes
 from highwater.spec.hub import is_hub_id
 from highwater.spec.layout import Layout
 from highwater.spec.model import ModelShape
@@ -52,14 +52,7 @@ _KIND = (
     "a directory that is not called as the model on the Hub wants to be told what it is: "
     "`--model_type qwen3 --template qwen3`, for example; the error lists those that it may be"
 )
-_WHOLE_LOGITS = (
-    "--loss chunked with shared sequences: its loss takes the logits of a GPU's share whole then, "
-    "which takes more"
-)
-_FUSED_LOSS = (
-    "use_liger_kernel is the chunked loss, and needs the package liger-kernel, which has one for "
-    "some families alone"
-)
+_FUSED_LOSS = "use_liger_kernel is the chunked loss, and needs the package liger-kernel"
 
 
 def ms_swift(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
@@ -70,19 +63,24 @@ def ms_swift(found: Recommendation, chosen: Candidate, *, model_path: str | None
     """
     settings = chosen.cell.settings
     refuse_untrainable(chosen.cell)
+    training = FineTuning.of(found, chosen, model_path)
+    has_fused = _fuses(training)
+    logits_bytes = None if has_fused else whole_logits_bytes(chosen, training.shape)
     cannot = (
-        *_cannot(chosen.cell, shape_here(found, model_path)),
+        *_cannot(training),
         *engine_alone(settings, name="ms-swift"),
     )
     command = f"swift sft {FILE}{'' if model_path else _ELSEWHERE}"
     said = [
-        *heading(found, chosen, name="ms-swift", version=VERSION),
+        *heading(
+            found, chosen, "ms-swift", name="ms-swift", version=VERSION, logits_bytes=logits_bytes
+        ),
         f"beside it {SHARDING}: how it is sharded",
         *model_lies(model_path, before="it starts"),
         to_replace("dataset", "learning_rate", settings=settings),
         *(() if model_path and is_hub_id(model_path) else (_KIND,)),
         _FLASH,
-        *((_FUSED_LOSS,) if _fuses(chosen.cell) else ()),
+        *((_FUSED_LOSS,) if has_fused else ()),
         *refusals(cannot, name="ms-swift"),
         *yarn_lines(found, why="the model is read from there"),
         f"start: {command}",
@@ -91,11 +89,11 @@ def ms_swift(found: Recommendation, chosen: Candidate, *, model_path: str | None
         "ms-swift",
         VERSION,
         said,
-        ms_swift_values(FineTuning.of(found, chosen, model_path)),
+        ms_swift_values(training),
         command=command,
         environment=environment(chosen.cell.settings),
         cannot=cannot,
-        takes_more=_WHOLE_LOGITS in cannot,
+        logits_bytes=logits_bytes,
         beside={SHARDING: json.dumps(ms_swift_sharding(settings), indent=2) + "\n"},
     )
 
@@ -118,9 +116,10 @@ def _obstacle(objective: Objective, layout: Layout) -> str | None:
     return unknown
 
 
-def _fuses(cell: Cell) -> bool:
+def _fuses(training: FineTuning) -> bool:
     """Whether the loss is Liger's: with shared sequences it would take no effect."""
-    return cell.settings.loss == "chunked" and cell.layout.context_degree == 1
+    cell = training.cell
+    return cell.layout.context_degree == 1 and is_fused(cell, training.shape)
 
 
 def sharing_heads(layout: Layout, shape: ModelShape | None) -> int:
@@ -129,7 +128,8 @@ def sharing_heads(layout: Layout, shape: ModelShape | None) -> int:
     return math.gcd(key_heads, layout.context_degree)
 
 
-def _cannot(cell: Cell, shape: ModelShape | None) -> tuple[str, ...]:
+def _cannot(training: FineTuning) -> tuple[str, ...]:
+    cell, shape = training.cell, training.shape
     settings, layout = cell.settings, cell.layout
     said: list[str] = []
     by_heads = sharing_heads(layout, shape)
@@ -142,8 +142,10 @@ def _cannot(cell: Cell, shape: ModelShape | None) -> tuple[str, ...]:
         )
     if settings.strategy == "fsdp":
         said.append("FSDP1: it is written for FSDP2")
-    if settings.loss == "chunked" and not _fuses(cell):
-        said.append(_WHOLE_LOGITS)
+    if not _fuses(training):
+        is_shared = layout.context_degree > 1
+        why = "with shared sequences" if is_shared else "for this family, which Liger does not know"
+        said += unfused(cell, why)
     if settings.optimizer_traits.is_quantized:
         said.append(WHOLE_SHARDS)
     return tuple(said)
@@ -175,7 +177,7 @@ def ms_swift_values(training: FineTuning) -> dict[str, Value]:
         "fsdp": SHARDING,
         "optim": OPTIMIZERS[settings.optimizer],
         "learning_rate": 1e-5,
-        **({"use_liger_kernel": True} if _fuses(cell) else {}),
+        **({"use_liger_kernel": True} if _fuses(training) else {}),
         **{f"ENV.{name}": value for name, value in variables.items()},
     }
 

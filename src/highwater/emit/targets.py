@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -12,6 +13,7 @@ from highwater.emit.areal import areal
 from highwater.emit.axolotl import axolotl
 from highwater.emit.emitted import Emitted, Target
 from highwater.emit.llamafactory import llamafactory
+from highwater.emit.logits import bytes_with_logits
 from highwater.emit.ms_swift import ms_swift
 from highwater.emit.torchtitan import torchtitan
 from highwater.emit.trinity import trinity
@@ -26,7 +28,7 @@ from highwater.spec.model_place import model_place
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.spec.settings import Settings
 from highwater.spec.study import Cell
-from highwater.spec.trainer import TRAINERS, TrainerName
+from highwater.spec.trainer import TRAINERS, TrainerName, is_step_of
 
 
 class Emit(Protocol):
@@ -53,8 +55,8 @@ class EmitTarget:
     yours: tuple[str, ...]
     """What its files leave to the user, for a page of what to check."""
     predicted_for: TrainerName
-    """The trainer whose step is predicted: verl's actor for trainers with GRPO in whole logits,
-    else this engine."""
+    """The trainer whose step is predicted: its own, where ``is_step_of`` says so. Else it is one to
+    compare with: verl's actor for trainers with GRPO in whole logits, or this engine."""
     package: str | None = None
     """The package that has it; None: it is called as the target is."""
     is_in_guides: bool = True
@@ -216,7 +218,6 @@ class Configured(NamedTuple):
     """A candidate, and its configuration."""
 
     candidate: Candidate
-    """Tight, where the trainer takes more than was predicted."""
     emitted: Emitted
 
 
@@ -224,12 +225,14 @@ def configured_choice(
     target: Target, found: Recommendation, *, model: str, is_filled_in: bool = False
 ) -> Configured | None:
     """The configuration of the simplest candidate that fits and that the trainer has words for, if
-    there is one that takes no more there; None where no candidate fits.
+    there is one whose logits are not whole there; else of the simplest that has room for them, or
+    of the one that lacks least. None where no candidate fits.
 
     Raises UsageError, for the simplest, where the trainer has words for none.
     """
     refused: UsageError | None = None
-    taking_more: Configured | None = None
+    whole: list[tuple[int, Configured]] = []
+    room_bytes = found.device_bytes - found.reserved_bytes
     for each in found.candidates:
         if not each.fits or not _has_words(each.cell):
             continue
@@ -238,15 +241,13 @@ def configured_choice(
         except UsageError as error:
             refused = refused or error
             continue
-        if not made.takes_more:
+        if made.logits_bytes is None:
             return Configured(each, made)
-        if taking_more is None:
-            tight = msgspec.structs.replace(each, risk="tight")
-            made = configured(target, found, tight, model=model, is_filled_in=is_filled_in)
-            taking_more = Configured(tight, made)
-    if taking_more is None and refused is not None:
+        lacks_bytes = bytes_with_logits(found, each, made.logits_bytes) - room_bytes
+        whole.append((max(0, lacks_bytes), Configured(each, made)))
+    if not whole and refused is not None:
         raise refused
-    return taking_more
+    return min(whole, key=itemgetter(0))[1] if whole else None
 
 
 def _has_words(cell: Cell) -> bool:
@@ -276,7 +277,11 @@ def configured(
     unknown = {name: n for name, n in named(chosen.cell).items() if name not in row.knows}
     if unknown:
         raise _without_words(row, unknown)
-    return made
+    if is_step_of(found.trainer, target):
+        return msgspec.structs.replace(made, fits=chosen.fits, logits_bytes=None)
+    room_bytes = found.device_bytes - found.reserved_bytes
+    is_too_large = (made.logits_bytes or 0) > room_bytes
+    return msgspec.structs.replace(made, fits=False if is_too_large else None)
 
 
 def hub_id_of(name: str) -> str | None:

@@ -27,9 +27,11 @@ from highwater.emit.emitted import (
     other_objective,
     refusals,
     refuse_obstacle,
+    shape_here,
     shared_copies,
     yarn_lines,
 )
+from highwater.emit.logits import unfused, whole_logits_bytes
 from highwater.errors import UsageError
 from highwater.spec.footprint import policy_parameters
 from highwater.spec.hub import is_hub_id
@@ -129,7 +131,12 @@ def torchtitan(
     start = f"torchrun --nproc_per_node={chosen.cell.layout.gpus} -m torchtitan.train"
     command = f"{start} --module {_MODULE} --config train"
     cannot = _cannot(found, chosen, is_own=own is not None)
-    said = heading(found, chosen, name="torchtitan", version=VERSION)
+    chunks = _chunks(chosen) if own else None
+    shape = shape_here(found, model_path if is_directory else None)
+    logits_bytes = None if chunks else whole_logits_bytes(chosen, shape)
+    said = heading(
+        found, chosen, "torchtitan", name="torchtitan", version=VERSION, logits_bytes=logits_bytes
+    )
     said += exports(variables, before="it starts")
     said += model_lies(model_path if is_directory else None, before="it starts")
     said.append(
@@ -148,12 +155,27 @@ def torchtitan(
         command=command,
         environment=variables,
         cannot=cannot,
-        takes_more=_WHOLE_LOGITS in cannot,
+        logits_bytes=logits_bytes,
         text=text,
     )
 
 
-_WHOLE_LOGITS = "--loss chunked for transformers' models: their logits are whole, which takes more"
+_CHUNK_TOKENS = 256, 2048
+"""Fewest and most tokens of a sequence in one chunk of the loss, which cuts it into equal ones: at
+the most it holds 3 GiB of logits of a vocabulary of 150,000."""
+
+
+def _chunks(chosen: Candidate) -> int | None:
+    """The fewest chunks that a GPU's share of a sequence is cut into; None where a whole loss was
+    asked for, and where no number of them divides it.
+    """
+    sequences = chosen.cell.settings.sequences_per_micro_batch
+    fewest_tokens, most_tokens = _CHUNK_TOKENS
+    share_tokens = chosen.token_budget_tokens // sequences
+    if chosen.cell.settings.holds_logits:
+        return None
+    numbers = range(-(-share_tokens // most_tokens), share_tokens // fewest_tokens + 1)
+    return next((number for number in numbers if share_tokens % number == 0), None)
 
 
 def _obstacle(objective: Objective, layout: Layout) -> str | None:
@@ -173,8 +195,10 @@ def _cannot(found: Recommendation, chosen: Candidate, *, is_own: bool) -> tuple[
         )
     if settings.strategy == "fsdp":
         said.append("FSDP1: it shards with FSDP2")
-    if settings.loss == "chunked" and not is_own:
-        said.append(_WHOLE_LOGITS)
+    if not is_own:
+        said += unfused(chosen.cell, "for transformers' models")
+    elif _chunks(chosen) is None:
+        said += unfused(chosen.cell, f"at {found.length_tokens} tokens, which no chunks divide")
     if found.yarn is not None and is_own:
         said.append("YaRN's attention factor: its own models scale the frequencies alone")
     if settings.adapters is not None:
@@ -225,8 +249,8 @@ def _refuse_adapters(found: Recommendation, chosen: Candidate, lora: Lora, *, is
         return
     if more > headroom + found.reserved_bytes:
         raise UsageError(
-            f"torchtitan has a frozen model in float32, {format_bytes(more)} more of each GPU, of "
-            f"which {format_bytes(headroom)} are left",
+            f"torchtitan has a frozen model in float32, which takes {format_bytes(more)} more of "
+            f"each GPU than highwater's engine, beside which {format_bytes(headroom)} are free",
             hint=f"add `--reserved {-(-more // GIB)}GiB`",
         )
 
@@ -313,7 +337,8 @@ def _program(
         imports = "import os\n\n" if directory == _BY_ENVIRONMENT else ""
         return imports + _TRANSFORMERS.format(model=model, directory=directory, settings=written)
     rope = _arguments("rope", values)
-    loss = "ChunkedLossWrapper.Config(loss_fn=loss)" if settings.loss == "chunked" else "loss"
+    chunks = _chunks(chosen)
+    loss = f"ChunkedLossWrapper.Config(num_chunks={chunks}, loss_fn=loss)" if chunks else "loss"
     lora = _converter(values)
     return _OWN.format(
         module=own[0],

@@ -46,7 +46,7 @@ def trinity(found: Recommendation, chosen: Candidate, *, model_path: str | None 
     values = _values(found, chosen, yaml_path(model_path))
     cannot = () if chosen.cell.settings.lora is None else (_NARROW_ADAPTERS,)
     variables = environment(chosen.cell.settings)
-    said = heading(found, chosen, name="Trinity-RFT", version=VERSION, is_predicted=True)
+    said = heading(found, chosen, "trinity", name="Trinity-RFT", version=VERSION)
     said += exports(variables, before="`ray start`")
     said += model_lies(model_path, before="`ray start`")
     said += yarn_lines(

@@ -200,7 +200,7 @@ def _said(
     """What stands above the settings: whose memory it is, and what else has to be there."""
     command = COMMANDS[chosen.cell.settings.objective]
     return [
-        *heading(found, chosen, name="TRL", version=VERSION),
+        *heading(found, chosen, "trl", name="TRL", version=VERSION),
         f"beside it {FILE}: how processes start, and share states and sequences",
         *((_FLASH,) if attention(sharing) == "flash_attention_2" else ()),
         *model_lies(model_path, before="it starts"),

@@ -58,7 +58,7 @@ def verl(found: Recommendation, chosen: Candidate, *, model_path: str | None = N
             "while the actor trains",
         )
     values = _values(found, chosen, model_path or MODEL_PATH)
-    said = heading(found, chosen, name="verl", version=VERSION, is_predicted=True)
+    said = heading(found, chosen, "verl", name="verl", version=VERSION)
     said.append(
         "what the rollout keeps on the GPU while the actor trains is not in it: `--reserved` says "
         "how much"

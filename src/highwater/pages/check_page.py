@@ -10,7 +10,7 @@ from highwater.pages.text import plain
 from highwater.spec.headroom import RISK_IN_WORDS
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.spec.settings_words import settings_in_words
-from highwater.spec.trainer import predicted_traits, step_in_words
+from highwater.spec.trainer import step_in_words
 from highwater.units import counted, format_bytes, format_tokens
 
 _STEPS = 10
@@ -40,28 +40,31 @@ def check_page(
         answer,
         "Start it with `./launch.sh`; what you type after it goes to the trainer. "
         f"Made by `{command}`.",
-        "## What was predicted",
-        _items(_predicted(found, chosen)),
-        _behind(found, chosen, emitted, name=name),
+        f"## {'What was predicted' if emitted.fits else 'Not predicted for this trainer'}",
+        _items(_predicted(found, chosen, emitted)),
+        f"These numbers are {chosen.source} for {step_in_words(found.trainer)}.",
         f"## What {name} does otherwise",
         _otherwise(emitted, name=name),
         "## What is yours to fill in",
         _items([*yours, *_positions(found, emitted)]),
         "## Before the first long run",
         _numbered(_first_run(found, chosen, emitted, name=name, package=package)),
-        f"Where memory runs out, ask for more headroom: `{roomier}`.",
+        f"Where memory runs out, ask for {'more headroom' if emitted.fits else 'less of a GPU'}: "
+        f"`{roomier}`.",
     ]
     return "\n\n".join(plain(part) if "\n" not in part else part for part in parts) + "\n"
 
 
-def _predicted(found: Recommendation, chosen: Candidate) -> list[str]:
-    """What was found of the settings, a line each."""
+def _predicted(found: Recommendation, chosen: Candidate, emitted: Emitted) -> list[str]:
+    """What was found of the settings, a line each; of a trainer that is not predicted nothing of
+    how sure it is, or how far it goes.
+    """
     cell = chosen.cell
     words = settings_in_words(cell.settings, cell.layout, is_scaled=found.yarn is not None)
     lines = [f"settings: {words}, on {counted(found.gpus, 'GPU')}"]
-    if chosen.risk is not None:
+    if chosen.risk is not None and emitted.fits:
         lines.append(f"how sure it is: {chosen.risk} ({RISK_IN_WORDS})")
-    if chosen.headroom_bytes is not None:
+    if chosen.headroom_bytes is not None and emitted.fits:
         used = found.device_bytes - found.reserved_bytes - chosen.headroom_bytes
         lines.append(
             f"headroom: {format_bytes(chosen.headroom_bytes)} of each GPU's "
@@ -77,20 +80,12 @@ def _predicted(found: Recommendation, chosen: Candidate) -> list[str]:
         "a GPU"
     )
     more = " or more" if chosen.is_at_least else ""
-    lines.append(
-        f"longest with these settings: {format_tokens(chosen.capacity_tokens)} tokens{more} "
-        f"({chosen.capacity_source})"
-    )
+    if emitted.fits:
+        lines.append(
+            f"longest with these settings: {format_tokens(chosen.capacity_tokens)} tokens{more} "
+            f"({chosen.capacity_source})"
+        )
     return lines
-
-
-def _behind(found: Recommendation, chosen: Candidate, emitted: Emitted, *, name: str) -> str:
-    """Whose memory that is."""
-    trainer = predicted_traits(found.trainer)
-    whose = f"These numbers are {chosen.source} for {step_in_words(found.trainer)}."
-    if trainer is not None and trainer.target == emitted.target:
-        return whose
-    return f"{whose} {name} itself was not measured, and may take more."
 
 
 def _otherwise(emitted: Emitted, *, name: str) -> str:
@@ -131,8 +126,9 @@ def _first_run(
     ]
     if chosen.headroom_bytes is not None:
         used = found.device_bytes - found.reserved_bytes - chosen.headroom_bytes
+        whose = "a step" if emitted.fits else f"a step of {step_in_words(found.trainer)}"
         steps.append(
-            f"`nvidia-smi` while they run: {format_bytes(used)} of each GPU is what a step was "
+            f"`nvidia-smi` while they run: {format_bytes(used)} of each GPU is what {whose} was "
             "predicted to need; the allocator keeps what was freed, so that more may show, as long "
             "as nothing runs out"
         )

@@ -44,8 +44,9 @@ class TrainerTraits(Record, frozen=True, kw_only=True):
     nobody named a degree. None: it shares them by heads."""
     offloads_states: bool = False
     """Whether its optimizer's moments can be in host memory by themselves, at a step's peak too."""
-    target: str | None = None
-    """The name of its configuration in ``highwater emit --for``. None: it is typed as flags."""
+    targets: tuple[str, ...] = ()
+    """Names in ``highwater emit --for`` of the configurations whose very step this is, its own
+    first: no other is predicted. Without any its settings are typed as flags."""
 
     @property
     def knows_every_setting(self) -> bool:
@@ -80,7 +81,7 @@ TRAINERS: Mapping[TrainerName, TrainerTraits] = {
             )
         ),
         traces="bundled",
-        target="trinity",
+        targets=("trinity", "verl"),
     ),
     "trl": TrainerTraits(
         title=FOREIGN["trl"].title,
@@ -97,7 +98,7 @@ TRAINERS: Mapping[TrainerName, TrainerTraits] = {
         ),
         traces="none",
         ring_objectives=frozenset(("sft",)),
-        target="trl",
+        targets=("trl", "accelerate"),
     ),
 }
 """The traits of each trainer, by the name that ``--trainer`` takes."""
@@ -115,6 +116,14 @@ def predicted_traits(name: AnyTrainer) -> TrainerTraits | None:
     """The traits of a trainer whose memory is predicted; None of one that is tried alone."""
     known = predicted_trainer(name)
     return None if known is None else TRAINERS[known]
+
+
+def is_step_of(name: AnyTrainer, target: str) -> bool:
+    """Whether the step that is predicted for a trainer is the very one of a configuration, by its
+    name in ``highwater emit --for``.
+    """
+    traits = predicted_traits(name)
+    return traits is not None and target in traits.targets
 
 
 def trainer_title(name: AnyTrainer) -> str:

@@ -76,6 +76,7 @@ for folder in sys.argv[1:]:
             else None,
             "packed": [config.adapter, bool(config.load_in_4bit)],
             "chunked": bool(config.liger_fused_linear_cross_entropy),
+            "cut": bool(config.cut_cross_entropy),
             "optim": config.optimizer,
             "dtype": str(config.torch_dtype).removeprefix("torch."),
             "attention": config.attn_implementation,

@@ -57,6 +57,7 @@ for folder in sys.argv[1:]:
             "offload": training.enable_cpu_offload,
             "recompute": type(config.activation_checkpoint).__qualname__ == "FullAC.Config",
             "path": config.hf_assets_path,
+            "chunks": getattr(config.loss, "num_chunks", None),
             "lora": adapters(model) if is_own else None,
             "dtype": training.dtype,
             "rope": {

@@ -305,12 +305,13 @@ def _configurations(found: Recommendation, model: str) -> Mapping[str, str]:
         if row.is_in_guides and row.predicted_for == found.trainer:
             with suppress(HighwaterError):  # a trainer that has no words for it
                 made = configured_choice(target, found, model=model)
-                if made is not None:
-                    said = recommendation_answer(
-                        msgspec.structs.replace(found, chosen=made.candidate)
-                    )
-                    text = answered_first(made.emitted, said).text
-                    texts[target] = text.rstrip("\n") + "\n"
+                if made is None or made.emitted.fits is False:
+                    continue
+                answered = made.emitted
+                if answered.fits:
+                    chosen = msgspec.structs.replace(found, chosen=made.candidate)
+                    answered = answered_first(answered, recommendation_answer(chosen))
+                texts[target] = answered.text.rstrip("\n") + "\n"
     return texts
 
 
