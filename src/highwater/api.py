@@ -52,6 +52,7 @@ from highwater.run.trial_log import LogLayout
 from highwater.search.budget import Budget
 from highwater.search.compare import MethodCount, compare
 from highwater.search.completed import completed_study
+from highwater.search.outlook import time_notes
 from highwater.search.predicted_start import check_prediction, expectation, predicted_start
 from highwater.search.recorded_search import recorded_search
 from highwater.search.scheduler import BudgetSpentError
@@ -319,7 +320,8 @@ def prepare(request: Request) -> Plan:
     check_directories(request, question.cells[0].settings, question.device)
     shortest = question.grid.start_tokens
     seen = check_foreign(question.trial(cell, shortest) for cell in question.cells)
-    notes = (*of_machine, *planned.notes, *unforeseen, *seen)
+    of_time = () if question.simulated else time_notes(question, planned.timeout_s)
+    notes = (*of_machine, *planned.notes, *unforeseen, *seen, *of_time)
     return msgspec.structs.replace(planned, notes=notes)
 
 
@@ -452,6 +454,7 @@ def _search(
             expected=expected,
             may_start=(lambda _: True) if budget is None else budget.allows,
             order=None if budget is None else budget.order,
+            timeout_s=None if question.simulated else planned.timeout_s,
         )
         for event in _until_spent(events):
             if event is None:

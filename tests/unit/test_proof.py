@@ -267,7 +267,7 @@ def test_a_search_that_was_killed_goes_on_to_the_same_answer_and_runs_nothing_tw
 
 
 def test_a_forecast_scales_the_steps_and_leaves_the_rest():
-    trials = FullTrials(ask(), ask().cells[0])
+    trials = FullTrials(ask(), ask().cells[0], LIMIT_S)
     assert trials.expected_s(STEP) is None
     result = SimulatedRunner(fits_up_to(9), step_time=lambda _: 10.0, timeout_s=LIMIT_S).run(
         ask().trial(ask().cells[0], STEP)
@@ -287,7 +287,7 @@ def test_a_forecast_scales_the_steps_and_leaves_the_rest():
 
 
 def test_no_full_trial_is_made_above_one_that_ran_out_of_memory():
-    trials, spec = FullTrials(ask(), ask().cells[0]), ask().trial(ask().cells[0], STEP)
+    trials, spec = FullTrials(ask(), ask().cells[0], LIMIT_S), ask().trial(ask().cells[0], STEP)
     gpu = SimulatedRunner(fits_up_to(40), step_time=lambda _: 0.01, timeout_s=LIMIT_S)
     for index in (20, 60, 50):
         length_tokens = index * STEP

@@ -79,7 +79,7 @@ def find(arguments: argparse.Namespace) -> int:
     for line in outlook_lines(planned, is_resumed=is_resumed):
         console.talk(line)
     try:
-        with console.progress(planned.question) as listener:
+        with console.progress(planned) as listener:
             study = api.answer(request, planned, on_event=listener, command=arguments.command_line)
     except KeyboardInterrupt as interrupt:
         say_interrupted(api.study_file(request, planned.question))

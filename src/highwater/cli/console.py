@@ -19,8 +19,8 @@ from highwater.pages.text import ascii_json, plain, plain_json, plain_lines
 from highwater.pages.text_table import TextTable, plain_table
 from highwater.search.search_events import SearchEvent
 from highwater.spec.codec import to_json
+from highwater.spec.plan import Plan
 from highwater.spec.secrets import kept, without_secrets
-from highwater.spec.study import Question
 
 _STDOUT, _STDERR = 1, 2
 _USUAL_WIDTH = 80
@@ -186,11 +186,11 @@ def _answering() -> Generator[None]:
 
 
 @contextmanager
-def progress(question: Question) -> Generator[Callable[[SearchEvent], None]]:
+def progress(planned: Plan) -> Generator[Callable[[SearchEvent], None]]:
     """Show a search while it runs: a live table on a terminal, a line an event elsewhere. Yields
     who hears the events.
     """
-    state = Progress(question)
+    state = Progress(planned.question, planned.timeout_s)
     if not sys.stderr.isatty():
 
         def say(event: SearchEvent) -> None:

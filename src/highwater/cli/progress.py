@@ -59,7 +59,14 @@ class _Running:
 class Progress:
     """Hears the events of a search; knows where each cell stands."""
 
-    def __init__(self, question: Question, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        question: Question,
+        timeout_s: float | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``timeout_s``: seconds that a full trial may take."""
         self._question = question
         self._clock = clock
         self._trials: dict[Cell, int] = dict.fromkeys(question.cells, 0)
@@ -75,7 +82,9 @@ class Progress:
         self._trials_left = 0
         """Trials to come after those that run."""
         self._unanswered = set(question.cells)
-        self._cells_s = _expected_by_cell(question)
+        cells = outlook(question, timeout_s)
+        self._cells_s = {each.cell: each.expected_s for each in cells}
+        """Seconds that each cell is expected to take; None: nobody knows."""
         self._cell_began_at: dict[Cell, float] = {}
         self._has_named_log = False
 
@@ -253,11 +262,6 @@ class Progress:
     def _left(self) -> str:
         left_s = self.left_s
         return "" if left_s is None else f"{_about(max(10, round(left_s, -1)))} left"
-
-
-def _expected_by_cell(question: Question) -> dict[Cell, float | None]:
-    """Seconds that each cell is expected to take; None: nobody knows."""
-    return {each.cell: each.expected_s for each in outlook(question)}
 
 
 def _about(seconds: float) -> str:

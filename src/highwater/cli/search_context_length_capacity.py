@@ -33,7 +33,6 @@ from highwater.spec.plan import Plan
 from highwater.spec.request import Request, request_from, values_of
 from highwater.spec.search_lengths import CEILING_TOKENS
 from highwater.spec.settings import Allocator, Settings
-from highwater.spec.study import Question
 from highwater.spec.trial import Device
 from highwater.units import format_tokens, parse_bytes
 
@@ -90,7 +89,7 @@ def _run(words: Sequence[str]) -> int:
         study = api.answer(
             request,
             planned,
-            on_event=_listener(planned.question),
+            on_event=_listener(planned),
             log_layout="published",
             command=(PROGRAM, *words),
         )
@@ -119,9 +118,10 @@ def _notes(
     )
 
 
-def _listener(question: Question) -> Callable[[SearchEvent], None]:
+def _listener(planned: Plan) -> Callable[[SearchEvent], None]:
     """Says each event on stderr, and each answered cell on stdout as the original does."""
-    progress = Progress(question)
+    question = planned.question
+    progress = Progress(question, planned.timeout_s)
 
     def hear(event: SearchEvent) -> None:
         progress.hear(event)

@@ -52,7 +52,7 @@ class Budget:
         self._clock = clock
         self._ends_at = clock() + _ABOUT * budget_s
         self._budget_s = budget_s
-        cells = outlook(question)
+        cells = outlook(question, timeout_s)
         self._edges_s = {each.cell: each.edge_s or 0.0 for each in cells}
         self.order: Sequence[Cell] = question.cells
         """Order in which cells are searched: where there may be too little time for all, those that

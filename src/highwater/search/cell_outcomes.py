@@ -28,6 +28,8 @@ class CellOutcomes:
         self.untold: str | None = None
         """Why full trials after the edge ended before time did; None while they go on."""
         self.launches = 0
+        self._left_out: dict[int, str] = {}
+        """Indices that were not tried for want of time, and why, in words."""
         self.crashed: int | None = None
         """The index whose trials crashed, each of them."""
 
@@ -51,6 +53,11 @@ class CellOutcomes:
             self._bracket.tell_undecided(index)
         else:
             self._bracket.tell(index, fits)
+
+    def leave_out(self, index: int, why: str) -> None:
+        """Take in that an index is not tried for want of time."""
+        self._left_out[index] = why
+        self._bracket.tell_undecided(index)
 
     def _take_in_after_edge(self, index: int, result: TrialResult, *, fits: bool) -> None:
         self.after_edge += 1
@@ -112,8 +119,10 @@ class CellOutcomes:
             on_grid = end <= self._question.grid.size
             bound = "the token budget holds" if on_grid else "was to be tried"
             return "ceiling", f"{self._named(fits)} fit, the longest length that {bound}"
-        timeout = next(r for r in self._results_at(end) if r.outcome is Outcome.TIMEOUT)
-        return "time", f"{self._named(end)} took too long to tell: {timeout.reason}"
+        timeouts = (r.reason for r in self._results_at(end) if r.outcome is Outcome.TIMEOUT)
+        if (late := next(timeouts, None)) is not None:
+            return "time", f"{self._named(end)} took too long to tell: {late}"
+        return "time", f"{self._named(end)} were not tried: {self._left_out[end]}"
 
     def _unconfirmed(self) -> str:
         """The repeats that ran out of time, in words; empty where none did."""

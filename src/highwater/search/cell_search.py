@@ -6,7 +6,9 @@ search.
 With the proof ``memory`` a length whose full trial is expected to exceed the time limit, or did,
 gets a memory-only trial. When the edge is known, full trials go up to the longest length that they
 can be expected to reach in time. Where nobody can predict the time of a trial, a cell begins with a
-full trial of the shortest length, by whose time the others are judged.
+full trial of the shortest length, by whose time the others are judged. With the proof ``full`` a
+length whose trial is predicted to exceed the limit is left out: the cell begins with the longest
+that is expected to end in time, and its answer says that time ended it.
 
 What a study has recorded of a cell is taken before anything new is run but that first full trial,
 also where it was found in another order: under another time limit, or after the answer of an
@@ -18,13 +20,14 @@ from dataclasses import dataclass, replace
 
 from highwater.search.bracket import Bracket
 from highwater.search.cell_outcomes import CellOutcomes
-from highwater.search.proof import FullTrials
+from highwater.search.proof import full_trials
 from highwater.search.recorded_trials import (
     MAX_ATTEMPTS,
     WantedTrial,
     allowed_timeouts,
     recorded_trials,
 )
+from highwater.search.trial_seconds import ran_out_s
 from highwater.spec.packing import least_packed
 from highwater.spec.pieces import pieces
 from highwater.spec.study import Cell, CellAnswer, Past, Question
@@ -56,10 +59,16 @@ class CellSearch:
     """The search of one cell: ``ask`` for its next trial, ``tell`` how it ended."""
 
     def __init__(
-        self, question: Question, cell: Cell, first: int | None, known: Past, may_start: MayStart
+        self,
+        question: Question,
+        cell: Cell,
+        first: int | None,
+        known: Past,
+        may_start: MayStart,
+        timeout_s: float | None = None,
     ) -> None:
         """``first`` is the index of the length to begin with, None for the shortest; ``known``
-        what is recorded of the cell.
+        what is recorded of the cell; ``timeout_s`` how long a full trial may take, None: no matter.
         """
         self.cell = cell
         self._question = question
@@ -72,7 +81,10 @@ class CellSearch:
         self._may_start = may_start
         self.has_no_time = False
         """Whether the search ended because a trial at the edge was not to start."""
-        self._full_trials = FullTrials(question, cell) if question.proof == "memory" else None
+        self._by_memory = question.proof == "memory"
+        self._first = first
+        self._limit_s = timeout_s if question.timeout_s is None else question.timeout_s
+        self._full_trials = full_trials(question, cell, self._limit_s)
         self._begins_in_full = self._full_trials is not None and not self._full_trials.foresees
         self._asked: WantedTrial | None = None
         """The trial that was asked for last, and did not end yet."""
@@ -98,7 +110,9 @@ class CellSearch:
         assert asked is not None, "nobody asked"  # noqa: S101
         self._outcomes.launches += 1
         self._timeouts += result.outcome is Outcome.TIMEOUT
-        is_late = self._timeouts == allowed_timeouts(self._question, asked)
+        is_foreseen = not asked.memory_only and self._is_too_long(asked.index)
+        most = 1 if is_foreseen else allowed_timeouts(self._question, asked)
+        is_late = self._timeouts == most
         is_last = result.outcome.tells or self._attempt == MAX_ATTEMPTS or is_late
         if not is_last and self._may_start(self._as_launched(asked, attempt=self._attempt + 1)):
             self._attempt += 1
@@ -170,15 +184,43 @@ class CellSearch:
         """
         if self._begins_in_full and self._question.method == "bisect":
             return WantedTrial(1)
-        index = self._bracket.ask()
+        index = self._bracket.ask() if self._by_memory else self._next_in_time()
         if index is not None:
-            if self._is_too_long(index):
+            if self._by_memory and self._is_too_long(index):
                 index = self._near_in_pieces(index)
-            return WantedTrial(index, memory_only=self._is_too_long(index))
+            memory_only = self._by_memory and self._is_too_long(index)
+            return WantedTrial(index, memory_only=memory_only)
         for index, repeat in self._confirmations_left():
-            memory_only = index in self._outcomes.memory_only or self._is_too_long(index)
+            is_too_long = self._by_memory and self._is_too_long(index)
+            memory_only = index in self._outcomes.memory_only or is_too_long
             return WantedTrial(index, repeat, memory_only=memory_only)
-        return self._next_in_full()
+        return self._next_in_full() if self._by_memory else None
+
+    def _next_in_time(self) -> int | None:
+        """The index that the bracket asks for, or the longest below it whose full trial is expected
+        to end in time. Where there is none the next above all that fit is left out; but the
+        shortest is tried whatever is expected, so that no answer is a forecast alone.
+        """
+        index, full, length = self._bracket.ask(), self._full_trials, self._question.grid.length
+        while index is not None and full is not None and not self._ends_in_time(index):
+            fits = self._bracket.fits
+            longest = full.longest(fits, index - 1, length)
+            if longest > fits or not self._outcomes.launches:
+                return max(longest, 1)
+            for left in {fits + 1, index}:
+                self._outcomes.leave_out(left, full.why_not(length(left)))
+            index = self._bracket.ask()
+        return index
+
+    def _ends_in_time(self, index: int) -> bool:
+        """Whether a full trial is expected to end in time, by its steps or, beyond the length that
+        is predicted to be the longest, by running out of memory.
+        """
+        if not self._is_too_long(index):
+            return True
+        spec = self._spec_of(WantedTrial(index))
+        fails_s = ran_out_s(self._question, spec) if self._first and index > self._first else None
+        return fails_s is not None and self._limit_s is not None and fails_s <= self._limit_s
 
     def _next_in_full(self) -> WantedTrial | None:
         """A full trial of what memory-only trials proved, if it may be expected to end in time."""

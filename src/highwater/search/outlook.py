@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from highwater.memory.capacity import MemoryLimit, predict_at
 from highwater.memory.trainers import formula_of
-from highwater.search.proof import FullTrials
+from highwater.search.proof import full_trials
 from highwater.search.start_length import first_index
 from highwater.search.trial_seconds import ran_out_s, trial_s
 from highwater.spec.study import Cell, Question
+from highwater.units import format_tokens
 
 TRIALS_AT_AN_EDGE = 2.5
 """Trials that the edge of a cell is taken to need: two where the prediction is within a step."""
@@ -41,9 +42,30 @@ class CellOutlook:
         return None if self.edge_s is None else self.edge_s + (self.full_s or 0.0)
 
 
-def outlook(question: Question) -> tuple[CellOutlook, ...]:
-    """What is about to be tried in each cell, in their order."""
-    return tuple(_of_cell(question, cell) for cell in question.cells)
+def outlook(question: Question, timeout_s: float | None = None) -> tuple[CellOutlook, ...]:
+    """What is about to be tried in each cell, in their order.
+
+    ``timeout_s`` is how long a full trial may take, as of ``search_cells``.
+    """
+    limit_s = timeout_s if question.timeout_s is None else question.timeout_s
+    return tuple(_of_cell(question, cell, limit_s) for cell in question.cells)
+
+
+def time_notes(question: Question, timeout_s: float) -> tuple[str, ...]:
+    """A note that names the first length that memory is predicted to hold, and whose full trial is
+    predicted to take longer than it may; none where each is in time, or told by a memory-only one.
+    """
+    for cell in question.cells if question.proof == "full" else ():
+        in_full = full_trials(question, cell, timeout_s)
+        length_tokens = question.grid.length(first_index(question, cell, []) or 1)
+        if in_full is not None and in_full.exceeds(length_tokens):
+            return (
+                f"memory is predicted to hold {format_tokens(length_tokens)} tokens with "
+                f"{cell.label_on(question.device)}: {in_full.why_not(length_tokens)}; lengths that "
+                "are predicted to take longer are left out, and time limits the answer: a longer "
+                "`--timeout` goes further",
+            )
+    return ()
 
 
 def expected_s(cells: Sequence[CellOutlook]) -> float | None:
@@ -52,11 +74,15 @@ def expected_s(cells: Sequence[CellOutlook]) -> float | None:
     return sum(known) if len(known) == len(cells) else None
 
 
-def _of_cell(question: Question, cell: Cell) -> CellOutlook:
+def _of_cell(question: Question, cell: Cell, limit_s: float | None) -> CellOutlook:
     first = first_index(question, cell, []) or 1
-    full_trials = FullTrials(question, cell) if question.proof == "memory" else None
+    in_full = full_trials(question, cell, limit_s)
+    if in_full is not None and question.proof == "full":
+        first = in_full.longest(0, first, question.grid.length) or 1
     length_tokens = question.grid.length(first)
-    memory_only = full_trials is not None and full_trials.exceeds(length_tokens)
+    memory_only = (
+        question.proof == "memory" and in_full is not None and in_full.exceeds(length_tokens)
+    )
     spec = question.trial(cell, length_tokens, memory_only=memory_only)
     fits_s, fails_s = trial_s(question, spec), ran_out_s(question, spec)
     edge_s = None
@@ -65,8 +91,8 @@ def _of_cell(question: Question, cell: Cell) -> CellOutlook:
         if first == 1 and not _fits(question, cell, length_tokens):
             edge_s = fails_s
     full_tokens = None
-    if full_trials is not None and memory_only:
-        index = full_trials.next_index(first, question.grid.length)
+    if in_full is not None and memory_only:
+        index = in_full.next_index(first, question.grid.length)
         full_tokens = None if index is None else question.grid.length(index)
     full = None if full_tokens is None else question.trial(cell, full_tokens)
     return CellOutlook(

@@ -12,6 +12,7 @@ from highwater.spec.flops import step_flops
 from highwater.spec.settings import Settings
 from highwater.spec.study import Cell, Question
 from highwater.spec.trial import Outcome, TrialResult
+from highwater.units import format_seconds
 
 FULL_SHARE = 0.9
 """Share of the time limit that a full trial may be expected to take.
@@ -27,17 +28,27 @@ WORTH = 1.1
 """Times the longest length trained in full that another full trial has to reach to be worth it."""
 
 
+def full_trials(question: Question, cell: Cell, timeout_s: float | None) -> "FullTrials | None":
+    """What tells the time of a cell's full trials before they start; None where nothing does, or
+    where time is no matter.
+    """
+    if timeout_s is None:
+        return None
+    found = FullTrials(question, cell, timeout_s)
+    return found if question.proof == "memory" or found.foresees else None
+
+
 class FullTrials:
     """The full trials of one cell, and the time that others would take."""
 
-    def __init__(self, question: Question, cell: Cell) -> None:
-        assert question.timeout_s is not None  # noqa: S101
+    def __init__(self, question: Question, cell: Cell, timeout_s: float) -> None:
+        """``timeout_s``: seconds that a trial may take, from launch to exit."""
         self._question = question
         self._cell = cell
         self._shape = question.model.shape
         self._steps = question.steps
-        self._timeout_s = question.timeout_s
-        self._limit_s = FULL_SHARE * question.timeout_s
+        self._timeout_s = timeout_s
+        self._limit_s = timeout_s * (FULL_SHARE if question.proof == "memory" else 1.0)
         self._longest: tuple[int, TrialResult] | None = None
         self._late_tokens: int | None = None
         self._out_tokens: int | None = None
@@ -64,6 +75,11 @@ class FullTrials:
         expected_s = self.expected_s(length_tokens)
         return expected_s is not None and expected_s > self._limit_s
 
+    def why_not(self, length_tokens: int) -> str:
+        """Why a full trial of a length that exceeds the limit is not started."""
+        takes_s, limit = self.expected_s(length_tokens), format_seconds(self._timeout_s)
+        return f"{format_seconds(takes_s)} expected in full, and a trial may take {limit}"
+
     def expected_s(self, length_tokens: int) -> float | None:
         """Seconds that a full trial of this length would take; None: nobody knows.
 
@@ -88,21 +104,25 @@ class FullTrials:
         if self._longest is None and not self.foresees:
             return None
         known_tokens = 0 if self._longest is None else self._longest[0]
-        out_tokens, told_tokens = self._out_tokens, TOLD_WITHIN * known_tokens
-
-        def is_open(index: int) -> bool:
-            tokens = length(index)
-            is_below = out_tokens is None or tokens < out_tokens
-            is_told = self.foresees or tokens <= told_tokens
-            return is_below and is_told and not self.exceeds(tokens)
-
-        low, high = 0, fits
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if is_open(middle) else (low, middle - 1)
+        low = self.longest(0, fits, length)
         if not low or length(low) <= known_tokens:
             return None
         return low if low == fits or length(low) >= WORTH * known_tokens else None
+
+    def longest(self, low: int, high: int, length: Callable[[int], int]) -> int:
+        """The longest index up to ``high`` whose full trial is expected to end in time, and below
+        each that ran out of memory; ``low`` where there is none above it.
+        """
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._is_open(length(middle)) else (low, middle - 1)
+        return low
+
+    def _is_open(self, length_tokens: int) -> bool:
+        known_tokens = 0 if self._longest is None else self._longest[0]
+        is_below = self._out_tokens is None or length_tokens < self._out_tokens
+        is_told = self.foresees or length_tokens <= TOLD_WITHIN * known_tokens
+        return is_below and is_told and not self.exceeds(length_tokens)
 
     def _weight(self, length_tokens: int) -> float:
         """How long a step is beside others of the cell: only ratios count."""

@@ -63,6 +63,7 @@ def search_cells(
     recorded: Recorded = lambda _: None,
     may_start: MayStart = lambda _: True,
     order: Sequence[Cell] | None = None,
+    timeout_s: float | None = None,
 ) -> Iterator[SearchEvent]:
     """Answer every cell of ``question``, begun in its order or in another; ends with the answer of
     the last one.
@@ -70,13 +71,14 @@ def search_cells(
     ``line_of`` is the memory line of the trainer that ``runner`` starts. ``expected`` is the
     longest length in tokens that a cell is predicted to train, 0 for none, None where nobody knows.
     Both order the trials and decide nothing. ``past`` is what is recorded of a cell, and
-    ``recorded`` the result of one launch, which is then not run.
+    ``recorded`` the result of one launch, which is then not run. ``timeout_s`` is the longest time
+    of a full trial, where lengths that are predicted to take longer are to be left out.
 
     Raises BudgetSpentError at the end where ``may_start`` left a cell without its edge, or where a
     trial of it raised that. MachineError and whatever else a trial raises pass through, when those
     that ended beside it have been told; who closes the runner ends the others.
     """
-    search = _Search(question, runner, line_of, expected, past, recorded, may_start)
+    search = _Search(question, runner, line_of, expected, past, recorded, may_start, timeout_s)
     yield from search.run(question.cells if order is None else order)
 
 
@@ -92,6 +94,7 @@ class _Search:
         past: Callable[[Cell], Past],
         recorded: Recorded,
         may_start: MayStart,
+        timeout_s: float | None,
     ) -> None:
         self._question = question
         self._runner = runner
@@ -100,6 +103,7 @@ class _Search:
         self._past = past
         self._recorded = recorded
         self._has_time = may_start
+        self._timeout_s = timeout_s
         self._is_cut = False
         """Whether the time of a trial was too short: no other is started after it."""
         self._is_spent = False
@@ -212,7 +216,9 @@ class _Search:
         known = self._past(cell)
         if known.answer is None:
             first = self._first_index(cell)
-            search = CellSearch(self._question, cell, first, known, self._may_start)
+            search = CellSearch(
+                self._question, cell, first, known, self._may_start, self._timeout_s
+            )
             self._open.append(search)
             return
         yield from _recorded_ends(cell, known)

@@ -212,8 +212,8 @@ def _edge_gaps(question: Question, answer: CellAnswer, shown: _Shown) -> Iterato
     elif answer.limit == "ceiling" and shown.reach != size:
         longer = size - shown.reach
         yield f"it says that the longest length fit, and there are {longer} longer ones to try"
-    elif answer.limit == "time" and end not in shown.late:
-        yield f"no trial of {format_tokens(beyond)} tokens ran out of time"
+    elif answer.limit == "time" and ends:
+        yield f"it says that time ended it, and a trial of {format_tokens(beyond)} tokens told"
     elif answer.limit == "inconclusive" and not shown.crashed:
         yield "it says that trials crashed, and none did"
 

@@ -24,7 +24,7 @@ def outlook_lines(planned: Plan, *, is_resumed: bool) -> tuple[str, ...]:
     question = planned.question
     if question.simulated:
         return ()
-    cells = outlook(question)
+    cells = outlook(question, planned.timeout_s)
     lines = [f"{_begun(planned, cells)}{' (less what is recorded)' if is_resumed else ''}"]
     lines += [f"  {_of_cell(question, cell)}" for cell in cells[:_MOST_LINES]]
     more = len(cells) - _MOST_LINES

@@ -138,7 +138,7 @@ def _end(answer: CellAnswer) -> str:
         return f"{format_tokens(answer.does_not_fit_tokens)} ran out of memory"
     return {
         "ceiling": "no longer length was tried",
-        "time": "longer ones took too long to tell",
+        "time": "longer ones take too long to tell",
     }.get(answer.limit, "trials of longer ones only crashed")
 
 

@@ -27,7 +27,7 @@ _LIMITS: dict[Limit, str] = {
     "memory": "out of memory",
     "host_memory": "host memory ran out",
     "ceiling": "the longest length tried",
-    "time": "timed out",
+    "time": "out of time",
     "inconclusive": "inconclusive",
 }
 _SAMPLED = "memory is sampled from outside, a shorter peak is missed"
