@@ -3,6 +3,9 @@ is refused by name.
 """
 
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +15,12 @@ from conftest import Run, offered, refusal
 
 from highwater.cli.search_context_length_capacity import (
     PROGRAM,
-    ignored_allocator_options,
     in_these_words,
     parse,
     request_of,
     settings_of,
 )
+from highwater.spec.allocator_variables import ignored_options
 
 MODEL = ("--model_path", "Qwen3-0.6B")
 SUPPORTED = ("--save_hf_checkpoint", "never")
@@ -90,10 +93,63 @@ def test_the_allocator_is_the_one_that_the_environment_names(
 def test_allocator_options_that_no_trial_gets_are_named() -> None:
     ignored = ("max_split_size_mb:64", "roundup_power2_divisions:[256:1,512:2]")
     options = f"{ignored[0]}, expandable_segments: True, {ignored[1]}"
-    (said,) = ignored_allocator_options({"PYTORCH_ALLOC_CONF": options})
+    (said,) = ignored_options({"PYTORCH_ALLOC_CONF": options}, "cuda", reads_mode=True)
     assert f": {', '.join(ignored)}; " in said
-    assert ignored_allocator_options({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}) == []
-    assert ignored_allocator_options({}) == []
+    recommended = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert ignored_options(recommended, "cuda", reads_mode=True) == ()
+    assert len(ignored_options(recommended, "cuda")) == 1, "a search sets it by its settings"
+    assert ignored_options({}, "cpu") == ()
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+        {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+        {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64, expandable_segments: true"},
+        {
+            "PYTORCH_ALLOC_CONF": "expandable_segments:False",
+            "PYTORCH_CUDA_ALLOC_CONF": "garbage_collection_threshold:0.8,expandable_segments:True",
+        },
+    ],
+)
+def test_expandable_segments_in_the_environment_are_ignored_with_a_note_without_a_gpu(
+    tiny: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """The search is interrupted as soon as it tries a length: it has begun."""
+    words = ("--model_path", str(tiny), "--test_gpu_num", "1")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "highwater.cli.search_context_length_capacity", *words],
+        cwd=tmp_path,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    said = ""
+    while "trying" not in said:
+        line = process.stderr.readline()
+        assert line, said
+        said += line
+    process.send_signal(signal.SIGINT)
+    _, rest = process.communicate(timeout=60)
+    assert process.returncode == 130, said + rest
+    assert re.search(r"ignored in the environment: .*expandable_segments:true", said, re.IGNORECASE)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize("words", [("find", "--max-length", "512"), ("try", "--length", "128")])
+def test_find_and_try_ignore_them_with_the_same_note(
+    highwater: Run, tiny: Path, words: tuple[str, ...], name: str
+) -> None:
+    command, *more = words
+    usual = ("--device", "cpu", "--memory", "1GiB", "--dry-run")
+    start = ("--start-length", "256") if command == "find" else ()
+    done = highwater(
+        command, str(tiny), *usual, *start, *more, **{name: "expandable_segments:True"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert "ignored in the environment: expandable_segments:True" in done.stderr
 
 
 def test_no_flag_is_refused_any_more(search: Run) -> None:

@@ -33,6 +33,7 @@ from highwater.run.foreign_commands import check_foreign
 from highwater.run.node_place import node_of
 from highwater.search.compare import MethodCount
 from highwater.search.completed import completed_study
+from highwater.spec.allocator_variables import ignored_options
 from highwater.spec.model import load_model
 from highwater.spec.plan import Plan
 from highwater.spec.plan_notes import (
@@ -74,7 +75,7 @@ def find(arguments: argparse.Namespace) -> int:
         console.notes(known.notes)
         return _say_found(arguments, known)
     planned = api.prepare(request)
-    console.notes(planned.notes)
+    console.notes((*ignored_options(os.environ, planned.question.device), *planned.notes))
     is_resumed = _note_resumed(request, planned.question)
     for line in outlook_lines(planned, is_resumed=is_resumed):
         console.talk(line)
@@ -100,6 +101,7 @@ def try_(arguments: argparse.Namespace) -> int:
     is_limited = request.memory is not None
     console.notes(
         (
+            *ignored_options(os.environ, spec.device),
             *memory_notes(spec.memory_budget_bytes, is_named=is_limited, device=spec.device),
             *_trial_notes(request, spec),
         )

@@ -26,7 +26,11 @@ from highwater.errors import HighwaterError, MachineError
 from highwater.pages.study.published_layout import published_line
 from highwater.run.probe import probe
 from highwater.search.search_events import CellAnswered, SearchEvent
-from highwater.spec.allocator_variables import ALLOCATOR_MODES, ALLOCATOR_VARIABLES
+from highwater.spec.allocator_variables import (
+    ALLOCATOR_MODES,
+    allocator_options,
+    ignored_options,
+)
 from highwater.spec.hardware import Machine
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model, load_model
 from highwater.spec.plan import Plan
@@ -75,9 +79,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _run(words: Sequence[str]) -> int:
     arguments = parse(words)
-    settings = settings_of(arguments, os.environ)
     model, machine = load_model(arguments.model_path), _machine(arguments)
     place = place_of(model, machine, start_tokens=arguments.start_length)
+    settings = settings_of(arguments, os.environ if place["device"] == "cuda" else {})
     try:
         request = request_of(arguments, settings, place)
         planned = api.prepare(request)
@@ -113,7 +117,7 @@ def _notes(
         f"each trial saves in a directory of its own below {arguments.checkpoint_path}, which "
         f"goes with it: nothing else there is touched",
         *((_DLC_NOTE,) if arguments.dlc else ()),
-        *ignored_allocator_options(os.environ),
+        *ignored_options(os.environ, planned.question.device, reads_mode=True),
         *map(in_these_words, planned.notes),
     )
 
@@ -146,7 +150,7 @@ def settings_of(arguments: argparse.Namespace, environment: Mapping[str, str]) -
     guide's "Env".
     """
     expandable = ALLOCATOR_MODES["expandable"].lower() in map(
-        str.lower, _allocator_options(environment)
+        str.lower, allocator_options(environment)
     )
     allocator: Allocator = "expandable" if expandable else "native"
     return Settings(
@@ -159,32 +163,6 @@ def settings_of(arguments: argparse.Namespace, environment: Mapping[str, str]) -
         save_hf=arguments.save_hf_checkpoint,
         checkpoint="sharded",
     )
-
-
-def ignored_allocator_options(environment: Mapping[str, str]) -> list[str]:
-    """A note that names what the environment asks of the allocator and no trial gets; none when
-    there is nothing.
-    """
-    ignored = [
-        option
-        for option in _allocator_options(environment)
-        if not option.lower().startswith("expandable_segments:")
-    ]
-    return (
-        [f"ignored in the environment: {', '.join(ignored)}; trials set expandable_segments alone"]
-        if ignored
-        else []
-    )
-
-
-def _allocator_options(environment: Mapping[str, str]) -> list[str]:
-    """The options that the environment sets for the allocator, as ``max_split_size_mb:64``, without
-    blanks; commas within brackets are a value's own.
-    """
-    named = next(
-        (environment[name] for name in reversed(ALLOCATOR_VARIABLES) if name in environment), ""
-    )
-    return re.findall(r"(?:\[[^\]]*\]|[^,\[])+", "".join(named.split()))
 
 
 def place_of(model: Model, machine: Machine, *, start_tokens: int) -> dict[str, str | int]:
