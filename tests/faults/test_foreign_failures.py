@@ -47,7 +47,7 @@ def step(number, of=2):
     print(f"step {number}/{of} loss {3 - number / 10:.3f}", flush=True)
 
 def bar(number):
-    print(f"\\r{number * 50:3d}%|{'#' * number}| {number}/2 [00:01<00:01,  1.0s/it]", end="",
+    print(f"\\r{number * 50:3d}%|{'#' * number}| {number}/2 [00:01<00:01, loss=2.5]", end="",
           file=sys.stderr, flush=True)
 
 def as_rank(rank, error):
@@ -100,16 +100,16 @@ def judge(mark: str, tiny: Path, tmp_path: Path) -> Judge:
 GOOD = {
     "a good log with text about memory": """
         print("hint: CUDA out of memory? lower --batch-size")
-        print("torch.OutOfMemoryError is what a full card raises")
+        print("a full card may raise torch.OutOfMemoryError")
         step(1), step(2)
     """,
-    "a kernel that was tried, ran out, and was not taken": """
-        step(0)
+    "a kernel that was tried before training, ran out, and was not taken": """
         try:
             ran_out()
         except OutOfMemoryError:
             traceback.print_exc()
-            print("falling back to another kernel", flush=True)
+            print("falling back to another kernel", file=sys.stderr, flush=True)
+        print("***** Running training *****", flush=True)
         step(1), step(2)
     """,
     "a step that takes long and says nothing, after an error that was caught": """
@@ -117,6 +117,7 @@ GOOD = {
             ran_out()
         except OutOfMemoryError:
             traceback.print_exc()
+        print("Starting training", file=sys.stderr, flush=True)
         ends = time.monotonic() + 3 * 2.0
         while time.monotonic() < ends:
             sum(range(1000))
@@ -147,13 +148,6 @@ def test_a_trainer_that_did_its_steps_fits(judge: Judge, code: str) -> None:
 OUT_OF_MEMORY = {
     "an exception that nobody caught": "step(1), ran_out()",
     "an exception right after a progress bar": "bar(0), bar(1), ran_out()",
-    "swallowed, and exited 0": """
-        try:
-            step(1), ran_out()
-        except OutOfMemoryError:
-            traceback.print_exc()
-        sys.exit(0)
-    """,
     "logged, and exited 3": """
         import logging
         logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
@@ -219,6 +213,31 @@ def test_a_trainer_whose_last_error_is_an_allocators_does_not_fit(judge: Judge, 
 
 
 NEITHER = {
+    "swallowed, and exited 0": """
+        try:
+            step(1), ran_out()
+        except OutOfMemoryError:
+            traceback.print_exc()
+        sys.exit(0)
+    """,
+    "a kernel that was tried, maybe in the first step": """
+        try:
+            ran_out()
+        except OutOfMemoryError:
+            traceback.print_exc()
+        step(1), step(2)
+    """,
+    "a log of which the beginning is not read": """
+        for _ in range(33):
+            print("x" * 2**20)
+        step(1), step(2)
+    """,
+    "steps and no loss": 'print("step 1/2\\nstep 2/2")',
+    "a warning beside a step": """
+        step(1)
+        print("WARNING: CUDA out of memory, skipping batch", flush=True)
+        step(2)
+    """,
     "swallowed without a word, and exited 0": """
         try:
             step(1), ran_out()

@@ -65,10 +65,10 @@ GOOD = {
     "dictionaries of numbers": "{'loss': 2.5, 'epoch': 0.5}\n{'loss': 2.1, 'epoch': 1.0}\n",
     "the trainer's summary": "{'train_runtime': '3.1', 'train_loss': '2.3', 'epoch': '1'}\n",
     "a bar that overwrites itself": "\r  0%|          | 0/2 [00:00<?, ?it/s]"
-    "\r 50%|█████     | 1/2 [00:01<00:01,  1.0s/it]\r100%|██████████| 2/2 [00:02<00:00,  1.0s/it]",
-    "a bar of training": "Training: 100%|██████████| 2/2 [00:02<00:00,  1.0s/it]\n",
-    "a bar in colour": "\x1b[32mEpoch 0: 100%|\x1b[0m██| 2/2 [00:02<00:00, 1.0it/s]\n",
-    "steps of all": "step 1/2\nstep 2/2\n",
+    "\r 50%|█████     | 1/2 [00:01<00:01, loss=2.5]\r100%|██████████| 2/2 [00:02<00:00, loss=2.4]",
+    "a bar of training": "Training: 100%|██████████| 2/2 [00:02<00:00,  1.0s/it]\nloss: 2.5\n",
+    "a bar in colour": "\x1b[32mEpoch 0: 100%|\x1b[0m██| 2/2 [00:02<00:00, train_loss=2.4]\n",
+    "steps of all": "step 1/2: loss 2.5\nstep 2/2: loss 2.4\n",
     "torchtitan": "[titan] step:  1  loss:  8.2\n[titan] step:  2  loss:  7.9  memory: 10.1GiB\n",
     "counted from 0": "step 0 loss 8.2\nstep 1 loss 7.9\n",
     "Megatron": " iteration        1/       2 | lm loss: 8.1E+00 |\n"
@@ -94,15 +94,19 @@ def test_no_trial_fits_that_did_not_exit_well(log: str) -> None:
 HARMLESS = {
     "advice": "hint: if CUDA out of memory occurs, lower --batch-size\n",
     "a setting": "PYTORCH_ALLOC_CONF helps with torch.OutOfMemoryError: CUDA out of memory\n",
+    "a kernel that was tried before it begins": f"{RAN_OUT}another kernel\nStarting training\n",
+}
+UNCLEAR = {
     "a file": "reading MemoryError: a history of out of memory.txt\n",
     "a warning": "W0101 00:00:00 autotune.py:12] OutOfMemoryError: CUDA out of memory, skipped\n",
-    "a kernel that was tried": RAN_OUT + "falling back to another kernel\n",
+    "a kernel that was tried, maybe in the first step": f"{RAN_OUT}taking another kernel\n",
 }
 
 
-@pytest.mark.parametrize("text", HARMLESS.values(), ids=HARMLESS)
+@pytest.mark.parametrize("text", (HARMLESS | UNCLEAR).values(), ids=HARMLESS | UNCLEAR)
 def test_text_about_memory_spoils_no_good_log_and_proves_nothing_in_a_bad_one(text: str) -> None:
-    assert outcome(text + STEPS, 0) is Outcome.FIT
+    expected = Outcome.FIT if text in HARMLESS.values() else Outcome.CRASHED
+    assert outcome(text + STEPS, 0) is expected
     assert outcome(text + STEPS, 139) is Outcome.CRASHED
     assert outcome(text + STEP.format(2.5) + FRAMES + "KeyError: 'labels'\n") is Outcome.CRASHED
 
@@ -240,20 +244,19 @@ def test_a_task_of_rays_has_its_own_error_below_the_drivers() -> None:
     assert outcome(FRAMES + low) is Outcome.HOST_OUT_OF_MEMORY
 
 
-def test_an_error_that_was_swallowed_decides_where_the_steps_are_not_done() -> None:
-    assert outcome(STEP.format(2) + RAN_OUT, 0) is Outcome.OUT_OF_MEMORY
-    assert outcome(RAN_OUT, 0) is Outcome.OUT_OF_MEMORY
-    assert outcome(STEP.format(2) + FRAMES + "KeyError: 'x'\n", 0) is Outcome.CRASHED
+def test_an_error_that_was_swallowed_proves_nothing() -> None:
+    for log in (STEP.format(2) + RAN_OUT, RAN_OUT, STEP.format(2) + FRAMES + "KeyError: 'x'\n"):
+        assert outcome(log, 0) is Outcome.CRASHED
     assert outcome("done\n", 0) is Outcome.CRASHED
     assert outcome(STEP.format(2), 0) is Outcome.CRASHED
 
 
 def test_steps_whose_batches_were_left_out_for_want_of_memory_do_not_fit() -> None:
-    left_out = "".join(f"{RAN_OUT}skipping batch\nstep {step}/2\n" for step in (1, 2))
+    left_out = "".join(f"{RAN_OUT}skipping batch\nstep {step}/2 loss 2\n" for step in (1, 2))
     assert outcome(left_out, 0) is Outcome.CRASHED
     assert outcome(STEPS + RAN_OUT, 0) is Outcome.CRASHED
     after = "{'train_runtime': '3.1', 'train_loss': '2.3'}\n" + RAN_OUT
-    assert outcome(STEPS + after, 0) is Outcome.FIT, "training was over by then"
+    assert outcome(STEPS + after, 0) is Outcome.CRASHED
 
 
 def test_a_loss_that_is_no_number_is_no_fit() -> None:
@@ -340,7 +343,7 @@ def test_a_bar_becomes_a_line_for_each_state_and_prefixes_become_streams() -> No
     assert [line.text for line in lines] == [
         *("", " 50%|█| 1/2 [", "100%|█| 2/2 [", "Traceback (most recent call last):", "x")
     ]
-    assert {line.stream for line in log_lines("[default3]:[rank3]: x\n[default3]:y")} == {"local 3"}
+    assert {line.stream for line in log_lines("[default3]: x\n[default3]:y")} == {"default3"}
     assert progress_of(log_lines(STEPS), steps=2).loss == 2.25
 
 

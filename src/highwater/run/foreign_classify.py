@@ -1,10 +1,12 @@
 """The outcome of a foreign trainer's trial, from outside: exit status, signals, and its log.
 
-Nobody reports from within. So a length fits only where the trainer exited 0 and its log shows the
-steps, and does not fit only where want of memory certainly ended the trial: by the last error of
-the rank that failed, or by the kernel. What proves neither is a crash, or a timeout.
+Nobody reports from within. So a length fits only where the trainer exited 0, its log shows the
+steps with a proof beside them, and no allocation failed among them; and does not fit only where
+want of memory certainly ended the trial: by the last error of the rank that failed, or by the
+kernel. What proves neither is a crash, or a timeout.
 """
 
+import math
 import re
 import signal
 from collections.abc import Sequence
@@ -15,6 +17,7 @@ from highwater.run.foreign_errors import LoggedError, ending_error, errors_of
 from highwater.run.foreign_log import LogLine, log_lines
 from highwater.run.foreign_progress import StepsShown, progress_of
 from highwater.spec.codec import Record
+from highwater.spec.oom import tells_of_allocation
 from highwater.spec.trial import Outcome, TrialSpec
 from highwater.units import counted, format_seconds
 
@@ -84,8 +87,10 @@ def classify_foreign(spec: TrialSpec, ending: ForeignEnding) -> Verdict:
     if ending.exit_code is None:
         return _ended(spec, ending, done, error)
     if ending.exit_code == 0:
-        return _exited_well(spec, ending, done, error, errors)
-    if error is not None and error.memory is not None:
+        return _exited_well(spec, ending, done, lines, errors)
+    # what runs out after the last step, as an evaluation, says nothing of the steps
+    is_done = done.is_over or (done.steps >= spec.steps and done.loss is not None)
+    if error is not None and error.memory is not None and not is_done:
         is_signalled = ending.exit_code > _SIGNALLED
         if error.is_uncaught or not is_signalled:
             return _ran_out(spec, error)
@@ -115,43 +120,48 @@ def _exited_well(
     spec: TrialSpec,
     ending: ForeignEnding,
     done: StepsShown,
-    error: LoggedError | None,
+    lines: Sequence[LogLine],
     errors: Sequence[LoggedError],
 ) -> Verdict:
     """Decide for a trial that exited 0, which proves nothing by itself."""
     pattern = None if spec.foreign is None else spec.foreign.done_pattern
     takes_any = pattern == "" and ending.steps_done is None
-    is_done = takes_any or done.is_over or done.steps >= spec.steps
-    if error is not None and error.memory is not None and not done.is_over:
-        if not is_done:
-            outcome, reason = _ran_out(spec, error)
-            return Verdict(outcome, f"{reason}; it exited 0 all the same, {_steps(spec, done)}")
-        said = f"exited 0, {_steps(spec, done)}; yet an allocation failed last: {error.said}"
-        return Verdict(Outcome.CRASHED, said)
-    if not is_done:
+    error = ending_error(errors, progress_at=done.at)
+    if not (takes_any or done.is_over or done.steps >= spec.steps):
         return Verdict(Outcome.CRASHED, _unproven(spec, done, error))
-    failed = None if takes_any else _failed_in_the_last_step(done, errors)
+    failed = _failed_allocation(done, lines, errors)
     if failed is not None:
-        said = f"exited 0, yet an allocation failed in the last step: {failed.said}"
+        said = f"exited 0, {_steps(spec, done)}; yet an allocation failed: {failed}"
         return Verdict(Outcome.CRASHED, said)
-    if not done.has_loss:
+    if done.loss is not None and not math.isfinite(done.loss):
         return Verdict(Outcome.CRASHED, f"exited 0, with a loss of {done.loss}")
+    if done.loss is None and pattern is None and ending.steps_done is None and not done.is_over:
+        said = f"exited 0, {_steps(spec, done)}, and no loss: `--done-pattern REGEX` says what does"
+        return Verdict(Outcome.CRASHED, said)
     loss = "" if done.loss is None else f", loss {done.loss:.3f}"
     if takes_any:
         return Verdict(Outcome.FIT, f"exited 0, which is taken for {spec.steps} steps{loss}")
     return Verdict(Outcome.FIT, f"{spec.steps} steps seen in the log, exited 0{loss}")
 
 
-def _failed_in_the_last_step(done: StepsShown, errors: Sequence[LoggedError]) -> LoggedError | None:
-    """An allocation that failed, and was caught, between the last step and the one before.
+def _failed_allocation(
+    done: StepsShown, lines: Sequence[LogLine], errors: Sequence[LoggedError]
+) -> str | None:
+    """What tells of an allocation that failed while the steps were done, caught or not; None where
+    nothing does.
 
-    A trainer that leaves out a batch for which there is no memory counts the step all the same.
-    What fails before, as a kernel that is tried and not taken, says nothing about the peak.
+    A trainer that leaves out a batch, or tries it again, counts the step all the same. What fails
+    before training is said to begin, as a kernel that is tried and not taken, says nothing; where
+    nobody says that it begins, whatever stands before the first step may be of it.
     """
-    if done.at is None or done.before is None:
-        return None
-    between = range(done.before, done.at)
-    return next((e for e in errors if e.memory is not None and e.at in between), None)
+    said = {error.at: error.said for error in errors if error.memory is not None}
+    texts = [line.text.strip() for line in lines] + [""]
+    for at in range(done.begins_at or 0, len(lines)):
+        in_steps = done.begins_at is not None or (done.first_at is not None and at >= done.first_at)
+        together = f"{texts[at]} {texts[at + 1]}"  # a sentence may be broken
+        if at in said or tells_of_allocation(together, may_advise=not in_steps):
+            return said.get(at) or texts[at]
+    return None
 
 
 def _unproven(spec: TrialSpec, done: StepsShown, error: LoggedError | None) -> str:

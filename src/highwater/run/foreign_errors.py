@@ -2,7 +2,7 @@
 
 What counts is the last error of each rank that is no consequence of another's: a rank that loses
 its peer says so, and so does the launcher, after the error that began it. An error that its rank
-went on after did not end it.
+went on after, by its steps or by its words, did not end it.
 """
 
 import re
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from highwater.run.foreign_log import TRACEBACK, LogLine
-from highwater.spec.oom import Exhausted, logged_memory, memory_aborted
+from highwater.spec.oom import TORCH_SENTENCE, Exhausted, logged_memory, memory_aborted
 from highwater.spec.trial import Device
 
 _TYPED = re.compile(
@@ -21,21 +21,41 @@ _TYPED = re.compile(
 _RAISED = re.compile(r"(?P<kind>[A-Za-z_][\w.]*(?:\(\w+\))?)(?:: ?(?P<text>.*))?")
 """Any exception, where a traceback ends."""
 _LOGGED = re.compile(
-    r".{0,200}?\b(?:ERROR|CRITICAL|FATAL)\b.{0,200}?"
+    r"[^'\"`]{0,200}?\b(?:ERROR|CRITICAL|FATAL)\b[^'\"`]{0,200}?"
     r"(?P<kind>(?<![\w.])(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*Error): ?(?P<text>.*)"
 )
+_SAID = re.compile(
+    r"[^'\"`]{0,200}?\b(?P<kind>ERROR|Error|error|CRITICAL|FATAL)\b[^'\"`]{0,200}?"
+    rf"(?P<text>{TORCH_SENTENCE}.*)"
+)
+"""The sentence of PyTorch's allocator where an error is told without its type."""
 _REFUSED = re.compile(r"(?P<kind>[\w./-]+(?: [\w./-]+){0,4}: error): (?P<text>\S.*)")
 """What a command line's parser says of words that it does not take."""
 _CAUSES = "The above exception was the direct cause of the following exception:"
 _ABORTS = "terminate called after throwing an instance of"
+_BROKEN_LINES = 3
+"""Lines after an error's first one that belong to its text, whatever they look like."""
 _LONGER_LINES = 12
-"""Lines after an error of NCCL's in which the failure of CUDA that it met may stand."""
+"""Lines after an error's first one over which its text may go: a failure of CUDA that NCCL met, or
+a sentence that was broken at 80 columns."""
+_NCCL_WARNED = re.compile(r"NCCL WARN .*(?:out of memory|Failed to CUDA \w*alloc)")
+_WENT_ON = re.compile(
+    r"\b(?:skips|skipped|skipping|dropp(?:ed|ing)|retr(?:y|ies|ying)|(?:trying|run) again"
+    r"|(?<!Exception )ignor(?:ed|ing)|(?:fall|fell|falling) ?back|continu(?:es|ing)"
+    r"|(?:going|moving) on|recover(?:ed|ing)"
+    r"|(?:reducing|decreasing|lowering|halving) .{0,40}\bto)\b",
+    re.IGNORECASE,
+)
+"""How a trainer says that an error did not end it."""
+_WARNED = re.compile(r"(?<!NCCL )\bWARN")
+_FROM_THE_START = re.compile(r"<module>|<frozen|_bootstrap|ray::")
+"""In a traceback's first frame: nobody caught the exception on its way out of the program."""
 _OF_ANOTHER = re.compile(
-    r"(?:^|\.)(?:ChildFailedError|SignalException|CalledProcessError|DistNetworkError"
+    r"(?:^|[ .])(?:ChildFailedError|SignalException|CalledProcessError|DistNetworkError"
     r"|DistStoreError|RayTaskError\(?.*|RayActorError|ActorDiedError|ActorUnavailableError"
     r"|WorkerCrashedError|BrokenProcessPool|ProcessRaisedException|ProcessExitedException"
     r"|BrokenPipeError|ConnectionResetError|ConnectionAbortedError|ConnectionRefusedError"
-    r"|EOFError|KeyboardInterrupt|SystemExit)$"
+    r"|EOFError|KeyboardInterrupt|SystemExit|(?:srun|slurmstepd|mpirun|mpiexec|prterun): error)$"
 )
 """Exceptions that say that another process ended."""
 _AFTER_ANOTHER = re.compile(
@@ -62,6 +82,8 @@ class LoggedError(NamedTuple):
     """Whether it says that another process failed, or went away."""
     is_uncaught: bool = False
     """Whether it certainly ended its rank."""
+    went_on: bool = False
+    """Whether its rank says that it went on."""
 
     @property
     def said(self) -> str:
@@ -75,6 +97,14 @@ def errors_of(lines: Sequence[LogLine], *, device: Device) -> list[LoggedError]:
     for at, line in enumerate(lines):
         streams.setdefault(line.stream, []).append((at, line))
     found = [error for stream, own in streams.items() for error in _of_stream(stream, own, device)]
+    if device == "cuda" and any(_NCCL_WARNED.search(line.text) for line in lines):
+        # NCCL's error names its reason, or leaves it to the warning before it
+        found = [
+            error._replace(memory=error.memory or "device_memory")
+            if "unhandled cuda error" in error.text
+            else error
+            for error in found
+        ]
     return sorted(found, key=lambda error: error.at)
 
 
@@ -93,7 +123,8 @@ def ending_error(errors: Sequence[LoggedError], *, progress_at: int | None) -> L
         (
             error
             for error in last.values()
-            if error.is_uncaught or progress_at is None or error.at > progress_at
+            if not error.went_on
+            and (error.is_uncaught or progress_at is None or error.at > progress_at)
         ),
         key=lambda error: error.at,
     )
@@ -104,37 +135,50 @@ def ending_error(errors: Sequence[LoggedError], *, progress_at: int | None) -> L
 
 def _of_stream(
     stream: str, lines: Sequence[tuple[int, LogLine]], device: Device
-) -> Iterator[LoggedError]:
+) -> list[LoggedError]:
     """The errors of one stream."""
-    in_traceback = is_caused = False
-    cause: LoggedError | None = None
+    found: list[LoggedError] = []
+    in_traceback = is_caused = is_warned = False
+    before, quotes_to = "", -1
     for number, (at, line) in enumerate(lines):
         text = line.text
-        if text.startswith(TRACEBACK):
+        if TRACEBACK[:-1] in text:
             in_traceback = True
+            frame = lines[number + 1][1].text if number + 1 < len(lines) else ""
+            is_caught = _FROM_THE_START.search(frame) is None
+            is_warned = bool(_WENT_ON.search(before) or (is_caught and _WARNED.search(before)))
         elif text.startswith(_CAUSES):
             is_caused = True
         elif text.startswith(_ABORTS):
             words = "\n".join(each.text for _, each in lines[number : number + 3])
             memory = memory_aborted(words, device=device)
             kind = text.partition("'")[2].rstrip("'") or "terminate"
-            yield LoggedError(stream, at, kind, "", memory, is_uncaught=True)
-        else:
-            raised = _raised(text, in_traceback=in_traceback)
-            if raised is None:
+            found.append(LoggedError(stream, at, kind, "", memory, is_uncaught=True))
+        elif (raised := _raised(text, in_traceback=in_traceback)) is not None:
+            if not in_traceback and number <= quotes_to:
                 continue
             in_traceback = False
             following = lines[number + 1 : number + 1 + _LONGER_LINES]
             error = _error(stream, at, *raised, line, following, device)
-            if is_caused and cause is not None and cause.memory is not None:
+            cause = found[-1] if is_caused and found else None
+            if cause is not None and cause.memory is not None:
                 error = error._replace(kind=cause.kind, text=cause.text, memory=cause.memory)
-            is_caused, cause = False, error
-            yield error
+            found.append(error._replace(went_on=is_warned))
+            is_caused = is_warned = False
+            if error.memory is None and not error.is_consequence:
+                quotes_to = number + _BROKEN_LINES
+        elif found and _WENT_ON.search(text):
+            found[-1] = found[-1]._replace(went_on=True)
+        if not text or text[0].isspace():
+            quotes_to = -1
+        before = text or before
+    return found
 
 
 def _raised(text: str, *, in_traceback: bool) -> tuple[str, str] | None:
     """The exception's type and text in a line; None where it has none."""
     found = _TYPED.fullmatch(text) or _LOGGED.fullmatch(text) or _REFUSED.fullmatch(text)
+    found = found or _SAID.fullmatch(text)
     if found is None and in_traceback:
         found = _RAISED.fullmatch(text)
     return None if found is None else (found["kind"], (found["text"] or "").strip())
@@ -149,9 +193,7 @@ def _error(
     following: Sequence[tuple[int, LogLine]],
     device: Device,
 ) -> LoggedError:
-    whole = text
-    if "NCCL" in text or kind.endswith("DistBackendError"):
-        whole = "\n".join((text, *_until_other(following)))
+    whole = " ".join((text, *_until_other(following)))
     memory = logged_memory(kind, whole, device=device)
     after = _OF_ANOTHER.search(kind) or _AFTER_ANOTHER.search(whole)
     is_consequence = memory is None and after is not None
@@ -161,8 +203,8 @@ def _error(
 def _until_other(lines: Sequence[tuple[int, LogLine]]) -> Iterator[str]:
     """The rest of an error's text: what follows, up to an empty line or what begins another."""
     for _, line in lines:
-        if not line.text.strip() or line.text.startswith(TRACEBACK):
+        if not line.text.strip() or TRACEBACK[:-1] in line.text:
             return
         if _TYPED.fullmatch(line.text):
             return
-        yield line.text
+        yield line.text.strip()

@@ -36,10 +36,10 @@ from highwater.run.trial_process import exit_code_of
 from highwater.spec.protocols import Launch, OnPhase
 from highwater.spec.secrets import kept_result
 from highwater.spec.trial import Outcome, RankReport, TrialResult, TrialSpec
-from highwater.units import MIB
+from highwater.units import MIB, format_bytes
 
-_READ_BYTES = 4 * MIB
-"""Bytes of a log's end that are judged: hours of a progress bar that overwrites itself."""
+_READ_BYTES = 32 * MIB
+"""Bytes of a log's end that are judged: days of a progress bar that overwrites itself."""
 SILENT_S = 30.0
 """Seconds of silence after a rank ran out of memory, after which nobody is waited for any more.
 
@@ -106,6 +106,8 @@ class ForeignLauncher:
         ranks = _with_budget(spec, peak.ranks())
         outcome, reason = classify_foreign(spec, ending)
         past = past_the_bound(ranks)
+        if log_path.stat().st_size > _READ_BYTES:
+            past = f"only the last {format_bytes(_READ_BYTES)} of its log are read"
         if outcome.is_fit and past is not None:
             outcome, reason = Outcome.CRASHED, past
         result = TrialResult(

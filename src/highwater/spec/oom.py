@@ -15,10 +15,11 @@ from highwater.spec.trial import Device
 
 Exhausted = Literal["device_memory", "host_memory"]
 
+TORCH_SENTENCE = r"(?:CUDA|HIP|XPU) out of memory\.\s+Tried to allocate\s+[\d.]+"
+"""What PyTorch's allocator says when it has no room."""
 _DEVICE = re.compile(
-    r"CUDA out of memory"
-    r"|HIP out of memory"
-    r"|(?:CUDA error|CUDA driver error|Triton Error \[CUDA\]): out of memory"
+    rf"{TORCH_SENTENCE}"
+    r"|(?:CUDA error|HIP error|CUDA driver error|Triton Error \[CUDA\]): out of memory"
     r"|Allocation on device \d+ would exceed allowed memory"
     r"|cudaErrorMemoryAllocation"
     r"|CUBLAS_STATUS_ALLOC_FAILED"
@@ -40,6 +41,33 @@ _HOST = re.compile(
     r"|Failed to CUDA host alloc",
     re.IGNORECASE,
 )
+_ANY = re.compile(r".*", re.DOTALL)
+_LEVELS = ("error", "critical", "fatal")
+_LEAD = re.compile(
+    r"(?:\[enforce fail at [^\]]*\][^'\"`]{0,20}|\S+:\d+ in function \S+: "
+    r"|(?:CUDA|HIP|cuDNN|cusolver)\w* error: |NCCL error[^'\"`]*|Failed: |Error )?",
+    re.IGNORECASE,
+)
+"""What a library writes before such words; any other text before them quotes them."""
+_ALLOCATION = re.compile(
+    r"out[\s_-]*of[\s_-]*memory|\bOOM(?:s|ed|ing)?\b|(?:can't|cannot|could not|failed to)"
+    r"\s+(?:CUDA\s+)?[cm]?alloc|bad_alloc|ALLOC_FAILED|RESOURCE_EXHAUSTED|\bMemoryError\b"
+    r"|alloc\w*\s(?:of\s.{0,40})?fail|(?:not enough|insufficient|exhausted)\s(?:\w+\s)?memory"
+    r"|memory\s(?:was\s|is\s)?exhausted|executable batch size|decreasing batch size",
+    re.IGNORECASE,
+)
+_PARTS = ("mem", "alloc", "oom", "exhausted", "batch size", "cublas")
+"""One of these is in each of them: most lines of a long log have none."""
+_NONE_BEFORE = re.compile(
+    r"\b(?:no|not|zero|0|never|without|avoid\w*)\W+(?:\w+\W+)?\Z", re.IGNORECASE
+)
+_NONE_AFTER = re.compile(r"(?: \w+)?\W{0,3}\b(?:0|none|no|false)\b", re.IGNORECASE)
+_ADVICE = re.compile(
+    r"\b(?:if|when|hint|tip|note|may|might|can|could|helps?|consider|try|avoids?|prevents?)\b",
+    re.IGNORECASE,
+)
+_NO_BATCH = "No executable batch size found, reached zero"
+"""accelerate's error after every batch size ran out of memory, down to one."""
 _MAYBE_HOST = re.compile(r"can't start new thread|failed to map segment from shared object")
 """Texts about a thread's stack or a library's data for which there is no room.
 
@@ -51,7 +79,6 @@ _ABORT = re.compile(
 """The last words of a process whose C++ exception nobody caught."""
 
 
-_HOST_TYPES = ("MemoryError", "_ArrayMemoryError")
 _SYSTEM_TYPES = ("OSError", "BlockingIOError")
 _JAX_TYPES = ("XlaRuntimeError", "JaxRuntimeError")
 _LIBRARY_TYPES = ("RuntimeError", "AcceleratorError", "DistBackendError", "DeferredCudaCallError")
@@ -104,23 +131,49 @@ def logged_memory(kind: str, text: str, *, device: Device) -> Exhausted | None:
     """
     host: Exhausted = "device_memory" if device == "cpu" else "host_memory"
     module, _, name = kind.rpartition(".")
-    if name in _HOST_TYPES or (name in _SYSTEM_TYPES and text.startswith("[Errno 12]")):
+    if name == "MemoryError" and module in ("", "builtins"):
+        return host
+    if name == "_ArrayMemoryError" or (name in _SYSTEM_TYPES and text.startswith("[Errno 12]")):
         return host
     if name == "OutOfMemoryError":
         if module.startswith("ray"):  # a task that Ray ended: the node had no memory left
             return host
-        is_named = bool(module) or _DEVICE.search(text) is not None
-        return "device_memory" if device == "cuda" and is_named else None
+        is_torchs = module.split(".")[0] in ("torch", "c10") or re.match(TORCH_SENTENCE, text)
+        return "device_memory" if device == "cuda" and is_torchs else None
     if name in _JAX_TYPES:
-        is_exhausted = device == "cuda" and text.startswith("RESOURCE_EXHAUSTED")
+        is_exhausted = device == "cuda" and text.startswith("RESOURCE_EXHAUSTED: Out of memory")
         return "device_memory" if is_exhausted else None
-    return _by_text(text, device) if name in _LIBRARY_TYPES else None
-
-
-def _by_text(text: str, device: Device) -> Exhausted | None:
-    if device == "cuda" and _DEVICE.search(text):
+    if text.startswith(_NO_BATCH):
         return "device_memory"
-    if _HOST.search(text):
+    if name.lower() in _LEVELS:  # told without its type
+        return "device_memory" if device == "cuda" and re.match(TORCH_SENTENCE, text) else None
+    return _by_text(text, device, lead=_LEAD) if name in _LIBRARY_TYPES else None
+
+
+def tells_of_allocation(text: str, *, may_advise: bool) -> bool:
+    """Whether a text tells, in whatever words, of memory that could not be had.
+
+    ``may_advise``: it may speak of what would be, if it is no whole sentence of an allocator's.
+    """
+    lowered = text.lower()
+    if not any(part in lowered for part in _PARTS):
+        return False
+    if _DEVICE.search(text) or _HOST.search(text):
+        return True
+    return not (may_advise and _ADVICE.search(text)) and any(
+        not _NONE_BEFORE.search(text, max(0, found.start() - 24), found.start())
+        and not _NONE_AFTER.match(text, found.end())
+        for found in _ALLOCATION.finditer(text)
+    )
+
+
+def _by_text(text: str, device: Device, *, lead: re.Pattern[str] = _ANY) -> Exhausted | None:
+    """Which memory ran out, by a library's words after those that may ``lead`` to them."""
+    found = _DEVICE.search(text) if device == "cuda" else None
+    if found is not None and lead.fullmatch(text, 0, found.start()):
+        return "device_memory"
+    found = _HOST.search(text)
+    if found is not None and lead.fullmatch(text, 0, found.start()):
         return "device_memory" if device == "cpu" else "host_memory"
     return None
 
