@@ -12,6 +12,8 @@ from conftest import SIMULATED, Run, offered, refusal
 GPUS = ("--gpus", "1xH100-80GB")
 PAIR = ("--gpus", "2xH100-80GB")
 RING = ("--gpus", "2", "--ring", "2")
+TRAINING = ("--data", "data.jsonl", "--output", "run", "--steps", "1")
+SLIDING = ["sliding_attention", "full_attention"]
 
 
 def rewrite(tiny: Path, **changes: Any) -> None:
@@ -87,6 +89,18 @@ def test_an_answer_does_not_end_at_a_sliding_window(highwater: Run, tiny: Path) 
             },
             "are 25 numbers wide",
         ),
+        ({"rope_scaling": {"rope_type": "mrope", "mrope_section": [4]}}, "rope_type 'mrope'"),
+        ({"rope_scaling": {"type": "yran", "factor": 2.0}}, "rope_type 'yran'"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_type linear and no factor"),
+        (
+            {"model_type": "smollm3", "sliding_window": 8, "layer_types": SLIDING},
+            "has no window for sliding attention: use_sliding_window is not true",
+        ),
+        (
+            {"model_type": "gemma2", "sliding_window": None},
+            "has no window for sliding attention: sliding_window is null or missing",
+        ),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types names 3 layers"),
     ],
 )
 def test_a_model_that_is_not_understood_is_refused_by_every_command(
@@ -101,6 +115,8 @@ def test_a_model_that_is_not_understood_is_refused_by_every_command(
         ("predict", str(tiny), *GPUS),
         ("recommend", str(tiny), *GPUS, *at_length),
         ("emit", "--for", "trl", str(tiny), *GPUS, *at_length),
+        ("guide", "--predict", str(tiny), *GPUS),
+        ("train", str(tiny), "--device", "cpu", *TRAINING, *at_length),
     ):
         problem, hint = refusal(highwater(*words), 2)
         assert said in problem

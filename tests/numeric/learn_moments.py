@@ -39,7 +39,6 @@ from highwater.memory.formula.moments import (
     products,
 )
 from highwater.run.tracing import fullest_rank
-from highwater.spec.cohere_layers import COHERE_WITH_WINDOWS, cohere_slides
 from highwater.spec.column_sums import RESIDENT_THREADS, column_sums
 from highwater.spec.events import Allocate, Enter, Free, GiveBack, TraceOrder
 from highwater.spec.families import (
@@ -139,7 +138,7 @@ def kinds(family: str) -> list[Kind]:
     """Those that its layers may be of."""
     caps = (False, True) if family in WITH_CAPS else (False,)
     sliding = {**SLIDING, "model_type": family}
-    may_slide = cohere_slides(sliding, 0) if family in COHERE_WITH_WINDOWS else slides(sliding, 0)
+    may_slide = slides(sliding, 0)
     windows = (False, True) if may_slide and family not in ONE_ATTENTION else (False,)
     return [
         Kind(is_windowed, is_capped, mlp)

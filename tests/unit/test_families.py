@@ -22,8 +22,9 @@ from highwater.spec.families import (
 from highwater.spec.footprint import matrices
 from highwater.spec.logit_transform import logit_transform_of
 from highwater.spec.model import load_model, shape_of
-from highwater.spec.model_config import MIN_FIELDS, rope_block
+from highwater.spec.model_config import MIN_FIELDS
 from highwater.spec.rope import unscalable, yarn
+from highwater.spec.rope_block import rope_block
 from highwater.spec.trained_families import TRAINED
 
 SIZES: dict[str, Any] = {
@@ -115,7 +116,7 @@ WITHOUT_FIELDS = {
     "gpt_neox": ("rotary_emb_base", "rotary_pct"),
 }
 """What a class reads of a file though it is no field of its own; others read RoPE's old names."""
-OWN_KIND_OF_ROPE = ("phi3", "phimoe")
+OWN_KIND_OF_ROPE = ("laguna", "mellum", "ministral3", "phi3", "phimoe")
 """Families whose class takes no scaling but its own."""
 
 
@@ -440,7 +441,7 @@ def test_the_matrices_of_a_usual_config_are_all_its_parameters_but_norms(
         ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 3}, 4096),
         ({"model_type": "qwen3", **SWITCHED, "max_window_layers": 4}, None),
         ({"model_type": "qwen3", **SWITCHED, "layer_types": ["sliding_attention"] * 4}, 16),
-        ({"model_type": "qwen3", **WINDOW, "layer_types": ["sliding_attention"] * 4}, None),
+        ({"model_type": "qwen3", **WINDOW, "layer_types": ["full_attention"] * 4}, None),
         ({"model_type": "qwen3_moe", **SWITCHED, "max_window_layers": 9}, 16),
         ({"model_type": "qwen3_moe", **WINDOW}, None),
         ({"model_type": "qwen2_moe", **SWITCHED}, 16),

@@ -12,9 +12,11 @@ from places import TINY, write_model
 
 from highwater.api import predict
 from highwater.errors import HighwaterError, ModelError
+from highwater.spec import rope_block
 from highwater.spec.codec import to_json
 from highwater.spec.model import load_model
 
+SLIDING = ["sliding_attention", "full_attention"]
 FULL: dict[str, Any] = {
     **TINY,
     "model_type": "qwen3_moe",
@@ -150,3 +152,205 @@ def test_a_family_that_is_not_understood_is_refused_by_its_name(
     with pytest.raises(ModelError, match=f"of the family {family}") as refusal:
         load_model(str(tmp_path))
     assert ("the text model alone" in refusal.value.hint) == ("text_config" in config)
+
+
+@pytest.mark.parametrize(
+    ("config", "mended"),
+    [
+        ({"model_type": "smollm3", "sliding_window": 8}, {"use_sliding_window": True}),
+        ({"model_type": "smollm3"}, {"use_sliding_window": True, "sliding_window": 8}),
+        (
+            {"model_type": "qwen2", "use_sliding_window": False},
+            {"use_sliding_window": True, "sliding_window": 8},
+        ),
+        ({"model_type": "qwen3", "sliding_window": 8}, {"use_sliding_window": True}),
+        ({"model_type": "qwen3"}, {"layer_types": ["full_attention"] * 2}),
+        ({"model_type": "qwen2_moe", "sliding_window": 8}, {"use_sliding_window": True}),
+        ({"model_type": "qwen3_moe", "sliding_window": 8}, {"use_sliding_window": True}),
+        ({"model_type": "dots1"}, {"layer_types": ["full_attention"] * 2}),
+        *[
+            ({"model_type": family}, {"sliding_window": 8})
+            for family in ("exaone4", "cohere2", "gemma2", "gemma3_text", "gpt_oss", "olmo3")
+        ],
+        *[
+            ({"model_type": family}, {"sliding_window": 8})
+            for family in ("afmoe", "cohere2_moe", "ministral", "mistral")
+        ],
+        ({"model_type": "llama"}, {"sliding_window": 8}),
+    ],
+)
+def test_layers_that_slide_without_a_window_are_refused_and_the_hint_works(
+    tmp_path: Path, config: dict[str, Any], mended: dict[str, Any]
+) -> None:
+    """A null window, where the config names none and its class would."""
+    experts = {"num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    experts |= {"moe_intermediate_size": 32, "n_shared_experts": 1}
+    whole = {**TINY, **experts, "sliding_window": None, "layer_types": SLIDING, **config}
+
+    def load(**changes: Any) -> None:
+        (tmp_path / "config.json").write_text(json.dumps({**whole, **changes}))
+        load_model(str(tmp_path))
+
+    with pytest.raises(ModelError, match="has no window for sliding attention") as refusal:
+        load()
+    assert all(field in refusal.value.hint for field in mended)
+    load(**mended)
+
+
+def test_a_null_window_is_refused_where_the_class_masks_by_it_whatever_its_layers(
+    tmp_path: Path,
+) -> None:
+    full = {**TINY, "sliding_window": None, "layer_types": ["full_attention"] * 2}
+    for family, is_refused in (("gemma2", True), ("olmo3", True), ("qwen3", False)):
+        (tmp_path / "config.json").write_text(json.dumps({**full, "model_type": family}))
+        if is_refused:
+            assert hint_of(tmp_path) == "set sliding_window to a number of tokens"
+        else:
+            assert load_model(str(tmp_path)).shape.window_tokens is None
+
+
+def hint_of(directory: Path) -> str:
+    with pytest.raises(ModelError) as refusal:
+        load_model(str(directory))
+    return refusal.value.hint
+
+
+def test_a_mistral_that_names_its_layers_is_a_ministral_as_in_transformers(tmp_path: Path) -> None:
+    config = {**TINY, "model_type": "mistral", "sliding_window": 8, "layer_types": SLIDING}
+    shape = load_model(str(write_model(tmp_path, **config))).shape
+    assert shape.model_type == "ministral"
+    assert [run.kind.attention.window_tokens for run in shape.runs] == [8, None]
+
+
+@pytest.mark.parametrize("field", ["layer_types", "mlp_layer_types"])
+@pytest.mark.parametrize("layers", [1, 3, 0])
+def test_kinds_of_more_or_fewer_layers_than_there_are_are_refused(
+    tmp_path: Path, field: str, layers: int
+) -> None:
+    kind = {"layer_types": "full_attention", "mlp_layer_types": "sparse"}[field]
+    with pytest.raises(ModelError, match=f"{field} names {layers} layers in .*is 2") as refusal:
+        load_model(str(write_model(tmp_path, **{field: [kind] * layers})))
+    assert "name each of the 2 layers" in refusal.value.hint
+    load_model(str(write_model(tmp_path, **{field: [kind] * 2})))
+
+
+def test_the_types_of_rope_are_those_of_transformers() -> None:
+    module = pytest.importorskip("transformers.modeling_rope_utils")
+    assert {*rope_block.TYPES} == {"default", *module.ROPE_INIT_FUNCTIONS}
+
+
+@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"rope_type": "mrope", "mrope_section": [2, 3, 3]},
+        {"type": "mrope", "mrope_section": [2, 3, 3]},
+        {"rope_type": "yran", "factor": 2.0},
+        {"type": "su", "short_factor": [1.0], "long_factor": [1.0]},
+        {"rope_type": None},
+        {"rope_type": ["yarn"]},
+        {"rope_type": "default", "type": "yarn"},
+    ],
+)
+def test_a_rope_type_that_transformers_does_not_know_is_refused_with_those_it_does(
+    tmp_path: Path, block: dict[str, Any], field: str
+) -> None:
+    """In a block of one kind of layer, too; of both keys the newer one counts."""
+    for family, rope in (("qwen3", block), ("gemma3_text", {"full_attention": block})):
+        config = {"model_type": family, "sliding_window": 8, field: rope}
+        directory = write_model(tmp_path, **config)
+        if block.get("rope_type") == "default":
+            load_model(str(directory))
+            continue
+        with pytest.raises(ModelError, match=f"{field} in .* has the rope_type") as refusal:
+            load_model(str(directory))
+        assert repr(block.get("rope_type", block.get("type"))) in refusal.value.problem
+        names = refusal.value.hint.rpartition(": ")[2].split(", ")
+        assert {"default", "linear", "yarn"} <= {*names}
+        assert load_model(str(write_model(tmp_path, rope_scaling={"rope_type": names[0]})))
+
+
+@pytest.mark.parametrize(
+    ("block", "missing"),
+    [
+        ({"rope_type": "linear"}, {"factor": 2.0}),
+        ({"type": "yarn"}, {"factor": 2.0}),
+        ({"rope_type": "dynamic", "factor": None}, {"factor": 2.0}),
+        (
+            {"rope_type": "llama3", "factor": 8.0},
+            {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        ),
+        ({"rope_type": "longrope", "short_factor": [1.0]}, {"long_factor": [1.0]}),
+    ],
+)
+def test_a_rope_that_lacks_a_field_is_refused_by_its_name(
+    tmp_path: Path, block: dict[str, Any], missing: dict[str, Any]
+) -> None:
+    with pytest.raises(ModelError, match=f"and no {', '.join(missing)}") as refusal:
+        load_model(str(write_model(tmp_path, rope_scaling=block)))
+    assert refusal.value.hint.startswith(f"add {', '.join(missing)} ")
+    load_model(str(write_model(tmp_path, rope_scaling=block | missing)))
+
+
+def test_of_two_rope_blocks_the_older_names_one_counts_as_in_transformers(tmp_path: Path) -> None:
+    plain, scaled = {"rope_type": "default"}, {"rope_type": "linear", "factor": 2.0}
+    for scaling, parameters in ((plain, scaled), (scaled, plain)):
+        directory = write_model(tmp_path, rope_scaling=scaling, rope_parameters=parameters)
+        assert load_model(str(directory)).own_rope_scaling == (scaling is scaled)
+
+
+@pytest.mark.parametrize("family", ["laguna", "mellum"])
+def test_a_class_that_reads_rope_by_kinds_of_layers_needs_a_block_for_each(
+    tmp_path: Path, family: str
+) -> None:
+    block = {"rope_type": "default", "rope_theta": 10000.0}
+    config = {"model_type": family, "sliding_window": 8, "layer_types": SLIDING, "num_experts": 64}
+    with pytest.raises(ModelError, match="no block for full_attention, sliding_attention"):
+        load_model(str(write_model(tmp_path, **config, rope_parameters=block)))
+    with pytest.raises(ModelError, match="no block for sliding_attention"):
+        load_model(str(write_model(tmp_path, **config, rope_parameters={SLIDING[1]: block})))
+    load_model(str(write_model(tmp_path, **config, rope_parameters=dict.fromkeys(SLIDING, block))))
+
+
+@pytest.mark.parametrize(
+    ("family", "field"),
+    [
+        ("hunyuan_v1_moe", "moe_topk"),
+        ("ernie4_5_moe", "moe_k"),
+        ("qwen3_moe", "num_experts_per_tok"),
+        ("mixtral", "num_experts_per_tok"),
+    ],
+)
+def test_too_many_experts_a_token_are_refused_by_the_field_that_says_so(
+    tmp_path: Path, family: str, field: str
+) -> None:
+    config = {"model_type": family, "num_experts": 4, "num_local_experts": 4, field: 6}
+    config |= {"moe_num_experts": 4, "moe_intermediate_size": 32}
+    with pytest.raises(ModelError, match="6 experts of 4") as refusal:
+        load_model(str(write_model(tmp_path, **config)))
+    assert refusal.value.hint == f"set {field} to 4 or less"
+    assert load_model(str(write_model(tmp_path, **{**config, field: 4}))).shape.experts == 4
+
+
+@pytest.mark.corpus
+def test_the_text_model_alone_is_offered_where_it_trains_and_nowhere_else(tmp_path: Path) -> None:
+    """Over every family of transformers with a text model in it, as its class writes it."""
+    transformers = pytest.importorskip("transformers")
+    offered: set[str] = set()
+    for family, kind in transformers.CONFIG_MAPPING.items():
+        config: dict[str, Any] = {}
+        with suppress(Exception):  # of some no usual config can be made
+            config = json.loads(kind().to_json_string(use_diff=False))
+        text = config.get("text_config")
+        if not isinstance(text, dict):
+            continue
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        hint = hint_of(tmp_path)
+        (tmp_path / "config.json").write_text(json.dumps(text))
+        if "save the text model alone" in hint:
+            offered.add(family)
+            load_model(str(tmp_path))
+        else:
+            assert hint_of(tmp_path), "refused by itself, too"
+    assert {"gemma3", "mistral3", "got_ocr2"} <= offered
+    assert not {"gemma3n", "gemma4", "llama4"} & offered

@@ -172,7 +172,7 @@ def preference(log_ratios_D: Tensor, *, beta: float, pairs: int) -> Tensor:
 
 def group_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
     """GRPO's advantage of each sequence: its reward against those of its group, in standard
-    deviations; alone, its reward.
+    deviations; alone, its reward / (1 + 1e-6).
 
     Source: Shao et al., DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1, as verl
     computes it.

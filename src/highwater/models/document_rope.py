@@ -35,6 +35,8 @@ class DocumentRope(nn.Module):
     def __init__(self, theirs: nn.Module) -> None:
         super().__init__()
         self.theirs = theirs
+        self.config = theirs.config
+        """Some families read their rotary modules' config (granite_swa)."""
         self.parts: Sequence[Part] = ()
         """Documents that this rank has tokens of, in order; set before every forward pass."""
         module: Any = theirs

@@ -30,12 +30,19 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "aria_text": {"intermediate_size": 4096},
     "bitnet": {"num_key_value_heads": 5, "intermediate_size": 6912, "rope_theta": 5e5},
     "cohere": {"intermediate_size": 22528, "tie_word_embeddings": True, "rope_theta": 5e5},
-    "cohere2": {"intermediate_size": 22528, "tie_word_embeddings": True, "sliding_window": 4096},
+    "cohere2": {
+        "intermediate_size": 22528,
+        "tie_word_embeddings": True,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+    },
     "cohere2_moe": {
         "head_dim": 128,
         "intermediate_size": 22528,
         "tie_word_embeddings": True,
         "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+        "prefix_dense_sliding_window_pattern": 1,
     },
     "cwm": {
         "num_key_value_heads": 8,

@@ -9,7 +9,7 @@ import msgspec
 
 from highwater.errors import ModelError
 from highwater.spec.codec import Record
-from highwater.spec.families import UNGATED, WITH_SINKS
+from highwater.spec.families import EXPERTS_PER_TOKEN, UNGATED, WITH_SINKS
 from highwater.spec.layer_kind import AttentionKind, LayerKind, LayerRun, MlpKind, runs_of
 from highwater.spec.model_config import (
     Mixture,
@@ -19,7 +19,6 @@ from highwater.spec.model_config import (
     layer_windows,
     layers_without_experts,
     mixture_of,
-    own_rope_scaling,
     read_config,
     refuse_dropout,
     score_cap,
@@ -28,6 +27,7 @@ from highwater.spec.model_config import (
     trained_family,
 )
 from highwater.spec.model_place import model_place
+from highwater.spec.rope_block import own_rope_scaling
 from highwater.spec.small_parameters import small_parameters
 from highwater.spec.weight_files import refuse_quantised, unties
 
@@ -254,16 +254,17 @@ def shape_of(config: dict[str, Any], *, source: str) -> ModelShape:
         dense_intermediate_size=mixture.dense_width if mixture.dense_layers else 0,
         mlp_matrices=2 if family in UNGATED else 3,
     )
-    _refuse_impossible(shape, source)
+    _refuse_impossible(shape, config, source)
     return _with_switches(_with_runs(shape, config, mixture, source), config)
 
 
-def _refuse_impossible(shape: ModelShape, source: str) -> None:
+def _refuse_impossible(shape: ModelShape, config: dict[str, Any], source: str) -> None:
     """Raise ModelError for more experts a token than there are, and for sizes of no model."""
     if shape.experts_per_token > shape.experts > 1:
+        names = (name for name in EXPERTS_PER_TOKEN if config.get(name) is not None)
         raise ModelError(
             f"each token goes to {shape.experts_per_token} experts of {shape.experts} in {source}",
-            hint=f"set num_experts_per_tok to {shape.experts} or less",
+            hint=f"set {next(names, EXPERTS_PER_TOKEN[0])} to {shape.experts} or less",
         )
     if shape.parameters > _MOST_PARAMETERS:
         raise ModelError(

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from highwater.errors import ModelError
 from highwater.spec.codec import digest
-from highwater.spec.cohere_layers import COHERE_WITH_WINDOWS, cohere_slides
 from highwater.spec.families import (
     DENSE_WIDTHS,
     EXPERT_COUNTS,
@@ -24,8 +23,8 @@ from highwater.spec.families import (
     value_of,
 )
 from highwater.spec.files import CONFIG_BYTES, read_file
-from highwater.spec.trained_families import refuse_features, refuse_untrained
-from highwater.spec.windows import slides
+from highwater.spec.trained_families import OF_TEXT, refuse_features, refuse_untrained
+from highwater.spec.windows import refuse_missing_window, slides
 
 MIN_FIELDS = (
     "model_type",
@@ -40,8 +39,6 @@ MIN_FIELDS = (
 _LARGEST_SIZE = 2**31 - 1
 _MOST_LAYERS = 10_000
 """No model has a size or as many layers beyond these; layers are read one by one."""
-BEFORE_SCALING = "original_max_position_embeddings"
-"""The length that a model had before its RoPE was scaled, as configs call it."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -57,6 +54,8 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ModelError(
             f"{path} is not a JSON object", hint="use the config.json of a Hugging Face model"
         )
+    if config.get("model_type") == "mistral" and "layer_types" in config:
+        config["model_type"] = "ministral"  # as transformers' AutoConfig has it
     return config
 
 
@@ -86,10 +85,26 @@ def trained_family(config: dict[str, Any], source: str) -> str:
             hint="use the config.json of a decoder-only causal language model, or `highwater find "
             "Qwen3-0.6B`",
         )
-    if family in ("qwen2_moe", "qwen3_moe"):
+    _refuse_layers(config, source)
+    return family
+
+
+def _refuse_layers(config: dict[str, Any], source: str) -> None:
+    """Raise ModelError for layers, logits or attention that are not trained as their class has
+    them.
+    """
+    if config["model_type"] in ("qwen2_moe", "qwen3_moe"):
         _refuse_dense_layers(config, source)
     refuse_features(config, source)
-    return family
+    layers = config.get("num_hidden_layers")
+    for field in ("layer_types", "mlp_layer_types"):
+        kinds = config.get(field)
+        if isinstance(kinds, list) and isinstance(layers, int) and len(kinds) != layers:
+            raise ModelError(
+                f"{field} names {len(kinds)} layers in {source}, where num_hidden_layers is "
+                f"{layers}",
+                hint=f"name each of the {layers} layers in {field}, or remove it",
+            )
 
 
 def has_own_code(config: Mapping[str, Any]) -> bool:
@@ -106,12 +121,15 @@ def _family_of_text(config: dict[str, Any], source: str) -> str:
             f"{source} {said}",
             hint="set model_type to the name of a family, for example llama or qwen3",
         )
-    if isinstance(config.get("text_config"), dict):
+    text = config.get("text_config")
+    if isinstance(text, dict):
+        alone = (
+            "save the text model alone, and give its directory: a config.json without text_config"
+        )
         raise ModelError(
             f"{source} is of the family {family}, which reads more than text: its text model is "
             f"in text_config",
-            hint="save the text model alone, and give its directory: a config.json without "
-            "text_config",
+            hint=alone if _trains(text, source) else OF_TEXT,
         )
     if "text_config" in config:
         raise ModelError(
@@ -124,6 +142,16 @@ def _family_of_text(config: dict[str, Any], source: str) -> str:
             hint="use a decoder-only causal language model",
         )
     return family
+
+
+def _trains(text_config: dict[str, Any], source: str) -> bool:
+    """Whether a text model would train if it were alone; fields that it lacks are its class's."""
+    try:
+        refuse_untrained(str(text_config.get("model_type")), source)
+        _refuse_layers(text_config, source)
+    except ModelError:
+        return False
+    return True
 
 
 def _refuse_dense_layers(config: dict[str, Any], source: str) -> None:
@@ -156,7 +184,7 @@ def refuse_dropout(config: dict[str, Any], source: str) -> None:
 
 def size(config: dict[str, Any], field: str, source: str) -> int:
     """A field that the config has to have, a whole number from 1; raises ModelError for others."""
-    return _checked(config[field], field, source)
+    return whole_number(config[field], field, source)
 
 
 def optional_size(config: dict[str, Any], field: str, source: str) -> int | None:
@@ -164,7 +192,7 @@ def optional_size(config: dict[str, Any], field: str, source: str) -> int | None
     neither says anything. Raises ModelError for others.
     """
     value = value_of(config, field)
-    return None if value is None else _checked(value, field, source)
+    return None if value is None else whole_number(value, field, source)
 
 
 def layer_count(config: dict[str, Any], source: str) -> int:
@@ -265,14 +293,15 @@ def _count(config: dict[str, Any], usual: tuple[str | None, int], source: str) -
     value = None if field is None else config.get(field)
     if field is None or value is None:
         return number
-    return 0 if value == 0 else _checked(value, field, source)
+    return 0 if value == 0 else whole_number(value, field, source)
 
 
 def layer_windows(config: dict[str, Any], source: str) -> tuple[int | None, ...]:
-    """The window of every layer in their order, in tokens; None of one that attends to all."""
-    is_cohere = config["model_type"] in COHERE_WITH_WINDOWS
-    layer_slides = cohere_slides if is_cohere else slides
-    sliding = [layer_slides(config, layer) for layer in range(layer_count(config, source))]
+    """The window of every layer in their order, in tokens; None of one that attends to all.
+    Raises ModelError where some are to have one, and there is none.
+    """
+    sliding = [slides(config, layer) for layer in range(layer_count(config, source))]
+    refuse_missing_window(config, source, some_slide=any(sliding))
     window = optional_size(config, "sliding_window", source) if any(sliding) else None
     return tuple(window if is_sliding else None for is_sliding in sliding)
 
@@ -315,35 +344,8 @@ def tied_embeddings(config: dict[str, Any], source: str) -> bool:
     return bool(tied)
 
 
-def rope_block(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """RoPE's own parameters in a ``config.json``, or those of its class; empty where neither has
-    any.
-
-    Raises ModelError for what is no such block.
-    """
-    for field in ("rope_parameters", "rope_scaling"):
-        rope = config.get(field)
-        if rope is None:
-            continue
-        if not isinstance(rope, dict):
-            raise ModelError(
-                f"{field} is {rope!r} in {source}, not a block of fields",
-                hint=f'remove {field}, or write for example {{"rope_type": "yarn", "factor": 4.0}}',
-            )
-        if rope:
-            if rope.get(BEFORE_SCALING) is not None:
-                _checked(rope[BEFORE_SCALING], BEFORE_SCALING, source)
-            return rope
-    return dict(value_of(config, "rope_parameters") or {})
-
-
-def own_rope_scaling(config: dict[str, Any], source: str) -> bool:
-    """Whether the config brings RoPE scaling of its own."""
-    rope = rope_block(config, source)
-    return rope.get("rope_type", rope.get("type", "default")) != "default"
-
-
-def _checked(value: Any, field: str, source: str) -> int:
+def whole_number(value: Any, field: str, source: str) -> int:
+    """A number from 1 that a field has; raises ModelError for anything else."""
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST_SIZE:
         most = (
             f", {_LARGEST_SIZE} at the most"

@@ -10,7 +10,8 @@ from typing import Any
 from highwater.spec.codec import Record
 from highwater.spec.families import CLASS_DEFAULTS, ROPE_BY_LAYER, value_of
 from highwater.spec.model import Model
-from highwater.spec.model_config import BEFORE_SCALING, read_config, rope_block
+from highwater.spec.model_config import read_config
+from highwater.spec.rope_block import BEFORE_SCALING, rope_block
 from highwater.spec.settings import Rope
 
 WITHOUT_YARN_IN_FILES = ("phi3",)

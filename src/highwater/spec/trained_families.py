@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from highwater.errors import ModelError
-from highwater.spec.cohere_layers import refuse_unread_rope
 from highwater.spec.families import WITH_CAPS, value_of
 from highwater.spec.logit_transform import logit_transform_of, transforms
 
@@ -93,22 +92,17 @@ TRAINED = frozenset(
 )
 """Families whose training equals their own class's."""
 
-_FULL_ATTENTION = (
-    "use a family of full attention in every layer, for example `highwater find Qwen3-0.6B`"
-)
-_TEXT_ALONE = (
-    "save the text model alone, and give its directory; `highwater find Qwen3-0.6B` is "
-    "a model of text"
-)
-_DECODER_ONLY = "use a decoder-only causal language model, for example `highwater find Qwen3-0.6B`"
+_COMPARED = "use a model of a family that was compared, for example `highwater find Qwen3-0.6B`"
+OF_TEXT = "use a decoder-only language model of text, for example `highwater find Qwen3-0.6B`"
+"""What works in the place of a model that reads more than text, or has an encoder."""
 _PLAIN_HEAD = "use a family with plain logits, for example `highwater find Qwen3-0.6B`"
 
 _FEATURES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
-        "its layers carry a state along the sequence (linear attention or a state space), which "
-        "would run on from one packed "
-        "document into the next",
-        _FULL_ATTENTION,
+        "layers of this family may carry a state along the sequence (linear attention or a state "
+        "space), which would run on from one packed document into the next; nobody has compared "
+        "its models whose layers only attend",
+        _COMPARED,
         (
             *(
                 "bailing_hybrid",
@@ -143,15 +137,15 @@ _FEATURES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ),
     ),
     (
-        "its layers have convolutions along the sequence, which would run on from one packed "
-        "document into the next",
-        _FULL_ATTENTION,
+        "layers of this family may have convolutions along the sequence, which would run on from "
+        "one packed document into the next; nobody has compared its models without them",
+        _COMPARED,
         ("inkling2_text", "inkling_text", "lfm2", "lfm2_moe", "lfm3", "zaya"),
     ),
     (
         "its attention is latent (MLA): keys and values of other sizes than its heads, whose "
         "parameters and memory are not counted",
-        _FULL_ATTENTION,
+        _COMPARED,
         (
             *(
                 "axk1",
@@ -168,7 +162,7 @@ _FEATURES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "its attention chooses which tokens to read (sparse, hashed or masked by what it "
         "learned), which is no full attention",
-        _FULL_ATTENTION,
+        _COMPARED,
         (
             *(
                 "axk2",
@@ -186,15 +180,15 @@ _FEATURES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "its layers without experts, or its heads, are read of fields that are not read here "
         "(mlp_only_layers, swa_num_key_value_heads)",
-        _FULL_ATTENTION,
+        _COMPARED,
         ("flint", "mimo_v2_flash"),
     ),
-    ("its layers attend in chunks, not to the whole document", _FULL_ATTENTION, ("llama4_text",)),
+    ("its layers attend in chunks, not to the whole document", _COMPARED, ("llama4_text",)),
     (
         "it attends by code of its own, or in positions (ALiBi, relative ones, ones it counts "
         "itself) that no attention of ours "
         "is told, so that packed documents would see each other",
-        _FULL_ATTENTION,
+        _COMPARED,
         (
             *(
                 "biogpt",
@@ -214,18 +208,18 @@ _FEATURES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     (
         "its config names its sizes in a way that is not read here (n_embd, n_layer, n_head)",
-        _FULL_ATTENTION,
+        _COMPARED,
         ("gpt-sw3", "gpt2", "gpt_bigcode"),
     ),
     (
         "its attention caps its scores, which the fused kernels do not",
-        _FULL_ATTENTION,
+        _COMPARED,
         ("vaultgemma",),
     ),
     (
         "its attention has gates, and scales of queries by their positions: nobody has compared "
         "how they train",
-        _FULL_ATTENTION,
+        _COMPARED,
         ("beam",),
     ),
     (
@@ -258,7 +252,7 @@ _FEATURES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     (
         "it is the decoder of an encoder-decoder model",
-        _DECODER_ONLY,
+        OF_TEXT,
         (
             *(
                 "bart",
@@ -276,7 +270,7 @@ _FEATURES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     (
         "it reads more than text",
-        _TEXT_ALONE,
+        OF_TEXT,
         (
             *(
                 "blt",
@@ -297,7 +291,7 @@ _FEATURES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     (
         "its layers differ in their sizes, or share keys and values with each other",
-        _FULL_ATTENTION,
+        _COMPARED,
         (
             "gemma3n_text",
             "gemma4_assistant",
@@ -308,13 +302,13 @@ _FEATURES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     (
         "its attention heads are experts too, whose parameters and memory are not counted",
-        _FULL_ATTENTION,
+        _COMPARED,
         ("jetmoe",),
     ),
-    ("it goes through its layers several times", _FULL_ATTENTION, ("hrm_text",)),
+    ("it goes through its layers several times", _COMPARED, ("hrm_text",)),
     (
         "it embeds texts: no tiny model of it could be built to compare with",
-        _FULL_ATTENTION,
+        _COMPARED,
         ("cohere_compass_text",),
     ),
 )
@@ -442,8 +436,6 @@ def refuse_features(config: Mapping[str, Any], source: str) -> None:
                 f"Qwen3-0.6B`",
             )
     logit_transform_of(config, source)
-    if family == "cohere2_moe":
-        refuse_unread_rope(config, source)
     empty = next(
         (
             field
@@ -459,17 +451,6 @@ def refuse_features(config: Mapping[str, Any], source: str) -> None:
             f"Qwen3-0.6B`",
         )
     kinds = config.get("layer_types")
-    if (
-        family == "qwen2_moe"
-        and isinstance(kinds, list)
-        and "sliding_attention" in kinds
-        and not config.get("use_sliding_window")
-    ):
-        raise ModelError(
-            f"{source} has sliding layers in layer_types and use_sliding_window off: {family} "
-            f"then gives them a window of 0 tokens",
-            hint="remove layer_types, or set use_sliding_window to true",
-        )
     others = (
         {str(kind) for kind in kinds} - ATTENTION_LAYERS if isinstance(kinds, list) else set[str]()
     )
@@ -477,5 +458,5 @@ def refuse_features(config: Mapping[str, Any], source: str) -> None:
         raise ModelError(
             f"{source}, of the family {family}, has layers of {', '.join(sorted(others))}, which "
             f"are no full attention",
-            hint=_FULL_ATTENTION,
+            hint=_COMPARED,
         )

@@ -1,0 +1,206 @@
+"""Windows and RoPE as every family's config can name them: the loss of the family's own class in
+transformers, or a refusal; a refusal wherever transformers fails.
+"""
+
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+
+import torch.distributed as dist
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
+
+from family_models import VOCABULARY, save_tiny
+
+from highwater.attention.registry import register
+from highwater.engine.data import Document, pack
+from highwater.engine.step import Training, train_step
+from highwater.errors import HighwaterError
+from highwater.models.build import build, read_config
+from highwater.parallel import mesh as process_mesh
+from highwater.spec.families import ROPE_BY_LAYER
+from highwater.spec.layout import Layout
+from highwater.spec.model import WITHOUT_ROPE, load_model
+from highwater.spec.trained_families import TRAINED
+
+ROUNDING = 5e-6
+"""Of a loss in float32."""
+LENGTHS = (13, 7)
+WINDOW = 5
+"""Shorter than both documents."""
+LEFT_OUT = "left out"
+CONTRADICTS = "smollm3"
+"""A class whose masks have the window that its attention has not: it is refused, though two
+implementations agree."""
+FREQUENCIES = 8
+"""Of the tiny models' heads, half their size."""
+LONG = {"short_factor": [1.0] * FREQUENCIES, "long_factor": [2.0] * FREQUENCIES}
+ROPES: tuple[dict[str, Any], ...] = (
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
+    {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    {"rope_type": "longrope", **LONG, "original_max_position_embeddings": 32},
+    {"rope_type": "proportional"},
+    {"type": "linear", "factor": 2.0},
+    {"type": "dynamic", "factor": 2.0},
+)
+"""Blocks that transformers knows, by today's key and the older one."""
+WRONG_ROPES: tuple[dict[str, Any], ...] = (
+    {"rope_type": "mrope", "mrope_section": [2, 3, 3]},
+    {"type": "mrope", "mrope_section": [2, 3, 3]},
+    {"rope_type": "yarnn", "factor": 2.0},
+    {"rope_type": "axial"},
+    {"rope_type": None},
+    {"rope_type": 3},
+    {"rope_type": "linear"},
+    {"rope_type": "dynamic"},
+    {"rope_type": "yarn"},
+    {"rope_type": "llama3", "factor": 2.0},
+    {"rope_type": "longrope"},
+)
+AMISS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("glm", "glm4", "glm4_moe", "gpt_neox"), ("longrope",)),
+    "persimmon": ("longrope", "proportional"),
+}
+"""Types with which transformers fails in families that turn a part of each head, whose lists are
+shorter than LONG: what a list has to be long is not looked at before a training."""
+OWN_ROPE = ("ministral3", "phi3", "phimoe")
+"""Families whose class takes one scaling, by fields of its own."""
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[dist.DeviceMesh]:
+    with process_mesh.alone(torch.device("cpu")):
+        yield process_mesh.shard_mesh(Layout(), torch.device("cpu"))
+
+
+@pytest.mark.corpus
+@pytest.mark.by_turns(days=3)
+@pytest.mark.parametrize("family", sorted(TRAINED))
+def test_switch_window_and_layer_types_are_read_as_the_class_reads_them_or_refused(
+    family: str, mesh: dist.DeviceMesh, tmp_path: Path
+) -> None:
+    """The window that is predicted is one that changes the loss."""
+    save_tiny(family, tmp_path, window=WINDOW)
+    model = Tiny(tmp_path / family, mesh)
+    full = ["full_attention"] * model.config["num_hidden_layers"]
+    has_switch = "use_sliding_window" in CONFIG_MAPPING[family]().to_dict()
+    trained = 0
+    for switch, window, kinds in itertools.product(
+        (LEFT_OUT, False, True) if has_switch else (LEFT_OUT,),
+        (LEFT_OUT, None, WINDOW),
+        (LEFT_OUT, full, ["sliding_attention", *full[1:]], [*full, "full_attention"]),
+    ):
+        changes = {"use_sliding_window": switch, "sliding_window": window, "layer_types": kinds}
+        ours, theirs = model.losses(changes)
+        if ours is None:
+            contradicts = family == CONTRADICTS and window == WINDOW and switch is not True
+            assert theirs == {None} or contradicts, changes
+            continue
+        trained += 1
+        assert {ours} == theirs, changes
+        if window == WINDOW:
+            predicted = load_model(str(model.directory)).shape.window_tokens
+            whole, _ = model.losses({**changes, "sliding_window": sum(LENGTHS)})
+            assert (predicted == WINDOW) == (ours != whole), changes
+    assert trained >= 4
+
+
+@pytest.mark.corpus
+@pytest.mark.by_turns(days=3)
+@pytest.mark.parametrize("family", sorted(TRAINED - WITHOUT_ROPE))
+def test_a_rope_that_transformers_knows_is_trained_and_any_other_refused(
+    family: str, mesh: dist.DeviceMesh, tmp_path: Path
+) -> None:
+    save_tiny(family, tmp_path)
+    model = Tiny(tmp_path / family, mesh)
+    new_fields = family in ROPE_BY_LAYER or family == "cohere2_moe"
+    field = "rope_parameters" if new_fields else "rope_scaling"
+    plain = {"rope_theta": 10_000.0, "rope_type": "default"}
+    trained = 0
+    for block in (*ROPES, *WRONG_ROPES):
+        if block.get("rope_type") in AMISS.get(family, ()):
+            continue
+        rope = {"rope_theta": 10_000.0, **block}
+        if family in ROPE_BY_LAYER:
+            rope = {"full_attention": rope, "sliding_attention": plain}
+        ours, theirs = model.losses({"rope_parameters": LEFT_OUT, field: rope})
+        if ours is not None:
+            trained += 1
+            assert {ours} == theirs, rope
+        elif "rope_type" in block:
+            assert theirs == {None}, rope
+    assert trained >= 5 or family in OWN_ROPE
+
+
+class Tiny:
+    """A tiny model of a family, whose config says one thing and another."""
+
+    def __init__(self, directory: Path, mesh: dist.DeviceMesh) -> None:
+        self.directory, self._mesh = directory, mesh
+        self.config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+
+    def losses(self, changes: Mapping[str, Any]) -> tuple[float | None, set[float | None]]:
+        """Ours, None where it is refused, and those of the family's class, None where it fails;
+        one that differs from ours by rounding alone is ours.
+        """
+        changed = {**self.config, **changes}
+        changed = {name: value for name, value in changed.items() if value != LEFT_OUT}
+        (self.directory / "config.json").write_text(json.dumps(changed))
+        theirs = [self._theirs(how) for how in ("eager", "sdpa")]
+        try:
+            ours = self._ours()
+        except HighwaterError:
+            return None, {*theirs}
+        return ours, {ours if loss and abs(loss / ours - 1) < ROUNDING else loss for loss in theirs}
+
+    def _ours(self) -> float:
+        directory = str(self.directory)
+        load_model(directory)
+        policy = build(
+            read_config(directory, length_tokens=64, rope="auto"),
+            directory=directory,
+            mesh=self._mesh,
+            attention=register("flash"),
+            loss="full",
+            recompute="none",
+            compute_dtype=torch.float32,
+        )
+        optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+        training = Training(policy=policy, optimizer=optimizer, mesh=self._mesh)
+        loss, _ = train_step(training, [pack([Document(ids, ids) for ids in documents()])])
+        return float(loss)
+
+    @torch.no_grad()
+    def _theirs(self, attention: str) -> float | None:
+        """With the cache that generation fills, too: a saved model is there to be used."""
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                self.directory, dtype=torch.float32, attn_implementation=attention
+            )
+            sums = [
+                torch.nn.functional.cross_entropy(
+                    model(input_ids=ids[None]).logits[0, :-1], ids[1:], reduction="sum"
+                )
+                for ids in documents()
+            ]
+        except Exception as error:  # noqa: BLE001 (whatever it is, a user would meet it)
+            if "does not support an attention implementation" in str(error):
+                return self._theirs("eager")
+            return None
+        return float(sum(sums)) / sum(length - 1 for length in LENGTHS)
+
+
+def documents() -> list["torch.Tensor"]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(VOCABULARY, (length,), generator=generator) for length in LENGTHS]
