@@ -17,11 +17,11 @@ highwater try tiny --device cpu --memory 2GiB --gpus 2 --ulysses 2 --length 301 
 ```
 
 `--tensorboard` writes the same numbers for TensorBoard, in `model_len-4096.tensorboard` beside \
-the log; it needs `pip install tensorboard`. `--logit-range` adds the smallest and largest logit: \
-one more pass over the logits. Everything else takes nothing of the GPU's memory: what a step \
-computes of its trained tokens anyway is copied to the host while it goes on, no prediction \
-changes, and `statistics_time_s` says how long the host took. Memory-only trials, whose losses \
-mean nothing, write none.
+the log; it needs `pip install tensorboard`. `--logit-range` adds the smallest and largest logit, \
+and those of a token on average: one more pass over the logits. Everything else takes nothing of \
+the GPU's memory: what a step computes of its trained tokens anyway is copied to the \
+host while it goes on, no prediction changes, and `statistics_time_s` says how long the host took. \
+Memory-only trials, whose losses mean nothing, write none.
 
 A line leaves out what its step does not have: a reward model no perplexity, the CPU no MFU. \
 `null` is a number that there was nothing for, such as a mean over no tokens.
@@ -36,6 +36,51 @@ those without a trained token not at all.
 - **Smallest and largest** are of all ranks.
 - **One sum** over all ranks a step carries everything, after the update: some tens of numbers, \
 and two for each document. Nothing as long as the sequence or the vocabulary is sent.
+
+## Your own
+
+A loop around [`Trainer`](library.md) declares numbers of its own, and adds to them; they are told \
+with the step's, by the same one sum.
+
+```python
+import warnings
+
+from highwater.engine import Quantity, Trainer
+
+warnings.simplefilter("ignore")  # random weights
+own = {
+    "even_labels": Quantity(how="mean", per="n_valid_tokens"),
+    "largest_label": Quantity(how="max"),
+    "reward": Quantity(how="mean", per="n_documents", group="data"),
+}
+rewards, documents = [1.0, 0.0], [[5, 6, 7, 8], [9, 4, 2]]
+with Trainer("tiny", length=8, device="cpu", quantities=own) as trainer:
+    trainer.step([documents])
+    for batch in trainer.batches([documents]):  # this rank's share of the tokens
+        for label in batch.labels_N.tolist():
+            trainer.add("even_labels", label % 2 == 0)
+            trainer.add("largest_label", label)
+    for reward in rewards:  # of whole documents
+        trainer.add("reward", reward)
+    numbers = trainer.statistics()  # on every rank
+print({name: numbers[name] for name in ("loss", "n_valid_tokens", *own)})
+```
+
+| field of `Quantity` | says |
+|---|---|
+| `how` | `sum`, `mean`, `min` or `max` |
+| `per` | of a mean: the sum that it is divided by, one of the table below or your own |
+| `group` | `all`: each rank adds its own share, as of the tokens that it holds. `data`: ranks \
+that share a sequence all add the same, as of whole documents, and it counts once. `context`, \
+`rank`: the number stays that of the ranks that share a sequence, or of one |
+| `is_count` | whether it is a whole number |
+
+So declared, a number is the same on 1 GPU, with Ulysses, with a ring and over data-parallel \
+ranks. A rank that adds nothing adds 0, or no number to a smallest or largest. A name that was not \
+declared is refused with those that were; so is a mean to whose denominator a rank added nothing. \
+`statistics()` is of one step: call it after each step that you add to.
+
+## Other ranks, other denominators
 
 From Python, `highwater.engine.statistics.Statistics(mesh, sequence, groups={"nll": "context"})` \
 puts a number together from other ranks: `rank`, this one; `context`, those that share its \

@@ -30,7 +30,7 @@ from highwater.models.decoder import LanguageModel
 from highwater.models.loss import LogitRange
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.layout import Layout
-from highwater.spec.quantities import Group
+from highwater.spec.quantities import Group, Quantity
 from references import objectives as plain
 from references.advantages import generalised, standardised_in_groups, whitened
 from references.documents import Document, predictions
@@ -60,6 +60,23 @@ OBJECTIVES = ("sft", "grpo", "ppo", "dpo", "rw")
 TRAINED = ("everywhere", "in the last micro-batch")
 """Where the step trains: in the last micro-batch alone, most ranks have no valid token."""
 OVERRIDDEN: dict[str, Group] = {"nll": "context", "entropy": "rank", "n_valid_tokens": "data"}
+OWN = {
+    "label_sum": Quantity(how="sum", is_count=True),
+    "label_mean": Quantity(how="mean", per="n_valid_tokens"),
+    "label_min": Quantity(how="min"),
+    "label_max": Quantity(how="max"),
+    "squared_nll": Quantity(how="mean", per="n_valid_tokens"),
+    "labels_of_a_document": Quantity(how="mean", per="n_documents"),
+    "reward": Quantity(how="mean", per="n_documents", group="data"),
+    "rewarded": Quantity(how="sum", group="data", is_count=True),
+    "reward_of_rewarded": Quantity(how="mean", per="rewarded", group="data"),
+    "labels_of_rewarded": Quantity(how="mean", per="rewarded"),
+    "reward_of_a_token": Quantity(how="mean", per="n_tokens", group="data"),
+    "reward_max": Quantity(how="max", group="data"),
+    "never": Quantity(how="min"),
+}
+"""Quantities of a caller's own: of a rank's share of the tokens, and of documents, which ranks that
+share them have alike; each over what is shared, and over what ranks have alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,10 +183,13 @@ def run(
     exported: list[dict[str, Any]] = []
     sent: list[tuple[list[tuple[str, int]], int]] = []
     for groups in ({}, OVERRIDDEN):
-        statistics = Statistics(mesh, shared and shared.every, groups=groups)
+        statistics = Statistics(mesh, shared and shared.every, groups=groups, quantities=OWN)
         statistics.add("loss", float(loss))
         statistics.add("gradient_norm", float(norm))
         training.record.add_to(statistics, training.hyperparameters)
+        add_own(statistics, own)
+        for of in training.record.tokens:
+            statistics.add("squared_nll", float(of.logprobs_N.square().sum()))
         most = training.record.most_documents
         with CollectiveLog() as log:
             exported.append(dict(statistics.export(most_documents=most)))
@@ -185,6 +205,21 @@ def run(
         "parts": of_the_parts,
         "sent": sent,
     }
+
+
+def add_own(statistics: Statistics, own: list[data.Batch]) -> None:
+    """Add this rank's share of the labels, and the rewards of its documents, one by one."""
+    for batch in own:
+        for label in batch.labels_N.tolist():
+            for name in ("sum", "mean", "min", "max"):
+                statistics.add(f"label_{name}", label)
+            statistics.add("labels_of_a_document", label)
+            statistics.add("labels_of_rewarded", label)
+        for reward in batch.rewards:
+            for name in ("reward", "reward_of_a_token", "reward_max"):
+                statistics.add(name, reward)
+            statistics.add("rewarded", reward > 0)
+            statistics.add("reward_of_rewarded", max(0.0, reward))
 
 
 def documents(objective: str, trained: str, number: int) -> list[Document]:
@@ -215,19 +250,36 @@ def documents(objective: str, trained: str, number: int) -> list[Document]:
 
 
 @cache
-def expected(objective: str, trained: str, weights: Path) -> dict[str, float]:
+def expected(objective: str, trained: str, weights: Path) -> dict[str, Any]:
     """Every number of the step, from documents that run alone through plain models."""
     step = [one for m in range(MICRO_BATCHES) for one in documents(objective, trained, m)]
     numbers = StatisticsCase(
         objective=objective, loss="full", trained=trained, ranks="1"
     ).plain.numbers
-    found: dict[str, float] = {
+    found: dict[str, Any] = {
         "n_tokens": sum(len(one.ids) for one in step),
         "n_valid_tokens": sum(len(one.trained) for one in step),
         "n_documents": len(step),
         "n_valid_documents": sum(bool(len(one.trained)) for one in step),
     }
     found["prompt_tokens"] = found["n_tokens"] - found["n_valid_tokens"]
+    labels = torch.cat([one.ids[one.trained] for one in step]).double()
+    rewards = torch.tensor([one.reward for one in step], dtype=torch.float64)
+    found |= {
+        "label_sum": int(labels.sum()),
+        "label_mean": float(labels.mean()),
+        "label_min": float(labels.min()),
+        "label_max": float(labels.max()),
+        "squared_nll": 0.0,
+        "labels_of_a_document": float(labels.sum()) / len(step),
+        "reward": float(rewards.mean()),
+        "rewarded": int((rewards > 0).sum()),
+        "reward_of_rewarded": float(rewards[rewards > 0].mean()),
+        "labels_of_rewarded": float(labels.sum() / (rewards > 0).sum()),
+        "reward_of_a_token": float(rewards.sum()) / found["n_tokens"],
+        "reward_max": float(rewards.max()),
+        "never": None,
+    }
     if objective == "rw":
         model = _plain_model(AutoModelForSequenceClassification, weights / "scalar dense")
         pairs = list(zip(step[::2], step[1::2], strict=True))
@@ -256,6 +308,9 @@ def expected(objective: str, trained: str, weights: Path) -> dict[str, float]:
         found["ppl_min"], found["ppl_max"] = min(perplexities), max(perplexities)
         logits = torch.cat([_logits(model, one) for one in step if len(one.trained)])
         found["logit_min"], found["logit_max"] = float(logits.min()), float(logits.max())
+        found["logit_min_avg"] = float(logits.amin(1).mean())
+        found["logit_max_avg"] = float(logits.amax(1).mean())
+        found["squared_nll"] = float(logprobs.square().mean())
         found["evaluation"] = found["loss"] if objective == "dpo" else found["nll"]
         found["evaluated"] = len(step) / 2 if objective == "dpo" else len(logprobs)
         if objective in ("grpo", "dpo"):

@@ -3,6 +3,7 @@ rings and copies, on the same sequences, against plain PyTorch over a list of do
 """
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ COUNTS = (
     "n_documents",
     "n_valid_documents",
     "evaluated",
+    "label_sum",
+    "rewarded",
 )
 
 
@@ -68,8 +71,11 @@ def _deviations(of: dict[str, Any]) -> dict[str, Any]:
         if reduced != set(expected):
             return {"names": sorted(reduced ^ set(expected))}
         for name, wanted in expected.items():
-            off = abs(exported[name] - wanted)
-            if off > (0 if name in COUNTS else TOLERANCE * max(1.0, abs(wanted))):
+            if wanted is None or exported[name] is None:
+                off = math.inf if exported[name] is not wanted else 0
+            else:
+                off = abs(exported[name] - wanted)
+            if off > (0 if name in COUNTS else TOLERANCE * max(1.0, abs(wanted or 0))):
                 wrong[f"rank {rank}: {name}"] = (exported[name], wanted)
     return wrong
 

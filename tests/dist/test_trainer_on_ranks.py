@@ -3,6 +3,7 @@ that have their own, as on one process; what one rank cannot do, all are told.
 """
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from rank_groups import RankGroups
 from safetensors.torch import load_file
-from trainer_cases import CASES, LENGTHS, MICRO_BATCHES, STEPS
+from trainer_cases import CASES, LENGTHS, MICRO_BATCHES, OWN, STEPS, micro_batch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 LOSS, NORM, WEIGHTS = 1e-6, 1e-5, 1e-4
 """Relative, in float32: sums are taken in another order, and AdamW divides by their like. Weights
 are compared by how far they went."""
+SUMMED = 1e-8
+"""Relative: what the loop adds is summed in float64."""
 
 
 @pytest.mark.timeout(300)
@@ -42,6 +45,7 @@ def test_a_loop_on_ranks_trains_what_it_trains_alone(ranks: RankGroups, tmp_path
             assert found[1] == pytest.approx(wanted[1], rel=NORM), name
             assert found[2] == wanted[2], name
         assert len(told[0]["steps"]) == STEPS
+        _check_statistics(told, expected["told"])
         assert told[0]["evaluation"][0] == pytest.approx(expected["evaluation"][0], rel=NORM)
         assert told[0]["evaluation"][1] == expected["evaluation"][1]
         saved = load_file(tmp_path / "2" / name / "model.safetensors")
@@ -51,6 +55,29 @@ def test_a_loop_on_ranks_trains_what_it_trains_alone(ranks: RankGroups, tmp_path
             assert moved > 0
             assert (saved[parameter] - weight).norm() < WEIGHTS * moved, (name, parameter)
         _check_refusals(told, shares=shares)
+
+
+def _check_statistics(told: list[dict[str, Any]], alone: list[dict[str, Any]]) -> None:
+    """The loop's own numbers are those of one process, and of the documents there were; so are the
+    step's, as near as float32 is.
+    """
+    for step, wanted in enumerate(alone):
+        documents = [one for turn in range(2) for one in micro_batch(step * MICRO_BATCHES + turn)]
+        roots = [math.sqrt(of) for one in documents for of in one["labels"] if of >= 0]
+        assert wanted["root"] == pytest.approx(sum(roots), rel=SUMMED)
+        assert wanted["root_of_a_token"] == pytest.approx(sum(roots) / len(roots), rel=SUMMED)
+        assert (wanted["smallest_root"], wanted["largest_root"]) == (min(roots), max(roots))
+        assert wanted["length"] == pytest.approx(sum(LENGTHS) / len(LENGTHS), rel=SUMMED)
+        assert wanted["long"] == 4
+        assert wanted["root_of_a_long_one"] == pytest.approx(sum(roots) / 4, rel=SUMMED)
+        for of_rank in told:
+            found = of_rank["told"][step]
+            assert found.keys() == wanted.keys()
+            assert {"loss", "gradient_norm", "nll", "ppl_max", "logit_max_avg"} < found.keys()
+            for name in wanted:
+                if not name.endswith("_by_rank"):
+                    near = SUMMED if name in OWN else NORM
+                    assert found[name] == pytest.approx(wanted[name], rel=near), name
 
 
 def _check_refusals(told: list[dict[str, Any]], *, shares: bool) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from highwater.engine import Trainer
+from highwater.engine import Quantity, Trainer
 from highwater.errors import HighwaterError
 
 STEPS, MICRO_BATCHES = 3, 2
@@ -34,7 +34,19 @@ COMMON = {
     "loss": "chunked",
     "learning_rate": 0.01,
     "device": "cpu",
+    "logit_range": True,
 }
+OWN = {
+    "root": Quantity(how="sum"),
+    "root_of_a_token": Quantity(how="mean", per="n_valid_tokens"),
+    "smallest_root": Quantity(how="min"),
+    "largest_root": Quantity(how="max"),
+    "length": Quantity(how="mean", per="n_documents", group="data"),
+    "long": Quantity(how="sum", group="data", is_count=True),
+    "root_of_a_long_one": Quantity(how="mean", per="long"),
+}
+"""The loop's own quantities: of the labels that a rank holds, and of documents, of which ranks that
+share them have all."""
 
 
 def micro_batch(number: int) -> list[Any]:
@@ -48,7 +60,7 @@ def micro_batch(number: int) -> list[Any]:
 
 
 def trained(model: str, settings: dict[str, Any], saved: Path) -> dict[str, Any]:
-    with Trainer(model, **COMMON, **settings) as trainer:
+    with Trainer(model, **COMMON, **settings, quantities=OWN) as trainer:
         degree = trainer.data_parallel_degree
         own = MICRO_BATCHES // degree
 
@@ -56,10 +68,12 @@ def trained(model: str, settings: dict[str, Any], saved: Path) -> dict[str, Any]
             first = step * MICRO_BATCHES + trainer.data_rank
             return [micro_batch(first + turn * degree) for turn in range(own)]
 
-        told = {"degree": degree, "data_rank": trainer.data_rank, "steps": []}
+        told = {"degree": degree, "data_rank": trainer.data_rank, "steps": [], "told": []}
         for step in range(STEPS):
             trainer.learning_rate = 0.01 / (step + 1)
             told["steps"].append(trainer.step(of_step(step)))
+            add_own(trainer, of_step(step))
+            told["told"].append(trainer.statistics())
         told["evaluation"] = trainer.evaluate(of_step(STEPS))
         if trainer.spec.layout.gpus > 1:
             told["refused"] = refused(trainer, own)
@@ -67,6 +81,17 @@ def trained(model: str, settings: dict[str, Any], saved: Path) -> dict[str, Any]
         trainer.save(saved)
         told["saved twice"] = error_of(lambda: trainer.save(saved))
     return told
+
+
+def add_own(trainer: Trainer, own: list[Any]) -> None:
+    for batch in trainer.batches(own):
+        for label in batch.labels_N.tolist():
+            for name in ("root", "root_of_a_token", "smallest_root", "largest_root"):
+                trainer.add(name, label**0.5)
+            trainer.add("root_of_a_long_one", label**0.5)
+    for document in (document for documents in own for document in documents):
+        trainer.add("length", len(document["input_ids"]))
+        trainer.add("long", len(document["input_ids"]) > 16)
 
 
 def refused(trainer: Trainer, own: int) -> dict[str, str | None]:

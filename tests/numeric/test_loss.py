@@ -232,9 +232,12 @@ def test_the_range_is_that_of_the_logits_that_the_softmax_sees(
     logits = (hidden @ weight.T).detach() * transform.scale
     if transform.soft_cap is not None:
         logits = torch.tanh(logits / transform.soft_cap) * transform.soft_cap
-    assert seen.read() == pytest.approx((logits.min().item(), logits.max().item()), rel=1e-6)
+    of_tokens = logits.double().amin(1).sum().item(), logits.double().amax(1).sum().item()
+    assert seen.read() == pytest.approx(
+        (logits.min().item(), logits.max().item(), *of_tokens), rel=1e-6
+    )
     seen.reset()
-    assert seen.read() == (math.inf, -math.inf)
+    assert seen.read() == (math.inf, -math.inf, 0, 0)
 
 
 @pytest.mark.parametrize("kind", list(TRANSFORMS))

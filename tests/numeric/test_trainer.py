@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from highwater.api import prepare_trial
-from highwater.engine import Trainer, train_step
+from highwater.engine import Quantity, Trainer, train_step
 from highwater.engine.trainer_keywords import KEYWORDS
 from highwater.errors import HighwaterError, UsageError
 from highwater.spec.request import request_from
@@ -190,6 +190,72 @@ def test_a_step_is_train_step_of_its_batches(model: str) -> None:
     assert [(loss, norm) for loss, norm, *_ in told] == [
         (float(loss), float(norms[0])) for loss, norms in plain
     ]
+
+
+def test_a_loop_adds_to_numbers_of_its_own_which_are_told_with_the_steps(model: str) -> None:
+    own = {
+        "my_metric": Quantity(how="sum"),
+        "share": Quantity(how="mean", per="n_valid_tokens"),
+        "mine": Quantity(how="mean", per="my_metric"),
+    }
+    with Trainer(model, length=8, device="cpu", quantities=own) as trainer:
+        done = trainer.step(ROWS)
+        for value in (1.5, torch.tensor(2.5)):
+            trainer.add("my_metric", value)
+        trainer.add("share", 3)
+        trainer.add("mine", 8)
+        told = trainer.statistics()
+        assert (told["my_metric"], told["share"], told["mine"]) == (4, 3 / 9, 2)
+        assert (told["loss"], told["gradient_norm"]) == done[:2]
+        assert (told["n_tokens"], told["n_valid_tokens"], told["n_documents"]) == (12, 9, 3)
+        assert told["nll"] == pytest.approx(done.loss, rel=1e-6)
+        trainer.step(ROWS)
+        assert trainer.statistics()["my_metric"] == 0, "each step's own"
+
+
+def test_only_what_a_loop_declared_is_added_to_and_to_one_step(model: str) -> None:
+    own = {"mine": Quantity(how="sum"), "longest": Quantity(how="max")}
+    with Trainer(model, length=8, device="cpu", quantities=own) as trainer:
+        for name, spelled in (("my_metric", "my_metric"), ("nll", "my_nll"), ("loss", "my_loss")):
+            with pytest.raises(UsageError, match=name) as refusal:
+                trainer.add(name, 1)
+            assert f"quantities={{'{spelled}': " in refusal.value.hint
+            assert refusal.value.hint.endswith("use one of mine, longest")
+        trainer.add("mine", 1)
+        for _ in range(2):
+            trainer.step(ROWS)
+        with pytest.raises(UsageError, match="added to 2 steps"):
+            trainer.statistics()
+        trainer.step(ROWS)
+        trainer.add("mine", 5)
+        assert trainer.statistics()["mine"] == 5, "what was refused is forgotten"
+    with pytest.raises(UsageError, match="nll is one of the step's own"):
+        Trainer(model, length=8, device="cpu", quantities={"nll": Quantity(how="sum")})
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows"),
+    [
+        ({"objective": "grpo"}, [{"input_ids": [1, 2, 3], "reward": 1.0, "group": 0}] * 2),
+        (
+            {"objective": "ppo", "critic": True},
+            [{"input_ids": [1, 2, 3], "reward": 1.0}, {"input_ids": [3, 2], "reward": 0.0}],
+        ),
+        ({"objective": "dpo", "sequences_per_micro_batch": 2}, [[1, 2, 3], [1, 3]]),
+        ({"objective": "rw", "sequences_per_micro_batch": 2}, [[1, 2, 3], [1, 3]]),
+    ],
+)
+def test_every_objective_tells_its_statistics(
+    model: str, settings: dict[str, Any], rows: list[Any]
+) -> None:
+    own = {"documents": Quantity(how="mean", per="n_documents", group="data")}
+    with Trainer(model, length=8, device="cpu", quantities=own, **settings) as trainer:
+        done = trainer.step([rows])
+        trainer.add("documents", 2)
+        told = trainer.statistics()
+    assert (told["documents"], told["n_documents"], told["loss"]) == (1, 2, done.loss)
+    assert told.get("critic_gradient_norm") == done.critic_gradient_norm
 
 
 def test_a_save_loads_and_replaces_nothing(trainer: Trainer, model: str, tmp_path: Path) -> None:

@@ -13,15 +13,17 @@ if TYPE_CHECKING:
     from highwater.engine.step import train_step as train_step
     from highwater.engine.trainer import StepResult as StepResult
     from highwater.engine.trainer import Trainer as Trainer
+    from highwater.spec.quantities import Quantity as Quantity
 
 _PUBLIC = {
     "Evaluation": "highwater.engine.evaluation",
+    "Quantity": "highwater.spec.quantities",
     "StepResult": "highwater.engine.trainer",
     "Trainer": "highwater.engine.trainer",
     "Training": "highwater.engine.step",
     "train_step": "highwater.engine.step",
 }
-__all__ = ["Evaluation", "StepResult", "Trainer", "Training", "train_step"]
+__all__ = ["Evaluation", "Quantity", "StepResult", "Trainer", "Training", "train_step"]
 
 
 def __getattr__(name: str) -> Any:

@@ -28,6 +28,8 @@ Reduced = float | int | tuple[float | int | None, ...] | None
 _NOT_SENT = ("same", "rate")
 _NOTHING = {"sum": 0.0, "mean": 0.0, "min": math.inf, "max": -math.inf, "each": math.nan}
 """The part of a rank that has nothing to add."""
+_OF_ONES_OWN = ("sum", "mean", "min", "max")
+"""How a quantity that a user declares may be put together."""
 _PER_DOCUMENT = 2
 """Numbers of a document: the sum of its trained tokens' log-probabilities, and their count."""
 
@@ -88,19 +90,28 @@ class Statistics:
         mesh: DeviceMesh,
         sequence: dist.ProcessGroup | None,
         *,
+        quantities: Mapping[str, Quantity] | None = None,
         groups: Mapping[str, Group] | None = None,
         denominators: Mapping[str, str] | None = None,
     ) -> None:
         """``mesh`` is of all ranks; those of ``sequence`` share this rank's sequences, None: no
-        other does. ``groups`` overrides by name which ranks a quantity is put together from,
-        ``denominators`` the sum that a mean is divided by; the same on all ranks.
+        other does. ``quantities`` are the caller's own, by name, besides QUANTITIES: a rank that
+        adds nothing to one adds 0; in the group ``data`` each of the ranks that share a sequence
+        adds the same, which counts once.
+        ``groups`` overrides by name which ranks a quantity is put together from, ``denominators``
+        the sum that a mean is divided by. All are the same on all ranks.
 
         Raises UsageError for what cannot be put together so.
         """
         self._mesh = mesh
         sharing = 1 if sequence is None else dist.get_world_size(sequence)
         self.coordinates = Coordinates(rank=mesh.get_rank(), ranks=mesh.size(), sharing=sharing)
-        self._quantities = _overridden(groups or {}, denominators or {})
+        self._own = quantities or {}
+        self._quantities = _declared(self._own, groups or {}, denominators or {})
+        self._shares = {
+            name: 1 / sharing for name, quantity in self._own.items() if quantity.group == "data"
+        }
+        """Part of a value that each rank adds, where all that share a sequence have it alike."""
         self.reset()
 
     def reset(self) -> None:
@@ -112,10 +123,13 @@ class Statistics:
     def add(self, name: str, value: float) -> None:
         """Add this rank's part: to a sum, to the numerator of a mean, or to the rank's own number;
         or one more number of which the smallest or largest counts. ``same`` is set.
+
+        Raises UsageError, with the names that there are, for another one.
         """
-        match self._quantities[name].how:
+        match known(name, self._quantities).how:
             case "sum" | "mean" | "each":
-                self._parts[name] = self._parts.get(name, 0.0) + value
+                part = value * self._shares.get(name, 1)
+                self._parts[name] = self._parts.get(name, 0.0) + part
             case "min":
                 self._parts[name] = min(self._parts.get(name, math.inf), value)
             case "max":
@@ -132,11 +146,12 @@ class Statistics:
         self._of_documents += zip(logprob_sums or [0.0] * len(counts), counts, strict=True)
 
     def export(self, *, most_documents: int) -> dict[str, Reduced]:
-        """The step's numbers, those that parts were added to; all ranks take part, and forget their
-        parts.
+        """The step's numbers, those that parts were added to and the caller's own; all ranks take
+        part, and forget their parts.
 
         ``most_documents``: the most that any rank added, the same on all ranks. A number that is
-        not put together from all ranks is that of this rank's group.
+        not put together from all ranks is that of this rank's group. Raises UsageError for a mean
+        to whose denominator a rank added nothing.
         """
         row = torch.tensor(
             [*self._scalars(), *self._documents(most_documents)], dtype=torch.float64
@@ -147,11 +162,11 @@ class Statistics:
         for name, quantity, group in self._sent:
             width = self.coordinates.slots(group) * _numbers_of(quantity)
             own, slots = slots[:width], slots[width:]
-            if name in numbers:
-                numbers[name] = self._number(quantity, group, own)
+            if name in numbers or name in self._own:
+                numbers[name] = self._number(name, quantity, group, own)
         numbers |= self._over_documents(slots, most_documents)
         self.reset()
-        return {name: numbers[name] for name in QUANTITIES if name in numbers}
+        return {name: numbers[name] for name in self._quantities if name in numbers}
 
     def width(self, most_documents: int) -> int:
         """Numbers that are summed over the ranks where none has more documents."""
@@ -176,8 +191,8 @@ class Statistics:
             parts = [self._parts.get(name, _NOTHING[quantity.how])]
             if quantity.how == "mean":
                 assert quantity.per is not None, "a mean is over something"
-                assert name not in self._parts or quantity.per in self._parts, quantity.per
-                parts.append(self._parts.get(quantity.per, 0.0))
+                # NaN tells every rank that this one's denominator is missing
+                parts.append(self._parts.get(quantity.per, math.nan if name in self._parts else 0))
             for part in parts:
                 slots = [0.0] * self.coordinates.slots(group)
                 slots[self.coordinates.slot(group)] = part
@@ -191,7 +206,9 @@ class Statistics:
             for numbers in [*self._of_documents, *padding] if is_own else [(0.0, 0.0)] * most:
                 yield from numbers
 
-    def _number(self, quantity: Quantity, group: Group, slots: Sequence[float]) -> Reduced:
+    def _number(
+        self, name: str, quantity: Quantity, group: Group, slots: Sequence[float]
+    ) -> Reduced:
         """A quantity's number of this rank, from all groups' slots."""
         own = slots[self.coordinates.slot(group)]
         members = (slots[rank] for rank in self.coordinates.members(quantity.group))
@@ -200,6 +217,12 @@ class Statistics:
                 return _counted(own, quantity)
             case "mean":
                 count = slots[self.coordinates.slots(group) + self.coordinates.slot(group)]
+                if math.isnan(count):
+                    raise UsageError(
+                        f"{name} is a mean over {quantity.per}, to which nothing was added on a "
+                        f"rank that added to {name}",
+                        hint=f"add to `{quantity.per}` too, on every rank, if only 0",
+                    )
                 return own / count if count else None
             case "min":
                 return _finite(min(members))
@@ -225,13 +248,32 @@ class Statistics:
         return numbers
 
 
-def _overridden(
-    groups: Mapping[str, Group], denominators: Mapping[str, str]
+def _declared(
+    own: Mapping[str, Quantity], groups: Mapping[str, Group], denominators: Mapping[str, str]
 ) -> dict[str, Quantity]:
-    """All quantities, some of other ranks, or over something else."""
-    quantities = dict(QUANTITIES)
+    """All quantities, the caller's own too, some of other ranks, or over something else."""
+    for name, quantity in own.items():
+        if name in QUANTITIES:
+            raise UsageError(
+                f"{name} is one of the step's own numbers", hint=f"call yours `my_{name}`"
+            )
+        if quantity.how not in _OF_ONES_OWN or (quantity.how == "mean") != bool(quantity.per):
+            raise UsageError(
+                f"{name} cannot be declared as {quantity.how} over {quantity.per or 'nothing'}",
+                hint="use `Quantity(how='mean', per='n_valid_tokens')`, or `how='sum'`, `'min'` or "
+                "`'max'` without `per`",
+            )
+    quantities = {**QUANTITIES, **own}
+    # what ranks have alike is added in shares, of which there is one on each of all ranks
+    whole: dict[str, Group] = {
+        name: "all" if quantity.group == "data" else quantity.group
+        for name, quantity in own.items()
+    }
+    groups = {**whole, **groups}
+    means = {name: quantity.per for name, quantity in own.items() if quantity.per is not None}
+    denominators = {**means, **denominators}
     for name, group in groups.items():
-        quantity = _known(name)
+        quantity = known(name, quantities)
         if group not in get_args(Group):
             raise UsageError(
                 f"{group} is no group of ranks", hint=f"use one of {', '.join(get_args(Group))}"
@@ -248,22 +290,26 @@ def _overridden(
             )
         quantities[name] = replace(quantity, group=group)
     for name, per in denominators.items():
-        quantity, over = _known(name), _known(per)
+        quantity, over = known(name, quantities), known(per, quantities)
         if quantity.how != "mean" or DOCUMENT in (quantity.per, over.per) or over.how != "sum":
             raise UsageError(
                 f"{name} over {per}: a mean over tokens is divided by a sum",
-                hint="for example `denominators={'nll': 'n_tokens'}`",
+                hint="divide it by `n_tokens`, for example",
             )
         quantities[name] = replace(quantities[name], per=per)
     return quantities
 
 
-def _known(name: str) -> Quantity:
-    if name not in QUANTITIES:
+def known(name: str, quantities: Mapping[str, Quantity]) -> Quantity:
+    """The quantity of this name. Raises UsageError, with the names that there are, for another."""
+    if name not in quantities:
+        own = f"my_{name}" if name in QUANTITIES else name
+        others = f", or use one of {', '.join(quantities)}" if quantities else ""
         raise UsageError(
-            f"no quantity is called {name}", hint=f"use one of {', '.join(QUANTITIES)}"
+            f"{name} is no quantity that is declared here",
+            hint=f"declare it, `quantities={{'{own}': Quantity(how='sum')}}`{others}",
         )
-    return QUANTITIES[name]
+    return quantities[name]
 
 
 def summed(row: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -44,7 +44,7 @@ class StatisticsLog:
         self._statistics = Statistics(training.mesh, training.sequence)
         self._flops_per_s = _flops_per_s(device_name, gpus=spec.layout.gpus)
         if files.logit_range:
-            training.record.logit_range = _followed(training)
+            follow_logits(training)
         self._files = _Files(files) if training.mesh.get_rank() == 0 else None
 
     def write(
@@ -147,13 +147,11 @@ def _summary_writer(directory: str) -> Any:
     return SummaryWriter(directory)
 
 
-def _followed(training: Training) -> LogitRange | None:
-    """The range of the policy's logits from now on; None for a model without."""
+def follow_logits(training: Training) -> None:
+    """Record the range of the policy's logits from now on, where it has logits."""
     for module in training.policy.modules():
         if isinstance(module, LanguageModel):
-            module.logit_range = LogitRange()
-            return module.logit_range
-    return None
+            module.logit_range = training.record.logit_range = LogitRange()
 
 
 def _flops_per_s(device_name: str, *, gpus: int) -> float | None:

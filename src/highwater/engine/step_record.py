@@ -20,6 +20,9 @@ from highwater.engine.statistics import Statistics
 from highwater.models.loss import LogitRange
 from highwater.spec.hyperparameters import Hyperparameters
 
+_OF_LOGITS = ("logit_min", "logit_max", "logit_min_avg", "logit_max_avg")
+"""Quantities, in the order in which a LogitRange is read."""
+
 
 class TokenNumbers(NamedTuple):
     """Numbers of a micro-batch's trained tokens; None for what the objective has not."""
@@ -58,9 +61,8 @@ class StepRecord:
     def add_to(self, statistics: Statistics, numbers: Hyperparameters) -> None:
         """Add this rank's parts of the step's numbers, computed on the host in float64."""
         if self.logit_range is not None:
-            least, largest = self.logit_range.read()
-            statistics.add("logit_min", least)
-            statistics.add("logit_max", largest)
+            for name, value in zip(_OF_LOGITS, self.logit_range.read(), strict=True):
+                statistics.add(name, value)
         first_of_sharing = statistics.coordinates.slot("data") == 0
         for index, batch in enumerate(self.micro_batches):
             _add_counts(statistics, batch, counts_documents=first_of_sharing)

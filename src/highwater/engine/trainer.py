@@ -10,7 +10,7 @@ import math
 import os
 import resource
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -25,6 +25,8 @@ from highwater.engine.evaluation import Evaluation, evaluate
 from highwater.engine.memory_log import allocator_settings, divide_budget
 from highwater.engine.rank_context import compute_dtype, device_of, synchronize, take_context
 from highwater.engine.rank_run import rehearsal_batch, rehearse
+from highwater.engine.statistics import Reduced, Statistics, known
+from highwater.engine.statistics_log import follow_logits
 from highwater.engine.step import train_step
 from highwater.engine.trainer_keywords import in_keywords, trial_of
 from highwater.engine.user_documents import read_documents
@@ -32,6 +34,7 @@ from highwater.errors import HighwaterError, UsageError
 from highwater.parallel.mesh import every_ranks
 from highwater.spec.allocator_variables import ALLOCATOR_MODES, ALLOCATOR_VARIABLES
 from highwater.spec.model import load_model
+from highwater.spec.quantities import QUANTITIES, Quantity
 from highwater.spec.request import Request
 from highwater.units import counted, parse_tokens
 
@@ -61,14 +64,21 @@ class Trainer:
     """
 
     def __init__(
-        self, model: str | Path, *, length: int | str, seed: int = 0, **settings: Any
+        self,
+        model: str | Path,
+        *,
+        length: int | str,
+        seed: int = 0,
+        quantities: Mapping[str, Quantity] | None = None,
+        **settings: Any,
     ) -> None:
         """Join the ranks, and build what is trained on this one's device.
 
         ``model`` is a directory with weights, an id of the Hub or a catalog name, whose weights are
-        random, drawn by ``seed``. ``length`` is the longest document, in tokens. ``settings`` are
-        those of ``highwater.run_trial`` that say something about a step. The allocator, or on the
-        CPU this process's data segment, is bounded only where ``memory`` is named.
+        random, drawn by ``seed``. ``length`` is the longest document, in tokens. ``quantities`` are
+        the loop's own numbers, by name, to which it adds. ``settings`` are those of
+        ``highwater.run_trial`` that say something about a step. The allocator, or on the CPU this
+        process's data segment, is bounded only where ``memory`` is named.
 
         Raises HighwaterError for what cannot be trained, before anything is built.
         """
@@ -82,6 +92,9 @@ class Trainer:
         """What this process's data segment is bounded by once the Trainer is closed."""
         self._is_bounded = request.memory is not None
         self._closed = False
+        self._own = quantities or {}
+        self._first_addition: int | None = None
+        """Steps that were done when something was first added since the last export."""
         self.steps_done = 0
         """Steps so far, whose number dropout's random numbers are drawn by: a loop that goes on
         from a save may set it."""
@@ -99,8 +112,13 @@ class Trainer:
         self._context = take_context(self.spec)
         if request.allocator is not None:
             _check_allocator(self.device, ALLOCATOR_MODES[request.allocator])
+        self._statistics = Statistics(
+            self._context.mesh, self._context.sequence, quantities=self._own
+        )
         self.training = assemble(self.spec, self._context)
         """Models and optimizers, for ``train_step`` and whatever else a loop calls."""
+        if request.logit_range:
+            follow_logits(self.training)
         if self._is_bounded and self.device.type == "cuda":
             self._bound_allocator()
         if self.training.policy.weights == "random" and self.rank == 0:
@@ -167,11 +185,43 @@ class Trainer:
         result = StepResult(float(loss), policy_norm, tokens, *critic_norm)
         self.steps_done = number
         for name, value in result._asdict().items():
-            if value is not None and not math.isfinite(value):
+            if value is None:
+                continue
+            if not math.isfinite(value):
                 raise FloatingPointError(
                     f"the {name.replace('_', ' ')} of step {number} is {value}"
                 )
+            if name in QUANTITIES:
+                self._statistics.add(name, value)
         return result
+
+    def add(self, name: str, value: float) -> None:
+        """Add this rank's part of one of the ``quantities``: to a sum, to the numerator of a mean
+        or to its denominator; or one more number of which the smallest or largest counts.
+
+        Raises UsageError, with the names that were declared, for another one.
+        """
+        known(name, self._own)
+        self._statistics.add(name, float(value))
+        if self._first_addition is None:
+            self._first_addition = self.steps_done
+
+    def statistics(self) -> dict[str, Reduced]:
+        """The numbers of the last step, and what the loop added since this was called last, over
+        all ranks, which all call it.
+
+        Raises UsageError where the loop added to more than one step.
+        """
+        first, self._first_addition = self._first_addition, None
+        if first is not None and self.steps_done - first > 1:
+            self._statistics.reset()
+            raise UsageError(
+                f"the loop added to {self.steps_done - first} steps, and statistics are of one",
+                hint="call `statistics()` after every step that the loop adds to",
+            )
+        record = self.training.record
+        record.add_to(self._statistics, self.training.hyperparameters)
+        return self._statistics.export(most_documents=record.most_documents)
 
     def evaluate(self, micro_batches: Iterable[Any]) -> Evaluation:
         """The mean loss of micro-batches, as ``step`` takes them, of which nothing is trained."""
@@ -229,7 +279,7 @@ class Trainer:
         if self._is_bounded and self.spec.device == "cuda":
             torch.cuda.set_per_process_memory_fraction(1.0, device_of(self.spec.device))
         resource.setrlimit(resource.RLIMIT_DATA, self._data_limit)
-        for name in ("training", "_context"):
+        for name in ("training", "_context", "_statistics"):
             self.__dict__.pop(name, None)
         gc.collect()  # gloo's threads end with the last who knows the group, not at the exit
         if dist.is_initialized():

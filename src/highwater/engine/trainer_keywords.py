@@ -25,7 +25,7 @@ from highwater.spec.rope import WITHOUT_YARN_IN_FILES, yarn
 from highwater.spec.trial import Device, TrialSpec
 from highwater.units import format_tokens
 
-_RUNG = ("memory", "token_budget", "device")
+_RUNG = ("memory", "token_budget", "device", "logit_range")
 """What a step has beside what every command takes, and beside its numbers."""
 _FLAG = re.compile(r"--([a-z][a-z0-9-]*)(?: ([^\s`-][^\s`]*))?")
 _FLAGS = re.compile(rf"`((?:{_FLAG.pattern} ?)+)`")

@@ -36,8 +36,8 @@ class TokenStatistics(NamedTuple):
 
 
 class LogitRange:
-    """The smallest and the largest logit that the softmax saw since it was reset: one more pass
-    over the logits, and two numbers that stay on the device.
+    """The smallest and the largest logit that the softmax saw since it was reset, and the sums of
+    each token's own: one more pass over the logits, and four numbers that stay on the device.
     """
 
     def __init__(self) -> None:
@@ -45,30 +45,28 @@ class LogitRange:
 
     def reset(self) -> None:
         """Forget all logits."""
-        self._extremes: tuple[Tensor, Tensor] | None = None
-        self._transform = PLAIN
+        self._seen: Tensor | None = None
 
     def see(self, logits_NV: Tensor, transform: LogitTransform = PLAIN) -> None:
-        """Widen the range to these logits, as the head made them; all are transformed alike."""
+        """Widen the range to these logits, as the head made them."""
         if not len(logits_NV):
             return
-        self._transform = transform
-        least, largest = logits_NV.aminmax()
-        if self._extremes is not None:
-            least, largest = (
-                torch.minimum(least, self._extremes[0]),
-                torch.maximum(largest, self._extremes[1]),
-            )
-        self._extremes = least, largest
+        least_N, largest_N = (
+            row_kernels.transformed(each_N.double(), transform)
+            for each_N in logits_NV.aminmax(dim=1)
+        )
+        seen = torch.stack((least_N.min(), largest_N.max(), least_N.sum(), largest_N.sum()))
+        if self._seen is not None:
+            seen[0] = torch.minimum(seen[0], self._seen[0])
+            seen[1] = torch.maximum(seen[1], self._seen[1])
+            seen[2:] += self._seen[2:]
+        self._seen = seen
 
-    def read(self) -> tuple[float, float]:
-        """The smallest and the largest; infinity and minus infinity where there was none. The host
-        waits for the device.
+    def read(self) -> tuple[float, ...]:
+        """The smallest, the largest, and the sums of each token's smallest and largest; infinity
+        and minus infinity where there was no token. The host waits for the device.
         """
-        if self._extremes is None:
-            return math.inf, -math.inf
-        least, largest = self._extremes
-        return self._transform.of(float(least)), self._transform.of(float(largest))
+        return (math.inf, -math.inf, 0.0, 0.0) if self._seen is None else (*self._seen.tolist(),)
 
 
 def token_statistics(

@@ -400,7 +400,8 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
             "logit_range",
             SWITCH,
             _TRAINED,
-            "smallest and largest logit among the statistics: one more pass over the logits",
+            "smallest and largest logit among the statistics, and each token's on average: one "
+            "more pass over the logits",
         ),
         Setting("allow_busy", SWITCH, _TRAINED, "also start on GPUs that somebody else uses"),
         Setting("dry_run", SWITCH, _RUN, "answer from a memory law; nothing is trained"),

@@ -5,7 +5,6 @@ Source: ``configuration_*.py`` and ``modeling_*.py`` of transformers 5.23;
 tests/numeric/test_transformed_logits.py compares with those that are installed.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -32,13 +31,6 @@ class LogitTransform:
     def is_plain(self) -> bool:
         """Whether the softmax sees the head's product as it is."""
         return self == PLAIN
-
-    def of(self, logit: float) -> float:
-        """One logit as the softmax sees it."""
-        scaled = self.scale * logit
-        return (
-            scaled if self.soft_cap is None else self.soft_cap * math.tanh(scaled / self.soft_cap)
-        )
 
 
 PLAIN = LogitTransform()

@@ -22,7 +22,7 @@ class Quantity:
     """How one number of a step is put together."""
 
     how: How
-    says: str
+    says: str = ""
     """What the number is, in a line of Markdown."""
     per: str | None = None
     """Denominator: the quantity that a mean is divided by, or DOCUMENT."""
@@ -72,6 +72,8 @@ QUANTITIES: Mapping[str, Quantity] = {
     "ppl_max": Quantity(how="max", per=DOCUMENT, says="the largest perplexity of a document"),
     "logit_min": Quantity(how="min", says="the smallest logit, with `--logit-range`"),
     "logit_max": Quantity(how="max", says="the largest logit, with `--logit-range`"),
+    "logit_min_avg": _of_tokens("the smallest logit of a token, with `--logit-range`"),
+    "logit_max_avg": _of_tokens("the largest logit of a token, with `--logit-range`"),
     "clip_fraction": _of_tokens("share of tokens whose ratio is clipped (verl's `pg_clipfrac`)"),
     "dual_clip_fraction": _of_tokens(
         "share of tokens that the dual clip holds (verl's `pg_clipfrac_lower`)"

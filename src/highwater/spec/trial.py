@@ -81,7 +81,8 @@ class StatisticsFiles(Record, frozen=True, kw_only=True):
     tensorboard_directory: str | None = None
     """Absolute path of the directory that gets TensorBoard's files; None: none are written."""
     logit_range: bool = False
-    """Whether the smallest and largest logit are among them: one more pass over the logits."""
+    """Whether the smallest and largest logit are among them, and each token's on average: one more
+    pass over the logits."""
 
 
 class TrialSpec(Record, frozen=True, kw_only=True):
