@@ -195,11 +195,11 @@ def test_a_tokenizer_that_adds_a_space_is_cut_where_its_tokens_end_or_refused(
     assert ids_of(everything)[0][:-1] == plain(tokenizer, "over the hill")
 
 
-def test_a_conversation_of_which_a_template_writes_nothing_is_left_out(tmp_path: Path) -> None:
+def test_a_conversation_of_which_a_template_writes_nothing_is_refused(tmp_path: Path) -> None:
     directory = write_tokenizer(tmp_path / "tokenizer", "{{ '' }}")
-    data = write_lines(tmp_path / "d.jsonl", [{"messages": CHAT[:2]}, {"text": "the cat"}])
-    corpus = made(tmp_path, data, tokenizer=directory)
-    assert (corpus.summary.empty, corpus.summary.documents) == (1, 1)
+    data = write_lines(tmp_path / "d.jsonl", [{"text": "the cat"}, {"messages": CHAT[:2]}])
+    with pytest.raises(UsageError, match=r"^d\.jsonl:2: .* `content` of message 1"):
+        made(tmp_path, data, tokenizer=directory)
 
 
 def test_a_prompt_that_is_no_beginning_of_its_answer_is_refused_in_pairs(tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ HOSTILE: list[tuple[str, dict[str, Any], str]] = [
     ("sft", {"messages": []}, "`messages` is not a list of messages"),
     ("sft", {"messages": [{"content": "hi"}]}, "a `role` and a `content`"),
     ("sft", {"messages": "hi"}, "`messages` is not a list of messages"),
-    ("sft", {"prompt": "a", "completion": CHAT[2:3]}, "a response of messages to a prompt"),
+    ("sft", {"prompt": "a", "completion": CHAT[1:2]}, "`completion` has no message of the assis"),
     ("sft", {"input_ids": [1, 2.5]}, "not a list of whole numbers"),
     ("sft", {"input_ids": [True, False]}, "not a list of numbers"),
     ("sft", {"input_ids": [[1], [2, 3]]}, "not a list of numbers"),

@@ -186,8 +186,8 @@ def test_a_pair_or_a_rollout_is_cut_each_and_a_pair_without_a_response_left_out(
 def test_where_nothing_is_left_to_train_the_hint_says_what_leaves_some(
     objective: str, tmp_path: Path
 ) -> None:
-    record = {"prompt": "abcdefgh", "completion": "i", "chosen": "i", "rejected": "j"}
-    data = write_lines(tmp_path / "d.jsonl", [record])
+    answers = {"sft": {"completion": "i"}, "dpo": {"chosen": "i", "rejected": "j"}}
+    data = write_lines(tmp_path / "d.jsonl", [{"prompt": "abcdefgh", **answers[objective]}])
     with pytest.raises(UsageError, match="nothing to train on") as refused:
         made(tmp_path, data, objective=objective, length_tokens=5)
     assert commands_in(refused.value)[0] == "--length 10"
@@ -352,7 +352,6 @@ HOSTILE: list[tuple[str, bytes, str, str]] = [
     ("d.jsonl", b'{"text": NaN}\n', "d.jsonl:1 is no record of JSON", "sed -n 1p"),
     ("d.jsonl", b'{"a": ' + b"[" * 9999 + b"\n", "d.jsonl:1 is no record of JSON", "sed -n 1p"),
     ("d.jsonl", b'{"text": "\\ud800"}\n', "d.jsonl:1 is no record of JSON", "sed -n 1p"),
-    ("d.json", b'[{"text": "a"},\n{"text": "b"}]', "d.json:1 is a list", "json.load(sys.stdin)"),
     ("d.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', "d.jsonl:2 is not UTF-8", "iconv"),
     ("d.txt", b"\xe9t\xe9", "d.txt is not UTF-8: the byte 0xe9 at 0", "> utf8.txt"),
     ("d.jsonl", "{}".encode("utf-16"), "d.jsonl:1 is not UTF-8", "-f utf-16"),
@@ -393,8 +392,6 @@ def commands_in(error: HighwaterError) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("d.json", b'[{"text": "\\u00e9t\\u00e9"},\n{"text": "b"}]'),
-        ("d e.json.gz", gzip.compress(b'[{"text": "\\u00e9t\\u00e9"}, {"text": "b"}]', mtime=0)),
         ("d.jsonl", '{"text": "été"}\n{"text": "b"}\n'.encode("latin1")),
         ("d.jsonl.gz", gzip.compress('{"text": "été"}\n{"text": "b"}\n'.encode("latin1"), mtime=0)),
     ],

@@ -3,6 +3,8 @@
 Its turns are where the template says so (``{% generation %}``). Where it does not, they are found
 by proof: what stands before a turn is the conversation so far with the template's own beginning of
 an answer, a beginning of the whole; and its end is where the conversation up to it ends.
+
+A template that does not write all of a conversation is refused by the message and the field.
 """
 
 import re
@@ -14,9 +16,20 @@ from typing import Any, NamedTuple, cast
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from highwater.engine.corpus.messages import (
+    Conversation,
+    Message,
+    arguments_of,
+    as_json,
+    as_written,
+    mark_of,
+    marked,
+    texts,
+    ways,
+    with_system_for_developer,
+)
 from highwater.errors import UsageError
 
-Message = Mapping[str, Any]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _BY_THE_TEMPLATE = (
     jinja2.TemplateError,
@@ -31,23 +44,9 @@ _BY_THE_TEMPLATE = (
 """What a template raises on a conversation that it is not for."""
 LIMIT_S = 30.0
 """Seconds of the processor's time in which a template has to write one conversation."""
+_WRITES_IT = "train with a tokenizer whose chat template does, or leave it out of the record"
 _STAND_IN = "HIGHWATER0STANDS0IN"
 """Stands in the place of a turn's content, to see what the template puts after it."""
-
-
-class Conversation(NamedTuple):
-    """Messages, and what else a template may want to know."""
-
-    messages: tuple[Message, ...]
-    name: str
-    """The record's, for messages to the user."""
-    tools: tuple[Mapping[str, Any], ...] = ()
-    options: Mapping[str, Any] = {}
-    """Variables of the template: ``chat_template_kwargs``."""
-
-    def until(self, count: int) -> "Conversation":
-        """Its first messages."""
-        return self._replace(messages=self.messages[:count])
 
 
 class Turns(NamedTuple):
@@ -55,7 +54,7 @@ class Turns(NamedTuple):
 
     text: str
     spans: tuple[tuple[int, int], ...]
-    """Where the assistant speaks, from and to characters of the text, in order."""
+    """What is trained, from and to characters of the text, in order."""
 
 
 class ChatTemplate:
@@ -77,34 +76,132 @@ class ChatTemplate:
         """
         return self._rendered(conversation, prompts=prompts)[0]
 
-    def turns(self, conversation: Conversation, *, first: int = 0) -> Turns:
-        """The text, and which of it are the assistant's turns, from message ``first`` on.
+    def fitted(self, conversation: Conversation) -> Conversation:
+        """The conversation in the first of the ways to say it that this template writes whole.
+
+        Raises UsageError, with the message and the field, where it writes none whole.
+        """
+        if "developer" not in self._template(conversation):
+            conversation = conversation.changed(with_system_for_developer)
+        refused: list[UsageError] = []
+        for way in ways(conversation):
+            try:
+                self._refuse_unwritten(way)
+            except UsageError as error:
+                refused.append(error)
+            else:
+                return way
+        # What is not written says more than what the template raised.
+        raise next((error for error in refused if error.__cause__ is None), refused[0])
+
+    def _refuse_unwritten(self, conversation: Conversation) -> None:
+        """Raise UsageError for the first text of a message that the template does not write.
+
+        But for the space in it, it has to stand behind those of the messages before it, the
+        system's anywhere. A short one may do so by chance: what marks it has to be written too.
+        """
+        text = self.text(conversation)
+        if conversation.tools and text == self.text(conversation._replace(tools=())):
+            raise UsageError(
+                f"{conversation.name}: the chat template does not write `tools`",
+                hint=_WRITES_IT,
+            )
+        all_marked = self.text(marked(conversation))
+        written = "".join(text.split())
+        ends = [0] * (len(conversation.messages) + 1)
+        """Where the texts of the messages before each one end."""
+        for index, (number, field, said) in enumerate(texts(conversation)):
+            is_system = conversation.messages[number]["role"] in ("system", "developer")
+            begin = 0 if is_system else max(ends[: number + 1])
+            found = [
+                at + len(form)
+                for form in as_written(field, said)
+                if (at := written.find(form, begin)) >= 0
+            ]
+            mark = mark_of(index)
+            if not found or (
+                mark not in all_marked and mark not in self.text(marked(conversation, index))
+            ):
+                raise self._unwritten(conversation, number, field, index)
+            if not is_system:
+                ends[number + 1] = max(ends[number + 1], min(found))
+        for number, message in enumerate(conversation.messages):
+            for arguments in arguments_of(message):
+                printed = str(arguments)
+                if isinstance(arguments, Mapping) and as_json(arguments) != printed in text:
+                    raise UsageError(
+                        f"{conversation.name}: the chat template writes arguments in `tool_calls` "
+                        f"of message {number + 1} as Python does, and not as JSON",
+                        hint=_WRITES_IT,
+                    )
+
+    def _unwritten(
+        self, conversation: Conversation, number: int, field: str, index: int
+    ) -> UsageError:
+        hint = _WRITES_IT
+        is_answer = conversation.messages[number]["role"] == "assistant"
+        if is_answer and number + 1 < len(conversation.messages):
+            alone = self.text(marked(conversation, index).until(number + 1))
+            if mark_of(index) in alone:
+                hint = (
+                    "write a record for each answer, which ends with it, and leave out what was "
+                    "thought before earlier ones"
+                )
+        return UsageError(
+            f"{conversation.name}: the chat template does not write all of `{field}` of message "
+            f"{number + 1}, of the {conversation.messages[number]['role']}",
+            hint=hint,
+        )
+
+    def turns(
+        self, conversation: Conversation, *, first: int = 0, everything: bool = False
+    ) -> Turns:
+        """The text, and which of it is trained: the assistant's turns from message ``first`` on,
+        or ``everything``; without those messages that say that they are not.
 
         Raises UsageError where they cannot be found exactly.
         """
-        if _GENERATION.search(self._template(conversation)):
-            text, spans = self._rendered(conversation, marked=True)
-            begin = len(self.prompt_of(conversation, first, text)) if first else 0
-            return Turns(text, tuple((max(a, begin), b) for a, b in spans if b > begin))
         text = self.text(conversation)
-        return Turns(
-            text,
-            tuple(
-                self._span(conversation, number, text)
-                for number, message in enumerate(conversation.messages)
-                if number >= first and message["role"] == "assistant"
-            ),
-        )
+        is_marked = _GENERATION.search(self._template(conversation)) is not None
+        trained, untrained = [], []
+        for number, message in enumerate(conversation.messages):
+            is_answer = message["role"] == "assistant"
+            if not message.get("trained", True):
+                if everything or is_answer:
+                    untrained.append(self._span(conversation, number, text))
+            elif "trained" in message and not (everything or is_answer):
+                raise UsageError(
+                    f"{conversation.name}: message {number + 1}, of the {message['role']}, says in "
+                    "`weight`, `train`, `training` or `loss` that it is trained, and only "
+                    "the assistant's are",
+                    hint="leave that out, or train on every token that is not masked, "
+                    "`--train-on all`",
+                )
+            elif is_answer and number >= first and not (everything or is_marked):
+                trained.append(self._span(conversation, number, text))
+        if everything:
+            trained = [(0, len(text))]
+        elif is_marked:
+            begin = len(self.prompt_of(conversation, first, text)) if first else 0
+            _, spans = self._rendered(conversation, spans=True)
+            trained = [(max(a, begin), b) for a, b in spans if b > begin]
+        return Turns(text, tuple(_without(trained, untrained)))
 
     def prompt_of(
-        self, conversation: Conversation, count: int, text: str, *, hint: str | None = None
+        self,
+        conversation: Conversation,
+        count: int,
+        text: str,
+        *,
+        answered: bool = True,
+        hint: str | None = None,
     ) -> str:
         """What the assistant has read when it answers the first ``count`` messages: proven to be
         the beginning of the whole conversation's text.
 
         Raises UsageError, with ``hint``, where it is not.
         """
-        prompt = self.text(conversation.until(count), prompts=True)
+        prompt = self.text(conversation.until(count), prompts=answered)
         if not text.startswith(prompt):
             raise _not_found(
                 conversation,
@@ -116,7 +213,10 @@ class ChatTemplate:
 
     def _span(self, conversation: Conversation, number: int, text: str) -> tuple[int, int]:
         """From where to where message ``number`` stands in the whole text."""
-        start = len(self.prompt_of(conversation, number, text))
+        is_answer = conversation.messages[number]["role"] == "assistant"
+        start = 0
+        if is_answer or number:
+            start = len(self.prompt_of(conversation, number, text, answered=is_answer))
         if number + 1 == len(conversation.messages):
             return start, len(text)
         until = self.text(conversation.until(number + 1))
@@ -133,12 +233,10 @@ class ChatTemplate:
         an end of the real one's text, and begins with what follows it where the turn is the last.
         """
         messages = list(conversation.messages)
-        if not isinstance(messages[number].get("content"), str):
-            raise _not_found(conversation, number, "its content is no text")
         messages[number] = {**messages[number], "content": _STAND_IN}
-        marked = conversation._replace(messages=tuple(messages))
-        _, found, rest = self.text(marked).partition(_STAND_IN)
-        _, found_last, ending = self.text(marked.until(number + 1)).partition(_STAND_IN)
+        stood_in = conversation._replace(messages=tuple(messages))
+        _, found, rest = self.text(stood_in).partition(_STAND_IN)
+        _, found_last, ending = self.text(stood_in.until(number + 1)).partition(_STAND_IN)
         is_proven = (
             found
             and found_last
@@ -154,15 +252,15 @@ class ChatTemplate:
         return str(self._tokenizer.get_chat_template(None, list(conversation.tools) or None))
 
     def _rendered(
-        self, conversation: Conversation, *, prompts: bool = False, marked: bool = False
+        self, conversation: Conversation, *, prompts: bool = False, spans: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         try:
             with _limited(conversation.name):
-                texts, spans = cast(Any, render_jinja_template)(
-                    conversations=[[_without_none(message) for message in conversation.messages]],
+                rendered, found = cast(Any, render_jinja_template)(
+                    conversations=[[_as_given(message) for message in conversation.messages]],
                     tools=list(conversation.tools) or None,
                     chat_template=self._template(conversation),
-                    return_assistant_tokens_mask=marked,
+                    return_assistant_tokens_mask=spans,
                     add_generation_prompt=prompts,
                     **{**self._tokenizer.special_tokens_map, **conversation.options},
                 )
@@ -173,7 +271,7 @@ class ChatTemplate:
                 hint="a conversation that it takes has a user's message first, then the "
                 "assistant's, in turn, each a `role` and a `content`",
             ) from error
-        return texts[0], spans[0] if marked else []
+        return rendered[0], found[0] if spans else []
 
 
 class _LateError(BaseException):
@@ -207,11 +305,21 @@ def _limited(name: str) -> Generator[None]:
         signal.signal(signal.SIGVTALRM, before)
 
 
-def _without_none(message: Message) -> dict[str, Any]:
-    """The message as a template wants it: what a table has to have, and a record has not, is None
-    in it.
-    """
-    return {name: value for name, value in message.items() if value is not None}
+def _as_given(message: Message) -> dict[str, Any]:
+    """The message without what is no template's business."""
+    return {name: value for name, value in message.items() if name != "trained"}
+
+
+def _without(spans: list[tuple[int, int]], others: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """What is in the spans and in none of the others."""
+    for start, end in others:
+        spans = [
+            (a, b)
+            for span in spans
+            for a, b in ((span[0], min(span[1], start)), (max(span[0], end), span[1]))
+            if a < b
+        ]
+    return spans
 
 
 def _not_found(

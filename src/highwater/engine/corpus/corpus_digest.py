@@ -13,7 +13,7 @@ from highwater.spec.codec import digest
 from highwater.spec.corpus import CorpusOrder
 from highwater.spec.files import CONFIG_BYTES, read_file
 
-_WRITTEN_AS = 1
+_WRITTEN_AS = 2
 """Counted up where the same order makes other files."""
 _OF_A_TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),

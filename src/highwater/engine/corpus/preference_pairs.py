@@ -1,8 +1,7 @@
 """Preference pairs as documents: the chosen one first, the prompt that they share untrained.
 
-A record is read as TRL reads it: a prompt with two responses, or, without a prompt, two whole texts
-or conversations, whose common beginning is the prompt. A prompt of another kind than the responses
-is a part of them, and not read.
+A record is a prompt with two responses, or two whole texts or conversations, whose common beginning
+is the prompt. Two lists of messages are responses where an assistant's message comes first.
 """
 
 from collections.abc import Iterator
@@ -10,7 +9,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from highwater.engine.corpus.readers import DataRecord
-from highwater.engine.corpus.record_fields import Said, has, said_of
+from highwater.engine.corpus.record_fields import first_of, has, refuse_unread
+from highwater.engine.corpus.record_messages import (
+    Said,
+    messages_of,
+    prompt_of,
+    said_of,
+    spoken,
+    with_system,
+)
 from highwater.engine.corpus.rendering import (
     Render,
     Rendering,
@@ -36,20 +43,40 @@ def preferences(rendering: Rendering) -> Render:
                 f"{record.name}: of `chosen` and `rejected` one is a text and one is messages",
                 hint=f"write both alike: {_EXAMPLE}",
             )
-        prompt = said_of(record, "prompt") if has(record, "prompt") else None
-        if prompt is not None and isinstance(prompt, str) == isinstance(chosen, str):
-            yield Unit(
+        is_response = isinstance(chosen, str) or _are_answers(chosen, rejected)
+        prompt = _prompt(record) if is_response else None
+        if prompt is None:
+            unit = _whole(rendering, record, chosen, rejected)
+        else:
+            if not isinstance(prompt, str):
+                chosen, rejected = spoken("assistant", chosen), spoken("assistant", rejected)
+            unit = Unit(
                 tuple(rendering.answered(record, prompt, said) for said in (chosen, rejected))
             )
-        else:
-            yield _whole(rendering, record, chosen, rejected)
+        refuse_unread(record)
+        yield unit
 
     return render
+
+
+def _are_answers(*conversations: Said) -> bool:
+    return all(
+        not isinstance(said, str) and said[0]["role"] == "assistant" for said in conversations
+    )
+
+
+def _prompt(record: DataRecord) -> Said | None:
+    """What both answer: a prompt, or a conversation so far."""
+    prompt = prompt_of(record)
+    if prompt is None and (name := first_of(record, "messages", "conversations")):
+        return with_system(record, messages_of(record, name))
+    return prompt
 
 
 def _whole(rendering: Rendering, record: DataRecord, chosen: Said, rejected: Said) -> Unit:
     """A pair of two whole texts or conversations."""
     if not isinstance(chosen, str) and not isinstance(rejected, str):
+        chosen, rejected = with_system(record, chosen), with_system(record, rejected)
         shared = _common(chosen, rejected)
         if shared in (0, len(chosen), len(rejected)):
             raise UsageError(

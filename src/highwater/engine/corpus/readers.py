@@ -6,7 +6,7 @@ file of lines, the row of a table.
 
 import gzip
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
@@ -24,6 +24,8 @@ _ROWS = 256
 _BOM = b"\xef\xbb\xbf"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 """What texts of UTF-16 begin with."""
+_LIST_BYTES = 1 << 30
+"""The longest file that is one list, whose bytes are in memory while it is read."""
 _TO_LINES = (
     "python3 -c 'import json, sys; [print(json.dumps(record)) for record in json.load(sys.stdin)]'"
 )
@@ -37,6 +39,9 @@ class DataRecord(NamedTuple):
     """The line in its file, or the row, from 1."""
     name: str
     """``data.jsonl:17``."""
+    file: DataFile
+    read: set[str]
+    """Names of the fields that somebody has read."""
 
 
 def records(file: DataFile) -> Iterator[DataRecord]:
@@ -49,7 +54,8 @@ def records(file: DataFile) -> Iterator[DataRecord]:
     try:
         for row, fields in _ROW_READERS[file.kind](file):
             name = file.name if file.kind == "text" else f"{file.name}:{row}"
-            yield DataRecord(fields, row, name)
+            whole = {field: _without_nulls(value) for field, value in fields.items()}
+            yield DataRecord(whole, row, name, file, set())
     except OSError as error:
         raise MachineError(
             f"{file.name} could not be read past record {row}: {error}",
@@ -61,10 +67,49 @@ def records(file: DataFile) -> Iterator[DataRecord]:
         )
 
 
+def _without_nulls(value: Any) -> Any:
+    """A value whose objects have no field that is null: a table has to have each field of a struct
+    in every row, and a record has not. A null in a list is one of its values.
+    """
+    if isinstance(value, Mapping):
+        fields = cast(Mapping[str, Any], value).items()
+        return {name: _without_nulls(each) for name, each in fields if each is not None}
+    if isinstance(value, list) and {*map(type, value)} & {dict, list}:
+        return [_without_nulls(each) for each in value]
+    return value
+
+
+def command_without(file: DataFile, names: Sequence[str]) -> str:
+    """A command that writes a file anew without these fields."""
+    path, fields = quote(str(file.path)), " ".join(map(quote, names))
+    if file.kind == "lines":
+        each = "json.load(sys.stdin)" if _is_list(file) else _EACH_LINE
+        return f"{_shown(file)} | python3 -c '{_PICKED.format(each)}' {fields} > without.jsonl"
+    how = _COLUMNS_DROPPED[file.kind]
+    return f"python3 -c 'import sys; {how}' {path} {fields}"
+
+
+_PICKED = (
+    "import json, sys; [print(json.dumps({{name: value for name, value in record.items() "
+    "if name not in sys.argv}})) for record in {}]"
+)
+_EACH_LINE = "(json.loads(line) for line in sys.stdin if line.strip())"
+_SAVED_WITHOUT = '(sys.argv[1]).remove_columns(sys.argv[2:]).save_to_disk("without")'
+_COLUMNS_DROPPED: Mapping[DataKind, str] = {
+    "parquet": "from pyarrow import parquet; parquet.write_table(parquet.read_table(sys.argv[1])"
+    '.drop_columns(sys.argv[2:]), "without.parquet")',
+    "arrow": f"import datasets; datasets.Dataset.from_file{_SAVED_WITHOUT}",
+    "saved": f"import datasets; datasets.load_from_disk{_SAVED_WITHOUT}",
+}
+
+
 Rows = Iterator[tuple[int, Mapping[str, Any]]]
 
 
 def _lines(file: DataFile) -> Rows:
+    if _is_list(file):
+        yield from _listed(file)
+        return
     for number, line in enumerate(_raw_lines(file), 1):
         if number == 1:
             line = line.removeprefix(_BOM)
@@ -75,6 +120,37 @@ def _lines(file: DataFile) -> Rows:
             yield number, from_json(text, dict[str, Any])
         except msgspec.DecodeError as error:
             raise _no_record(file, number, text, error) from error
+
+
+def _is_list(file: DataFile) -> bool:
+    """Whether a file of JSON is one list of records, as ``json.dump`` writes it."""
+    with _opened(file.path) as stream:
+        first = next(_unpacked(file, lambda: stream.read(1 << 16)), b"")
+    return first.removeprefix(_BOM).lstrip().startswith(b"[")
+
+
+def _listed(file: DataFile) -> Rows:
+    """The records of one list, as bytes in memory until it is their turn."""
+    pieces: list[bytes] = []
+    with _opened(file.path) as stream:
+        for piece in _unpacked(file, lambda: stream.read(1 << 20)):
+            pieces.append(piece)
+            if len(pieces) > _LIST_BYTES >> 20:
+                raise UsageError(
+                    f"{file.name} is one list of more than {_LIST_BYTES >> 20:,} MiB, which would "
+                    "be in memory as a whole",
+                    hint=f"write a record a line: `{_shown(file)} | {_TO_LINES} > lines.jsonl`",
+                )
+    data = b"".join(pieces).removeprefix(_BOM)
+    _text(data, file, file.name)
+    try:
+        for number, record in enumerate(from_json(data, list[msgspec.Raw]), 1):
+            yield number, from_json(record, dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise UsageError(
+            f"{file.name} is no list of records: {error}",
+            hint=f"look at it: `{_shown(file)} | python3 -m json.tool`",
+        ) from error
 
 
 def _raw_lines(file: DataFile) -> Iterator[bytes]:
@@ -125,13 +201,7 @@ def _text(data: bytes, file: DataFile, name: str) -> str:
 
 
 def _no_record(file: DataFile, number: int, text: str, error: Exception) -> UsageError:
-    path = quote(str(file.path))
-    shown = f"gzip -dc {path}" if file.path.suffix.lower() == ".gz" else f"cat {path}"
-    if text.startswith("["):
-        return UsageError(
-            f"{file.name}:{number} is a list, and not one record a line",
-            hint=f"write a record a line: `{shown} | {_TO_LINES} > lines.jsonl`",
-        )
+    shown = _shown(file)
     if text == "{" and number == 1:
         return UsageError(
             f"{file.name}:1 is a record that goes on in the next line",
@@ -142,6 +212,12 @@ def _no_record(file: DataFile, number: int, text: str, error: Exception) -> Usag
         f"{file.name}:{number} is no record of JSON: {error}",
         hint=f"look at it: `{shown} | sed -n {number}p`",
     )
+
+
+def _shown(file: DataFile) -> str:
+    """A command that prints a file of text."""
+    path = quote(str(file.path))
+    return f"gzip -dc {path}" if file.path.suffix.lower() == ".gz" else f"cat {path}"
 
 
 def _document(file: DataFile) -> Rows:

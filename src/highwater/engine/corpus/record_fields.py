@@ -2,31 +2,40 @@
 name and the field's, and nothing is rounded or guessed.
 """
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from highwater.engine.corpus.conversations import Conversation, Message
-from highwater.engine.corpus.readers import DataRecord
+from highwater.engine.corpus.readers import DataRecord, command_without
 from highwater.engine.data import UNTRAINED
 from highwater.engine.user_documents import seen
 from highwater.errors import UsageError
 
-_ROLES = {"human": "user", "gpt": "assistant"}
-"""Roles of ShareGPT's ``conversations`` that have another name in chat templates."""
-_MESSAGES_EXAMPLE = '`[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]`'
-
-Said = str | tuple[Message, ...]
-"""A prompt or a response: a text, or messages."""
+_BESIDE = frozenset(
+    {
+        *("category", "chosen_model", "config", "created", "created_at", "data_source", "dataset"),
+        *("dataset_name", "date", "difficulty", "domain", "dump", "file", "file_path", "filename"),
+        *("generator", "hash", "id", "index", "lang", "language", "license", "md5", "meta"),
+        *("metadata", "model", "model_name", "origin", "path", "rejected_model", "repo", "score"),
+        *("sha256", "source", "split", "subset", "tags", "task_type", "timestamp", "topic"),
+        *("updated_at", "url", "uuid", "version"),
+    }
+)
+"""Fields about a record, which are passed over; so are those whose names end in ``_id``."""
 
 
 def has(record: DataRecord, *names: str) -> bool:
     """Whether a record has all these fields: in a table what a record lacks is None."""
     return all(record.fields.get(name) is not None for name in names)
+
+
+def value_of(record: DataRecord, name: str) -> Any:
+    """The value of a field, or None; the field is read by that."""
+    record.read.add(name)
+    return record.fields.get(name)
 
 
 def first_of(record: DataRecord, *names: str) -> str | None:
@@ -36,69 +45,17 @@ def first_of(record: DataRecord, *names: str) -> str | None:
 
 def text_of(record: DataRecord, name: str) -> str:
     """A field that is a text."""
-    value = record.fields[name]
+    value = value_of(record, name)
     if not isinstance(value, str):
-        raise _wrong(record, name, value, "a text", f'`{{"{name}": "some text"}}`')
+        raise wrong(record, name, value, "a text", f'`{{"{name}": "some text"}}`')
     return value
-
-
-def said_of(record: DataRecord, name: str, value: Any = None) -> Said:
-    """A field, or one value of a field, that is a text or messages."""
-    value = record.fields[name] if value is None else value
-    if isinstance(value, str):
-        return value
-    return messages_of(record, name, value)
-
-
-def messages_of(record: DataRecord, name: str, value: Any = None) -> tuple[Message, ...]:
-    """A field that is a list of messages, ShareGPT's too, or one message."""
-    value = record.fields[name] if value is None else value
-    messages = [value] if isinstance(value, Mapping) else value
-    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
-        raise _wrong(record, name, value, "a list of messages", _MESSAGES_EXAMPLE)
-    return tuple(_message(record, name, each) for each in cast(Sequence[Any], messages))
-
-
-def _message(record: DataRecord, name: str, value: Any) -> Message:
-    if not isinstance(value, Mapping):
-        raise _wrong(record, name, value, "a list of messages", _MESSAGES_EXAMPLE)
-    message = dict(cast(Mapping[str, Any], value))
-    if message.get("role") is None and "from" in message:
-        message["role"] = message.pop("from")
-        message["role"] = _ROLES.get(str(message["role"]), message["role"])
-        message["content"] = message.pop("value", None)
-    if not isinstance(message.get("role"), str) or not (
-        message.get("content") is not None or message.get("tool_calls")
-    ):
-        problem = "messages with a `role` and a `content` each"
-        raise _wrong(record, name, value, problem, _MESSAGES_EXAMPLE)
-    return message
-
-
-def conversation_of(record: DataRecord, messages: Sequence[Message]) -> Conversation:
-    """A conversation of these messages, with the tools and the variables that the record has for
-    the template. Tools may be a text of JSON, as a table has them.
-    """
-    tools, options = record.fields.get("tools"), record.fields.get("chat_template_kwargs")
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except ValueError as error:
-            raise _wrong(record, "tools", tools, "a list of JSON", "`[]`") from error
-    if tools is not None and not (
-        isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
-    ):
-        raise _wrong(record, "tools", tools, "a list of tools", "`[]`")
-    if options is not None and not isinstance(options, Mapping):
-        raise _wrong(record, "chat_template_kwargs", options, "variables of a template", "`{}`")
-    return Conversation(tuple(messages), record.name, tuple(tools or ()), dict(options or {}))
 
 
 def list_of(record: DataRecord, name: str, *, count: int | None = None) -> Sequence[Any]:
     """A field that is a list, of ``count`` values where that is said."""
-    value = record.fields[name]
+    value = value_of(record, name)
     if not isinstance(value, list | tuple):
-        raise _wrong(record, name, value, "a list", f'`{{"{name}": [...]}}`')
+        raise wrong(record, name, value, "a list", f'`{{"{name}": [...]}}`')
     if count is not None and len(value) != count:
         raise UsageError(
             f"{record.name}: `{name}` has {len(value)} values for {count} responses",
@@ -110,7 +67,7 @@ def list_of(record: DataRecord, name: str, *, count: int | None = None) -> Seque
 def number_of(record: DataRecord, name: str, value: Any) -> float:
     """A finite number, of a field or given for it."""
     if not isinstance(value, int | float) or not math.isfinite(value):
-        raise _wrong(record, name, value, "a finite number", f'`{{"{name}": 1.0}}`')
+        raise wrong(record, name, value, "a finite number", f'`{{"{name}": 1.0}}`')
     return float(value)
 
 
@@ -118,7 +75,7 @@ def ids_of(record: DataRecord, name: str, value: Any, *, vocab_size: int) -> NDA
     """Token ids that the model knows."""
     ids = _numbers(record, name, value)
     if ids.size and ids.dtype.kind not in "iu":
-        raise _wrong(record, name, value, "a list of whole numbers", "`[1, 2, 3]`")
+        raise wrong(record, name, value, "a list of whole numbers", "`[1, 2, 3]`")
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if outside.size:
         raise UsageError(
@@ -132,7 +89,7 @@ def ids_of(record: DataRecord, name: str, value: Any, *, vocab_size: int) -> NDA
 
 def labels_of(record: DataRecord, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Which of a record's ids are trained, as its ``labels`` say."""
-    value = record.fields["labels"]
+    value = value_of(record, "labels")
     labels = _numbers(record, "labels", value)
     is_trained = labels != UNTRAINED
     if labels.shape != ids.shape or (labels[is_trained] != ids[is_trained]).any():
@@ -149,7 +106,7 @@ def logprobs_of(record: DataRecord, value: Any, *, count: int) -> NDArray[np.flo
     """Log-probabilities of ``count`` tokens, all finite."""
     numbers = _numbers(record, "logprobs", value)
     if numbers.dtype.kind not in "iuf" or not np.isfinite(numbers).all():
-        raise _wrong(record, "logprobs", value, "finite numbers", "`[-0.5, -1.25]`")
+        raise wrong(record, "logprobs", value, "finite numbers", "`[-0.5, -1.25]`")
     if len(numbers) != count:
         raise UsageError(
             f"{record.name}: {len(numbers)} `logprobs` for {count} tokens",
@@ -162,13 +119,58 @@ def _numbers(record: DataRecord, name: str, value: Any) -> NDArray[Any]:
     try:
         numbers = np.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise _wrong(record, name, value, "a list of numbers", "`[1, 2, 3]`") from error
+        raise wrong(record, name, value, "a list of numbers", "`[1, 2, 3]`") from error
     if not isinstance(value, list | tuple) or numbers.ndim != 1 or numbers.dtype.kind not in "iuf":
-        raise _wrong(record, name, value, "a list of numbers", "`[1, 2, 3]`")
+        raise wrong(record, name, value, "a list of numbers", "`[1, 2, 3]`")
     return numbers
 
 
-def _wrong(record: DataRecord, name: str, value: Any, meant: str, example: str) -> UsageError:
+def refuse_unread(record: DataRecord) -> None:
+    """Raise UsageError for texts of a record in fields that nobody read, unless the fields are
+    about the record, or say again what was read; and for a mask beside token ids, unless all is 1.
+    """
+    known = {text for name in record.read for text in _texts(record.fields.get(name))}
+    has_ids = "input_ids" in record.read
+    unread = [
+        name
+        for name, value in record.fields.items()
+        if name not in record.read
+        and not is_beside(name)
+        and (
+            not known.issuperset(_texts(value))
+            or (has_ids and isinstance(value, list) and any(each != 1 for each in value))
+        )
+    ]
+    if unread:
+        read = " and ".join(f"`{name}`" for name in record.fields if name in record.read)
+        raise UsageError(
+            f"{record.name}: {read} would be trained without what stands in "
+            + " and ".join(f"`{name}`" for name in unread),
+            hint="write it into a field that is read, or leave it out: "
+            f"`{command_without(record.file, unread)}`",
+        )
+
+
+def is_beside(name: str) -> bool:
+    """Whether a field of this name is about a record and no part of it."""
+    plain = name.lower().replace("-", "_")
+    return plain in _BESIDE or plain.endswith("_id")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts of a value but empty ones, without the space around them."""
+    if isinstance(value, str):
+        yield from (text for text in (value.strip(),) if text)
+    elif isinstance(value, Mapping):
+        for name, each in cast(Mapping[str, Any], value).items():
+            yield from () if is_beside(name) else _texts(each)
+    elif isinstance(value, list | tuple):
+        for each in cast(Sequence[Any], value):
+            yield from _texts(each)
+
+
+def wrong(record: DataRecord, name: str, value: Any, meant: str, example: str) -> UsageError:
+    """A field, or a part of it, is not what it has to be."""
     return UsageError(
         f"{record.name}: `{name}` is not {meant}: {seen(value)}", hint=f"for example {example}"
     )

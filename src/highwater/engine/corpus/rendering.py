@@ -6,25 +6,33 @@ the chosen document first, of rollouts all that answer one prompt.
 Shapes:  L tokens of a document
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from highwater.engine.corpus.conversations import ChatTemplate
+from highwater.engine.corpus.messages import Conversation, Message
 from highwater.engine.corpus.readers import DataRecord
 from highwater.engine.corpus.record_fields import (
-    Said,
-    conversation_of,
     first_of,
     has,
     ids_of,
     labels_of,
-    messages_of,
-    said_of,
+    refuse_unread,
     text_of,
+    value_of,
+)
+from highwater.engine.corpus.record_messages import (
+    Said,
+    conversation_of,
+    messages_of,
+    prompt_of,
+    said_of,
+    spoken,
+    with_system,
 )
 from highwater.engine.corpus.text_tokens import TextTokens, encode_parts
 from highwater.errors import UsageError
@@ -87,35 +95,38 @@ class Rendering:
         self._refuse_foreign(record, ids_L)
         return TokenDocument(ids_L, trained_L, is_apart=encoded.is_apart, is_chat=not starts)
 
-    def answered(
-        self, record: DataRecord, prompt: Said, response: Said, *, everything: bool = False
-    ) -> TokenDocument:
-        """A prompt and a response to it, which alone is trained unless ``everything`` is.
+    def answered(self, record: DataRecord, prompt: Said, response: Said) -> TokenDocument:
+        """A prompt and a response to it, which alone is trained.
 
         Texts follow each other as they are. Messages are a conversation; a text that answers one
         follows the template's beginning of an answer, as it was sampled.
         """
-        if isinstance(prompt, str):
-            if not isinstance(response, str):
-                raise UsageError(
-                    f"{record.name}: a response of messages to a prompt that is a text",
-                    hint="write both as texts, or both as lists of messages",
-                )
+        if isinstance(prompt, str) and isinstance(response, str):
             return self.document(
-                record, _parts(prompt, response, everything), starts=True, ends=True
+                record, [(prompt, False), (response, True)], starts=True, ends=True
             )
-        chat = self.chat(record)
+        prompt = spoken("user", prompt)
         if isinstance(response, str):
-            begun = chat.text(conversation_of(record, prompt), prompts=True)
+            begun = self.chat(record).text(self.conversation(record, prompt), prompts=True)
             return self.document(
-                record, _parts(begun, response, everything), starts=False, ends=True
+                record, [(begun, False), (response, True)], starts=False, ends=True
             )
-        conversation = conversation_of(record, (*prompt, *response))
-        text = chat.text(conversation)
-        begin = len(chat.prompt_of(conversation, len(prompt), text, hint=_AS_TEXTS))
+        if any("trained" in message for message in response):
+            raise UsageError(
+                f"{record.name}: a response of which messages say whether they are trained, and "
+                "all of it is",
+                hint="leave `weight`, `train`, `training`, `loss` and `masked` out",
+            )
+        conversation = self.conversation(record, (*prompt, *response))
+        text = self.chat(record).text(conversation)
+        begin = len(self.chat(record).prompt_of(conversation, len(prompt), text, hint=_AS_TEXTS))
         return self.document(
-            record, _parts(text[:begin], text[begin:], everything), starts=False, ends=False
+            record, [(text[:begin], False), (text[begin:], True)], starts=False, ends=False
         )
+
+    def conversation(self, record: DataRecord, messages: Sequence[Message]) -> Conversation:
+        """Messages with what the record has beside them, all of which the template writes."""
+        return self.chat(record).fitted(conversation_of(record, messages))
 
     def prompt_ids(self, record: DataRecord, prompt: Said) -> NDArray[np.int64]:
         """The tokens that a policy is given to answer a prompt."""
@@ -123,7 +134,7 @@ class Rendering:
         text = (
             prompt
             if isinstance(prompt, str)
-            else self.chat(record).text(conversation_of(record, prompt), prompts=True)
+            else self.chat(record).text(self.conversation(record, prompt), prompts=True)
         )
         return self.document(record, [(text, False)], starts=is_text, ends=False).ids_L
 
@@ -131,8 +142,9 @@ class Rendering:
         """The tokenizer's chat template. Raises UsageError where it has none."""
         if self.tokens.chat is None:
             has_tokenizer = self.tokens.name != "bytes"
+            fields = " and ".join(f"`{name}`" for name in record.fields if name in record.read)
             raise UsageError(
-                f"{record.name}: messages, and "
+                f"{record.name}: {fields} would be a conversation, and "
                 + (
                     "the tokenizer has no chat template"
                     if has_tokenizer
@@ -153,12 +165,6 @@ class Rendering:
             )
 
 
-def _parts(prompt: str, response: str, everything: bool) -> list[tuple[str, bool]]:
-    if everything:
-        return [(prompt + response, True)]
-    return [(prompt, False), (response, True)]
-
-
 def supervised(rendering: Rendering, *, trained: TrainedTokens) -> Render:
     """Render supervised records: ids, conversations, prompts with a response, or texts; the first
     of these that a record has.
@@ -166,24 +172,26 @@ def supervised(rendering: Rendering, *, trained: TrainedTokens) -> Render:
     everything = trained == "all"
 
     def render(record: DataRecord) -> Iterator[Unit]:
-        response = first_of(record, "completion", "response")
+        response = first_of(record, *_RESPONSES)
         if has(record, "input_ids"):
             document = _raw(rendering, record, everything)
         elif name := first_of(record, "messages", "conversations"):
-            document = _conversation(rendering, record, messages_of(record, name), 0, everything)
-        elif has(record, "prompt") and response:
-            prompt, said = said_of(record, "prompt"), said_of(record, response)
-            document = _completion(rendering, record, prompt, said, everything)
+            messages = with_system(record, messages_of(record, name))
+            document = _conversation(rendering, record, messages, 0, everything)
+        elif response and (prompt := prompt_of(record)) is not None:
+            document = _completion(rendering, record, prompt, response, everything)
         elif has(record, "text"):
             parts = [(text_of(record, "text"), True)]
             document = rendering.document(record, parts, starts=True, ends=bool(parts[0][0]))
         else:
             raise without_fields(record, "text", SUPERVISED_EXAMPLE)
+        refuse_unread(record)
         yield Unit((document,))
 
     return render
 
 
+_RESPONSES = ("completion", "response", "output", "answer")
 SUPERVISED_EXAMPLE = (
     '`{"text": "..."}`, `{"messages": [...]}` or `{"prompt": "...", "completion": "..."}`'
 )
@@ -191,39 +199,57 @@ SUPERVISED_EXAMPLE = (
 
 def without_fields(record: DataRecord, missing: str, example: str) -> UsageError:
     """A record lacks what it would be trained as."""
-    names = ", ".join(name for name in record.fields if has(record, name)) or "none"
+    names = ", ".join(
+        name if has(record, name) else f"{name} (which is null)" for name in record.fields
+    )
     return UsageError(
-        f"{record.name}: no `{missing}` among its fields: {names}", hint=f"a record is {example}"
+        f"{record.name}: no `{missing}` among its fields: {names or 'none'}",
+        hint=f"a record is {example}",
     )
 
 
 def _raw(rendering: Rendering, record: DataRecord, everything: bool) -> TokenDocument:
     """A document of ids: all trained where there are no labels."""
-    given: Mapping[str, Any] = record.fields
-    ids_L = ids_of(record, "input_ids", given["input_ids"], vocab_size=rendering.vocab_size)
-    if everything or not has(record, "labels"):
+    ids = value_of(record, "input_ids")
+    ids_L = ids_of(record, "input_ids", ids, vocab_size=rendering.vocab_size)
+    if value_of(record, "labels") is None or everything:
         return TokenDocument(ids_L, np.ones(len(ids_L), dtype=bool))
     return TokenDocument(ids_L, labels_of(record, ids_L))
 
 
 def _completion(
-    rendering: Rendering, record: DataRecord, prompt: Said, response: Said, everything: bool
+    rendering: Rendering, record: DataRecord, prompt: Said, name: str, everything: bool
 ) -> TokenDocument:
-    if isinstance(prompt, str) or isinstance(response, str):
-        return rendering.answered(record, prompt, response, everything=everything)
-    return _conversation(rendering, record, (*prompt, *response), len(prompt), everything)
+    """A prompt with the response in field ``name``: texts as they follow each other, or a
+    conversation.
+    """
+    response = said_of(record, name)
+    if isinstance(prompt, str) and isinstance(response, str):
+        parts = [(prompt, False), (response, True)]
+        if everything:
+            parts = [(prompt + response, True)]
+        return rendering.document(record, parts, starts=True, ends=True)
+    prompt, response = spoken("user", prompt), spoken("assistant", response)
+    if not any(message["role"] == "assistant" for message in response):
+        raise UsageError(
+            f"{record.name}: `{name}` has no message of the assistant",
+            hint='give one: `[{"role": "assistant", "content": "Yes"}]`',
+        )
+    # Answers in the history are trained, as LLaMA-Factory does.
+    first = 0 if has(record, "history") else len(prompt)
+    return _conversation(rendering, record, (*prompt, *response), first, everything)
 
 
 def _conversation(
-    rendering: Rendering, record: DataRecord, messages: Any, first: int, everything: bool
+    rendering: Rendering,
+    record: DataRecord,
+    messages: Sequence[Message],
+    first: int,
+    everything: bool,
 ) -> TokenDocument:
     """A conversation; trained are the assistant's turns from message ``first`` on."""
-    chat = rendering.chat(record)
-    conversation = conversation_of(record, messages)
-    if everything:
-        parts = [(chat.text(conversation), True)]
-        return rendering.document(record, parts, starts=False, ends=False)
-    turns = chat.turns(conversation, first=first)
+    conversation = rendering.conversation(record, messages)
+    turns = rendering.chat(record).turns(conversation, first=first, everything=everything)
     borders = [0, *(at for span in turns.spans for at in span), len(turns.text)]
     parts = [
         (turns.text[start:end], number % 2 == 1)

@@ -6,7 +6,7 @@ answer the same prompt. Rewards are in the data, or a function of the user's giv
 
 import math
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from numbers import Real
 from shlex import quote
 from typing import Any, NamedTuple
@@ -15,7 +15,6 @@ import numpy as np
 
 from highwater.engine.corpus.readers import DataRecord
 from highwater.engine.corpus.record_fields import (
-    Said,
     first_of,
     has,
     ids_of,
@@ -23,8 +22,10 @@ from highwater.engine.corpus.record_fields import (
     list_of,
     logprobs_of,
     number_of,
-    said_of,
+    refuse_unread,
+    value_of,
 )
+from highwater.engine.corpus.record_messages import Said, prompt_of, said_of
 from highwater.engine.corpus.rendering import (
     Render,
     Rendering,
@@ -94,6 +95,8 @@ def rollouts(rendering: Rendering, *, grouped: bool, reward: RewardFunction | No
             documents = [_raw(rendering, record, reward)]
         else:
             documents = [_document(rendering, record, each, reward) for each in _responses(record)]
+        if reward is None:  # else it is given all of the record
+            refuse_unread(record)
         if not grouped:
             yield from (Unit((document,)) for document in documents)
         elif _has_several(record):
@@ -118,11 +121,10 @@ def _responses(record: DataRecord) -> list[_Sampled]:
     name = first_of(record, "response", "completion")
     if name is None and not has(record, "response_ids"):
         raise without_fields(record, "responses", _EXAMPLE)
-    fields = record.fields
     return [
         _Sampled(
-            fields[name] if name else None,
-            *(fields.get(each) for each in ("response_ids", "logprobs", "reward")),
+            value_of(record, name) if name else None,
+            *(value_of(record, each) for each in ("response_ids", "logprobs", "reward")),
         )
     ]
 
@@ -147,9 +149,9 @@ def _document(
     """One rollout: from the ids that were sampled where the record has them, else from its text,
     which then ends with an end-of-text token.
     """
-    if not has(record, "prompt"):
+    prompt = prompt_of(record)
+    if prompt is None:
         raise without_fields(record, "prompt", _EXAMPLE)
-    prompt = said_of(record, "prompt")
     if sampled.ids is not None:
         document = _sampled_ids(rendering, record, prompt, sampled)
     elif sampled.logprobs is not None:
@@ -177,7 +179,7 @@ def _sampled_ids(
     response_ids = ids_of(record, "response_ids", sampled.ids, vocab_size=vocab_size)
     if has(record, "prompt_ids"):
         prompt_ids = ids_of(
-            record, "prompt_ids", record.fields["prompt_ids"], vocab_size=vocab_size
+            record, "prompt_ids", value_of(record, "prompt_ids"), vocab_size=vocab_size
         )
     else:
         prompt_ids = rendering.prompt_ids(record, prompt)
@@ -191,8 +193,8 @@ def _sampled_ids(
 
 def _raw(rendering: Rendering, record: DataRecord, reward: RewardFunction | None) -> TokenDocument:
     """A rollout of ids and labels, as a function of ``--data`` would yield it."""
-    given: Mapping[str, Any] = record.fields
-    ids_L = ids_of(record, "input_ids", given["input_ids"], vocab_size=rendering.vocab_size)
+    ids = value_of(record, "input_ids")
+    ids_L = ids_of(record, "input_ids", ids, vocab_size=rendering.vocab_size)
     if not has(record, "labels"):
         raise UsageError(
             f"{record.name}: `input_ids` without `labels`, which say what was sampled",
@@ -200,12 +202,12 @@ def _raw(rendering: Rendering, record: DataRecord, reward: RewardFunction | None
         )
     logprobs_L = None
     if has(record, "logprobs"):
-        logprobs_L = logprobs_of(record, given["logprobs"], count=len(ids_L))
-    sampled = _Sampled(None, ids_L.tolist(), None, given.get("reward"))
+        logprobs_L = logprobs_of(record, value_of(record, "logprobs"), count=len(ids_L))
+    sampled = _Sampled(None, ids_L.tolist(), None, value_of(record, "reward"))
     return TokenDocument(
         ids_L,
         labels_of(record, ids_L),
-        reward=_reward(record, given.get("prompt"), sampled, reward),
+        reward=_reward(record, record.fields.get("prompt"), sampled, reward),
         logprobs_L=logprobs_L,
     )
 
@@ -225,7 +227,7 @@ def _reward(
 
 
 def _group(record: DataRecord) -> str | int:
-    group = record.fields.get("group")
+    group = value_of(record, "group")
     if isinstance(group, bool) or not isinstance(group, str | int):
         problem = "no `group`" if group is None else f"the `group` {group!r}"
         raise UsageError(

@@ -1,0 +1,591 @@
+"""What a record says, in whatever words, is what is trained: turns, prompts and masks that would be
+lost without a word are read, or refused by their name. Files of ``tests/data/own_data`` are those
+in which they were lost.
+"""
+
+import gzip
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pytest
+
+pytest.importorskip("torch", reason="the data plane needs the train extra")
+
+from corpora import (
+    CHATML,
+    END,
+    END_TURN,
+    MARKED,
+    ids_of,
+    made,
+    trained_of,
+    write_lines,
+    write_tokenizer,
+)
+from pyarrow import parquet
+from transformers import AutoTokenizer
+
+from highwater.engine.corpus import readers
+from highwater.engine.corpus.store import OpenCorpus
+from highwater.errors import UsageError
+
+DATA = Path(__file__).parents[1] / "data" / "own_data"
+
+TOOLED = (
+    "{% for tool in tools or [] %}{{ 'tool ' + (tool | tojson) + '\n' }}{% endfor %}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message.role + '\n' }}"
+    "{% if message.reasoning_content %}"
+    "{{ '<think>' + message.reasoning_content + '</think>' }}"
+    "{% endif %}"
+    "{{ message.content | trim }}"
+    "{% for call in message.tool_calls or [] %}"
+    "{{ '<call>' + call.function.name + ' ' + (call.function.arguments | tojson) + '</call>' }}"
+    "{% endfor %}"
+    "{{ '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Writes all that there is, arguments without a guard, contents without the space around them."""
+CAREFUL = TOOLED.replace("message.reasoning_content %", "message.reasoning_content and loop.last %")
+"""Leaves out what was thought in earlier turns, as Qwen3's does."""
+CONCATENATED = TOOLED.replace("(call.function.arguments | tojson)", "call.function.arguments")
+"""Wants arguments as text, as DeepSeek's does."""
+PRINTED = TOOLED.replace(
+    "' ' + (call.function.arguments | tojson) + '</call>' }}",
+    "' ' }}{{ call.function.arguments }}{{ '</call>' }}",
+)
+"""Prints arguments, an object as Python does."""
+NULL_CALLS = TOOLED.replace(
+    "{% for call in message.tool_calls or [] %}",
+    "{% for call in (message.tool_calls or []) if message.content is none %}",
+).replace("{{ message.content | trim }}", "{{ message.content or '' }}")
+"""Writes calls only where the content is null, as DeepSeek's older one does."""
+FOUR_ROLES = (
+    "{% for message in messages %}"
+    "{% if message.role in ['system', 'user', 'assistant'] %}"
+    "{{ message.role + ': ' + (message.content or '') + '\n' }}"
+    "{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+"""Passes over tools, what they return and calls of them without a word."""
+LATE_SYSTEM = (
+    "{% for message in messages %}"
+    "{% if message.role == 'system' %}{% set system = message.content %}"
+    "{% elif message.role == 'user' and loop.last %}{{ messages[0].content + '\n' }}{% endif %}"
+    "{% if message.role != 'system' %}{{ message.role + ': ' + message.content + '\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+"""Writes the system's message before the last one, where that is the user's, as Mistral's does."""
+CALL_ALONE = TOOLED.replace(
+    "{{ message.content | trim }}",
+    "{% if not message.tool_calls %}{{ message.content | trim }}{% endif %}",
+)
+"""Writes nothing that is said beside a call, as Llama 3.1's does."""
+
+ASKED = {"role": "user", "content": "Weather in Oslo?"}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+CALLED = {"role": "assistant", "tool_calls": [CALL]}
+RETURNED = {"role": "tool", "content": "3"}
+ANSWERED = {"role": "assistant", "content": "It is 3."}
+WRONG = {"role": "assistant", "content": "No."}
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Path]:
+    """Directories with a tokenizer, by the template that they were asked for."""
+
+    class Made(dict[str | None, Path]):
+        def __missing__(self, template: str | None) -> Path:
+            self[template] = write_tokenizer(tmp_path_factory.mktemp("tokenizer"), template)
+            return self[template]
+
+    return Made()
+
+
+def said(corpus: OpenCorpus, directory: Path) -> list[tuple[str, str]]:
+    """The text of each document, and what of it is trained."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    return [
+        (tokenizer.decode(ids), tokenizer.decode(trained))
+        for ids, trained in zip(ids_of(corpus), trained_of(corpus), strict=True)
+    ]
+
+
+class Telling:
+    """Tells what becomes of records with a template."""
+
+    def __init__(self, folder: Path, tokenizers: dict[str | None, Path]) -> None:
+        self._folder = folder
+        self._tokenizers = tokenizers
+
+    def __call__(
+        self, data: Path | dict[str, Any], template: str | None = TOOLED, **choices: Any
+    ) -> list[tuple[str, str]]:
+        if not isinstance(data, Path):
+            data = write_lines(self._folder / "d.jsonl", [data])
+        directory = self._tokenizers[template]
+        corpus = made(self._folder, data, tokenizer=directory, length_tokens=2048, **choices)
+        return said(corpus, directory)
+
+    def refusal(self, data: Path | dict[str, Any], template: str | None, **how: Any) -> UsageError:
+        with pytest.raises(UsageError) as refused:
+            self(data, template, **how)
+        assert refused.value.hint
+        return refused.value
+
+
+def typed(error: UsageError, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Type the command of a hint, where the ``python3`` is the one that is installed here."""
+    (command,) = error.hint.split("`")[1::2]
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    assert os.system(command) == 0  # noqa: S605 -- a hint, as somebody types it
+
+
+@pytest.fixture
+def tell(tmp_path: Path, tokenizers: dict[str | None, Path]) -> Telling:
+    return Telling(tmp_path, tokenizers)
+
+
+def test_calls_of_sharegpt_are_trained_and_what_tools_return_is_read(tell: Telling) -> None:
+    ((text, trained),) = tell(DATA / "sharegpt_tools.jsonl")
+    assert trained == (
+        f'<call>get_weather {{"city": "Oslo"}}</call>{END_TURN}\nIt is 3 degrees.{END_TURN}\n'
+    )
+    assert text.startswith('tool {"type": "function", "function": {"name": "get_weather"')
+    for turn in ("system\nYou are a weather bot.", 'tool\n{"temp": 3}'):
+        assert f"<|im_start|>{turn}<|im_end|>\n" in text
+
+
+def test_what_was_thought_is_trained(tell: Telling) -> None:
+    ((_, trained),) = tell(DATA / "thinking.jsonl")
+    assert trained == f"<think>hmm think</think>3{END_TURN}\n"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"role": "assistant", "function_call": CALL["function"]},
+        {"role": "assistant", "function_call": {"name": "weather", "arguments": '{"city":"Oslo"}'}},
+        {"role": "assistant", "content": None, "tool_calls": json.dumps([CALL])},
+        {"role": "tool_call", "content": '{"name": "weather", "arguments": {"city": "Oslo"}}'},
+        {"from": "function_call", "value": '[{"name": "weather", "arguments": {"city": "Oslo"}}]'},
+        {"role": "assistant", "content": "", "tool_calls": [CALL["function"]]},
+    ],
+)
+@pytest.mark.parametrize("template", [TOOLED, CONCATENATED, PRINTED, NULL_CALLS])
+def test_a_call_in_anybodys_words_is_one_call(
+    answer: dict[str, Any], template: str, tell: Telling
+) -> None:
+    messages = [ASKED, answer, {"role": "function", "content": "3", "name": "weather"}, ANSWERED]
+    ((text, trained),) = tell({"messages": messages}, template)
+    assert trained == (f'<call>weather {{"city": "Oslo"}}</call>{END_TURN}\nIt is 3.{END_TURN}\n')
+    assert "<|im_start|>tool\n3<|im_end|>\n" in text
+
+
+UNWRITTEN: list[tuple[str, list[dict[str, Any]], int, str]] = [
+    (CHATML, [ASKED, {**ANSWERED, "reasoning_content": "Cold."}], 2, "reasoning_content"),
+    (CHATML, [ASKED, {**ANSWERED, "reasoning": "It"}], 2, "reasoning"),
+    (CHATML, [ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}], 2, "tool_calls"),
+    (FOUR_ROLES, [ASKED, RETURNED, {**ANSWERED, "content": "3 and 3."}], 2, "content"),
+    (FOUR_ROLES, [ASKED, {**ANSWERED, "tool_calls": [CALL]}], 2, "tool_calls"),
+    (LATE_SYSTEM, [{"role": "system", "content": "user"}, ASKED, ANSWERED], 1, "content"),
+    (CALL_ALONE, [ASKED, {**CALLED, "content": "Oslo"}, RETURNED, ANSWERED], 2, "content"),
+    (CAREFUL, [ASKED, {**ANSWERED, "reasoning_content": "3"}, ASKED, ANSWERED], 2, "reasoning_c"),
+    (TOOLED, [ASKED, {**ANSWERED, "annotations": [{"quote": "It is"}]}], 2, "annotations"),
+]
+
+
+@pytest.mark.parametrize(("template", "messages", "number", "field"), UNWRITTEN)
+def test_what_a_template_does_not_write_is_refused_by_message_and_field(
+    template: str, messages: list[dict[str, Any]], number: int, field: str, tell: Telling
+) -> None:
+    error = tell.refusal({"messages": messages}, template)
+    assert error.problem.startswith("d.jsonl:1: ")
+    assert f"`{field}" in error.problem
+    assert f"message {number}" in error.problem
+
+
+def test_thoughts_of_earlier_turns_are_trained_in_records_of_their_own(
+    tell: Telling, tmp_path: Path
+) -> None:
+    thinking = {**ANSWERED, "reasoning_content": "Cold."}
+    error = tell.refusal({"messages": [ASKED, thinking, ASKED, thinking]}, CAREFUL)
+    assert "a record for each answer" in error.hint
+    split = [{"messages": [ASKED, thinking]}, {"messages": [ASKED, ANSWERED, ASKED, thinking]}]
+    told = tell(write_lines(tmp_path / "split.jsonl", split), CAREFUL)
+    assert told[0][1] == f"<think>Cold.</think>It is 3.{END_TURN}\n"
+    assert told[1][1] == f"It is 3.{END_TURN}\n{told[0][1]}"
+
+
+def test_tools_that_a_template_does_not_write_are_refused(tell: Telling) -> None:
+    tools = [{"name": "weather", "parameters": {}}]
+    for record in ({"messages": [ASKED, ANSWERED]}, {"prompt": [ASKED], "completion": [ANSWERED]}):
+        assert "`tools`" in tell.refusal({**record, "tools": tools}, CHATML).problem
+        assert '"name": "weather"' in tell({**record, "tools": json.dumps(tools)})[0][0]
+        assert tell({**record, "tools": ""}) == tell({**record, "tools": []}) == tell(record)
+
+
+def test_a_developer_is_the_system_where_a_template_knows_of_none(tell: Telling) -> None:
+    record = {"messages": [{"role": "developer", "content": "Be kind."}, ASKED, ANSWERED]}
+    assert "<|im_start|>system\nBe kind." in tell(record)[0][0]
+    knowing = "{# developer #}" + TOOLED
+    assert "<|im_start|>developer\nBe kind." in tell(record, knowing)[0][0]
+
+
+def test_an_unknown_role_is_refused_with_those_that_are_known(tell: Telling) -> None:
+    for role in ("narrator", "Bard", "function"):
+        turns = [{"from": "human", "value": "Hi"}, {"from": role, "value": "Yes"}]
+        error = tell.refusal({"conversations": turns}, TOOLED)
+        assert f"message 2 of `conversations`: `from` is not a role that is known: '{role}'" in (
+            error.problem
+        )
+
+
+TURN = "<|im_start|>{}\n{}<|im_end|>\n".format
+PROMPTS: list[tuple[dict[str, Any], list[tuple[str, str]]]] = [
+    ({"instruction": "Add", "input": "1", "output": "2"}, [("user", "Add\n1")]),
+    ({"instruction": "Hi", "input": "", "output": "2"}, [("user", "Hi")]),
+    ({"input": "Hi", "response": "2"}, [("user", "Hi")]),
+    ({"question": "Hi", "answer": "2"}, [("user", "Hi")]),
+    ({"query": "Hi", "response": "2", "system": "S"}, [("system", "S"), ("user", "Hi")]),
+    (
+        {"system_prompt": "S", "question": "Hi", "response": "2"},
+        [("system", "S"), ("user", "Hi")],
+    ),
+    ({"prompt": "Hi", "completion": [{"from": "gpt", "value": "2"}]}, [("user", "Hi")]),
+    ({"prompt": "Hi", "completion": "2", "system": "S"}, [("system", "S"), ("user", "Hi")]),
+    (
+        {"prompt": "Hi", "completion": "2", "history": [{"from": "human", "value": "Q"}]},
+        [("user", "Q"), ("user", "Hi")],
+    ),
+    (
+        {"prompt": [{"role": "user", "content": "Hi"}], "completion": "2", "system": "S"},
+        [("system", "S"), ("user", "Hi")],
+    ),
+    (
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "2"}]}
+        | {"system": "S"},
+        [("system", "S"), ("user", "Hi")],
+    ),
+]
+
+
+@pytest.mark.parametrize(("record", "prompt"), PROMPTS)
+def test_whatever_asks_is_the_prompt_of_a_conversation(
+    record: dict[str, Any], prompt: list[tuple[str, str]], tell: Telling
+) -> None:
+    begun = "".join(TURN(*turn) for turn in prompt)
+    assert tell(record) == [(begun + TURN("assistant", "2"), f"2{END_TURN}\n")]
+    name = next(iter(record))
+    if "messages" not in record:
+        error = tell.refusal(record, None)
+        assert f"`{name}`" in error.problem
+
+
+def test_a_system_and_a_history_beside_them_are_read(tell: Telling) -> None:
+    ((text, trained),) = tell(DATA / "sharegpt_system.jsonl")
+    assert text.startswith(TURN("system", "Answer only in French."))
+    assert trained == f"Bonjour{END_TURN}\n"
+    ((text, trained),) = tell(DATA / "prompt_hist.jsonl")
+    turns = [("system", "Be kind"), ("user", "earlier q"), ("assistant", "earlier a")]
+    turns += [("user", "Hi?"), ("assistant", "Hello")]
+    assert text == "".join(TURN(*turn) for turn in turns)
+    assert trained == f"earlier a{END_TURN}\nHello{END_TURN}\n"
+
+
+def test_two_systems_that_differ_are_refused(tell: Telling) -> None:
+    messages = [{"role": "system", "content": "A"}, ASKED, ANSWERED]
+    assert tell({"messages": messages, "system": "A"}) == tell({"messages": messages})
+    error = tell.refusal({"messages": messages, "system": "B"}, TOOLED)
+    assert "`system` is another text" in error.problem
+
+
+PAIRS: list[tuple[dict[str, Any], str]] = [
+    ({"instruction": "Hi", "input": "you"}, TURN("user", "Hi\nyou")),
+    ({"question": "Hi", "system": "S"}, TURN("system", "S") + TURN("user", "Hi")),
+    (
+        {"prompt": "Hi", "history": [["Q", "A"]]},
+        "".join(map(TURN, *zip(("user", "Q"), ("assistant", "A"), ("user", "Hi"), strict=True))),
+    ),
+    ({"conversations": [{"from": "human", "value": "Hi"}]}, TURN("user", "Hi")),
+    ({"messages": [ASKED], "system": "S"}, TURN("system", "S") + TURN("user", ASKED["content"])),
+]
+
+
+@pytest.mark.parametrize("objective", ["dpo", "rw"])
+@pytest.mark.parametrize(("asked", "begun"), PAIRS)
+def test_a_pair_has_its_prompt_whatever_asks(
+    asked: dict[str, Any], begun: str, objective: str, tell: Telling
+) -> None:
+    expected = [(begun + TURN("assistant", text), f"{text}{END_TURN}\n") for text in ("Yes", "No")]
+    for form in (
+        lambda text: text,
+        lambda text: {"from": "gpt", "value": text},
+        lambda text: [{"role": "assistant", "content": text}],
+    ):
+        pair = {"chosen": form("Yes"), "rejected": form("No")}
+        assert tell({**asked, **pair}, objective=objective) == expected
+
+
+def test_a_pair_of_alpaca_has_its_instruction(tell: Telling) -> None:
+    chosen, rejected = tell(DATA / "dpo_alpaca.jsonl", objective="dpo")
+    assert chosen[0].startswith(TURN("user", "Capital of France?"))
+    assert (chosen[1], rejected[1]) == (f"Paris.{END_TURN}\n", f"Rome.{END_TURN}\n")
+
+
+def test_a_rollout_has_its_system_and_history(tell: Telling) -> None:
+    asked = {"prompt": "Hi", "system": "S", "history": [["Q", "A"]]}
+    ((text, trained),) = tell({**asked, "response": "Yes", "reward": 1}, objective="ppo")
+    turns = [("system", "S"), ("user", "Q"), ("assistant", "A"), ("user", "Hi")]
+    begun = "".join(TURN(*turn) for turn in turns)
+    assert text == f"{begun}<|im_start|>assistant\nYes{END}"
+    assert trained == f"Yes{END}"
+
+
+UNREAD: list[tuple[str, dict[str, Any], str]] = [
+    ("sft", {"text": "a", "context": "b"}, "context"),
+    ("sft", {"prompt": "a", "completion": "b", "persona": {"name": "c"}}, "persona"),
+    ("sft", {"messages": [ASKED, ANSWERED], "documents": ["Oslo is cold."]}, "documents"),
+    ("sft", {"input_ids": [1, 2], "text": "a"}, "text"),
+    ("sft", {"input_ids": [1, 2], "loss_mask": [0, 1]}, "loss_mask"),
+    ("sft", {"instruction": "a", "context": "b", "response": "c"}, "context"),
+    ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c", "hint": "d"}, "hint"),
+    ("dpo", {"chosen": [ASKED, ANSWERED], "rejected": [ASKED, WRONG], "prompt": "a"}, "prompt"),
+    ("rw", {"chosen": "a b", "rejected": "a c", "system": "d"}, "system"),
+    ("ppo", {"prompt": "a", "response": "b", "reward": 1, "solution": "c"}, "solution"),
+    ("grpo", {"prompt": "a", "responses": ["b"], "rewards": [1], "answer": "c"}, "answer"),
+]
+
+
+@pytest.mark.parametrize(("objective", "record", "field"), UNREAD)
+def test_a_text_that_nobody_read_is_refused_and_the_hint_leaves_it_out(
+    objective: str,
+    record: dict[str, Any],
+    field: str,
+    tell: Telling,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    beside = {"id": "a-1", "source": "b", "Language": "en", "doc_id": "c", "turns": 2, "ok": True}
+    given = {name: value for name, value in record.items() if name != field}
+    for place in (tmp_path / "lines" / "d.jsonl", tmp_path / "list" / "d e.json"):
+        place.parent.mkdir()
+        whole = {**record, **beside}
+        place.write_text(json.dumps([whole, whole] if place.suffix == ".json" else whole))
+        error = tell.refusal(place, TOOLED, objective=objective)
+        assert f"`{field}`" in error.problem
+        typed(error, place.parent, monkeypatch)
+        mended = tell(place.parent / "without.jsonl", TOOLED, objective=objective)
+        assert mended[: len(mended) // (2 if place.suffix == ".json" else 1)] == tell(
+            given, TOOLED, objective=objective
+        )
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved", "arrow"])
+def test_the_hint_leaves_a_column_out_of_a_table(
+    kind: str, tell: Telling, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"text": "a", "note": "b"}, {"text": "c", "note": None}]
+    place = tmp_path / f"d.{kind}"
+    if kind == "parquet":
+        parquet.write_table(pa.Table.from_pylist(rows), place)
+    else:
+        datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+        place = tmp_path / "saved"
+        if kind == "arrow":
+            (place,) = place.glob("*.arrow")
+    error = tell.refusal(place, None)
+    assert "`note`" in error.problem
+    typed(error, tmp_path, monkeypatch)
+    without = tmp_path / ("without.parquet" if kind == "parquet" else "without")
+    assert [text for text, _ in tell(without, None)] == [f"a{END}", f"c{END}"]
+
+
+def test_a_function_that_gives_rewards_reads_the_whole_record(
+    tell: Telling, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "exact_judge.py").write_text(
+        "def same(*, response, record, **_):\n    return float(response == record['solution'])\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    record = {"prompt": "1+1?", "response": "2", "solution": "2"}
+    assert len(tell(record, objective="ppo", reward="exact_judge:same")) == 1
+
+
+def test_what_says_again_what_was_read_is_no_other_text(tell: Telling) -> None:
+    whole = [ASKED, ANSWERED]
+    asked = {"prompt": ASKED["content"], "prompt_id": "a"}
+    assert tell({"messages": whole, **asked}) == tell({"messages": whole})
+    pair = {"chosen": whole, "rejected": [ASKED, WRONG]}
+    assert tell({**pair, **asked, "messages": whole}, objective="dpo") == tell(
+        pair, objective="dpo"
+    )
+
+
+MASKS: list[dict[str, Any]] = [
+    {"weight": 0},
+    {"weight": 0.0},
+    {"train": False},
+    {"training": False},
+    {"loss": False},
+    {"masked": True},
+    {"weight": 0, "train": True},
+]
+
+
+@pytest.mark.parametrize("template", [TOOLED, MARKED])
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_turn_that_is_masked_is_not_trained(
+    mask: dict[str, Any], template: str, tell: Telling
+) -> None:
+    messages = [ASKED, {**ANSWERED, **mask}, ASKED, ANSWERED]
+    ((text, trained),) = tell({"messages": messages}, template)
+    assert text.count("It is 3.") == 2
+    assert trained == f"It is 3.{END_TURN}" + ("\n" if template == TOOLED else "")
+    ((_, everything),) = tell({"messages": messages}, template, trained="all")
+    assert everything == text.replace(f"It is 3.{END_TURN}\n", "", 1)
+
+
+def test_the_wrong_answer_of_openais_example_is_not_trained(tell: Telling) -> None:
+    ((_, trained),) = tell(DATA / "weight0.jsonl")
+    assert trained == f"Four.{END_TURN}\n"
+
+
+def test_a_masked_user_is_not_trained_with_everything_else(tell: Telling) -> None:
+    messages = [{**ASKED, "weight": 0}, ANSWERED]
+    ((_, trained),) = tell({"messages": messages}, trained="all")
+    assert trained == TURN("assistant", "It is 3.")
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        ({**ANSWERED, "weight": 0.5}, "weight"),
+        ({**ANSWERED, "weight": "0"}, "weight"),
+        ({**ANSWERED, "train": "no"}, "train"),
+        ({**ANSWERED, "loss": 2}, "loss"),
+        ({**ANSWERED, "train_detail": [{"begin_offset": 0}]}, "train_detail"),
+        ({**ASKED, "train": True}, "train"),
+    ],
+)
+def test_a_mask_that_is_no_yes_or_no_is_refused(
+    message: dict[str, Any], field: str, tell: Telling
+) -> None:
+    error = tell.refusal({"messages": [ASKED, ANSWERED, message]}, TOOLED)
+    assert f"`{field}`" in error.problem
+    assert "message 3" in error.problem
+
+
+def test_a_response_of_a_pair_cannot_be_masked_in_part(tell: Telling) -> None:
+    pair = {"chosen": [ASKED, {**ANSWERED, "weight": 0}], "rejected": [ASKED, ANSWERED]}
+    assert "`weight`" in tell.refusal(pair, TOOLED, objective="dpo").hint
+
+
+def test_a_table_gives_the_tokens_of_the_lines_that_it_was_made_of(
+    tell: Telling, tmp_path: Path
+) -> None:
+    lines, table = (tell(DATA / name) for name in ("tools_lines.jsonl", "tools.parquet"))
+    assert table == lines
+    assert not any("null" in text for text, _ in table)
+    rows = [json.loads(line) for line in (DATA / "tools_lines.jsonl").read_text().splitlines()]
+    parquet.write_table(pa.Table.from_pylist(rows[::-1]), tmp_path / "turned.parquet")
+    assert tell(tmp_path / "turned.parquet") == lines[::-1]
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    assert tell(tmp_path / "saved") == lines
+
+
+def test_a_null_in_a_text_of_json_is_the_makers_own(tell: Telling) -> None:
+    for arguments, written in (({"unit": None}, "{}"), ('{"unit": null}', '{"unit": null}')):
+        call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+        record = {"messages": [ASKED, {**CALLED, "tool_calls": [call]}, RETURNED, ANSWERED]}
+        assert f"<call>weather {written}</call>" in tell(record)[0][1]
+
+
+def test_arguments_that_are_text_are_not_encoded_twice(tell: Telling) -> None:
+    ((text, trained),) = tell(DATA / "openai_args.jsonl")
+    assert '<call>get_weather {"city": "Oslo"}</call>' in trained
+    assert "\\" not in text
+
+
+@pytest.mark.parametrize("arguments", ['["Oslo"]', "Oslo", '"Oslo"', 3])
+def test_arguments_that_are_no_object_are_refused(arguments: Any, tell: Telling) -> None:
+    call = {"function": {"name": "weather", "arguments": arguments}}
+    error = tell.refusal({"messages": [ASKED, {**CALLED, "tool_calls": [call]}]}, TOOLED)
+    assert "message 2 of `messages`: `arguments`" in error.problem
+
+
+def test_contents_in_parts_are_their_texts(tell: Telling) -> None:
+    assert tell(DATA / "parts.jsonl") == [
+        (TURN("user", "What is 1+1?") + TURN("assistant", "Two."), f"Two.{END_TURN}\n")
+    ]
+    parts = [{"type": "text", "text": text} for text in ("It ", "is 3.")]
+    in_parts = {"messages": [ASKED, {**ANSWERED, "content": parts}]}
+    assert tell(in_parts) == tell({"messages": [ASKED, ANSWERED]})
+
+
+@pytest.mark.parametrize("part", [{"type": "image", "url": "a"}, {"text": "a"}, "a", 3])
+def test_a_part_that_is_no_text_is_refused(part: Any, tell: Telling) -> None:
+    error = tell.refusal({"messages": [{**ASKED, "content": [part]}, ANSWERED]}, TOOLED)
+    assert "message 1 of `messages`: `content`" in error.problem
+
+
+def test_roles_of_sharegpt_by_any_name_are_trained(tell: Telling) -> None:
+    first, second = tell(DATA / "sharegpt_roles.jsonl")
+    assert first[1] == f"Hi there{END_TURN}\nGoodbye{END_TURN}\n"
+    assert second[1] == f"Two{END_TURN}\n"
+    for human, assistant in (("Human", "GPT"), ("user", "model"), ("human", "bot")):
+        turns = [{"from": human, "value": "Hi"}, {"from": assistant, "value": "Yes"}]
+        assert tell({"conversations": turns}) == [
+            (TURN("user", "Hi") + TURN("assistant", "Yes"), f"Yes{END_TURN}\n")
+        ]
+
+
+def test_a_file_that_is_one_list_is_read(tell: Telling, tmp_path: Path) -> None:
+    told = tell(DATA / "alpaca.json")
+    assert [trained for _, trained in told] == [f"2{END_TURN}\n", f"Hi{END_TURN}\n"]
+    rows = [{"text": "été"}, {"text": "b", "meta": {"a": None}}]
+    for name, text in {
+        "one.json": json.dumps(rows),
+        "many.jsonl": "\ufeff \n" + json.dumps(rows, indent=2, ensure_ascii=False) + "\n\n",
+    }.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        packed = tmp_path / f"{name}.gz"
+        packed.write_bytes(gzip.compress(text.encode(), mtime=0))
+        for path in (tmp_path / name, packed):
+            assert [text for text, _ in tell(path, None)] == [f"été{END}", f"b{END}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('[{"text": "a"}, {"text": 7}]', "d.json:2: `text` is not a text"),
+        ('[{"text": "a"}, "b"]', "d.json is no list of records"),
+        ('[{"text": "a"}', "d.json is no list of records"),
+        ("[]", "d.json has no record"),
+    ],
+)
+def test_a_list_is_refused_by_the_record_that_cannot_be_read(
+    text: str, problem: str, tell: Telling, tmp_path: Path
+) -> None:
+    (tmp_path / "d.json").write_text(text)
+    assert tell.refusal(tmp_path / "d.json", None).problem.startswith(problem)
+
+
+def test_a_list_that_is_too_long_for_memory_is_made_lines_by_the_hint(
+    tell: Telling, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "d.json").write_text(json.dumps([{"text": "a" * 999}] * 2999))
+    monkeypatch.setattr(readers, "_LIST_BYTES", 1 << 20)
+    error = tell.refusal(tmp_path / "d.json", None)
+    assert "d.json is one list of more than 1 MiB" in error.problem
+    typed(error, tmp_path, monkeypatch)
+    assert len(tell(tmp_path / "lines.jsonl", None)) == 2999
