@@ -121,9 +121,34 @@ REFUSED = [
     (("--memory", "64MiB"), 3, "64.0 MiB leave nothing for tensors: PyTorch itself takes"),
     (("--max-length", "1.5"), 2, "length '1.5' is not a whole number of tokens"),
     (("--timeout", "soon"), 2, "'soon' is not a time"),
+    (
+        ("--implementations", "BlockSparseRingDilatedAtention"),
+        2,
+        "there is no implementation 'BlockSparseRingDilatedAtention'",
+    ),
+    (("--pattern-type", "strid"), 2, "pattern_type 'strid' is not one of"),
+    (("--pattern-type", "block_top_k"), 2, "block_top_k keeps keys by what is in them"),
 ]
 """Flags of which one cannot be; the exit status; and how the problem begins."""
 BASE = ("bench", "attention", "--device", "cpu", "--only", "forward")
+NOBODY_TAKES_IT = [
+    (("--implementations", "dense", "--block-size", "64"), "--block-size: none of dense"),
+    (("--implementations", "ring", "--sparsity-ratio", "0.1"), "--sparsity-ratio: none of ring"),
+    (
+        ("--implementations", "BlockSparseAttention", "--segment-lengths", "64"),
+        "--segment-lengths: none of block_sparse_5, block_sparse_2",
+    ),
+    (("--implementations", "dense", "--dilation-rates", "1", "2"), "--dilation-rates: none of"),
+]
+CANNOT_BE = [
+    (("--sparsity-ratio", "2"), "sparsity_ratio 2.0"),
+    (("--pattern-type", "local_window", "--sparsity-ratio", "0.1"), "sparsity ratio 0.1: the"),
+    (("--block-size", "5000"), "block_size is 5000"),
+    (("--segment-lengths", "64", "0"), "length '0' is not"),
+    (("--segment-lengths", "64", "--dilation-rates", "1", "2"), "1 segment lengths and 2 dilation"),
+    (("--dilation-rates", "1", "-1"), "dilation rates [1, -1]"),
+]
+"""Patterns and segments that training refuses too."""
 
 
 def mended(highwater: Run, words: tuple[str, ...], code: int, said: str) -> dict[str, str]:
@@ -140,6 +165,50 @@ def test_what_cannot_be_is_refused_with_what_can(
     highwater: Run, words: tuple[str, ...], code: int, said: str
 ) -> None:
     assert mended(highwater, words, code, said) != dict(zip(words[::2], words[1::2], strict=True))
+
+
+@pytest.mark.parametrize(("words", "said"), [*NOBODY_TAKES_IT, *CANNOT_BE])
+def test_a_pattern_is_refused_as_training_refuses_it_and_where_nobody_takes_it(
+    highwater: Run, words: tuple[str, ...], said: str
+) -> None:
+    problem, _ = refusal(highwater(*BASE, *words), 2)
+    assert problem.startswith(said)
+
+
+def test_a_published_class_is_understood_and_has_the_pattern_that_is_typed(
+    highwater: Run,
+) -> None:
+    """The command of the issue, and the flags of ``BlockSparseAttention`` and of training."""
+    classes = ("BlockSparseRingDilatedAttention", "DilatedAttention", "BlockSparseAttention")
+    pattern = ("--pattern-type", "random", "--sparsity-ratio", "0.3", "--block-size", "32")
+    branches = ("--segment-lengths", "100", "256", "--dilation-rates", "1", "3")
+    done = highwater(
+        *(*BENCH[: -len(("--implementations", "dense", "block_sparse_5"))], "--json"),
+        *("--lengths", "256", "--implementations", *classes, *pattern, *branches),
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    names = ["block_sparse", "dilated", "block_sparse_ring_dilated"]
+    assert list(dict.fromkeys(row["implementation"] for row in document["rows"])) == names
+    assert [check["reason"] for check in document["checks"]] == ["", "", ""]
+    typed = {"pattern_type": "random", "sparsity_ratio": 0.3, "block_size": 32}
+    for name in ("block_sparse", "block_sparse_ring_dilated"):
+        assert document["order"]["patterns"][name].items() >= typed.items()
+    assert document["order"]["segment_lengths"] == [100, 256]
+    assert document["order"]["dilation_rates"] == [1, 3]
+    shares = {row["implementation"]: row["kept_share"] for row in document["rows"]}
+    assert 0.3 < shares["block_sparse"] < 0.45
+    assert shares["block_sparse_ring_dilated"] < shares["dilated"]
+
+
+@pytest.mark.parametrize("gpus", ["1", "2"])
+def test_the_headline_attention_runs_alone_and_round_a_ring(highwater: Run, gpus: str) -> None:
+    words = ("--lengths", "301", "--implementations", "BlockSparseRingDilatedAttention")
+    done = highwater(*BASE, *words, "--gpus", gpus, "--json")
+    assert done.returncode == 0, done.stderr
+    modes = [(row["mode"], row["result"]) for row in json.loads(done.stdout)["rows"]]
+    more = [("data parallel", "fits"), ("ring", "fits")] if gpus == "2" else []
+    assert modes == [("single", "fits"), *more]
 
 
 @pytest.mark.corpus

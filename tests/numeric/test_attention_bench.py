@@ -4,6 +4,7 @@ wrong one has no number, memory that runs out is told, and no fault of one takes
 Each benchmark runs in a process of its own, as it does for a user: it forks.
 """
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 sys.path.insert(0, str(Path(__file__).parent))
 
+import msgspec
 from forked_python import forked
+from test_attention_modules import BLOCK, meetings
 
 from highwater.attention.reference import reference_attention
 from highwater.bench.attention.contenders import CONTENDERS, Conditions, fused_kernel
@@ -27,6 +30,7 @@ from highwater.spec.attention_bench import (
     implementations_named,
 )
 from highwater.spec.codec import from_json, to_json
+from highwater.spec.sparse_pattern import SparsePatternConfig
 from highwater.units import GIB, MIB
 
 pytestmark = pytest.mark.timeout(300)
@@ -66,9 +70,41 @@ def spoilt(conditions, length):
 
 contenders["dense"] = replace(own, build=spoilt)
 """
+IN_A_RING = """
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from highwater.bench.attention.case_processes import CaseProcesses
+from highwater.bench.attention.contenders import CONTENDERS
+from highwater.bench.attention.correctness import differences
+from highwater.spec.attention_bench import BenchOrder
+from highwater.spec.codec import from_json
+
+order = from_json(Path(sys.argv[1]).read_bytes(), BenchOrder)
+
+
+def work(length, conditions, rank):
+    in_float64 = replace(conditions, dtype=torch.float64)
+    return differences(CONTENDERS[order.implementations[0]], in_float64, rank, length=length)
+
+
+with CaseProcesses(order, "ring", work, folder=Path(sys.argv[1]).parent) as processes:
+    for length in map(int, sys.argv[2:]):
+        ends = processes(length, limit_s=120, bounded=False)
+        print(json.dumps([(end.ending, end.result) for end in ends]))
+"""
+"""What ranks of a ring differ by from the formula, in float64, at some lengths."""
+TIGHT = 1e-10
+"""Norm-relative in float64."""
 CPU = Conditions(
     device=torch.device("cpu"), dtype=torch.float32, heads=4, kv_heads=2, head_dim=8, kernel="flash"
 )
+
+PATTERN = SparsePatternConfig(pattern_type="random", sparsity_ratio=0.4, block_size=16)
 
 
 def run(tmp_path: Path, *, how: str = "", **order: object) -> list[BenchLine]:
@@ -93,7 +129,8 @@ def rows(lines: list[BenchLine]) -> list[tuple[object, ...]]:
 
 def test_whoever_is_named_can_take_part_and_the_other_way_round() -> None:
     assert list(CONTENDERS) == list(IMPLEMENTATIONS)
-    assert implementations_named(()) == tuple(IMPLEMENTATIONS)
+    own = {name for name in IMPLEMENTATIONS if name != "block_sparse"}
+    assert set(implementations_named(())) == own, "that one has the pattern of flags"
     assert implementations_named(("block_sparse", "dense")) == (
         *("dense", "block_sparse_5", "block_sparse_2", "block_sparse_1", "block_sparse_adaptive"),
     )
@@ -123,19 +160,115 @@ def test_each_equals_the_formula_with_grouped_heads(name: str) -> None:
     if contender.obstacle(CPU) is not None:
         assert name == "dense_flex", "all others run on the CPU"
         return
-    found = differences(contender, CPU, "single", 0)
+    found = differences(contender, CPU)
     assert max(found.values()) <= OFF_AT_THE_MOST[torch.float32]
 
 
+BRANCHES = (((), (1, 2)), ((7, 100), (1, 3)), ((16, 32, 300), (1, 2, 4)))
+
+
+@pytest.mark.parametrize("branches", BRANCHES)
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1)])
+def test_what_a_token_meets_is_told_by_the_definition_of_segments_and_blocks(
+    branches: tuple[tuple[int, ...], tuple[int, ...]], heads: tuple[int, int]
+) -> None:
+    """The formula judges by counts; here they are counted by another, of its own test."""
+    name, blocks = "block_sparse_ring_dilated", SparsePatternConfig("dilated_sparse", 0.4, BLOCK)
+    conditions = replace(
+        CPU,
+        heads=heads[0],
+        kv_heads=heads[1],
+        patterns={name: blocks},
+        segment_lengths=branches[0],
+        dilation_rates=branches[1],
+    )
+    for length in (1, 37, 129):
+        of_length = (branches[0] or (max(1, length // 2), length), branches[1])
+        for contender, kept in ((name, 0.4), ("dilated", 1.0)):
+            counts = CONTENDERS[contender].counts(conditions, length)
+            assert counts.equal(meetings(length, heads[0], of_length, kept).float())
+
+
+@pytest.mark.parametrize("branches", BRANCHES)
 @pytest.mark.parametrize(
-    "name", ["dense", "window", "block_sparse_5", "block_sparse_adaptive", "dilated"]
+    "pattern",
+    [
+        None,
+        SparsePatternConfig("strided", 0.3, 16),
+        SparsePatternConfig("random", 0.5, 20),
+        SparsePatternConfig("local_window", block_size=16, local_window_size=40),
+        SparsePatternConfig("global_local", block_size=16, local_window_size=40, global_tokens=5),
+    ],
 )
-def test_the_code_that_a_report_shows_is_what_was_measured(name: str) -> None:
-    shown = IMPLEMENTATIONS[name]
+def test_sparse_blocks_in_dilated_segments_equal_the_formula_in_float64(
+    pattern: SparsePatternConfig | None, branches: tuple[tuple[int, ...], tuple[int, ...]]
+) -> None:
+    name = "block_sparse_ring_dilated"
+    conditions = replace(
+        CPU,
+        dtype=torch.float64,
+        patterns={} if pattern is None else {name: pattern},
+        segment_lengths=branches[0],
+        dilation_rates=branches[1],
+    )
+    for length in (7, 101, 515):
+        found = differences(CONTENDERS[name], conditions, length=length)
+        assert max(found.values()) < TIGHT
+
+
+@pytest.mark.parametrize("is_typed", [False, True])
+def test_a_ring_of_two_equals_the_formula_in_float64(tmp_path: Path, is_typed: bool) -> None:
+    path, name = tmp_path / "order.json", "block_sparse_ring_dilated"
+    order = BenchOrder(device="cpu", implementations=(name,), gpus=2, heads=4, head_dim=8)
+    if is_typed:
+        typed = {"patterns": {name: PATTERN}, "segment_lengths": (48, 200), "heads": 3}
+        order = msgspec.structs.replace(order, kv_heads=1, **typed)
+    path.write_text(to_json(order), encoding="utf-8")
+    done = forked(IN_A_RING, str(path), "101", "300", "515")
+    assert done.returncode == 0, done.stderr
+    for line in done.stdout.splitlines():
+        for ending, found in json.loads(line):
+            assert ending == "done", found
+            assert max(found.values()) < TIGHT
+    assert len(done.stdout.splitlines()) == 3
+
+
+def test_the_share_that_is_kept_is_what_the_formula_counts() -> None:
+    """Of what several heads meet, as often as they meet it."""
+    name, length = "block_sparse_ring_dilated", 301
+    conditions = replace(CPU, heads=3, kv_heads=3, patterns={name: PATTERN})
+    for each in (name, "dilated"):
+        inputs = [torch.randn(1, 3, length, 8) for _ in range(3)]
+        _, share = CONTENDERS[each].build(conditions, length)(*inputs)
+        pairs = 3 * length * (length + 1) / 2
+        assert share == pytest.approx(
+            float(CONTENDERS[each].counts(conditions, length).sum()) / pairs
+        )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("dense", "window", "block_sparse", "block_sparse_5", "block_sparse_adaptive"),
+        *("dilated", "block_sparse_ring_dilated"),
+    ],
+)
+@pytest.mark.parametrize("is_typed", [False, True])
+def test_the_code_that_a_report_shows_is_what_was_measured(name: str, is_typed: bool) -> None:
+    order = BenchOrder(device="cpu", implementations=(name,))
+    if is_typed:
+        order = msgspec.structs.replace(
+            order,
+            patterns={"block_sparse": PATTERN, "block_sparse_ring_dilated": PATTERN},
+            segment_lengths=(40, 100, 170),
+            dilation_rates=(1, 2, 3),
+        )
     names = {each: torch.randn(1, 4, 300, 16) for each in ("q", "k", "v")}
     given = tuple(names.values())
-    exec(f"{CODE_PREAMBLES.get(shown.family, '')}output = {shown.code}", names)  # noqa: S102 -- ours
-    measured = replace(CPU, kv_heads=4, head_dim=16)
+    preamble = CODE_PREAMBLES.get(IMPLEMENTATIONS[name].family, "")
+    exec(f"{preamble}output = {order.code(name)}", names)  # noqa: S102 -- ours
+    asked = Conditions.of(order, "single", CPU.device, "flash")
+    measured = replace(asked, heads=4, kv_heads=4, head_dim=16)
     expected, _ = CONTENDERS[name].build(measured, 300)(*given)  # no window cuts anything off here
     assert torch.allclose(names["output"], expected, rtol=1e-5, atol=1e-5)
 

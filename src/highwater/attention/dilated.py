@@ -23,7 +23,7 @@ from torch import Tensor
 from highwater.attention.block_attention import Block, merge_
 from highwater.errors import UsageError
 from highwater.spec.hardware import Kernel
-from highwater.spec.sparse_pattern import is_count
+from highwater.spec.sparse_pattern import refuse_branches
 
 Normalisation = Literal["softmax", "groups"]
 
@@ -90,20 +90,6 @@ def dilated_attention(
         for part in _parts(slice(offset, None, rate), length, segment, slice(offset, None, rate))
     ]
     return _Branches.apply(*tensors, parts, how)
-
-
-def refuse_branches(lengths: Sequence[int], rates: Sequence[int]) -> None:
-    """Raise UsageError for segments and rates that cannot be."""
-    if len(lengths) != len(rates) or not lengths:
-        raise UsageError(
-            f"{len(lengths)} segment lengths and {len(rates)} dilation rates",
-            hint="give a rate for each segment length",
-        )
-    if not all(map(is_count, (*lengths, *rates))):
-        raise UsageError(
-            f"segment lengths {list(lengths)} and dilation rates {list(rates)}",
-            hint="use whole numbers of 1 or more",
-        )
 
 
 def _parts(heads: slice, length: int, segment: int, tokens: slice) -> Iterator[Segments]:

@@ -24,10 +24,15 @@ from highwater.attention.block_gather import block_sparse_attention
 from highwater.attention.branch_attention import Sharing
 from highwater.attention.branch_kernel import attend_branches
 from highwater.attention.branches import Branch, dilated_branches, refuse_content
-from highwater.attention.dilated import Normalisation, dilated_attention, refuse_branches
+from highwater.attention.dilated import Normalisation, dilated_attention
 from highwater.errors import MachineError, UsageError
 from highwater.parallel.sequence_layout import SequenceLayout
-from highwater.spec.sparse_pattern import SparsePatternConfig, check_word, is_count
+from highwater.spec.sparse_pattern import (
+    SparsePatternConfig,
+    check_word,
+    is_count,
+    refuse_branches,
+)
 
 _FLASH_HEAD = 256
 """The largest head that flash attention takes."""

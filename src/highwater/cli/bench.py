@@ -4,10 +4,12 @@ import argparse
 import os
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
+
+import msgspec
 
 from highwater.cli import console
 from highwater.cli.interruption import exit_code_of
@@ -35,11 +37,17 @@ from highwater.spec.attention_bench import (
     BenchMachine,
     BenchOrder,
     BenchRow,
+    Implementation,
     NotRun,
     implementations_named,
 )
 from highwater.spec.codec import to_json
+from highwater.spec.declaration import flag_of
 from highwater.spec.hardware import OLDEST_CAPABILITY, Machine
+from highwater.spec.plan import refuse_without_kernel
+from highwater.spec.request import request_from
+from highwater.spec.settings import PATTERN_FIELDS
+from highwater.spec.sparse_pattern import WINDOWED, SparsePatternConfig, refuse_branches
 from highwater.spec.trial import Device
 from highwater.store.directory import write_new_file
 from highwater.units import (
@@ -165,7 +173,10 @@ def _told(row: BenchRow) -> str:
 
 def _order(arguments: argparse.Namespace, machine: Machine) -> BenchOrder:
     """What was typed, with the defaults of this machine. Raises UsageError and MachineError."""
-    names = implementations_named(arguments.implementations)
+    typed = {
+        name: value for name in PATTERN_FIELDS if (value := getattr(arguments, name)) is not None
+    }
+    names = implementations_named(arguments.implementations, has_pattern=bool(typed))
     device = _device(arguments, machine)
     _check_counts(arguments, device)
     heads: int = arguments.heads
@@ -190,6 +201,8 @@ def _order(arguments: argparse.Namespace, machine: Machine) -> BenchOrder:
         head_dim=arguments.head_dim,
         dtype=arguments.dtype or _dtype(device, machine),
         same_qkv=arguments.same_qkv,
+        patterns=_patterns(typed, names, device),
+        **_branches(arguments, names),
         lengths=lengths,
         most_tokens=most,
         timeout_s=parse_seconds(arguments.timeout) if arguments.timeout else _TIMEOUTS[device],
@@ -197,6 +210,58 @@ def _order(arguments: argparse.Namespace, machine: Machine) -> BenchOrder:
     )
     _check_together(order)
     return order
+
+
+def _patterns(
+    typed: dict[str, str], names: Sequence[str], device: Device
+) -> dict[str, SparsePatternConfig]:
+    """The patterns of the implementations that take one, with what was typed. Raises UsageError for
+    what training refuses too, and for a pattern of none of them.
+    """
+    if not typed:
+        return {}
+    request = request_from({"model": "tiny", "attention": "block_sparse", **typed})
+    settings = request.common_settings
+    if settings.pattern_type == "block_top_k":
+        raise UsageError(
+            "block_top_k keeps keys by what is in them, and a benchmark's are random numbers",
+            hint="use `--pattern-type dilated_sparse`",
+        )
+    if device == "cuda":
+        refuse_without_kernel(request)
+    own = {name: each.pattern for name, each in _taking("takes_pattern", typed, names).items()}
+    asked = {name: getattr(settings, name) for name in typed}
+    if settings.pattern_type in WINDOWED:
+        asked["sparsity_ratio"] = None
+    return {
+        name: msgspec.structs.replace(pattern, **asked)
+        for name, pattern in own.items()
+        if pattern is not None
+    }
+
+
+def _branches(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """Segments and rates, where they were typed. Raises UsageError for some that cannot be."""
+    typed = [name for name in ("segment_lengths", "dilation_rates") if getattr(arguments, name)]
+    if not typed:
+        return {}
+    _taking("takes_segments", typed, names)
+    lengths = tuple(map(parse_tokens, arguments.segment_lengths or ()))
+    rates = tuple(arguments.dilation_rates or (1 << number for number in range(len(lengths))))
+    refuse_branches(lengths or (1, 2), rates)
+    return {"segment_lengths": lengths, "dilation_rates": rates}
+
+
+def _taking(flags: str, typed: Collection[str], names: Sequence[str]) -> dict[str, Implementation]:
+    """Those of the named that take the flags. Raises UsageError for none."""
+    every = {name: each for name, each in IMPLEMENTATIONS.items() if getattr(each, flags)}
+    found = {name: each for name, each in every.items() if name in names}
+    if not found:
+        raise UsageError(
+            f"{', '.join(map(flag_of, typed))}: none of {', '.join(names)} takes that",
+            hint=f"use `--implementations {next(iter(every))}`",
+        )
+    return found
 
 
 def _check_together(order: BenchOrder) -> None:

@@ -3,7 +3,9 @@
 import argparse
 from typing import get_args
 
+from highwater.cli.flags import add_trained
 from highwater.spec.attention_bench import DIRECTIONS, IMPLEMENTATIONS, BenchDtype
+from highwater.spec.settings import PATTERN_FIELDS
 from highwater.spec.trial import Device
 
 
@@ -63,7 +65,24 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         nargs="+",
         default=[],
-        help=f"who takes part, by name or family: {', '.join(IMPLEMENTATIONS)}; default: all",
+        help="who takes part, by name, family or published class: "
+        f"{', '.join(IMPLEMENTATIONS)}; default: all",
+    )
+    add_trained(parser, PATTERN_FIELDS, what_for="")
+    parser.add_argument(
+        "--segment-lengths",
+        metavar="TOKENS",
+        nargs="+",
+        help="dilated and block_sparse_ring_dilated: tokens of a segment of each branch; default: "
+        "half the length and all of it",
+    )
+    parser.add_argument(
+        "--dilation-rates",
+        metavar="N",
+        nargs="+",
+        type=int,
+        help="a rate for each of them, 2 for every second token; default: 1 2, and 4, 8, ... for "
+        "more segments",
     )
     parser.add_argument("--only", choices=DIRECTIONS, help="one direction; default: both")
     parser.add_argument(

@@ -36,10 +36,14 @@ def add_settings(
         section.add_argument(row.flag, **options)
 
 
-def add_trained(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+def add_trained(
+    parser: argparse.ArgumentParser,
+    names: Sequence[str],
+    what_for: str = "what is predicted is trained so: ",
+) -> None:
     """Give the parser flags of settings that say what is trained, None where they are not typed."""
     for row in (DECLARED[name] for name in names):
-        what = f"what is predicted is trained so: {row.help}".replace("%", "%%")
+        what = f"{what_for}{row.help}".replace("%", "%%")
         parser.add_argument(row.flag, dest=row.name, metavar=_metavar(row), help=what)
 
 

@@ -314,8 +314,7 @@ def _efficiencies(
     for entry in entries(bench):
         if entry.mode == "single":
             continue
-        alone = IMPLEMENTATIONS[entry.implementation].alone or entry.implementation
-        one = Entry(alone, "single", entry.direction)
+        one = Entry(bench.order.alone(entry.implementation), "single", entry.direction)
         times_s = {_length(row): row.time_s for row in rows_of(bench, one) if row.time_s}
         both = [row for row in rows_of(bench, entry) if row.time_s and _length(row) in times_s]
         if not both:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from highwater.errors import UsageError
 from highwater.spec.codec import Record
+from highwater.spec.sparse_pattern import SparsePatternConfig
 from highwater.spec.trial import Device
 
 Direction = Literal["forward", "forward+backward"]
@@ -40,22 +41,34 @@ class Implementation(Record, frozen=True, kw_only=True):
     changes_model: bool = False
     """Whether a model that attends so is another one than with dense attention."""
     mode: Mode = "single"
+    has_ring: bool = False
+    """Whether GPUs share a sequence of it by a ring too, besides what one does alone."""
     alone: str = ""
     """Of one whose sequences GPUs share: the name of what one GPU alone attends by."""
+    pattern: SparsePatternConfig | None = None
+    """What it keeps, where a pattern says that."""
+    takes_pattern: bool = False
+    """Whether ``--pattern-type`` and the flags with it name another one."""
+    takes_segments: bool = False
+    """Whether ``--segment-lengths`` and ``--dilation-rates`` are about it."""
     code: str = ""
-    """How one calls it, in Python."""
+    """How one calls it, in Python; ``{pattern}`` and ``{branches}`` stand for those of an order."""
 
 
-_SPARSE = "BlockSparseAttention(SparsePatternConfig({}))(*by_token).transpose(1, 2)"
+_SPARSE = "BlockSparseAttention({pattern})(*by_token).transpose(1, 2)"
+_ADAPTIVE = SparsePatternConfig(sparsity_ratio="adaptive")
 
 
-def _block_sparse(ratio: float | Literal["adaptive"], what: str) -> Implementation:
-    share = f"sparsity_ratio={ratio!r}".replace("'", '"')
+def _block_sparse(
+    what: str, pattern: SparsePatternConfig, *, takes_pattern: bool = False
+) -> Implementation:
     return Implementation(
         family="block_sparse",
         what=f"block-sparse, {what}",
         changes_model=True,
-        code=_SPARSE.format(share),
+        pattern=pattern,
+        takes_pattern=takes_pattern,
+        code=_SPARSE,
     )
 
 
@@ -77,17 +90,40 @@ IMPLEMENTATIONS: Mapping[str, Implementation] = {
         family="window",
         what="a window of 4,096 tokens, on the CPU of 512",
         changes_model=True,
-        code=_SPARSE.format('pattern_type="local_window", local_window_size=4096'),
+        pattern=SparsePatternConfig(pattern_type="local_window", local_window_size=4096),
+        code=_SPARSE,
     ),
-    "block_sparse_5": _block_sparse(0.05, "5 % of the key blocks"),
-    "block_sparse_2": _block_sparse(0.02, "2 % of the key blocks"),
-    "block_sparse_1": _block_sparse(0.01, "1 % of the key blocks"),
-    "block_sparse_adaptive": _block_sparse("adaptive", "5 % to 65,536, 2 % to 131,072, then 1 %"),
+    "block_sparse": _block_sparse(
+        "by the pattern of your flags", SparsePatternConfig(), takes_pattern=True
+    ),
+    "block_sparse_5": _block_sparse(
+        "5 % of the key blocks", SparsePatternConfig(sparsity_ratio=0.05)
+    ),
+    "block_sparse_2": _block_sparse(
+        "2 % of the key blocks", SparsePatternConfig(sparsity_ratio=0.02)
+    ),
+    "block_sparse_1": _block_sparse(
+        "1 % of the key blocks", SparsePatternConfig(sparsity_ratio=0.01)
+    ),
+    "block_sparse_adaptive": _block_sparse(
+        "5 % to 65,536, 2 % to 131,072, then 1 %", pattern=_ADAPTIVE
+    ),
     "dilated": Implementation(
         family="dilated",
         what="dilated: segments of half the length and of all of it, with rates 1 and 2",
         changes_model=True,
-        code="attention(*by_token, is_causal=True).transpose(1, 2)",
+        takes_segments=True,
+        code="DilatedAttention({branches})(*by_token, is_causal=True).transpose(1, 2)",
+    ),
+    "block_sparse_ring_dilated": Implementation(
+        family="block_sparse_ring_dilated",
+        what="the segments of dilated, in each of which a pattern keeps blocks of 256: adaptive",
+        changes_model=True,
+        has_ring=True,
+        pattern=SparsePatternConfig(sparsity_ratio="adaptive", block_size=256),
+        takes_pattern=True,
+        takes_segments=True,
+        code="BlockSparseRingDilatedAttention({branches}, {pattern})(*by_token).transpose(1, 2)",
     ),
     "ring": Implementation(
         family="ring",
@@ -98,12 +134,14 @@ IMPLEMENTATIONS: Mapping[str, Implementation] = {
     ),
     "block_sparse_ring": Implementation(
         family="block_sparse_ring",
-        what="block_sparse_adaptive, each GPU sent the keys and values that its queries keep",
+        what="block-sparse, adaptive: each GPU is sent the keys and values that its queries keep",
         changes_model=True,
         mode="ring",
         alone="block_sparse_adaptive",
-        code='BlockSparseAttention(SparsePatternConfig(sparsity_ratio="adaptive"), group=group, '
-        'shares="zigzag")(*by_token).transpose(1, 2)',
+        pattern=_ADAPTIVE,
+        takes_pattern=True,
+        code='BlockSparseAttention({pattern}, group=group, shares="zigzag")(*by_token)'
+        ".transpose(1, 2)",
     ),
     "ulysses": Implementation(
         family="ulysses",
@@ -116,15 +154,26 @@ IMPLEMENTATIONS: Mapping[str, Implementation] = {
 """Everything that can take part, in the order of the report; ``bench/attention/contenders`` has how
 each is made.
 """
+CLASSES: Mapping[str, str] = {
+    "DilatedAttention": "dilated",
+    "ImprovedDilatedAttention": "dilated",
+    "BlockSparseAttention": "block_sparse",
+    "BlockSparseRingDilatedAttention": "block_sparse_ring_dilated",
+    "BlockSparseRingDistributedDilatedAttention": "block_sparse_ring_dilated",
+    "RingAttention": "ring",
+}
+"""Published classes, and the name or family of what computes the same here."""
 
 
-def implementations_named(words: Sequence[str]) -> tuple[str, ...]:
+def implementations_named(words: Sequence[str], *, has_pattern: bool = False) -> tuple[str, ...]:
     """The implementations that are meant, in their order: all where none is named, and all of a
-    family by its name.
+    family by its name; ``has_pattern``: of the block-sparse ones that whose pattern is typed, else
+    those that have one of their own.
 
     Raises UsageError for a name that there is not, with the nearest.
     """
-    names = dict.fromkeys((*IMPLEMENTATIONS, *(each.family for each in IMPLEMENTATIONS.values())))
+    families = (each.family for each in IMPLEMENTATIONS.values())
+    names = dict.fromkeys((*IMPLEMENTATIONS, *families, *CLASSES))
     for word in words:
         if word not in names:
             near = get_close_matches(word, names, n=1, cutoff=0.4)
@@ -132,11 +181,14 @@ def implementations_named(words: Sequence[str]) -> tuple[str, ...]:
                 f"there is no implementation {word!r}; there are {', '.join(IMPLEMENTATIONS)}",
                 hint=f"use `--implementations {near[0] if near else 'dense'}`",
             )
-    return tuple(
-        name
-        for name, each in IMPLEMENTATIONS.items()
-        if not words or name in words or each.family in words
-    )
+    meant = {CLASSES.get(word, word) for word in words}
+
+    def is_meant(name: str, each: Implementation) -> bool:
+        if each.family == "block_sparse" and each.takes_pattern != has_pattern:
+            return name in meant and not each.takes_pattern
+        return not meant or name in meant or each.family in meant
+
+    return tuple(name for name, each in IMPLEMENTATIONS.items() if is_meant(name, each))
 
 
 class BenchOrder(Record, frozen=True, kw_only=True):
@@ -155,6 +207,12 @@ class BenchOrder(Record, frozen=True, kw_only=True):
     dtype: BenchDtype = "fp32"
     same_qkv: bool = False
     """Whether queries, keys and values are one tensor, as in the published benchmark."""
+    patterns: dict[str, SparsePatternConfig] = {}  # noqa: RUF012 -- msgspec copies it
+    """Patterns that implementations have in the place of their own."""
+    segment_lengths: tuple[int, ...] = ()
+    """Of dilated attention, in tokens; empty: half the length and all of it."""
+    dilation_rates: tuple[int, ...] = (1, 2)
+    """A rate for each of them."""
     lengths: tuple[int, ...] = ()
     """Lengths to measure, in tokens; empty: doubling, then bisection."""
     most_tokens: int = CPU_MOST_TOKENS
@@ -163,6 +221,20 @@ class BenchOrder(Record, frozen=True, kw_only=True):
     """Longest time of one pass."""
     threads: int = 1
     """On the CPU: threads of each process."""
+
+    def alone(self, name: str) -> str:
+        """The name of what one GPU alone attends by, in the place of an implementation."""
+        own = IMPLEMENTATIONS[name].alone or name
+        return "block_sparse" if name in self.patterns and own != name else own
+
+    def code(self, name: str) -> str:
+        """How one calls an implementation, as it was measured."""
+        segments = list(self.segment_lengths) or "[length // 2, length]"
+        own = IMPLEMENTATIONS[name]
+        return own.code.format(
+            pattern=self.patterns.get(name, own.pattern),
+            branches=f"{segments}, {list(self.dilation_rates)}",
+        )
 
 
 class BenchMachine(Record, frozen=True, kw_only=True):
@@ -209,8 +281,8 @@ class BenchRow(Record, frozen=True, kw_only=True):
     """Median of the timed passes, of the slowest GPU."""
     passes: int = 0
     kept_share: float | None = None
-    """Share of the causal pairs of tokens that are computed, measured by element; of ``dilated`` a
-    pair that two branches meet counts twice."""
+    """Share of the causal pairs of tokens that are computed, by element; of dilated segments a pair
+    that two branches meet counts twice."""
     after_qkv_bytes: tuple[int, ...] = ()
     """Allocated once queries, keys and values are there; of each GPU, as all that follow."""
     kept_for_backward_bytes: tuple[int, ...] = ()

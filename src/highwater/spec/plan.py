@@ -269,7 +269,7 @@ def _refuse_other_attention(request: Request, model: Model, device: Device) -> N
             hint=leave,
         )
     if device == "cuda":
-        _refuse_without_kernel(request)
+        refuse_without_kernel(request)
     if request.prediction == "trace":
         raise UsageError(
             "steps with block-sparse attention are not traced", hint="use `--prediction formula`"
@@ -282,7 +282,7 @@ def _refuse_other_attention(request: Request, model: Model, device: Device) -> N
         )
 
 
-def _refuse_without_kernel(request: Request) -> None:
+def refuse_without_kernel(request: Request) -> None:
     """Raise UsageError for a pattern that FlexAttention does not compute on GPUs."""
     if request.pattern_type == "block_top_k":
         raise UsageError(

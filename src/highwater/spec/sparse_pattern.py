@@ -7,6 +7,7 @@ every so many-th block back from a row's own; ``strided`` half so and half a row
 Child et al. do by token, https://arxiv.org/abs/1904.10509; ``random`` draws them, spread evenly.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 from msgspec.structs import replace
@@ -48,7 +49,19 @@ def is_count(value: object, *, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-class SparsePatternConfig(Record, frozen=True):
+def refuse_branches(lengths: Sequence[int], rates: Sequence[int]) -> None:
+    """Raise UsageError for segments and rates of dilated attention that cannot be."""
+    if len(lengths) != len(rates) or not lengths:
+        raise UsageError(
+            f"{len(lengths)} segment lengths and {len(rates)} dilation rates",
+            hint="give a rate for each segment length",
+        )
+    for what, counts in (("segment lengths", lengths), ("dilation rates", rates)):
+        if not all(map(is_count, counts)):
+            raise UsageError(f"{what} {list(counts)}", hint="use whole numbers of 1 or more")
+
+
+class SparsePatternConfig(Record, frozen=True, repr_omit_defaults=True):
     """One pattern."""
 
     pattern_type: PatternType = "dilated_sparse"

@@ -17,9 +17,10 @@ from typing import Any
 import psutil
 import torch
 
-from highwater.bench.attention.case_processes import DTYPES, CaseProcesses, PartEnded, worst
+from highwater.bench.attention.case_processes import CaseProcesses, PartEnded, worst
 from highwater.bench.attention.contenders import (
     CONTENDERS,
+    DTYPES,
     AttentionContender,
     Conditions,
     fused_kernel,
@@ -120,6 +121,8 @@ def _entries(order: BenchOrder) -> Iterator[tuple[str, Mode]]:
     for name in order.implementations:
         if name not in single:
             yield name, IMPLEMENTATIONS[name].mode
+        elif IMPLEMENTATIONS[name].has_ring and order.gpus > 1:
+            yield name, "ring"
 
 
 class _BenchEntry:
@@ -162,7 +165,9 @@ class _BenchEntry:
         if self._mode in ("ring", "ulysses") and self._order.gpus == 1:
             return "it takes two GPUs or more: `--gpus 2`"
         # what an obstacle needs to know of a device it is told here, where none is touched
-        return self._contender.obstacle(_conditions(self._order, self._machine, self._mode))
+        device = torch.device(self._order.device)
+        conditions = Conditions.of(self._order, self._mode, device, self._machine.kernel)
+        return self._contender.obstacle(conditions)
 
     def _check(self) -> BenchCheck:
         limit_s = 2 * _SET_UP_S[self._order.device]
@@ -297,9 +302,7 @@ def _work(
     if job == "machine":
         return _machine(conditions)
     if isinstance(job, str):
-        name = job.removeprefix("check ")
-        mode = IMPLEMENTATIONS[name].mode
-        return differences(contenders[name], conditions, mode, rank)
+        return differences(contenders[job.removeprefix("check ")], conditions, rank)
     return measure(
         job,
         contenders[job.implementation],
@@ -352,18 +355,6 @@ def _refusal(order: BenchOrder, machine: BenchMachine) -> BenchRefusal | None:
         problem=f"{format_bytes(order.memory_bytes)} leave nothing for tensors: {what} takes "
         f"{format_bytes(machine.outside_bytes)}",
         hint=f"use `--memory {-(-2 * least // MIB)}MiB`",
-    )
-
-
-def _conditions(order: BenchOrder, machine: BenchMachine, mode: Mode) -> Conditions:
-    return Conditions(
-        device=torch.device(order.device),
-        dtype=DTYPES[order.dtype],
-        heads=order.heads,
-        kv_heads=order.kv_heads,
-        head_dim=order.head_dim,
-        ranks=1 if mode == "single" else order.gpus,
-        kernel=machine.kernel,
     )
 
 

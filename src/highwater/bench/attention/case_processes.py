@@ -33,7 +33,6 @@ from highwater.spec.rank import STORE_VARIABLE
 from highwater.spec.secrets import kept
 
 PartEnding = Literal["done", "out of memory", "refused", "late", "failed"]
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _FORK = multiprocessing.get_context("fork")
 _OTHERS_S = 2.0
 """Seconds that the other ranks have to report once one of them has failed."""
@@ -208,15 +207,8 @@ class CaseProcesses:
         before = resource.getrlimit(resource.RLIMIT_DATA)
         if bounded and order.memory_bytes is not None:
             self._bound(device, outside, before)
-        conditions = Conditions(
-            device=device,
-            dtype=DTYPES[order.dtype],
-            heads=order.heads,
-            kv_heads=order.kv_heads,
-            head_dim=order.head_dim,
-            ranks=1 if self._mode == "single" else order.gpus,
-            kernel=None if self._machine is None else self._machine.kernel,
-        )
+        kernel = None if self._machine is None else self._machine.kernel
+        conditions = Conditions.of(order, self._mode, device, kernel)
         return conditions, before
 
     def _bound(self, device: torch.device, outside: int, before: tuple[int, int]) -> None:

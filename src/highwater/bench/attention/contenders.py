@@ -6,11 +6,11 @@ A new one is a line of ``CONTENDERS``, and one of ``IMPLEMENTATIONS`` in ``spec/
 Shapes:  B sequences  H query heads  K key/value heads  S tokens  D head size
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Literal
+from functools import lru_cache, partial
 
+import msgspec
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -19,10 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from highwater.attention.block_flex import attend_table_of, takes
 from highwater.attention.block_gather import attend_by_gather, block_sparse_attention
-from highwater.attention.block_table import block_tables, kept_share
+from highwater.attention.block_table import block_tables
 from highwater.attention.branch_attention import Sharing
 from highwater.attention.branch_kernel import attend_branches, branches_obstacle
-from highwater.attention.branches import Branch
+from highwater.attention.branches import dilated_branches
 from highwater.attention.dense import attend
 from highwater.attention.dilated import dilated_attention
 from highwater.attention.reference import reference_attention
@@ -30,9 +30,9 @@ from highwater.attention.ring import Ring, attend_in_ring
 from highwater.attention.ulysses import attend_sharded
 from highwater.errors import MachineError
 from highwater.parallel.sequence_layout import SequenceLayout
-from highwater.spec.attention_bench import FusedKernel, Mode
+from highwater.spec.attention_bench import IMPLEMENTATIONS, BenchOrder, FusedKernel, Mode
 from highwater.spec.hardware import Kernel, kernels
-from highwater.spec.sparse_costs import causal_pairs
+from highwater.spec.sparse_costs import causal_pairs, dilated_pairs
 from highwater.spec.sparse_pattern import SparsePatternConfig
 
 Compute = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, float]]
@@ -46,9 +46,9 @@ _BACKENDS: dict[FusedKernel, SDPBackend] = {
 _WINDOWS = {"cuda": 4096, "cpu": 512}
 """Tokens of ``window``, by device."""
 _OTHERS = "name others by `--implementations`"
-_CHECKED_WINDOW = 100
-_CHECKED_RATIO = 0.6
-"""Of the short sequence that is checked, where smaller ones keep a block alone."""
+_CHECKED_WINDOW, _CHECKED_RATIO, _CHECKED_BLOCK = 100, 0.6, 128
+"""Of the short sequence that is checked, of which others keep a block alone, or all of them."""
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +60,37 @@ class Conditions:
     heads: int
     kv_heads: int
     head_dim: int
+    mode: Mode = "single"
     ranks: int = 1
-    """Processes that share a sequence."""
+    """GPUs, each with a share of a sequence or, as ``mode`` says, of the sequences."""
     kernel: FusedKernel | None = None
     """What dense attention runs on; None where no fused kernel does."""
+    patterns: Mapping[str, SparsePatternConfig] = field(
+        default_factory=dict[str, SparsePatternConfig]
+    )
+    """Patterns in the place of implementations' own."""
+    segment_lengths: Sequence[int] = ()
+    """Of dilated attention; empty: half the length and all of it."""
+    dilation_rates: Sequence[int] = (1, 2)
+
+    @classmethod
+    def of(
+        cls, order: BenchOrder, mode: Mode, device: torch.device, kernel: FusedKernel | None
+    ) -> "Conditions":
+        """Those of an order."""
+        return cls(
+            device=device,
+            dtype=DTYPES[order.dtype],
+            heads=order.heads,
+            kv_heads=order.kv_heads,
+            head_dim=order.head_dim,
+            mode=mode,
+            ranks=1 if mode == "single" else order.gpus,
+            kernel=kernel,
+            patterns=order.patterns,
+            segment_lengths=order.segment_lengths,
+            dilation_rates=order.dilation_rates,
+        )
 
     @property
     def scaling(self) -> float:
@@ -75,10 +102,23 @@ class Conditions:
         """The kernel whose operators blocks of attention are made of."""
         return "cudnn" if self.kernel == "cudnn" else "flash"
 
-    def layout(self, mode: Mode, length: int) -> SequenceLayout:
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that share a sequence; None where each is whole."""
+        if self.mode not in ("ring", "ulysses"):
+            return None
+        group = dist.group.WORLD
+        assert group is not None, "the ranks have joined"
+        return group
+
+    def layout(self, length: int) -> SequenceLayout:
         """How ranks share a sequence."""
-        ranks = {"ring": (1, self.ranks), "ulysses": (self.ranks, 1)}.get(mode, (1, 1))
+        ranks = {"ring": (1, self.ranks), "ulysses": (self.ranks, 1)}.get(self.mode, (1, 1))
         return SequenceLayout((length,), *ranks)
+
+    def branches(self, length: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Segment lengths and rates of dilated attention."""
+        return self.segment_lengths or (max(1, length // 2), length), self.dilation_rates
 
 
 def _runs(_: Conditions) -> str | None:
@@ -181,17 +221,44 @@ def _not_on_the_cpu(conditions: Conditions) -> str | None:
     return "FlexAttention has no backward pass on the CPU"
 
 
-def _pattern(config: SparsePatternConfig, *variants: SparsePatternConfig) -> AttentionContender:
+Pattern = Callable[[Conditions], SparsePatternConfig]
+"""What an implementation keeps, which flags and the device say."""
+
+
+def _own(name: str, conditions: Conditions) -> SparsePatternConfig:
+    own = conditions.patterns.get(name, IMPLEMENTATIONS[name].pattern)
+    assert own is not None, "it has a pattern"
+    return own
+
+
+def _window(conditions: Conditions) -> SparsePatternConfig:
+    tokens = _WINDOWS[conditions.device.type]
+    return msgspec.structs.replace(_own("window", conditions), local_window_size=tokens)
+
+
+def _short(pattern: Pattern, block: int, conditions: Conditions) -> SparsePatternConfig:
+    """The same with sizes by which a short sequence keeps some blocks and not others."""
+    own = pattern(conditions)
+    if own.is_windowed:
+        return msgspec.structs.replace(own, local_window_size=_CHECKED_WINDOW)
+    block = min(block, own.block_size)
+    return msgspec.structs.replace(own, sparsity_ratio=_CHECKED_RATIO, block_size=block)
+
+
+def _pattern(pattern: Pattern) -> AttentionContender:
     """Block-sparse attention by a pattern."""
-    return AttentionContender(
-        build=partial(_block_sparse, config),
-        counts=partial(_pattern_counts, config),
-        variants=tuple(_pattern(each) for each in variants),
+    own, short = (
+        AttentionContender(
+            build=partial(_block_sparse, each), counts=partial(_counts, each, _whole)
+        )
+        for each in (pattern, partial(_short, pattern, _CHECKED_BLOCK))
     )
+    return replace(own, variants=(short,))
 
 
-def _block_sparse(config: SparsePatternConfig, conditions: Conditions, length: int) -> Compute:
+def _block_sparse(pattern: Pattern, conditions: Conditions, length: int) -> Compute:
     assert length
+    config = pattern(conditions)
 
     def compute(query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, float]:
         attend = attend_table_of("auto", config, query_BHSD, key_BKSD.shape[1])
@@ -214,46 +281,62 @@ def _block_sparse(config: SparsePatternConfig, conditions: Conditions, length: i
     return compute
 
 
-def _pattern_counts(config: SparsePatternConfig, _: Conditions, length: int) -> Tensor:
-    """A window by its definition; of a ratio the blocks are the table's, and what is seen of them
-    is told here.
+Branches = Callable[[Conditions, int], tuple[Sequence[int], Sequence[int]]]
+"""Segment lengths and rates, for sequences of a length."""
+
+
+def _whole(_: Conditions, length: int) -> tuple[Sequence[int], Sequence[int]]:
+    return (length,), (1,)
+
+
+def _counts(
+    pattern: Pattern | None, branches: Branches, conditions: Conditions, length: int
+) -> Tensor:
+    """By the paper: head j attends over the tokens ``j mod rate :: rate`` of each segment, of which
+    a pattern keeps some.
+    """
+    config = None if pattern is None else pattern(conditions).at(length)
+    counts_HSS = torch.zeros(conditions.heads, length, length)
+    for segment, rate in zip(*branches(conditions, length), strict=True):
+        for start in range(0, length, segment):
+            for head in range(conditions.heads):
+                stop = min(start + segment, length)
+                row = torch.arange(start, stop)[head % rate :: rate]
+                counts_HSS[head, row[:, None], row] += _kept(config, len(row))
+    return counts_HSS
+
+
+@lru_cache
+def _kept(config: SparsePatternConfig | None, length: int) -> Tensor:
+    """Whether a token of a row sees another. A window by its definition; of a ratio the blocks are
+    the table's, and what is seen of them is told here.
     """
     token_S1, key_S = torch.arange(length)[:, None], torch.arange(length)
+    causal_SS = (key_S <= token_S1).float()
+    if config is None or not length:
+        return causal_SS
     if config.is_windowed:
-        return ((key_S <= token_S1) & (key_S > token_S1 - config.local_window_size)).float()
+        is_seen_SS = key_S > token_S1 - config.local_window_size
+        if config.pattern_type == "global_local":
+            is_seen_SS |= key_S < config.global_tokens
+        return causal_SS * is_seen_SS
     (table,) = block_tables(config, length, torch.device("cpu"))
     kept_RR = torch.zeros(table.rows, table.rows)
     kept_RR[table.row_of_entry, table.columns[0].long()] = 1
     size = config.block_size
     whole = kept_RR.repeat_interleave(size, 0).repeat_interleave(size, 1)
-    return whole[:length, :length] * (key_S <= token_S1)
-
-
-def _by_ratio(ratio: float | Literal["adaptive"]) -> AttentionContender:
-    config = SparsePatternConfig(sparsity_ratio=ratio)
-    return _pattern(config, SparsePatternConfig(sparsity_ratio=_CHECKED_RATIO))
-
-
-def _window(conditions: Conditions, length: int) -> Compute:
-    tokens = _WINDOWS[conditions.device.type]
-    return _block_sparse(_window_config(tokens), conditions, length)
-
-
-def _window_counts(conditions: Conditions, length: int) -> Tensor:
-    tokens = _WINDOWS[conditions.device.type]
-    return _pattern_counts(_window_config(tokens), conditions, length)
-
-
-def _window_config(tokens: int) -> SparsePatternConfig:
-    return SparsePatternConfig(pattern_type="local_window", local_window_size=tokens)
+    return whole[:length, :length] * causal_SS
 
 
 def _dilated(conditions: Conditions, length: int) -> Compute:
-    share = _dilated_share(length)
+    segments, rates = conditions.branches(length)
+    share = _share(conditions, length, None, (segments, rates))
 
     def compute(query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, float]:
         output, _ = dilated_attention(
             *(query_BHSD, key_BKSD, value_BKSD),
+            segment_lengths=segments,
+            dilation_rates=rates,
             scaling=conditions.scaling,
             kernel=conditions.block_kernel,
         )
@@ -262,40 +345,25 @@ def _dilated(conditions: Conditions, length: int) -> Compute:
     return compute
 
 
-def _published_branches(length: int) -> tuple[tuple[int, int], ...]:
-    """Segment length and rate of each branch."""
-    return (max(1, length // 2), 1), (length, 2)
-
-
-def _dilated_share(length: int) -> float:
-    """Pairs of the first head that its branches compute, of all causal ones."""
-    pairs = 0
-    for segment, rate in _published_branches(length):
-        whole, rest = divmod(length, segment)
-        pairs += whole * causal_pairs(-(-segment // rate)) + causal_pairs(-(-rest // rate))
-    return pairs / causal_pairs(length)
-
-
-def _dilated_counts(conditions: Conditions, length: int) -> Tensor:
-    """By the paper: head j attends over the tokens ``j mod rate :: rate`` of each segment."""
-    token = torch.arange(length)
-    causal = token <= token[:, None]
-    counts_HSS = torch.zeros(conditions.heads, length, length)
-    for segment, rate in _published_branches(length):
-        for head in range(conditions.heads):
-            has = token % segment % rate == head % rate
-            same = token // segment == (token // segment)[:, None]
-            counts_HSS[head] += same & has & has[:, None] & causal
-    return counts_HSS
+def _share(
+    conditions: Conditions,
+    length: int,
+    pattern: SparsePatternConfig | None,
+    branches: tuple[Sequence[int], Sequence[int]],
+) -> float:
+    """Pairs that branches compute, of all causal ones."""
+    pairs = dilated_pairs(*branches, length, heads=conditions.heads, pattern=pattern)
+    return pairs / (conditions.heads * causal_pairs(length))
 
 
 def _ring(conditions: Conditions, length: int) -> Compute:
-    layout = conditions.layout("ring", length)
+    layout, group = conditions.layout(length), conditions.group
+    assert group is not None, "a ring shares it"
     ring = Ring(
         held_lengths=tuple(each // conditions.ranks for each in layout.padded_lengths),
         scaling=conditions.scaling,
         kernel=conditions.block_kernel,
-        group=_everybody(),
+        group=group,
     )
 
     def compute(query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, float]:
@@ -305,15 +373,29 @@ def _ring(conditions: Conditions, length: int) -> Compute:
     return compute
 
 
-def _sparse_ring(config: SparsePatternConfig, conditions: Conditions, length: int) -> Compute:
+def _by_branches(pattern: Pattern, branches: Branches) -> AttentionContender:
+    """Block-sparse attention of branches, of a sequence that is whole or shared by a ring."""
+    # of dilated segments a short sequence has half as many tokens
+    block = _CHECKED_BLOCK if branches is _whole else _CHECKED_BLOCK // 2
+    own, short = (
+        AttentionContender(
+            build=partial(_branches, each, branches), counts=partial(_counts, each, branches)
+        )
+        for each in (pattern, partial(_short, pattern, block))
+    )
+    return replace(own, variants=(short,))
+
+
+def _branches(pattern: Pattern, branches: Branches, conditions: Conditions, length: int) -> Compute:
+    config, of_length = pattern(conditions), branches(conditions, length)
     sharing = Sharing(
-        layout=conditions.layout("ring", length),
-        branches=(Branch(),),
+        layout=conditions.layout(length),
+        branches=dilated_branches(*of_length, conditions.heads),
         pattern=config,
         scaling=conditions.scaling,
-        group=_everybody(),
+        group=conditions.group,
     )
-    share = kept_share(block_tables(config, length, torch.device("cpu")))
+    share = _share(conditions, length, config, of_length)
 
     def compute(query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, float]:
         if takes(query_BHSD.device, query_BHSD.dtype, config):
@@ -325,37 +407,21 @@ def _sparse_ring(config: SparsePatternConfig, conditions: Conditions, length: in
     return compute
 
 
-def _by_ratio_in_ring(
-    ratio: float | Literal["adaptive"], *variants: AttentionContender
-) -> AttentionContender:
-    config = SparsePatternConfig(sparsity_ratio=ratio)
-    return AttentionContender(
-        build=partial(_sparse_ring, config),
-        counts=partial(_pattern_counts, config),
-        variants=variants,
-    )
-
-
 def _ulysses(conditions: Conditions, length: int) -> Compute:
     inner = partial(
         attend,
-        document_lengths=conditions.layout("ulysses", length).padded_lengths,
+        document_lengths=conditions.layout(length).padded_lengths,
         scaling=conditions.scaling,
         kernel=conditions.block_kernel,
     )
-    group = _everybody()
+    group = conditions.group
+    assert group is not None, "ranks share it"
 
     def compute(query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, float]:
         found = attend_sharded(query_BHSD, key_BKSD, value_BKSD, group=group, attend=inner)
         return found.transpose(1, 2), 1.0
 
     return compute
-
-
-def _everybody() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None, "the ranks have joined"
-    return group
 
 
 def _heads_not_shared(conditions: Conditions) -> str | None:
@@ -373,23 +439,25 @@ CONTENDERS: Mapping[str, AttentionContender] = {
     "dense_flex": AttentionContender(
         # FlexAttention with every block kept: the mask PyTorch makes by itself has all pairs of
         # tokens once
-        build=partial(_block_sparse, SparsePatternConfig(sparsity_ratio=1.0)),
+        build=partial(_block_sparse, lambda _: SparsePatternConfig(sparsity_ratio=1.0)),
         obstacle=_not_on_the_cpu,
     ),
-    "window": AttentionContender(
-        build=_window,
-        counts=_window_counts,
-        variants=(_pattern(_window_config(_CHECKED_WINDOW)),),
-    ),
-    "block_sparse_5": _by_ratio(0.05),
-    "block_sparse_2": _by_ratio(0.02),
-    "block_sparse_1": _by_ratio(0.01),
-    "block_sparse_adaptive": _by_ratio("adaptive"),
+    "window": _pattern(_window),
+    **{
+        name: _pattern(partial(_own, name))
+        for name, each in IMPLEMENTATIONS.items()
+        if each.family == "block_sparse"
+    },
     "dilated": AttentionContender(
-        build=_dilated, obstacle=_without_block_kernel, counts=_dilated_counts
+        build=_dilated,
+        obstacle=_without_block_kernel,
+        counts=partial(_counts, None, Conditions.branches),
+    ),
+    "block_sparse_ring_dilated": _by_branches(
+        partial(_own, "block_sparse_ring_dilated"), Conditions.branches
     ),
     "ring": AttentionContender(build=_ring, obstacle=_without_block_kernel),
-    "block_sparse_ring": _by_ratio_in_ring("adaptive", _by_ratio_in_ring(_CHECKED_RATIO)),
+    "block_sparse_ring": _by_branches(partial(_own, "block_sparse_ring"), _whole),
     "ulysses": AttentionContender(build=_ulysses, obstacle=_heads_not_shared),
 }
 """Everything that can take part, by its name in ``IMPLEMENTATIONS``."""

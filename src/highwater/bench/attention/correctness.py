@@ -14,7 +14,6 @@ from torch import Tensor
 
 from highwater.bench.attention.contenders import AttentionContender, Conditions
 from highwater.parallel.sequence_layout import PADDING
-from highwater.spec.attention_bench import Mode
 
 CHECKED_TOKENS = 515
 """Length of the sequence: five blocks, the last of them not full."""
@@ -31,13 +30,17 @@ _COMPARED = ("output", "query_gradient", "key_gradient", "value_gradient")
 
 
 def differences(
-    contender: AttentionContender, conditions: Conditions, mode: Mode, rank: int
+    contender: AttentionContender,
+    conditions: Conditions,
+    rank: int = 0,
+    *,
+    length: int = CHECKED_TOKENS,
 ) -> dict[str, float]:
     """Norm-relative difference of each from float64, the largest of the contender and its variants;
     of what this rank holds.
     """
     found = [
-        _differences(each, conditions, mode, rank) for each in (contender, *contender.variants)
+        _differences(each, conditions, rank, length) for each in (contender, *contender.variants)
     ]
     largest = (float(torch.stack(each).max()) for each in zip(*found, strict=True))
     return dict(zip(_COMPARED, largest, strict=True))
@@ -56,16 +59,16 @@ def naive_attention(
 
 
 def _differences(
-    contender: AttentionContender, conditions: Conditions, mode: Mode, rank: int
+    contender: AttentionContender, conditions: Conditions, rank: int, length: int
 ) -> Sequence[Tensor]:
-    whole = _tensors(conditions)
+    whole = _tensors(conditions, length)
     expected = _expected(contender, conditions, whole)
-    share = conditions.layout(mode, CHECKED_TOKENS).cut(rank)
+    share = conditions.layout(length).cut(rank)
     positions_s = torch.from_numpy(share.positions_T).to(conditions.device)
     is_token_s = positions_s != PADDING
     query, key, value, upstream = (_of_rank(each, positions_s) for each in whole)
     inputs = [each.requires_grad_() for each in (query, key, value)]
-    output = contender.build(conditions, CHECKED_TOKENS)(*inputs)[0]
+    output = contender.build(conditions, length)(*inputs)[0]
     gradients = torch.autograd.grad(output, inputs, upstream)
     return [
         _difference(mine[0][:, is_token_s], theirs[:, positions_s[is_token_s]])
@@ -77,12 +80,12 @@ def _difference(mine: Tensor, theirs: Tensor) -> Tensor:
     return (mine.detach().double() - theirs).norm() / theirs.norm()
 
 
-def _tensors(conditions: Conditions) -> list[Tensor]:
+def _tensors(conditions: Conditions, length: int) -> list[Tensor]:
     """Queries, keys, values and the output's gradient: the same on every rank."""
     random = torch.Generator().manual_seed(0)
     heads = (conditions.heads, conditions.kv_heads, conditions.kv_heads, conditions.heads)
     return [
-        torch.randn(count, CHECKED_TOKENS, conditions.head_dim, generator=random).to(
+        torch.randn(count, length, conditions.head_dim, generator=random).to(
             conditions.device, conditions.dtype
         )
         for count in heads
@@ -100,6 +103,6 @@ def _expected(
 ) -> list[Tensor]:
     query, key, value, upstream = (each.double() for each in whole)
     inputs = (query.requires_grad_(), key.requires_grad_(), value.requires_grad_())
-    counts = contender.counts(conditions, CHECKED_TOKENS).to(conditions.device)
+    counts = contender.counts(conditions, query.shape[1]).to(conditions.device)
     output = naive_attention(*inputs, counts, conditions.scaling)
     return [output.detach(), *torch.autograd.grad(output, inputs, upstream)]

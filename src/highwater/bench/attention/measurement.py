@@ -120,7 +120,7 @@ def measure(
 
 def _inputs(case: BenchCase, conditions: Conditions, devices: int, *, same_qkv: bool) -> _Inputs:
     """Queries, keys and values of this process."""
-    tokens = conditions.layout(case.mode, case.length_tokens).tokens_per_rank
+    tokens = conditions.layout(case.length_tokens).tokens_per_rank
     is_split = case.mode == "data parallel" and devices == 1
     batch = case.batch // conditions.ranks if is_split else case.batch
     heads = (conditions.heads, conditions.kv_heads, conditions.kv_heads)

@@ -76,7 +76,7 @@ def conclusions(bench: AttentionBench, summary: AttentionSummary) -> list[str]:
         *_about_speed(bench, summary),
         *_about_memory(bench, summary),
         *_about_data_parallel(bench, summary),
-        *_about_sharing(summary),
+        *_about_sharing(bench, summary),
     ]
 
 
@@ -234,14 +234,14 @@ def _about_data_parallel(bench: AttentionBench, summary: AttentionSummary) -> It
     )
 
 
-def _about_sharing(summary: AttentionSummary) -> Iterator[str]:
+def _about_sharing(bench: AttentionBench, summary: AttentionSummary) -> Iterator[str]:
     for each in summary.efficiencies:
         if each.mode == "data parallel":
             continue
         longer = (
             "" if each.length_ratio is None else f", and held {each.length_ratio:.3g} times as long"
         )
-        alone = IMPLEMENTATIONS[each.implementation].alone
+        alone = bench.order.alone(each.implementation)
         what = each.mode if each.implementation == each.mode else each.implementation
         verdict = "faster than one GPU" if each.speedup > 1 + _AS_FAST else "no faster than one GPU"
         yield (

@@ -31,7 +31,7 @@ from highwater.recommendation.attention_summary import (
     UseCase,
     attention_summary,
 )
-from highwater.spec.attention_bench import IMPLEMENTATIONS, AttentionBench
+from highwater.spec.attention_bench import IMPLEMENTATIONS, AttentionBench, BenchOrder
 from highwater.units import format_tokens
 
 _FORMULA = (
@@ -54,12 +54,12 @@ CODE_PREAMBLES = {
         "create_block_mask = torch.compile(create_block_mask)\n"
         "causal_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length)\n"
     ),
-    "dilated": (
-        f"from highwater import DilatedAttention\n{_HEADS_LAST}"
-        "attention = DilatedAttention([q.shape[2] // 2, q.shape[2]], [1, 2])\n"
-    ),
+    "dilated": (f"from highwater import DilatedAttention\n{_HEADS_LAST}length = q.shape[2]\n"),
 }
 CODE_PREAMBLES["window"] = CODE_PREAMBLES["block_sparse"]
+CODE_PREAMBLES["block_sparse_ring_dilated"] = CODE_PREAMBLES["dilated"].replace(
+    "DilatedAttention", "BlockSparseRingDilatedAttention, SparsePatternConfig"
+)
 """What stands before an implementation's code, by its family."""
 
 
@@ -184,7 +184,7 @@ def _sections(bench: AttentionBench, summary: AttentionSummary) -> Iterator[Repo
     )
     yield _section(
         "What to use",
-        parts=[_use_case(case) for case in summary.use_cases],
+        parts=[_use_case(case, bench.order) for case in summary.use_cases],
     )
     yield _section("Recompute and batch", lines=advice(summary))
     yield _section("Conclusions", lines=conclusions(bench, summary))
@@ -202,7 +202,7 @@ def _section(
     return ReportSection(title, lines or [], plots or [], drawn, parts or [])
 
 
-def _use_case(case: UseCase) -> ReportPart:
+def _use_case(case: UseCase, order: BenchOrder) -> ReportPart:
     """A range of lengths with the code of what it names."""
     chosen = {
         "the same model": case.exact,
@@ -210,7 +210,7 @@ def _use_case(case: UseCase) -> ReportPart:
     }
     code = "\n\n".join(
         f"# {kind}\n{CODE_PREAMBLES.get(IMPLEMENTATIONS[each.implementation].family, '')}"
-        f"output = {IMPLEMENTATIONS[each.implementation].code}"
+        f"output = {order.code(each.implementation)}"
         for kind, each in chosen.items()
         if each is not None
     )

@@ -245,6 +245,12 @@ def machine_table(bench: AttentionBench) -> TextTable:
         ("heads", f"{order.heads} of queries, {order.kv_heads} of keys and values"),
         ("head size", str(order.head_dim)),
         ("dtype", order.dtype),
+        *((f"pattern of {name}", str(pattern)) for name, pattern in order.patterns.items()),
+        *(
+            (("segments and rates", f"{order.segment_lengths}, {order.dilation_rates}"),)
+            if order.segment_lengths
+            else ()
+        ),
         ("longest pass", format_seconds(order.timeout_s)),
         *((name, plain(version)) for name, version in machine.versions.items()),
         ("command", plain(" ".join(bench.command))),
@@ -261,7 +267,7 @@ def check_table(bench: AttentionBench) -> TextTable:
         columns=("implementation", "length", "output", "gradients", "allowed", "verdict"),
         rows=tuple(
             (
-                check.implementation,
+                _column(check.implementation, check.mode),
                 format_tokens(check.length_tokens),
                 _worst(check, "output"),
                 _worst(check, *(name for name in check.differences if name != "output")),
