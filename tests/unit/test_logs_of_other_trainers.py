@@ -123,6 +123,8 @@ NO_FIT = {
     "three letters": "step 1/2 loss 2.5\n| WARN | OOM on batch 17, dropped\nstep 2/2 loss 2.4\n",
     "before the first step": f"{RAN_OUT}{STEPS}",
     "a retry in the first step": f"***** Running training *****\n{RAN_OUT}retrying\n{STEPS}",
+    "an attempt before training is said to begin": f"{RAN_OUT}retrying\nStarting training\n{STEPS}",
+    "a batch before it": f"OOM with a batch of 8, taking 4\nRunning training\n{STEPS}",
     "a smaller batch": f"Starting training\nDecreasing batch size to: 4.\n{STEPS}",
     "a sentence over two lines": "step 1/2 loss 2.5\n[10:00:01] WARNING  batch 3: CUDA out of\n"
     "                    memory, next\nstep 2/2 loss 2.4\n",

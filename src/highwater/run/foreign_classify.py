@@ -29,6 +29,10 @@ _KILLED = re.compile(
 )
 """How launchers and shells say that a process was killed."""
 
+_AGAIN = re.compile(r"\b(?:retr(?:y|ies|ying)|attempt|(?:try|trying) again|batch)\b", re.IGNORECASE)
+_SOON = 4
+"""Lines from a failed allocation on in which another attempt is spoken of."""
+
 EndedFor = Literal["timeout", "hang"]
 
 
@@ -151,16 +155,20 @@ def _failed_allocation(
     nothing does.
 
     A trainer that leaves out a batch, or tries it again, counts the step all the same. What fails
-    before training is said to begin, as a kernel that is tried and not taken, says nothing; where
-    nobody says that it begins, whatever stands before the first step may be of it.
+    before training is said to begin, as a kernel that is tried and not taken, says nothing, unless
+    it is followed by another attempt; where nobody says that it begins, whatever stands before the
+    first step may be of it.
     """
     said = {error.at: error.said for error in errors if error.memory is not None}
     texts = [line.text.strip() for line in lines] + [""]
-    for at in range(done.begins_at or 0, len(lines)):
-        in_steps = done.begins_at is not None or (done.first_at is not None and at >= done.first_at)
+    for at in range(len(lines)):
+        is_begun = done.begins_at is not None and at >= done.begins_at
+        in_steps = is_begun or (done.first_at is not None and at >= done.first_at)
         together = f"{texts[at]} {texts[at + 1]}"  # a sentence may be broken
         if at in said or tells_of_allocation(together, may_advise=not in_steps):
-            return said.get(at) or texts[at]
+            is_before = done.begins_at is not None and not is_begun
+            if not is_before or _AGAIN.search(" ".join(texts[at : at + _SOON])):
+                return said.get(at) or texts[at]
     return None
 
 

@@ -186,13 +186,11 @@ class CellSearch:
             return WantedTrial(1)
         index = self._bracket.ask() if self._by_memory else self._next_in_time()
         if index is not None:
-            if self._by_memory and self._is_too_long(index):
+            if self._takes_memory_only(index):
                 index = self._near_in_pieces(index)
-            memory_only = self._by_memory and self._is_too_long(index)
-            return WantedTrial(index, memory_only=memory_only)
+            return WantedTrial(index, memory_only=self._takes_memory_only(index))
         for index, repeat in self._confirmations_left():
-            is_too_long = self._by_memory and self._is_too_long(index)
-            memory_only = index in self._outcomes.memory_only or is_too_long
+            memory_only = index in self._outcomes.memory_only or self._takes_memory_only(index)
             return WantedTrial(index, repeat, memory_only=memory_only)
         return self._next_in_full() if self._by_memory else None
 
@@ -237,6 +235,10 @@ class CellSearch:
         """Whether full trials so far say that one of this length would not end in time."""
         full_trials, length_tokens = self._full_trials, self._question.grid.length(index)
         return full_trials is not None and full_trials.exceeds(length_tokens)
+
+    def _takes_memory_only(self, index: int) -> bool:
+        """Whether a memory-only trial takes the place of a full one that would be late."""
+        return self._by_memory and self._is_too_long(index)
 
     def _near_in_pieces(self, index: int) -> int:
         """The index itself, or one beside it within the bracket whose tokens can be cut into equal
