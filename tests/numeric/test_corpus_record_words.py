@@ -436,6 +436,7 @@ MASKS: list[dict[str, Any]] = [
     {"weight": 0.0},
     {"train": False},
     {"training": False},
+    {"trained": 0},
     {"loss": False},
     {"masked": True},
     {"weight": 0, "train": True},

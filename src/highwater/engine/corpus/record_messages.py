@@ -30,7 +30,10 @@ _ROLES = {
 """Who speaks, as people write it; None: as chat templates do."""
 _CALLS = ("function_call", "tool_call")
 """Roles of ShareGPT and ms-swift whose text is the JSON of a tool call, or of a list of them."""
-_MASKS = {"weight": True, "train": True, "training": True, "loss": True, "masked": False}
+_MASKS = {
+    **dict.fromkeys(("weight", "train", "training", "trained", "loss"), True),
+    "masked": False,
+}
 """Fields of a message that say whether it is trained, and which of their values does."""
 _PARTIAL_MASKS = ("mask", "train_detail", "training_detail")
 _MESSAGES_EXAMPLE = '`[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]`'
@@ -149,7 +152,7 @@ def _message(record: DataRecord, name: str, value: Any) -> Message:
     if calls:
         message["tool_calls"] = _calls(record, "tool_calls", calls)
     trained = _is_trained(record, given)
-    return {**message, **given, **({} if trained is None else {"trained": trained})}
+    return {**given, **message, **({} if trained is None else {"trained": trained})}
 
 
 _AMBIGUOUS = ("from", "function")
