@@ -51,7 +51,7 @@ from highwater.run.tracing import CachedTracer, trace_directory
 from highwater.run.trial_log import LogLayout
 from highwater.search.budget import Budget
 from highwater.search.compare import MethodCount, compare
-from highwater.search.completed import completed_study
+from highwater.search.completed import completed_study, gone_on
 from highwater.search.outlook import time_notes
 from highwater.search.predicted_start import check_prediction, expectation, predicted_start
 from highwater.search.recorded_search import recorded_search
@@ -307,6 +307,7 @@ def prepare(request: Request) -> Plan:
     """
     machine, of_machine = _machine(request)
     check_request(request, machine)
+    request, of_study = gone_on(request)
     planned = _planned(request, machine)
     question = planned.question
     unforeseen = check_prediction(request, question)
@@ -321,7 +322,7 @@ def prepare(request: Request) -> Plan:
     shortest = question.grid.start_tokens
     seen = check_foreign(question.trial(cell, shortest) for cell in question.cells)
     of_time = () if question.simulated else time_notes(question, planned.timeout_s)
-    notes = (*of_machine, *planned.notes, *unforeseen, *seen, *of_time)
+    notes = (*of_machine, *of_study, *planned.notes, *unforeseen, *seen, *of_time)
     return msgspec.structs.replace(planned, notes=notes)
 
 

@@ -266,7 +266,7 @@ def test_a_name_of_the_catalog_has_the_id_of_the_very_model_that_was_named() -> 
 
 
 def test_settings_without_whole_logits_come_before_those_with() -> None:
-    found = recommend("Qwen3-8B", length="64k", gpus="8xH100-80GB")
+    found = recommend("Qwen3-8B", length="128k", gpus="8xH100-80GB")
     made = configured_choice("axolotl", found, model="Qwen3-8B")
     assert made is not None
     assert made.emitted.logits_bytes is None
@@ -275,8 +275,4 @@ def test_settings_without_whole_logits_come_before_those_with() -> None:
     alone = msgspec.structs.replace(found, candidates=tuple(shared))
     roomy = configured_choice("ms-swift", alone, model="Qwen3-8B")
     assert roomy is not None
-    assert roomy.emitted.logits_bytes == 10 * 151_936 * 65_536 // 2
-    small = msgspec.structs.replace(alone, device_bytes=found.device_bytes // 2)
-    least = configured_choice("ms-swift", small, model="Qwen3-8B")
-    assert least is not None
-    assert least.candidate.cell.layout.ulysses_degree == 8
+    assert roomy.emitted.logits_bytes == 10 * 151_936 * 131_072 // 4, "half of them lacks room"

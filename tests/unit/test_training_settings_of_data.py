@@ -13,6 +13,7 @@ from highwater.spec.corpus import Corpus
 from highwater.spec.model import load_model
 from highwater.spec.request import request_from
 from highwater.spec.training_request import TrainingRequest
+from highwater.spec.trial import PROMPT_TOKENS
 from highwater.units import format_bytes
 
 LENGTH = 1024
@@ -45,7 +46,8 @@ def notes(*, memory: str, trained_tokens: int, loss: str = "full") -> tuple[str,
     assert data_notes(chosen, corpus) == (), "every token is predicted to be trained"
     # A study has the headroom of its own trials: half of a sequence has no logits there.
     predicted = msgspec.structs.replace(chosen.predicted, headroom_bytes=ROOM[memory])
-    return data_notes(chosen._replace(has_prompts=True, predicted=predicted), corpus)
+    measured = msgspec.structs.replace(chosen.spec, prompt_tokens=PROMPT_TOKENS)
+    return data_notes(chosen._replace(spec=measured, predicted=predicted), corpus)
 
 
 def test_texts_that_are_trained_from_their_beginning_are_noted_where_their_logits_lack_room() -> (

@@ -10,7 +10,7 @@ from highwater.engine.data import UNTRAINED, Batch, Document, pack
 from highwater.engine.user_code import refuse_uncallable, user_function
 from highwater.engine.user_documents import EXAMPLE, read_documents, refuse_other_length, seen
 from highwater.errors import UsageError
-from highwater.spec.trial import PROMPT_TOKENS, TrialSpec
+from highwater.spec.trial import TrialSpec
 
 
 def batches(
@@ -27,8 +27,8 @@ def batches(
 
 
 def _synthetic(spec: TrialSpec, *, vocab_size: int, data_rank: int) -> Iterator[Batch]:
-    """Random tokens and rewards, every sequence exactly the trial's length, the response alone
-    trained on; as far as GRPO is concerned all of them answer one prompt.
+    """Random tokens and rewards, every sequence exactly the trial's length and trained on, but for
+    the trial's prompt; as far as GRPO is concerned all of them answer one prompt.
 
     Sequences are numbered, and a number is the same sequence on any layout: data ranks take turns,
     a micro-batch each, so that a step has the same ones however many ranks its micro-batches are
@@ -44,7 +44,7 @@ def _sequence(spec: TrialSpec, number: int, *, vocab_size: int) -> Document:
     generator = torch.Generator().manual_seed(spec.seed * 1_000_003 + number)
     ids = torch.randint(vocab_size, (spec.length_tokens,), generator=generator)
     labels = ids.clone()
-    labels[: min(PROMPT_TOKENS, spec.length_tokens // 2)] = UNTRAINED
+    labels[: min(spec.prompt_tokens, spec.length_tokens // 2)] = UNTRAINED
     return Document(ids, labels, reward=float(torch.randn((), generator=generator)))
 
 

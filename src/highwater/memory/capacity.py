@@ -384,6 +384,7 @@ def _footprint(
         layout,
         length_tokens=length_tokens,
         device=question.device,
+        prompt_tokens=question.prompt_tokens,
     )
     own = memory_limit.constants
     if own is None:

@@ -27,6 +27,7 @@ from highwater.memory.trl.recorded_edges import bundled_edges, study_edges
 from highwater.spec.model import ModelShape
 from highwater.spec.study import Cell, Question, Study
 from highwater.spec.trainer import OURS, TrainerName, predicted_trainer
+from highwater.spec.trial import PROMPT_TOKENS
 from highwater.speed.step_seconds import predicted_step
 
 _NO_INTERVAL = "nobody recorded its trials: a prediction without an interval"
@@ -99,7 +100,11 @@ MEMORY: Mapping[TrainerName, TrainerMemory] = {
         accuracy=step_bytes.ACCURACY,
         residuals=bundled_edges,
         learn=lambda study, _: study_edges(study),
-        fixed_fields=lambda _: {"loss": "chunked", "allocator": "expandable"},
+        fixed_fields=lambda _: {
+            "loss": "chunked",
+            "allocator": "expandable",
+            "prompt_tokens": PROMPT_TOKENS,
+        },
     ),
 }
 """How the memory of each trainer is predicted, by the name that ``--trainer`` takes."""

@@ -201,5 +201,7 @@ def _command(goal: Goal, question: Question, cell: Cell) -> str:
     words += [word for flag, value in limits if value for word in (flag, str(value))]
     if "headroom" in goal.settings:
         words += ["--headroom", str(question.margin_bytes)]
+    if goal.settings.get("prompt_tokens"):
+        words += ["--prompt-tokens", str(question.prompt_tokens)]
     words += ["--length", str(goal.length_tokens), *cell.layout.degree_flags]
     return shlex.join(words)

@@ -31,6 +31,7 @@ from highwater.spec.cluster import Cluster
 from highwater.spec.declared_settings import DECLARED, TOPICS
 from highwater.spec.headroom import default_headroom_bytes
 from highwater.spec.model import load_model
+from highwater.spec.plan_notes import prompt_notes
 from highwater.spec.recommendation import Alternative, Candidate, Recommendation
 from highwater.spec.request import request_from
 from highwater.spec.rope import yarn
@@ -305,6 +306,8 @@ def _with_trials(
             ranks = counted_ranks(goal.where.gpus, "cuda")
             silent = f"no rung that is asked about has an answer for this length on {ranks}"
             notes.append(f"{study.path} is not used: {why or silent}")
+        elif study.question.prompt_tokens > question.prompt_tokens:
+            notes += prompt_notes(study.path, study.question)
         for index, measured in enumerate(found):
             if measured is not None and candidates[index].source == "predicted":
                 candidates[index] = measured

@@ -9,7 +9,7 @@ from highwater.spec.plan_notes import weights_notes
 from highwater.spec.preparation import missing_files
 from highwater.spec.rope import yarn
 from highwater.spec.training_request import TrainingRequest
-from highwater.spec.trial import PROMPT_TOKENS, TrialSpec
+from highwater.spec.trial import TrialSpec
 from highwater.units import format_bytes, format_tokens
 
 
@@ -29,15 +29,14 @@ def training_notes(
 
 
 def data_notes(chosen: ChosenTrial, corpus: Corpus) -> tuple[str, ...]:
-    """What a corpus takes of memory that a study has not measured: a trial's sequence begins with
-    a prompt, of whose tokens the full loss makes no logits, and a text is trained from its
-    beginning.
+    """What a corpus takes of memory that a study has not measured: its sequences began with a
+    prompt, of whose tokens the full loss makes no logits, and a text is trained from its beginning.
     """
-    if not chosen.has_prompts:
-        return ()
     spec, predicted = chosen.spec, chosen.predicted
+    if not spec.prompt_tokens:
+        return ()
     row_tokens = spec.length_tokens * spec.sequences
-    prompts_tokens = min(PROMPT_TOKENS, spec.length_tokens // 2) * spec.sequences
+    prompts_tokens = min(spec.prompt_tokens, spec.length_tokens // 2) * spec.sequences
     is_prompted = corpus.trained_tokens * row_tokens <= corpus.tokens * (
         row_tokens - prompts_tokens
     )

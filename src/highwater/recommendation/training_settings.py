@@ -4,7 +4,6 @@ answer, or what is recommended; and whether it fits.
 
 import shlex
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +25,7 @@ from highwater.spec.study import Cell, Question
 from highwater.spec.trainer import OURS
 from highwater.spec.training import refuse_uneven
 from highwater.spec.training_request import RECOMMENDED, TrainingRequest
-from highwater.spec.trial import PROMPT_TOKENS, TrialSpec
+from highwater.spec.trial import TrialSpec
 from highwater.store.journal import read_study
 from highwater.units import MIB, format_bytes, format_tokens
 
@@ -45,14 +44,13 @@ _NEAR = 0.03
 
 
 class ChosenTrial(NamedTuple):
-    """The trial whose step is trained, and what is known of it beforehand."""
+    """The trial whose step is trained, and what is known of it beforehand: where a study's settings
+    are taken, with the prompts of its sequences.
+    """
 
     spec: TrialSpec
     predicted: CellPrediction
     notes: tuple[str, ...]
-    has_prompts: bool = False
-    """Whether the prediction is of a trial's sequences, which begin with a prompt that is not
-    trained; else every token is taken to be."""
     rows_bytes: int = 0
     """Bytes of a step's rows beside what is predicted of a trial's."""
 
@@ -73,6 +71,7 @@ def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> 
             hint=f"leave `--{row}` out, or `--settings`",
         )
     notes: tuple[str, ...] = ()
+    prompt_tokens = 0
     if asked.settings not in (None, RECOMMENDED):
         path = Path(asked.settings or "")
         if not path.exists():
@@ -82,8 +81,10 @@ def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> 
                 f"`highwater find {shlex.quote(request.model)} --study study.jsonl` makes one",
             )
         cell, notes = _of_study(path, spec, request, machine, nodes)
+        measured = read_study(path).question
+        prompt_tokens = measured.prompt_tokens
         if request.memory is None and spec.device == "cuda":
-            budget_bytes = read_study(path).question.memory_budget_bytes
+            budget_bytes = measured.memory_budget_bytes
             spec = msgspec.structs.replace(spec, memory_budget_bytes=budget_bytes)
     elif asked.settings == RECOMMENDED or not how:
         cell = _recommended(request, _of_each(asked, nodes), machine, spec)
@@ -91,10 +92,8 @@ def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> 
         cell = Cell(layout=spec.layout, settings=spec.settings)
     if nodes > 1:
         cell = msgspec.structs.replace(cell, layout=cell.layout.across(nodes))
-    is_measured = asked.settings not in (None, RECOMMENDED)
-    return _checked(
-        request, asked, machine, spec, cell, notes, nodes=nodes, has_prompts=is_measured
-    )
+    spec = msgspec.structs.replace(spec, prompt_tokens=prompt_tokens)
+    return _checked(request, asked, machine, spec, cell, notes, nodes=nodes)
 
 
 def _of_each(asked: TrainingRequest, nodes: int) -> TrainingRequest:
@@ -169,12 +168,8 @@ def _own_rows(request: Request, cell: Cell, rows: int | None) -> int:
     return max(1, rows // cell.layout.data_parallel_degree)
 
 
-def _predicted(
-    question: Question, machine: Machine, *, rows: int | None, has_prompts: bool = False
-) -> CellPrediction:
-    """What a cell takes where every token is trained, or with ``has_prompts`` in a trial; ``rows``
-    a step, where they are named.
-    """
+def _predicted(question: Question, machine: Machine, *, rows: int | None) -> CellPrediction:
+    """What a cell takes; ``rows`` a step, where they are named."""
     limit_bytes = question.memory_budget_bytes or question.device_total_bytes
     if limit_bytes is None:
         raise MachineError(
@@ -185,9 +180,7 @@ def _predicted(
         host_bytes=machine.host_memory_total_bytes if question.device == "cuda" else None,
     )
     known = calibration_of(question, OURS) if question.device == "cuda" else None
-    prompt_tokens = PROMPT_TOKENS if has_prompts else 0
-    formula = partial(likely_footprint, prompt_tokens=prompt_tokens)
-    cells = predict_cells(question, limit, formula, known)
+    cells = predict_cells(question, limit, likely_footprint, known)
     return with_steps(question, cells)[0] if question.device == "cuda" else cells[0]
 
 
@@ -217,13 +210,13 @@ def _checked(
     notes: tuple[str, ...],
     *,
     nodes: int,
-    has_prompts: bool,
 ) -> ChosenTrial:
     if asked.rows is not None:
         refuse_uneven(asked.rows, cell.layout.data_parallel_degree)
     question = _question(request, machine, spec, cell, asked.rows)
     (cell,) = question.cells
-    predicted = _predicted(question, machine, rows=asked.rows, has_prompts=has_prompts)
+    question = msgspec.structs.replace(question, prompt_tokens=spec.prompt_tokens)
+    predicted = _predicted(question, machine, rows=asked.rows)
     if not _may_fit(predicted):
         lacks = format_bytes(predicted.lacks_bytes or 0)
         each, lacks_bytes = _of_each(asked, nodes), predicted.lacks_bytes or 0
@@ -245,7 +238,7 @@ def _checked(
     )
     if not predicted.capacity_tokens or is_near:
         notes = (*notes, "it is tight: predicted to fit, and not by as much as predictions are off")
-    return ChosenTrial(spec, predicted, notes, has_prompts, _rows_bytes(question, asked.rows))
+    return ChosenTrial(spec, predicted, notes, _rows_bytes(question, asked.rows))
 
 
 def _what_fits(

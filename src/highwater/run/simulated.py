@@ -169,6 +169,7 @@ class FormulaLaw:
             spec.layout,
             length_tokens=spec.length_tokens,
             device=spec.device,
+            prompt_tokens=spec.prompt_tokens,
         )
         return needed.needed_bytes - needed.outside_bytes
 

@@ -11,6 +11,7 @@ from highwater.errors import HighwaterError, MachineError, StudyError
 from highwater.run.probe import probe
 from highwater.spec.hardware import OLDEST_CAPABILITY, Gpu, Machine
 from highwater.spec.plan import plan
+from highwater.spec.plan_notes import prompt_notes
 from highwater.spec.request import Request
 from highwater.spec.study import Question, Study
 from highwater.store.journal import read_study
@@ -65,8 +66,22 @@ def _study_of_gpus(path: Path) -> Study | None:
 def _asked(request: Request, question: Question) -> Question | None:
     """What the request asks on a machine with the study's GPUs; None where it asks nothing."""
     with suppress(HighwaterError):
-        return plan(request, _machine_of(question)).question
+        return plan(gone_on(request)[0], _machine_of(question)).question
     return None
+
+
+def gone_on(request: Request) -> tuple[Request, tuple[str, ...]]:
+    """The request, its sequences with the prompt of a study that it goes on with unless it names
+    one, and a note that says so. What is wrong with a file is told where it is opened.
+    """
+    if request.study is not None and request.prompt_tokens is None:
+        with suppress(StudyError, OSError):
+            path = Path(request.study)
+            recorded = read_study(path).question if path.is_file() else None
+            if recorded is not None:
+                prompted = msgspec.structs.replace(request, prompt_tokens=recorded.prompt_tokens)
+                return prompted, prompt_notes(path, recorded)
+    return request, ()
 
 
 def _machine_of(question: Question) -> Machine:

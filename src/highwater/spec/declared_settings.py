@@ -354,6 +354,14 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
             labels={False: "one-micro-batch"},
         ),
         Setting(
+            "prompt_tokens",
+            COUNT,
+            _STEP,
+            "first tokens of a sequence that are its prompt, and not trained, half of it at the "
+            "most: the full loss makes no logits of them; default: 0, or a `--study`'s own",
+            example=2048,
+        ),
+        Setting(
             "data",
             FUNCTION,
             _RUN,

@@ -33,7 +33,7 @@ from highwater.spec.sparse_pattern import SPARSE_KERNEL_BLOCK
 from highwater.spec.study import Cell, Question
 from highwater.spec.time_limits import budget_of, proof_of, timeout_of
 from highwater.spec.trainer import TRAINERS, TrainerName
-from highwater.spec.trial import Device, TrialSpec
+from highwater.spec.trial import PROMPT_TOKENS, Device, TrialSpec
 from highwater.spec.trial_hardware import TrialHardware, check_host_memory, hardware_of
 from highwater.units import format_tokens
 
@@ -134,7 +134,7 @@ def _foreign_plan(
     cells, skipped = cells_of(request, model.shape, device, where.counts)
     budget_s = budget_of(request, "full", device, cells)
     question = _question(request, model, where, cells, grid)
-    question = msgspec.structs.replace(question, foreign=foreign)
+    question = msgspec.structs.replace(question, foreign=foreign, prompt_tokens=PROMPT_TOKENS)
     question.trial(cells[0], grid.start_tokens)  # raises for what a trial cannot be
     fallback = (ON_THE_CPU_NOTE,) if request.device is None and device == "cpu" else ()
     return Plan(
@@ -161,6 +161,7 @@ def _question(
         margin_bytes=request.margin_bytes,
         steps=request.steps,
         micro_batches=request.micro_batches,
+        prompt_tokens=request.prompt_tokens or 0,
         hyperparameters=request.hyperparameters,
         data=request.data,
         simulated=request.dry_run,

@@ -9,9 +9,10 @@ from highwater.spec.model_config import has_own_code, read_config
 from highwater.spec.request import Request
 from highwater.spec.rope import yarn
 from highwater.spec.settings import Rope, Settings
+from highwater.spec.study import Question
 from highwater.spec.trial import Device
 from highwater.spec.weight_files import SCORE, saved_tensors, weight_files
-from highwater.units import format_bytes
+from highwater.units import format_bytes, format_tokens
 
 _YARN_IN_USE = 8
 """Times that published models stretch their native length by YaRN: Qwen's cards 4, OLMo 3's config
@@ -152,3 +153,17 @@ def _of_random_weights(model: Model, *, simulated: bool) -> tuple[str, ...]:
             "whichever they are)",
         )
     return (f"{random}; memory and time are those of trained ones, the loss is not",)
+
+
+def prompt_notes(path: Path | str | None, question: Question) -> tuple[str, ...]:
+    """That sequences of a study's trials began with a prompt, where the full loss made no logits of
+    its tokens.
+    """
+    has_logits = any(cell.settings.holds_logits for cell in question.cells)
+    is_synthetic = question.foreign is None and question.data is None
+    if not (question.prompt_tokens and has_logits and is_synthetic):
+        return ()
+    return (
+        f"sequences of {path} begin with a prompt of {format_tokens(question.prompt_tokens)} "
+        "tokens, of which the full loss makes no logits: without `--study` every token is counted",
+    )

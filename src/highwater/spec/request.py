@@ -148,6 +148,7 @@ class Request(Record, frozen=True, kw_only=True):
     budget: Time | None = None
     steps: int = 2
     micro_batches: int = 2
+    prompt_tokens: int | None = None
     data: str | None = None
     attention_depth: int | None = None
     device: Device | None = None

@@ -14,7 +14,7 @@ from highwater.spec.layout import Layout
 from highwater.spec.model import Model
 from highwater.spec.settings import Settings
 from highwater.spec.settings_words import short_settings
-from highwater.spec.trial import Device, Outcome, TrialResult, TrialSpec
+from highwater.spec.trial import PROMPT_TOKENS, Device, Outcome, TrialResult, TrialSpec
 
 STUDY_SCHEMA_VERSION = 3
 """Version of a study that is begun now.
@@ -96,6 +96,9 @@ class Question(Record, frozen=True, kw_only=True):
     """
     foreign: ForeignTrainer | None = None
     """The trainer that is tried; None: this package's engine."""
+    prompt_tokens: int = PROMPT_TOKENS
+    """First tokens of a synthetic sequence that its trials do not train; of a foreign trainer, and
+    of data of the user's, without a meaning."""
 
     def __post_init__(self) -> None:
         """Raise UsageError for a question without a cell, or with negative counts."""
@@ -161,6 +164,7 @@ class Question(Record, frozen=True, kw_only=True):
             memory_budget_bytes=self.memory_budget_bytes,
             steps=self.steps,
             micro_batches=self.micro_batches,
+            prompt_tokens=self.prompt_tokens,
             data=self.data,
             attention_depth=1 if memory_only else None,
             foreign=self.foreign,

@@ -23,9 +23,8 @@ from highwater.units import counted
 Device = Literal["cuda", "cpu"]
 
 PROMPT_TOKENS = 2048
-"""Prompt of a synthetic sequence; half the sequence when that is shorter.
-
-Source: the published system's trials.
+"""Prompt of a sequence in the published system's trials, and in those here from before a prompt
+could be named.
 """
 
 PHASE_FILE = "phase"
@@ -107,6 +106,8 @@ class TrialSpec(Record, frozen=True, kw_only=True):
     micro_batches: int = 2
     """Micro-batches per step and rank; one alone where the settings add none up: then gradients
     are made in its backward pass, and are not alive before."""
+    prompt_tokens: int = PROMPT_TOKENS
+    """First tokens of a synthetic sequence, of half of it at the most, that are not trained."""
     seed: int = 0
     data: str | None = None
     """``module:function`` that yields token batches instead of the synthetic ones."""

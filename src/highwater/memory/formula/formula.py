@@ -113,8 +113,11 @@ class Formula(Protocol):
         *,
         length_tokens: int,
         device: Device = "cuda",
+        prompt_tokens: int = PROMPT_TOKENS,
     ) -> Footprint:
-        """Memory that a step takes on synthetic sequences of this length, on the fullest GPU."""
+        """Memory that a step takes on synthetic sequences of this length, on the fullest GPU.
+        ``prompt_tokens`` as for ``busiest_step``.
+        """
         ...
 
 

@@ -262,8 +262,7 @@ def busiest_step(
     prompt_tokens: int = PROMPT_TOKENS,
 ) -> Step:
     """A step as the GPU with the most trained tokens sees it: where several share a sequence, one
-    without a prompt. ``prompt_tokens`` of a sequence, up to half of it, are not trained: as many in
-    a trial, of a user's data none in doubt.
+    without a prompt. ``prompt_tokens`` of a sequence, up to half of it, are not trained.
     """
     degree = layout.context_degree
     sequences = max(1, settings.sequences(length_tokens, context_degree=degree))

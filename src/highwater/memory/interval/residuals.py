@@ -158,7 +158,11 @@ def study_residuals(study: Study, own: MachineConstants | None = None) -> tuple[
         if trial.result is not None:
             spec = trial.spec
             footprint = likely_footprint(
-                shape, spec.settings, spec.layout, length_tokens=spec.length_tokens
+                shape,
+                spec.settings,
+                spec.layout,
+                length_tokens=spec.length_tokens,
+                prompt_tokens=spec.prompt_tokens,
             )
             footprint = footprint.with_libraries(
                 outside=_outside(shape, spec, trial.result, own),

@@ -26,7 +26,7 @@ from highwater.spec.layout import Layout
 from highwater.spec.logit_transform import reads_a_transform
 from highwater.spec.model import ModelShape
 from highwater.spec.settings import Settings
-from highwater.spec.trial import Device
+from highwater.spec.trial import PROMPT_TOKENS, Device
 
 ACCURACY = (
     "by the closed form, fitted to the published A100 table, of which it has 69 of 80 cells with "
@@ -67,6 +67,7 @@ def footprint(
     *,
     length_tokens: int,
     device: Device = "cuda",
+    prompt_tokens: int = PROMPT_TOKENS,  # noqa: ARG001 (it was fitted to trials with prompts)
 ) -> Footprint:
     """What a step of that trainer takes: two sequences of the length in a micro-batch, unless the
     settings say otherwise.

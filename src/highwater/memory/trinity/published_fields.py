@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from highwater.spec.published import PUBLISHED_SETTINGS
+from highwater.spec.trial import PROMPT_TOKENS
 
 _ALWAYS = ("strategy", "objective", "entropy", "loss")
 
@@ -22,5 +23,6 @@ def published_fields(named: Mapping[str, Any]) -> dict[str, Any]:
         *(("allocator",) if is_offloaded else ()),
         *(() if "token_budget" in named else ("sequences_per_micro_batch",)),
     )
-    fields = {name: getattr(published, name) for name in names}
+    fields: dict[str, Any] = {name: getattr(published, name) for name in names}
+    fields["prompt_tokens"] = PROMPT_TOKENS
     return fields if named.get("lora") is None else {**fields, "strategy": "fsdp2"}

@@ -30,7 +30,7 @@ from highwater.spec.layer_kind import LayerKind
 from highwater.spec.layout import Layout
 from highwater.spec.model import ModelShape
 from highwater.spec.settings import Settings
-from highwater.spec.trial import Device
+from highwater.spec.trial import PROMPT_TOKENS, Device
 from highwater.units import MIB
 
 ACCURACY = (
@@ -59,6 +59,7 @@ def footprint(
     *,
     length_tokens: int,
     device: Device = "cuda",
+    prompt_tokens: int = PROMPT_TOKENS,
 ) -> Footprint:
     """Memory that TRL's step most likely takes on sequences of this length, on the fullest GPU."""
     generates = settings.traits.advantages == "groups"
@@ -69,8 +70,15 @@ def footprint(
         loss="chunked",
         mlp_tiles=None if settings.recompute == "none" else 1,
     )
-    ours = likely_footprint(shape, settings, layout, length_tokens=length_tokens, device=device)
-    step = busiest_step(shape, settings, layout, length_tokens, device)
+    ours = likely_footprint(
+        shape,
+        settings,
+        layout,
+        length_tokens=length_tokens,
+        device=device,
+        prompt_tokens=prompt_tokens,
+    )
+    step = busiest_step(shape, settings, layout, length_tokens, device, prompt_tokens=prompt_tokens)
     phases = [_with_its_loss(phase, step) if phase.name == LOSS else phase for phase in ours.phases]
     if generates:
         phases.insert(0, _generation(step))
