@@ -12,7 +12,10 @@ import psutil
 import pytest
 from conftest import Run, following, offered, refusal
 
-from highwater.units import MIB
+from highwater.cli.bench import bench_dtype
+from highwater.errors import MachineError
+from highwater.spec.cluster import Cluster
+from highwater.units import GIB, MIB
 
 pytestmark = pytest.mark.timeout(600)
 SMALL = ("--device", "cpu", "--max-length", "512", "--head-dim", "16")
@@ -221,6 +224,22 @@ def test_what_the_hint_offers_runs(
     asked |= mended(highwater, words, code, said)
     done = highwater(*BASE, *(word for pair in asked.items() for word in pair))
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [("NVIDIA GeForce GTX 1080", (6, 1)), ("Tesla T4", (7, 5)), ("Tesla V100", (7, 0))],
+)
+def test_a_gpu_without_bf16_computes_in_fp16_and_refuses_bf16(
+    name: str, capability: tuple[int, int]
+) -> None:
+    where = Cluster(
+        gpus=1, device_name=name, device_bytes=8 * GIB, compute_capability=capability
+    ).machine()
+    assert bench_dtype(None, "cuda", where) == "fp16"
+    assert bench_dtype("fp32", "cuda", where) == "fp32"
+    with pytest.raises(MachineError, match=f"{name} has no bf16"):
+        bench_dtype("bf16", "cuda", where)
 
 
 def test_without_a_gpu_the_cpu_has_to_be_named(highwater: Run) -> None:

@@ -12,7 +12,7 @@ from highwater.units import GIB, KIB, MIB
 LENGTHS = (4096, 8192, 16_384, 32_768, 49_152)
 
 
-@given(overhead=st.integers(0, 512 * MIB), token=st.integers(64, 64 * KIB), cut=st.integers(2, 5))
+@given(overhead=st.integers(0, 512 * MIB), token=st.integers(64, 64 * KIB), cut=st.integers(3, 5))
 def test_a_linear_memory_is_found_again_with_its_overhead(
     overhead: int, token: int, cut: int
 ) -> None:
@@ -42,9 +42,10 @@ def test_no_term_is_below_zero_where_peaks_bend_the_other_way() -> None:
     assert fit.largest_error > 0.05, "it says how far off it is"
 
 
-def test_one_length_makes_no_formula() -> None:
+def test_one_length_or_two_make_no_formula() -> None:
     assert memory_fit([]) is None
     assert memory_fit([(4096, 100), (4096, 101)]) is None
+    assert memory_fit([(4096, 100), (8192, 200), (8192, 201)]) is None
 
 
 @given(free=st.integers(MIB, 200 * GIB))

@@ -32,7 +32,7 @@ SECTIONS = [
 
 def compared(*, sparse_s: float, sparse_bytes: int, sparse_longest: int) -> AttentionBench:
     """Dense attention to 65,536 tokens and a block-sparse one beside it."""
-    lengths = [length for length in (*LENGTHS, 262_144) if length <= sparse_longest]
+    lengths = [length for length in (8192, *LENGTHS, 262_144) if length <= sparse_longest]
     return bench(
         [
             *measured("dense", LENGTHS[:3], token_s=1e-6, token_bytes=1024),
@@ -294,12 +294,54 @@ def test_other_gpus_are_predicted_by_the_formula_and_labelled() -> None:
 
 
 def test_nothing_is_predicted_far_past_what_was_measured() -> None:
-    found = bench(measured("dense", (512, 1024), token_s=1e-6, token_bytes=64), device="cpu")
-    summary = attention_summary(found)
-    assert {(each.tokens, each.is_least) for each in summary.predicted} == {(64 * 1024, True)}
-    table = predicted_table(found, summary, "forward")
-    assert {row[-1] for row in table.rows} == {"≥ 65,536"}
+    found = bench(
+        [
+            *measured("dense", LENGTHS, token_s=1e-6, token_bytes=64 * KIB),
+            *measured("block_sparse_5", (512, 1024, 2048), token_s=1e-6, token_bytes=64),
+        ],
+        device="cpu",
+    )
+    table = predicted_table(found, attention_summary(found), "forward")
+    assert table.columns[2:] == ("dense", "block_sparse_5", "DataParallel")
+    assert {row[3] for row in table.rows} == {f"≥ {64 * 2048:,}"}
+    assert not [row for row in table.rows if "≥" in row[2]]
     assert "on the CPU, whose kernels allocate otherwise" in table.footnotes[0]
+
+
+@pytest.mark.parametrize("lengths", [(512, 1024), (512, 1024, 2048), (4096,), (256, 131_072)])
+def test_where_too_little_was_measured_a_report_says_so_and_has_no_row_of_least_lengths(
+    lengths: tuple[int, ...],
+) -> None:
+    found = bench(measured("dense", lengths, token_s=1e-6, token_bytes=64))
+    assert predicted_table(found, attention_summary(found), "forward").rows == ()
+    sections = {section.title: section for section in attention_report(found).sections}
+    (said,) = sections["Other GPUs, predicted"].lines
+    assert said.startswith("too little was measured ")
+    assert sections["Other GPUs, predicted"].tables == []
+    assert "| ≥" not in attention_markdown(found).partition("## Other GPUs")[2]
+
+
+def test_an_8_gb_card_is_predicted_with_what_it_cannot_do() -> None:
+    found = bench(measured("dense", LENGTHS, token_s=1e-6, token_bytes=16 * KIB))
+    summary = attention_summary(found)
+    (card,) = [each for each in summary.predicted if each.gpu == "GTX-1080"]
+    assert 7.5 * GIB < card.memory_bytes < 8 * GIB
+    assert card.lacking == ("bf16", "flash attention")
+    assert not [each for each in summary.predicted if each.lacking and each is not card]
+    notes = predicted_table(found, summary, "forward").footnotes
+    assert [note for note in notes if note.startswith("GTX-1080 has no bf16 and no flash")]
+
+
+def test_other_gpus_have_a_column_of_dataparallel_that_lengthens_nothing() -> None:
+    alone = bench(measured("dense", LENGTHS, token_s=1e-6, token_bytes=16 * KIB))
+    for found, said in ((alone, "not measured"), (parallel(1.8), "1.8 times the tokens/s on 2")):
+        table = predicted_table(found, attention_summary(found), "forward")
+        assert table.columns[-1] == "DataParallel"
+        assert table.rows
+        for *_, cell in table.rows:
+            assert cell.startswith("one a GPU; ")
+            assert said in cell
+        assert [note for note in table.footnotes if "none longer than one GPU holds" in note]
 
 
 def test_a_big_card_that_stands_in_for_a_small_one_is_labelled() -> None:

@@ -356,6 +356,8 @@ def test_what_a_catalogs_card_holds_is_what_a_driver_reports():
         ("0xA100-80GB", UsageError, "1 to 1024 GPUs"),
         ("1000000000000xH200-141GB", UsageError, "1 to 1024 GPUs"),
         ("T4", MachineError, "no bf16"),
+        ("GTX1080", MachineError, "GTX-1080 has no bf16 and no flash attention"),
+        ("2xGTX-1080", MachineError, "GTX-1080 has no bf16 and no flash attention"),
         ("H200-141GB-NVL", UsageError, "not in the catalog"),
     ],
 )

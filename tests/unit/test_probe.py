@@ -97,7 +97,13 @@ def test_when_no_gpu_is_free_the_hint_is_to_wait() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "capability"), [("Tesla V100-SXM2-32GB", (7, 0)), ("Tesla T4", (7, 5))]
+    ("name", "capability"),
+    [
+        ("Tesla V100-SXM2-32GB", (7, 0)),
+        ("Tesla T4", (7, 5)),
+        ("NVIDIA GeForce GTX 1080", (6, 1)),
+        ("NVIDIA GeForce GTX 1080 Ti", (6, 1)),
+    ],
 )
 def test_a_gpu_without_bf16_and_flash_is_refused_by_name(
     name: str, capability: tuple[int, int]
@@ -119,6 +125,8 @@ def test_a_modern_gpu_is_not_refused_even_if_nobody_knows_its_name() -> None:
         ("NVIDIA H100 NVL", "H100-94GB-NVL"),
         ("NVIDIA H100 PCIe", "H100-80GB-PCIe"),
         ("NVIDIA GB10", None),
+        ("NVIDIA GeForce GTX 1080", "GTX-1080"),
+        ("NVIDIA GeForce GTX 1080 Ti", "GTX-1080-Ti"),
     ],
 )
 def test_a_gpu_is_of_the_kind_that_says_the_most_of_its_name(

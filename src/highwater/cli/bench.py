@@ -199,7 +199,7 @@ def _order(arguments: argparse.Namespace, machine: Machine) -> BenchOrder:
         heads=heads,
         kv_heads=heads if arguments.kv_heads is None else arguments.kv_heads,
         head_dim=arguments.head_dim,
-        dtype=arguments.dtype or _dtype(device, machine),
+        dtype=bench_dtype(arguments.dtype, device, machine),
         same_qkv=arguments.same_qkv,
         patterns=_patterns(typed, names, device),
         **_branches(arguments, names),
@@ -332,11 +332,17 @@ def _memory_bytes(arguments: argparse.Namespace, device: Device, machine: Machin
     return asked
 
 
-def _dtype(device: Device, machine: Machine) -> BenchDtype:
+def bench_dtype(named: BenchDtype | None, device: Device, machine: Machine) -> BenchDtype:
+    """What is computed in, unless another is named: what the GPUs are fastest in. Raises
+    MachineError for bf16 on one that has none.
+    """
     if device == "cpu":
-        return "fp32"
-    oldest = min(gpu.compute_capability for gpu in machine.gpus)
-    return "bf16" if oldest >= OLDEST_CAPABILITY else "fp16"
+        return named or "fp32"
+    oldest = min(machine.gpus, key=lambda gpu: gpu.compute_capability)
+    has_bf16 = oldest.compute_capability >= OLDEST_CAPABILITY
+    if named == "bf16" and not has_bf16:
+        raise MachineError(f"{oldest.name} has no bf16", hint="use `--dtype fp16`")
+    return named or ("bf16" if has_bf16 else "fp16")
 
 
 def _folder(named: str | None) -> Path:

@@ -18,6 +18,8 @@ _WELL_DESCRIBED = 0.05
 _FAR = 4
 """Part of the longest length from which on peaks tell what is to come."""
 _LONGEST_TOKENS = 1 << 34
+LEAST_LENGTHS = 3
+"""Lengths that tell a formula: through two of them there is always one."""
 Solution = tuple[float, ...]
 
 
@@ -56,17 +58,17 @@ class MemoryFit(Record, frozen=True, kw_only=True):
 
 
 def memory_fit(peaks: Sequence[tuple[int, int]]) -> MemoryFit | None:
-    """The formula of these peaks, each a length and its bytes; None of fewer than two lengths.
+    """The formula of these peaks, each a length and its bytes; None of fewer than three lengths.
 
     No term is below zero. Errors weigh as shares of their peaks.
     """
-    if len({length for length, _ in peaks}) < 2:
+    if len({length for length, _ in peaks}) < LEAST_LENGTHS:
         return None
     longest = max(length for length, _ in peaks)
     far = [peak for peak in peaks if peak[0] * _FAR >= longest]
     for of in (peaks, far):
         linear = _best([(0, 1), (1,)], of)
-        is_known = of is peaks or len({length for length, _ in of}) > 2
+        is_known = of is peaks or len({length for length, _ in of}) >= LEAST_LENGTHS
         if linear is not None and is_known and _largest_error(linear, of) <= _WELL_DESCRIBED:
             return _fit(linear, of)
     every = [powers for count in (1, 2, 3) for powers in combinations((0, 1, 2), count)]

@@ -16,7 +16,7 @@ from highwater.spec.attention_bench import (
     Mode,
 )
 from highwater.spec.codec import Record
-from highwater.spec.hardware import gpu_catalog, runs_trials
+from highwater.spec.hardware import gpu_catalog, lacking, runs_trials
 
 Why = Literal["ran out of memory", "took too long", "crashed", "longest tried", "red"]
 _USE_CASES = ((16_384, 32_768), (32_768, 65_536), (65_536, 131_072), (131_072, None))
@@ -88,6 +88,8 @@ class PredictedLongest(Record, frozen=True, kw_only=True):
     tokens: int
     is_least: bool
     """Whether more is predicted, so far past what was measured that nothing is said of it."""
+    lacking: tuple[str, ...] = ()
+    """What this kind has not, and what was measured may need."""
 
 
 class ScalingEfficiency(Record, frozen=True, kw_only=True):
@@ -290,7 +292,7 @@ def _predicted(
     is_gpu = bench.order.device == "cuda"
     outside = bench.machine.outside_bytes if is_gpu else CONTEXT_BYTES["cuda"]
     for kind in gpu_catalog():
-        if kind.usable_bytes is None or not kind.flash_attention or not runs_trials(kind.name):
+        if kind.usable_bytes is None or not runs_trials(kind.name):
             continue
         for each in estimates:
             free = (kind.usable_bytes - outside) / each.reserved_ratio
@@ -304,6 +306,7 @@ def _predicted(
                 gpus=1 if each.mode == "single" else bench.order.gpus,
                 tokens=min(tokens, farthest),
                 is_least=tokens > farthest,
+                lacking=lacking(kind),
             )
 
 

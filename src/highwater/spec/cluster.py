@@ -147,9 +147,7 @@ def _cluster(named: _Named, gpu_memory_bytes: int | None, machine: Machine | Non
 
 def _of_kind(kind: GpuKind, count: int, gpu_memory_bytes: int | None) -> Cluster:
     """GPUs of a kind that trains, with its own memory where no other is given."""
-    missing = lacking(kind)
-    if missing:
-        raise MachineError(f"{kind.name} has no {' and no '.join(missing)}", hint=f"use {_EXAMPLE}")
+    _refuse_unfit(kind)
     memory = kind.usable_bytes if gpu_memory_bytes is None else gpu_memory_bytes
     if memory is None:
         raise UsageError(
@@ -208,6 +206,12 @@ def _parse(text: str | None) -> _Named:
     return _Named(machines=count, gpus=count * own, kind=within[2])
 
 
+def _refuse_unfit(kind: GpuKind) -> None:
+    missing = lacking(kind)
+    if missing:
+        raise MachineError(f"{kind.name} has no {' and no '.join(missing)}", hint=f"use {_EXAMPLE}")
+
+
 def _counted(digits: str, text: str) -> int:
     if len(digits) > _DIGITS or not 1 <= int(digits) <= MOST_GPUS_PREDICTED:
         raise UsageError(
@@ -230,9 +234,12 @@ def _kind(name: str, named: _Named, gpu_memory_bytes: int | None) -> GpuKind:
     if found is None:
         said = _SAID_SIZE.search(name.lower())
         said_gib = int(said[1]) if said else 80
+        near = _near(name)
+        if near is not None:
+            _refuse_unfit(near)  # who types it so would be refused next
         raise UsageError(
             f"the catalog has no GPU {name!r}; `highwater gpus` lists those that it has",
-            hint=_meant(_near(name), asked, gpu_memory_bytes, said_gib=said_gib),
+            hint=_meant(near, asked, gpu_memory_bytes, said_gib=said_gib),
         )
     size = _contradicting_size(name, found)
     if size is not None:

@@ -4,7 +4,9 @@ figures make other sentences.
 
 from collections.abc import Iterator, Sequence
 
+from highwater.memory.attention_fit import LEAST_LENGTHS
 from highwater.recommendation.attention_summary import (
+    FAR,
     AttentionChoice,
     AttentionSummary,
     Entry,
@@ -211,6 +213,34 @@ def _about_memory(bench: AttentionBench, summary: AttentionSummary) -> Iterator[
             f"memory grows faster than the length for {', '.join(square)} over the lengths that "
             f"were measured."
         )
+
+
+def too_little(summary: AttentionSummary) -> list[str]:
+    """Which figures are missing because too few, or too short, lengths were measured."""
+    known = {Entry(each.implementation, each.mode, each.direction) for each in summary.estimates}
+    unknown = [
+        entry_words(entry)
+        for each in summary.longest
+        if (entry := Entry(each.implementation, each.mode, each.direction)) not in known
+        and each.fits_tokens
+        and each.mode != "data parallel"
+    ]
+    lines: list[str] = []
+    if unknown:
+        lines.append(
+            f"too little was measured of {'; '.join(unknown)}: bytes a token are told by "
+            f"{LEAST_LENGTHS} lengths that fit, and nothing is predicted by fewer."
+        )
+    far = {each.gpu for each in summary.predicted}
+    far -= {each.gpu for each in summary.predicted if not each.is_least}
+    if far:
+        longest = max(each.fit.longest_tokens for each in summary.estimates)
+        lines.append(
+            f"too little was measured for {counted(len(far), 'kind')} of GPUs: they hold more than "
+            f"{FAR} times the {format_tokens(longest)} tokens that were the longest; measure "
+            f"longer ones (`--max-length`)."
+        )
+    return lines
 
 
 def format_bytes_per_token(count: float) -> str:

@@ -10,6 +10,7 @@ from highwater.pages.attention.attention_conclusions import (
     answer,
     conclusions,
     labels,
+    too_little,
     use_case_lines,
 )
 from highwater.pages.attention.attention_plots import Plot, plots
@@ -180,6 +181,7 @@ def _sections(bench: AttentionBench, summary: AttentionSummary) -> Iterator[Repo
         yield _section("Scaling efficiency", lines=[alone])
     yield _section(
         "Other GPUs, predicted",
+        lines=too_little(summary),
         tables=[predicted_table(bench, summary, direction) for direction in directions],
     )
     yield _section(

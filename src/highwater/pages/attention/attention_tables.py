@@ -191,10 +191,14 @@ def efficiency_table(summary: AttentionSummary) -> TextTable:
 def predicted_table(
     bench: AttentionBench, summary: AttentionSummary, direction: Direction
 ) -> TextTable:
-    """Predicted: the longest lengths on other kinds of GPUs."""
+    """Predicted: the longest lengths on other kinds of GPUs; none of a kind that holds more than
+    can be said of everything.
+    """
     own = [each for each in summary.predicted if each.direction == direction]
     names = list(dict.fromkeys((each.implementation, each.mode) for each in own))
-    kinds = dict.fromkeys((each.gpu, each.memory_bytes) for each in own)
+    kinds = dict.fromkeys(
+        (each.gpu, each.memory_bytes, each.lacking) for each in own if not each.is_least
+    )
     by_cell = {
         (each.gpu, each.implementation, each.mode): (
             f"{'≥ ' if each.is_least else ''}{format_tokens(each.tokens)}"
@@ -208,21 +212,42 @@ def predicted_table(
     )
     return TextTable(
         title=f"predicted: longest length on other GPUs, {WORDS[direction]}, by memory alone",
-        columns=("GPU", "memory", *(_column(name, mode) for name, mode in names)),
+        columns=("GPU", "memory", *(_column(name, mode) for name, mode in names), "DataParallel"),
         rows=tuple(
             (
                 gpu,
                 format_bytes(memory),
                 *(by_cell[gpu, name, mode] for name, mode in names),
+                _in_data_parallel(summary, direction),
             )
-            for gpu, memory in kinds
+            for gpu, memory, _ in kinds
         ),
         footnotes=(
             f"predicted {where}; nothing is said about time, nor about more than {FAR} times the "
             f"longest length that was measured (≥)",
+            "DataParallel: whole sequences on each GPU, none longer than one GPU holds",
+            *(
+                f"{gpu} has no {' and no '.join(lacking)}: it is its memory alone that is "
+                f"predicted, and kernels that need them do not run there"
+                for gpu, _, lacking in kinds
+                if lacking
+            ),
         ),
         left_columns=1,
     )
+
+
+def _in_data_parallel(summary: AttentionSummary, direction: Direction) -> str:
+    """What DataParallel does to throughput."""
+    gains = [
+        each
+        for each in summary.efficiencies
+        if (each.mode, each.direction) == ("data parallel", direction)
+    ]
+    if not gains:
+        return "one a GPU; tokens/s not measured"
+    best = max(gains, key=lambda each: each.speedup)
+    return f"one a GPU; {best.speedup:.3g} times the tokens/s on {best.gpus}"
 
 
 def _column(name: str, mode: str) -> str:
