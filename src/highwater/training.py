@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from highwater.errors import MachineError, UsageError
+from highwater.errors import HighwaterError, MachineError, UsageError
 from highwater.memory.capacity import CellPrediction
 from highwater.recommendation.training_notes import training_notes
 from highwater.recommendation.training_settings import ChosenTrial, chosen_trial
@@ -35,6 +35,7 @@ from highwater.spec.footprint import checkpoint_bytes
 from highwater.spec.hardware import Machine
 from highwater.spec.model import load_model
 from highwater.spec.objective import TRAITS
+from highwater.spec.plan import gpus_hint
 from highwater.spec.preparation import missing_files
 from highwater.spec.profiling import SnapshotOrder
 from highwater.spec.protocols import OnPhase, unheard
@@ -232,7 +233,6 @@ def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenT
     request = _written_to(request, asked)
     _refuse_other_runs(request)
     check_request(request, machine)
-    _refuse_no_gpu(request, machine)
     if asked.reward is not None and TRAITS[request.objective].advantages == "none":
         raise UsageError(
             f"`--reward` is for rollouts, and the objective {request.objective} has none",
@@ -245,6 +245,7 @@ def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenT
         request = msgspec.structs.replace(request, sequences_per_micro_batch=together)
     if request.lora_merged:  # what is exported, at the end
         request = msgspec.structs.replace(request, save_hf="last")
+    _refuse_no_gpu(request, machine, asked)
     chosen = chosen_trial(request, asked, machine)
     trial = chosen.spec
     check_machine(request, machine, trial.settings, trial.device, gpus=trial.layout.machine_gpus)
@@ -274,13 +275,17 @@ def _refuse_other_runs(request: Request) -> None:
         )
 
 
-def _refuse_no_gpu(request: Request, machine: Machine) -> None:
+def _refuse_no_gpu(request: Request, machine: Machine, asked: TrainingRequest) -> None:
     """Raise where there is no GPU, and nobody says that the CPU is meant."""
     if request.device == "cpu" or machine.gpus or machine.unreadable_gpus:
         return
-    hint = "add `--device cpu` to train on it; `highwater doctor` says what is seen of GPUs"
+    try:
+        chosen_trial(msgspec.structs.replace(request, device="cpu"), asked, machine)
+        hint = "use `--device cpu` to train on it"
+    except HighwaterError:
+        hint = gpus_hint(request, asked.length_tokens)
+    hint += "; `highwater doctor` says what is seen of GPUs"
     if request.device == "cuda":
-        hint = hint.replace("add `--device cpu`", "use `--device cpu`")
         raise MachineError("the driver shows no GPU here", hint=hint)
     raise UsageError("no GPU is visible, and the CPU is not named", hint=hint)
 

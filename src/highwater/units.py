@@ -13,7 +13,8 @@ MIB = 1024**2
 GIB = 1024**3
 
 _BYTE_UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1024**4}
-_DECIMAL_UNITS = {"kb", "mb", "gb", "tb", "k", "m", "g", "t"}
+_DECIMAL_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+"""Bytes of a decimal unit by its first letter; ``80G`` may be one, too."""
 _TOKEN_UNITS = {"": 1, "k": KIB, "m": MIB}
 _SECOND_UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 MOST_BYTES = 1 << 60
@@ -35,11 +36,12 @@ def parse_bytes(text: str) -> int:
     Raises UsageError for anything else, and for decimal units: "80GB" would be 74.5 GiB.
     """
     number, unit = _split(text, what="a memory size", example="80GiB")
-    if unit in _DECIMAL_UNITS:
-        binary = f"{_plain(number)}{unit[0].upper()}iB"
+    decimal = _DECIMAL_UNITS.get(unit.removesuffix("b"))
+    if decimal is not None:
+        meant = binary_size(int(min(number * decimal, MOST_BYTES)))
         raise UsageError(
             f"memory size {text!r} has a decimal or unclear unit",
-            hint=f"write it in binary units, for example `{binary}`",
+            hint=f"write it in binary units: `{meant}`",
         )
     if unit not in _BYTE_UNITS:
         raise UsageError(
@@ -52,6 +54,18 @@ def parse_bytes(text: str) -> int:
             hint="give its own, for example `80GiB`",
         )
     return int(number * _BYTE_UNITS[unit])
+
+
+def binary_size(count: int) -> str:
+    """As many bytes or up to 2 % fewer, as one types them: ``465GiB`` of 500,000,000,000.
+
+    Never more: memory that is not there would be planned with.
+    """
+    name, unit = next(
+        (each for each in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)) if count >= 20 * each[1]),
+        ("B", 1),
+    )
+    return f"{count // unit}{name}"
 
 
 def parse_memory(text: str) -> int:

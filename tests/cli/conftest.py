@@ -4,6 +4,7 @@ ours are forked from a process that has imported them.
 
 import json
 import os
+import re
 import select
 import shlex
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -186,6 +188,81 @@ def refusal(done: subprocess.CompletedProcess[str], code: int) -> tuple[str, str
 def offered(hint: str) -> list[list[str]]:
     """What a hint offers to type, each as words."""
     return [shlex.split(words) for words in hint.split("`")[1::2]]
+
+
+class Typed(NamedTuple):
+    """A command as it is after its hint was followed."""
+
+    words: tuple[str, ...]
+    """The words after ``highwater``, or a whole line of the shell."""
+    offered: tuple[str, ...]
+    """What the hint gave of them."""
+    is_whole: bool = False
+    """Whether the hint was a whole command."""
+    is_shell: bool = False
+    """Whether it is a line of the shell, after which the command is typed again."""
+
+
+_SHELL = ("mkdir", "iconv", "cat", "ls")
+_ELSEWHERE = ("pip", "nvidia-smi", "ray", "srun", "wc", "df", "export", "torchrun")
+"""Programs that hints name and that a test does not run."""
+
+
+def followed(words: tuple[str, ...], problem: str, hint: str) -> Iterator[Typed]:
+    """The ways that a hint offers, each typed: a flag takes the place of what was typed of it or is
+    added, a value that of the value that is refused; what is to be left out is; ``and`` joins two.
+    """
+    ways: list[Typed] = []
+    end = 0
+    is_left_out = False
+    for found in re.finditer("`([^`]+)`", hint):
+        between, behind = hint[end : found.start()], hint[found.end() :]
+        end = found.end()
+        parts = tuple(shlex.split(found[1]))
+        is_bare = parts[0].startswith("-") and len(parts) == 1
+        goes_on = is_left_out and is_bare and re.fullmatch(r"( out)?, or |, | and ", between)
+        is_left_out = (
+            bool(goes_on) or re.match(r"(( and|,| or) `[^`]+`)* out\b", behind) is not None
+        )
+        if (
+            parts[0] in _ELSEWHERE
+            or "where the GPUs are" in between
+            or (is_bare and not is_left_out and "smaller" in between)
+        ):
+            continue
+        is_joined = bool(ways) and re.search(r",? and\b", between) is not None and not goes_on
+        base = ways.pop().words if is_joined else words
+        ways.append(_typed(base, problem, parts, found[1], is_left_out=is_left_out))
+    yield from ways
+
+
+def _typed(
+    words: tuple[str, ...], problem: str, parts: tuple[str, ...], line: str, *, is_left_out: bool
+) -> Typed:
+    if parts[0] in FORKED:
+        return Typed(parts, parts, is_whole=True)
+    if parts[0] in _SHELL:
+        return Typed((line,), parts, is_shell=True)
+    if not parts[0].startswith("-"):
+        refused = [word for word in words if repr(word) in problem] or [
+            word for word in words if re.search(rf"(?<!\S){re.escape(word)}(?![\w.])", problem)
+        ]
+        assert refused, (problem, line)
+        wrong = max(refused, key=len)
+        return Typed(tuple(line if word == wrong else word for word in words), parts)
+    if problem.startswith("unknown flag"):
+        wrong = problem.split()[-1]
+        return Typed(tuple(parts[0] if word == wrong else word for word in words), parts)
+    flags = [word for word in parts if _is_flag(word)]
+    kept, is_dropped = list[str](), False
+    for word in words:
+        is_dropped = word in flags if _is_flag(word) else is_dropped
+        kept += [] if is_dropped else [word]
+    return Typed((*kept, *(() if is_left_out else parts)), parts)
+
+
+def _is_flag(word: str) -> bool:
+    return re.match(r"--?[a-zA-Z]", word) is not None
 
 
 def following(done: subprocess.CompletedProcess[str]) -> list[str]:

@@ -4,6 +4,7 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -73,6 +74,25 @@ def combinations(page: Any, *names: str) -> Iterator[dict[str, str]]:
             for length in lengths(page):
                 ask(page, length)
                 yield {name: value, "length": str(length)}
+
+
+def every_place(page: Any, *names: str) -> Iterator[None]:
+    """Choose every model on every GPUs, one after the other."""
+    name, *later = names or CHOICES
+    select = page.locator(f"#choose-{name}")
+    for value in select.locator("option").evaluate_all(
+        "each => each.map((option) => option.value)"
+    ):
+        if select.is_visible():
+            select.select_option(value)
+        if later:
+            yield from every_place(page, *later)
+        else:
+            yield
+
+
+def counted(text: str) -> int:
+    return int(text.replace(",", ""))
 
 
 def shown(page: Any) -> dict[str, Any]:
@@ -171,17 +191,35 @@ def test_it_opens_with_the_longest_length_and_so_it_does_for_every_model_and_gpu
 ) -> None:
     page = opened(mixed)
     seen = set()
-    for name in ("model", "gpu", "gpus"):
-        for value in page.locator(f"#choose-{name} option").evaluate_all(
-            "each => each.map((option) => option.value)"
-        ):
-            page.locator(f"#choose-{name}").select_option(value)
-            assert said(page).startswith("the longest that ")
-            reached = page.locator("#frontier .chosen .reached b").inner_text()
-            assert number(page).removeprefix("≥ ") in reached
-            assert page.locator("#answer-for").is_visible(), "answered in full, too"
-            seen.add(number(page))
+    for _ in every_place(page):
+        assert said(page).startswith("the longest that ")
+        reached = page.locator("#frontier .chosen .reached").inner_text()
+        assert number(page).removeprefix("≥ ") in reached
+        assert page.locator("#answer-for").is_visible(), "answered in full, too"
+        seen.add(number(page))
     assert len(seen) > 3
+
+
+@pytest.mark.parametrize("which", ["mixed", "small", "configured"])
+def test_the_longest_that_is_named_is_the_longest_bar(
+    which: str, opened: Opened, request: pytest.FixtureRequest
+) -> None:
+    page = opened(request.getfixturevalue(which))
+    tight = 0
+    for _ in every_place(page):
+        bars = page.locator("#frontier .reached b").all_inner_texts()
+        ends = [max(map(counted, re.findall(r"\d[\d,]*", text)), default=0) for text in bars]
+        farthest = max(ends, default=0)
+        if farthest:
+            assert "Nothing" not in said(page)
+            ask(page, farthest)
+            assert said(page).startswith(("trains, ", "fits, by memory alone, "))
+            tight += "tight past" in page.locator("#frontier").inner_text()
+        ask(page, farthest + 1)
+        told = f": {farthest:,} is the longest." if farthest else "."
+        assert said(page) == f"Nothing here is known to fit{told}"
+        page.get_by_role("button", name="Longest").click()
+    assert tight or which == "configured"
 
 
 def test_a_length_that_does_not_fit_elsewhere_says_so_and_what_is_the_longest(

@@ -491,4 +491,22 @@ def test_a_page_opens_with_what_predict_says_trains_and_not_with_a_tight_length(
     assert place.frontier.longest_tokens == found.answer.capacity_tokens
     beyond = found.answer.likely_edge_tokens
     assert beyond > found.answer.capacity_tokens
-    assert any(row.reach_tokens >= beyond for row in place.frontier.rows), "it can be asked about"
+    assert place.frontier.farthest_tokens >= beyond, "it can be asked about"
+
+
+@pytest.mark.corpus
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"predict": ["Qwen3-0.6B", "Qwen3-14B"], "gpus": ["1xA100-80GB", "4xA100-80GB"]},
+        {"predict": ["Qwen3-8B", "Llama-3.1-8B"], "gpus": ["2xA100-80GB", "8xH100-80GB"]},
+        {"predict": ["Qwen3-14B"], "gpus": ["2xA100-80GB"], "trainer": "trinity"},
+        {"predict": ["Qwen3-8B"], "gpus": ["2xH100-80GB"], "trainer": "trl"},
+    ],
+    ids=lambda asked: asked.get("trainer", asked["predict"][0]),
+)
+def test_what_is_answered_and_what_is_drawn_end_at_the_same_length(asked: dict[str, Any]) -> None:
+    for place in places(guide(**asked)):
+        for answer in place.answers:
+            fits = answer.found.chosen is not None
+            assert fits == (answer.found.length_tokens <= place.frontier.farthest_tokens)

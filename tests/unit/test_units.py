@@ -34,12 +34,26 @@ def test_memory_sizes_are_binary(text: str, count: int) -> None:
     assert parse_bytes(text) == count
 
 
-@pytest.mark.parametrize("text", ["80GB", "80g", "80 gb"])
-def test_a_decimal_memory_size_is_refused_with_the_binary_one_as_the_hint(text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "hinted", "meant"),
+    [
+        ("80GB", "74GiB", 80e9),
+        ("80g", "74GiB", 80e9),
+        ("80 gb", "74GiB", 80e9),
+        ("500GB", "465GiB", 500e9),
+        ("2TB", "1862GiB", 2e12),
+        ("1.5GB", "1430MiB", 1.5e9),
+        ("64m", "61MiB", 64e6),
+        ("300k", "292KiB", 300e3),
+    ],
+)
+def test_a_decimal_memory_size_is_refused_with_a_binary_one_that_is_no_more(
+    text: str, hinted: str, meant: float
+) -> None:
     with pytest.raises(UsageError) as refusal:
         parse_bytes(text)
-    assert refusal.value.hint.endswith("`80GiB`")
-    assert parse_bytes(refusal.value.hint.rpartition(" ")[2].strip("`")) == 80 * GIB
+    assert refusal.value.hint.endswith(f"`{hinted}`")
+    assert 0.98 * meant < parse_bytes(hinted) <= meant
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1e9", "80 parsecs", "--"])

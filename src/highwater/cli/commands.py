@@ -34,6 +34,7 @@ from highwater.run.node_place import node_of
 from highwater.search.compare import MethodCount
 from highwater.search.completed import completed_study
 from highwater.spec.allocator_variables import ignored_options
+from highwater.spec.hardware import CPU_SEARCH
 from highwater.spec.model import load_model
 from highwater.spec.plan import Plan
 from highwater.spec.plan_notes import (
@@ -365,7 +366,7 @@ def newest_study(log_directory: Path) -> Study:
             console.notes([f"not shown: {error.problem}"])
     raise StudyError(
         f"no study under {log_directory} can be read",
-        hint="restore one from a copy; `highwater find Qwen3-0.6B` makes another",
+        hint=f"restore one from a copy; `{CPU_SEARCH}` makes another",
     )
 
 

@@ -144,6 +144,8 @@ def parse_strictly(
 def _unknown(word: str, parser: Parser) -> UsageError:
     if not word.startswith("-"):
         return UsageError(f"unexpected argument {word!r}", hint=f"for example `{parser.example}`")
-    near = get_close_matches(word.partition("=")[0], parser.flags(), n=1, cutoff=0.5)
-    hint = f"did you mean `{near[0]}`?" if near else f"`{parser.prog} --help` lists every flag"
+    flags = {flag.lstrip("-"): flag for flag in parser.flags()}
+    near = get_close_matches(word.partition("=")[0].lstrip("-"), flags, n=1)
+    meant = f"did you mean `{flags[near[0]]}`?" if near else None
+    hint = meant or f"`{parser.prog} --help` lists every flag"
     return UsageError(f"unknown flag {word}", hint=hint)

@@ -80,11 +80,14 @@ def refuse_unlaunched(spec: TrialSpec, *, name: str) -> None:
             "accelerate shards and offloads nothing on the CPU: one process trains there",
             hint="use `--gpus 1`, and leave `--offload` out",
         )
-    if spec.length_tokens % (2 * layout.ring_degree) and layout.ring_degree > 1:
+    pieces = 2 * layout.ring_degree
+    if spec.length_tokens % pieces and layout.ring_degree > 1:
+        near_tokens = max(pieces, spec.length_tokens // pieces * pieces)
         raise UsageError(
-            f"a ring of {layout.ring_degree} cuts a sequence into {2 * layout.ring_degree} pieces, "
-            f"and {spec.length_tokens} tokens are not a multiple",
-            hint=f"use `--resolution {2 * layout.ring_degree * 512}`",
+            f"a ring of {layout.ring_degree} cuts a sequence into {pieces} pieces, and "
+            f"{spec.length_tokens} tokens are not a multiple",
+            hint=f"use `--length {near_tokens}`; of a search `--start-length {near_tokens} "
+            f"--resolution {pieces * 512}`",
         )
 
 

@@ -103,8 +103,8 @@ def _lora_values(lora: Lora, *, is_served: bool) -> dict[str, Value]:
     if lora.targets != ALL_LINEAR:
         raise UsageError(
             f"Trinity-RFT has no adapters on layers by their names, such as {lora.targets}",
-            hint=f"leave `--lora-targets {lora.targets}` out, or for a model with experts "
-            f"`{lora_words(lora)}`",
+            hint=f"leave `--lora-targets {lora.targets}` out; of a model with experts leave "
+            f"`{lora_words(lora)}` out",
         )
     if is_served and lora.rank not in _RANKS:
         served = min((rank for rank in _RANKS if rank > lora.rank), default=_RANKS[-1])

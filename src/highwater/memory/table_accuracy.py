@@ -8,7 +8,7 @@ from highwater.errors import UsageError
 from highwater.memory.capacity import CellPrediction, MemoryLimit, predict_cells
 from highwater.memory.question import memory_limit_of
 from highwater.memory.trainers import MEMORY, predict_by_formula
-from highwater.spec.cluster import Cluster, refuse_small_gpu
+from highwater.spec.cluster import Cluster, own_memory, refuse_small_gpu
 from highwater.spec.codec import Record
 from highwater.spec.published import CapacityTable, rung_name
 from highwater.spec.study import Cell, Question
@@ -105,10 +105,7 @@ def memory_limits_of(
     memory_limits: dict[str, MemoryLimit] = {}
     for name, memory in memories.items():
         if memory is None:
-            hint = (
-                "add `--gpu-memory 80GiB`, its own; `highwater predict --help` lists the kinds "
-                "that need none"
-            )
+            hint = f"add {own_memory(name)}; `highwater gpus` lists the kinds that need none"
             raise UsageError(f"the memory of {name} is not in the catalog", hint=hint)
         where = Cluster(gpus=1, device_name=name, device_bytes=memory)
         memory_limits[name] = memory_limit_of(where, host_memory=host_memory, reserved=reserved)

@@ -80,6 +80,17 @@ class Reach(NamedTuple):
         beyond = format_tokens(self.reach_tokens)
         return f"{format_tokens(self.trained_tokens)}; memory holds {least}{beyond}"
 
+    @property
+    def note(self) -> str:
+        """What stands beside its end: who says so, where that is no prediction, and from which
+        length on it is tight.
+        """
+        said = [] if self.source == "predicted" else [self.source]
+        if self.reach_tokens and self.opening_tokens < self.trained_tokens:
+            sure = self.opening_tokens
+            said.append(f"tight past {format_tokens(sure)}" if sure else "tight")
+        return ", ".join(said)
+
 
 class Frontier(NamedTuple):
     """Settings of one model on some GPUs."""
@@ -108,6 +119,11 @@ class Frontier(NamedTuple):
         return max(reaching, key=lambda row: row.reach_tokens, default=None)
 
     @property
+    def farthest_tokens(self) -> int:
+        """The longest length that any settings reach; 0: none does."""
+        return max((row.reach_tokens for row in self.rows), default=0)
+
+    @property
     def longest_tokens(self) -> int:
         """The length that the page opens with; 0: none fits."""
         row = self.longest
@@ -116,10 +132,11 @@ class Frontier(NamedTuple):
     @property
     def top_tokens(self) -> int:
         """The length at the right edge of the picture."""
-        ends = [row.reach_tokens for row in self.rows]
+        farthest = self.farthest_tokens
         fails = [row.fails_tokens for row in self.rows if row.fails_tokens is not None]
-        beyond = min((tokens for tokens in fails if tokens > max(ends, default=0)), default=0)
-        most = max(*ends, beyond, self.shortest_tokens, 1) if ends else self.longest_asked_tokens
+        beyond = min((tokens for tokens in fails if tokens > farthest), default=0)
+        reached = max(farthest, beyond, self.shortest_tokens, 1)
+        most = reached if self.rows else self.longest_asked_tokens
         return max(1024, -(-round(most * _ROOM) // 1024) * 1024)
 
     @property
@@ -135,6 +152,11 @@ class Frontier(NamedTuple):
         if self.top_tokens / step > 5:
             step *= 2
         return tuple(range(0, self.top_tokens + 1, step))
+
+    @property
+    def past_native_words(self) -> str:
+        """What is said behind the settings of a length past the native one."""
+        return "; YaRN scales positions" if self.scales_positions else ""
 
     def percent(self, length_tokens: int) -> float:
         """Where a length stands in the picture, in per cent of its width."""
@@ -165,15 +187,17 @@ def headline(frontier: Frontier) -> Headline:
     what = "the longest that trains"
     if not row.trained_tokens:
         what = "the longest that memory alone holds"
+    elif tokens < row.trained_tokens:
+        what = "the longest that trains and is not tight"
     at_least = row.is_at_least and tokens == row.reach_tokens
     if at_least:
         what = "the longest that was asked about"
     left = None if point is None else point.left_bytes
-    is_scaled = frontier.scales_positions and tokens > frontier.native_length_tokens
+    is_scaled = tokens > frontier.native_length_tokens
     return Headline(
         number=f"{'≥ ' if at_least else ''}{format_tokens(tokens)}",
         what=f"{what}, {row.source}",
-        words=f"{row.words}; YaRN scales positions" if is_scaled else row.words,
+        words=f"{row.words}{frontier.past_native_words if is_scaled else ''}",
         figures=tuple(_figures(point, size, frontier.rank_word)),
         used_percent=None if left is None or not size else round(100 * (1 - left / size), 1),
         risk=None if point is None else point.risk,
@@ -204,6 +228,7 @@ def first_that_reach(rows: Iterable[Reach]) -> tuple[Reach, ...]:
 
 def frontier_data(frontier: Frontier) -> Mapping[str, Any]:
     """A frontier as ``frontier.js`` reads it: texts, bytes, seconds and tokens."""
+    said = headline(frontier)
     return {
         "rows": [
             [
@@ -217,6 +242,7 @@ def frontier_data(frontier: Frontier) -> Mapping[str, Any]:
                 _columns(row.points),
                 row.reach_in_words,
                 None if row.asked is None else plain_lines(row.asked),
+                row.note,
             ]
             for row in frontier.rows
         ],
@@ -225,6 +251,12 @@ def frontier_data(frontier: Frontier) -> Mapping[str, Any]:
         "asked": [frontier.shortest_tokens, frontier.longest_asked_tokens],
         "top": frontier.top_tokens,
         "longest": frontier.longest_tokens,
+        "farthest": frontier.farthest_tokens,
+        "opening": [
+            None if frontier.longest is None else frontier.rows.index(frontier.longest),
+            *map(plain_lines, (said.number, said.what, said.words)),
+        ],
+        "past": frontier.past_native_words,
         "ticks": frontier.ticks,
         "offered": frontier.offered,
         "each": frontier.rank_word,

@@ -2,6 +2,7 @@
 answer, or what is recommended; and whether it fits.
 """
 
+import resource
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,8 +40,18 @@ _OF_WHAT_IS_TRAINED = (
 
 _TOKEN_OF_A_ROW_BYTES = 200
 """Bytes of a token in a row that waits for its turn, measured over 2 to 64 rows of 4,096 tokens."""
-_NEAR = 0.03
-"""Part of a process's memory by which predictions on the CPU are off."""
+_NEAR = 0.08
+"""Part of a process's memory by which predictions on the CPU are off: 7 % too few bytes at the
+most, of trainings of models of 9, 20 and 33 million parameters with each optimizer."""
+_COMPILED_BYTES = 32 * MIB
+"""What a process takes more where Python compiles the modules that it imports: 30 MiB, read of a
+rank on the CPU without bytecode beside its sources."""
+_THREADS = 7
+"""Threads of a rank on the CPU on two cores, read of one: they are in what a process is predicted
+to take, with stacks of ``_STACK_BYTES``."""
+_STACK_BYTES = 8 * MIB
+_POOLS = 2
+"""Pools of a thread a core each: that of the forward and that of the backward pass."""
 
 
 class ChosenTrial(NamedTuple):
@@ -77,8 +88,7 @@ def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> 
         if not path.exists():
             raise UsageError(
                 f"there is no study {path}",
-                hint="use `--settings recommended`, or name the file of a study: "
-                f"`highwater find {shlex.quote(request.model)} --study study.jsonl` makes one",
+                hint="use `--settings recommended`, or name the file of a study",
             )
         cell, notes = _of_study(path, spec, request, machine, nodes)
         measured = read_study(path).question
@@ -233,8 +243,9 @@ def _checked(
         settings=cell.settings,
         micro_batches=question.micro_batches,
     )
-    is_near = spec.device == "cpu" and predicted.headroom_bytes < _NEAR * (
-        question.memory_budget_bytes or 0
+    used_bytes = (question.memory_budget_bytes or 0) - predicted.headroom_bytes
+    is_near = spec.device == "cpu" and predicted.headroom_bytes < _room_bytes(
+        used_bytes, machine, spec.layout.gpus
     )
     if not predicted.capacity_tokens or is_near:
         notes = (*notes, "it is tight: predicted to fit, and not by as much as predictions are off")
@@ -325,10 +336,24 @@ def _simplest_here(
 
 def _more_memory(spec: TrialSpec, machine: Machine, lacks_bytes: int) -> str:
     """What to type where a process on the CPU lacks so much of its memory."""
-    needed_mib = -(-((spec.memory_budget_bytes or 0) + lacks_bytes) // MIB)
+    needed_bytes = (spec.memory_budget_bytes or 0) + lacks_bytes
+    needed_bytes += _room_bytes(needed_bytes, machine, spec.layout.gpus)
+    needed_mib = -(-needed_bytes // MIB)
     is_there = needed_mib * MIB <= machine.host_memory_total_bytes // spec.layout.gpus
     more = f"`--memory {needed_mib}MiB`, or " if is_there else ""
     return f"use {more}a smaller `--length`, or a smaller model"
+
+
+def _room_bytes(predicted_bytes: int, machine: Machine, processes: int) -> int:
+    """What a process on the CPU may take more than is predicted: by how much predictions are off,
+    and what depends on where it runs, its cores and how large a stack each thread is given.
+    """
+    stack_bytes, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    if stack_bytes == resource.RLIM_INFINITY:
+        stack_bytes = _STACK_BYTES
+    cores = max(1, machine.cpu_cores // processes)
+    stacks = (_THREADS + _POOLS * cores) * stack_bytes - _THREADS * _STACK_BYTES
+    return int(_NEAR * predicted_bytes) + _COMPILED_BYTES + max(0, stacks)
 
 
 def _of_study(

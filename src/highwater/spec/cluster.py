@@ -21,7 +21,7 @@ from highwater.spec.hardware import (
     kind_of,
     lacking,
 )
-from highwater.units import GIB, format_bytes, parse_bytes
+from highwater.units import GIB, binary_size, format_bytes, parse_bytes
 
 _NAMED = re.compile(r"(?:(\d+)\s*[xX×*]\s*)?(.+)")
 _OF_A_MACHINE = re.compile(r"(\d+)(?:\s*[xX×*]\s*(.+))?")
@@ -34,6 +34,8 @@ _SIZE = re.compile(r"(\d{2,3})(?:gi?b?)?")
 """A word of a GPU's name that says how much memory it has: ``80GB``."""
 _SAID_SIZE = re.compile(r"\b(\d{1,3})gi?b\b")
 """The same anywhere in a name, its unit written."""
+_UNKNOWN_GIB = 16
+"""Memory of the example for a GPU of which nobody knows it."""
 _LEAST_BYTES = GIB
 """Bytes that a GPU has at least: less is a number without its unit."""
 _SAME_FROM = 0.9
@@ -152,7 +154,7 @@ def _of_kind(kind: GpuKind, count: int, gpu_memory_bytes: int | None) -> Cluster
     if memory is None:
         raise UsageError(
             f"the memory of {kind.name} is not in the catalog",
-            hint="add `--gpu-memory 80GiB`, its own",
+            hint=f"add {own_memory(kind.name)}",
         )
     return Cluster(
         gpus=count,
@@ -232,27 +234,19 @@ def _kind(name: str, named: _Named, gpu_memory_bytes: int | None) -> GpuKind:
     gpus = min(max(1, int(counted[1])), MOST_GPUS_OF_A_MACHINE) if counted else named.gpus or 1
     asked = named._replace(gpus=gpus)
     if found is None:
-        said = _SAID_SIZE.search(name.lower())
-        said_gib = int(said[1]) if said else 80
         near = _near(name)
         if near is not None:
             _refuse_unfit(near)  # who types it so would be refused next
         raise UsageError(
             f"the catalog has no GPU {name!r}; `highwater gpus` lists those that it has",
-            hint=_meant(near, asked, gpu_memory_bytes, said_gib=said_gib),
+            hint=_meant(near, asked, gpu_memory_bytes, name),
         )
     size = _contradicting_size(name, found)
     if size is not None:
         family = (kind for kind in kinds.values() if _family(kind.name) == _family(found.name))
         sizes = [kind for kind in family if _has(kind, size)]
-        hint = _meant(sizes[0] if sizes else found, asked, gpu_memory_bytes)
-        if not sizes and gpu_memory_bytes is None:
-            own = _typed(gpus, None, machines=named.machines)
-            hint += (
-                f"; for one of {size} GB `--gpus {own} --gpu-memory {size}GiB`, or what its driver "
-                "reports"
-            )
         problem = f"{name!r} has {size} GB, and the catalog's {found.name} has not"
+        hint = _meant(sizes[0] if sizes else None, asked, gpu_memory_bytes, f"{size}GB")
         raise UsageError(problem, hint=hint)
     return found
 
@@ -284,7 +278,11 @@ def _near(name: str) -> GpuKind | None:
     typed = _numbered(name)
     if typed is None:
         return None
-    kinds = [kind for kind in gpu_catalog() if kind.usable_bytes]
+    kinds = [
+        kind
+        for kind in gpu_catalog()
+        if kind.usable_bytes and _contradicting_size(name, kind) is None
+    ]
     near = [kind for kind in kinds if _is_meant(kind, *typed)]
     if not near and typed[0] == "":  # `4090`: its number alone, if only one has it
         near = [kind for kind in kinds if (_numbered(kind.name) or ("",) * 3)[1:] == typed[1:]]
@@ -314,18 +312,32 @@ def _family(name: str) -> str:
     return first if any(letter.isdecimal() for letter in first) else name.lower()
 
 
-def _meant(
-    kind: GpuKind | None, asked: _Named, gpu_memory_bytes: int | None, *, said_gib: int = 80
-) -> str:
-    """What to type: the kind, or the memory, which stands for any GPU.
-
-    The memory, where it is known or no kind is meant; ``said_gib`` where the name says it.
+def _meant(kind: GpuKind | None, asked: _Named, gpu_memory_bytes: int | None, name: str) -> str:
+    """What to type: the kind, or the memory, which stands for any GPU, where no kind is meant;
+    ``name``: what was typed of it.
     """
-    if gpu_memory_bytes is not None or kind is None or kind.usable_bytes is None:
-        memory = f"{said_gib}GiB" if gpu_memory_bytes is None else _size(gpu_memory_bytes)
-        own = _typed(asked.gpus or 1, None, machines=asked.machines)
-        return f"name its memory, `--gpus {own} --gpu-memory {memory}`"
-    return f"use `--gpus {_typed(asked.gpus or 1, kind.name, machines=asked.machines)}`"
+    if gpu_memory_bytes is None and kind is not None and kind.usable_bytes is not None:
+        return f"use `--gpus {_typed(asked.gpus or 1, kind.name, machines=asked.machines)}`"
+    gpus = f"--gpus {_typed(asked.gpus or 1, None, machines=asked.machines)} "
+    if gpu_memory_bytes is not None:
+        return f"name its memory, `{gpus}--gpu-memory {_size(gpu_memory_bytes)}`"
+    return f"name {own_memory(name, gpus)}"
+
+
+def own_memory(name: str, gpus: str = "") -> str:
+    """What to type of a GPU whose memory no catalog has: never more than it has.
+
+    A card of 48 GB may have 48 x 10⁹ bytes; of one whose name says nothing its driver tells.
+    ``gpus`` are flags in front.
+    """
+    said = _SAID_SIZE.search(name.lower())
+    if said is None:
+        return (
+            "the memory that `nvidia-smi` shows of it, for one of "
+            f"{_UNKNOWN_GIB} GiB `{gpus}--gpu-memory {_UNKNOWN_GIB}GiB`"
+        )
+    size = binary_size(int(said[1]) * 10**9)
+    return f"its memory, `{gpus}--gpu-memory {size}` or what `nvidia-smi` shows of it"
 
 
 def _typed(gpus: int, kind: str | None, *, machines: int = 1) -> str:

@@ -167,17 +167,21 @@ def _saved_by_moments(shape: ModelShape, settings: Settings, *, shards: int = 1)
     return saved
 
 
-def update_bytes(shape: ModelShape, settings: Settings, *, shards: int) -> int:
-    """Bytes that an update makes on one GPU for the numbers that it moves at once, of the largest
-    shard or of a piece of it: of codes two float32 numbers each (engine/low_bit.py), of moments in
-    host memory the buffers that they come through (engine/host_states.py).
+def update_bytes(
+    shape: ModelShape, settings: Settings, *, shards: int, device: Device = "cuda"
+) -> int:
+    """Bytes that an update makes on one device for the numbers that it moves at once, of the
+    largest shard or of a piece of it: of codes two float32 numbers each (engine/low_bit.py), of
+    moments in host memory the buffers that they come through (engine/host_states.py). On the CPU it
+    is not compiled, and each operation leaves a tensor.
     """
     every = (-(-rows // shards) * size for _, rows, size in _trained_matrices(shape, settings))
     if settings.offloads_states:
         return STREAMED_BUFFERS * MOMENTS * MOMENT_BYTES * min(STREAMED, max(every))
-    if settings.optimizer_traits.is_quantized:
-        return MOMENTS * 4 * min(PIECE, max(every))
-    return 0
+    piece = min(PIECE, max(every))
+    if device == "cpu":
+        return settings.optimizer_traits.eager_bytes * piece
+    return MOMENTS * 4 * piece if settings.optimizer_traits.is_quantized else 0
 
 
 def _trained_matrices(shape: ModelShape, settings: Settings) -> tuple[Matrices, ...]:

@@ -40,6 +40,9 @@ class OptimizerTraits(NamedTuple):
     """Whether its update is AdamW's in float32."""
     package: str | None = None
     """What has to be installed for it."""
+    eager_bytes: int = 0
+    """Bytes that an update which is not compiled makes for each number that it moves at once: read
+    of trainings on the CPU of models of 9, 20 and 33 million parameters."""
 
     @property
     def is_quantized(self) -> bool:
@@ -58,10 +61,18 @@ class OptimizerTraits(NamedTuple):
 OPTIMIZERS: Mapping[OptimizerName, OptimizerTraits] = {
     "adamw": OptimizerTraits("AdamW in float32", moment_bytes=4, is_exact=True),
     "adamw-8bit": OptimizerTraits(
-        "AdamW with moments of 8 bits", moment_bytes=1, is_exact=False, package="torchao"
+        "AdamW with moments of 8 bits",
+        moment_bytes=1,
+        is_exact=False,
+        package="torchao",
+        eager_bytes=48,
     ),
     "adamw-bf16": OptimizerTraits(
-        "AdamW with moments in bfloat16", moment_bytes=2, is_exact=False, package="torchao"
+        "AdamW with moments in bfloat16",
+        moment_bytes=2,
+        is_exact=False,
+        package="torchao",
+        eager_bytes=28,
     ),
 }
 """The optimizers, by the name that a user types."""

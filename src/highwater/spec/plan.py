@@ -2,12 +2,15 @@
 nothing is written.
 """
 
+import shlex
+
 import msgspec
 
-from highwater.errors import ModelError, UsageError
+from highwater.errors import HighwaterError, ModelError, UsageError
 from highwater.spec.cells import cells_of, within_token_budget
 from highwater.spec.codec import Record
 from highwater.spec.declaration import words_of
+from highwater.spec.footprint import PROCESS_BYTES, device_state_bytes
 from highwater.spec.foreign_request import foreign_of, with_one_count
 from highwater.spec.foreign_trainer import FOREIGN, ForeignTrainer
 from highwater.spec.grid import PUBLISHED_STEP_TOKENS, Grid
@@ -179,7 +182,7 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
             "a length of 1 token", hint="use `--length 2` or more: one to read, one to predict"
         )
     model = load_model(request.model)
-    _refuse_an_unnamed_cpu(request, machine)
+    _refuse_an_unnamed_cpu(request, machine, length_tokens)
     if request.trainer not in FOREIGN:
         refuse_past_native(model, request.rope, length_tokens, flag="--length")
     question = plan(_alone(request, machine, length_tokens), machine).question
@@ -218,13 +221,30 @@ def _alone(request: Request, machine: Machine, length_tokens: int) -> Request:
     )
 
 
-def _refuse_an_unnamed_cpu(request: Request, machine: Machine) -> None:
+def _refuse_an_unnamed_cpu(request: Request, machine: Machine, length_tokens: int) -> None:
     """Raise UsageError for one trial without a word of the CPU where there is nothing else."""
     gpus, is_limited = max(request.gpus or (1,)), request.memory is not None
     if request.device is None and not machine.gpus and gpus == 1 and not is_limited:
-        raise UsageError(
-            "no GPU is visible, and the CPU is not named", hint="add `--device cpu` to train on it"
-        )
+        fits = _has_room_on_the_cpu(request, machine, length_tokens)
+        hint = "add `--device cpu` to train on it" if fits else gpus_hint(request, length_tokens)
+        raise UsageError("no GPU is visible, and the CPU is not named", hint=hint)
+
+
+def _has_room_on_the_cpu(request: Request, machine: Machine, length_tokens: int) -> bool:
+    """Whether a trial can be on the CPU, and its states in this machine's memory."""
+    on_the_cpu = msgspec.structs.replace(request, device="cpu")
+    try:
+        spec = plan_trial(on_the_cpu, machine, length_tokens)
+    except HighwaterError:
+        return False
+    states = device_state_bytes(load_model(request.model).shape, spec.settings, device="cpu")
+    return states + PROCESS_BYTES <= machine.host_memory_total_bytes
+
+
+def gpus_hint(request: Request, length_tokens: int) -> str:
+    """What to type where there is no GPU, and the CPU will not do."""
+    asked = f"{shlex.quote(request.model)} --gpus 1xH100-80GB --length {length_tokens}"
+    return f"start it where GPUs are; `highwater predict {asked}` says how many it takes"
 
 
 def _check_proof(request: Request, model: Model) -> None:

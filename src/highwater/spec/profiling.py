@@ -107,8 +107,8 @@ def refuse_profiling(*, device: str, is_dry: bool) -> None:
         why = "a dry run trains nothing" if is_dry else "PyTorch keeps none of the CPU's memory"
         raise UsageError(
             f"{SETTING} records the history of a GPU's memory, and {why}",
-            hint="leave `--memory-profiler` out; without a GPU `highwater predict Qwen3-0.6B "
-            "--gpus 1xH200-141GB --exact --timeline timeline.pickle` traces one",
+            hint="leave `--memory-profiler` out; without a GPU `highwater predict tiny --gpus "
+            "1xH200-141GB --length 4k --exact --timeline timeline.pickle` traces one",
         )
 
 

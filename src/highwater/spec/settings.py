@@ -388,8 +388,8 @@ def _check_parameters(settings: Settings) -> None:
     if settings.optimizer == "adamw":
         raise UsageError(
             "adamw rounds to the nearest, which loses small updates of parameters in bf16",
-            hint="use `--optimizer adamw-8bit`, whose updates are rounded at random, or "
-            "`--parameters float32`",
+            hint="use `--optimizer adamw-8bit --micro-batches 1`, whose updates are rounded at "
+            "random, or `--parameters float32`",
         )
     if settings.accumulates:
         raise UsageError(

@@ -108,8 +108,7 @@ class Question(Record, frozen=True, kw_only=True):
             )
         if self.confirm < 0 or self.margin_bytes < 0:
             raise UsageError(
-                "confirm and headroom cannot be negative",
-                hint="for example `--confirm 2 --headroom 2GiB`",
+                "confirm and headroom cannot be negative", hint="use `--confirm 0 --headroom 0`"
             )
         if self.confirm > MOST_REPEATS:
             raise UsageError(

@@ -144,7 +144,8 @@ class TrialSpec(Record, frozen=True, kw_only=True):
         if self.steps < 2 or self.micro_batches < 1:
             raise UsageError(
                 f"{counted(self.steps, 'step')} of {micro_batches} never hold the peak",
-                hint="use at least 2 steps of 1 micro-batch",
+                hint=f"use `--steps {max(2, self.steps)} --micro-batches "
+                f"{max(1, self.micro_batches)}`, or more",
             )
         if self.settings.accumulates == (self.micro_batches == 1):
             added = "are" if self.settings.accumulates else "are not"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from highwater.errors import MachineError, StudyError, UsageError
 from highwater.spec.footprint import CheckpointBytes
+from highwater.spec.hardware import CPU_SEARCH
 from highwater.spec.study import Question
 from highwater.units import MIB, format_bytes
 
@@ -160,7 +161,7 @@ def newest_studies(log_directory: Path) -> list[Path]:
         ) from error
     if not studies:
         raise StudyError(
-            f"there is no study under {log_directory}", hint="`highwater find Qwen3-0.6B` makes one"
+            f"there is no study under {log_directory}", hint=f"`{CPU_SEARCH}` makes one"
         )
     return studies
 

@@ -19,6 +19,7 @@ from typing import Self
 from highwater.errors import HighwaterError, StudyError
 from highwater.spec.codec import to_json
 from highwater.spec.environment import Environment
+from highwater.spec.hardware import CPU_SEARCH
 from highwater.spec.study import (
     STUDY_SCHEMA_VERSION,
     Cell,
@@ -287,7 +288,7 @@ def _another() -> str:
     with suppress(StudyError, OSError):
         newest_studies(Path(_LOG_DIRECTORY))
         return "`highwater show` shows the newest study that can be read"
-    return "name another file; `highwater find Qwen3-0.6B` makes one"
+    return f"name another file; `{CPU_SEARCH}` makes one"
 
 
 def _open(path: Path) -> JournalFile:

@@ -422,7 +422,9 @@ def _reduced_element(step: Step) -> int:
 
 def _update_phases(step: Step, beside: tuple[Term, ...]) -> tuple[Phase, ...]:
     """The update, where it makes something for the numbers that it moves at once."""
-    made = update_bytes(step.shape, step.settings, shards=step.layout.shard_degree)
+    made = update_bytes(
+        step.shape, step.settings, device=step.device, shards=step.layout.shard_degree
+    )
     terms = present(*beside, Term(name="update", bytes=made))
     return (Phase(name="update", terms=terms),) if made else ()
 

@@ -138,6 +138,9 @@ def _frontier(frontier: Frontier) -> dict[str, Any]:
         [_Value(_json(each)) if isinstance(each, str) else each for each in row]
         for row in data["rows"]
     ]
+    data["opening"] = [
+        _Value(_json(each)) if isinstance(each, str) else each for each in data["opening"]
+    ]
     data["ticks"], data["offered"] = list(frontier.ticks), list(frontier.offered)
     return data
 

@@ -20,7 +20,7 @@
     }));
   };
 
-  const textsOf = (row) => row.map((each, index) => ([0, 1, 6, 8].includes(index) ? values[each] : each));
+  const textsOf = (row) => row.map((each, index) => ([0, 1, 6, 8, 10].includes(index) ? values[each] : each));
 
   /* Each choice offers what the ones before it leave, first what the tables answer; what was chosen stays where it can, a length too. */
   const choose = () => {
@@ -35,7 +35,8 @@
     const [place] = left;
     at("answer-where").textContent = `${place.model} on ${place.gpus} x ${place.gpu}`;
     page.onLength((length) => answered(place, length));
-    page.show({ ...place.frontier, rows: place.frontier.rows.map(textsOf) }, (length) => exactly(place, length));
+    const { rows, opening: [first, ...said] } = place.frontier;
+    page.show({ ...place.frontier, rows: rows.map(textsOf), opening: [first, ...said.map((each) => values[each])] }, (length) => exactly(place, length));
   };
 
   /* What is chosen for this very length: undefined where the page has no answer for it, null where nothing fits. */

@@ -34,8 +34,8 @@ const page = (() => {
     const [left, step, speed, letter, risk] = columns.map((column) => column[column.length === 1 ? 0 : index]);
     return { length, left: left === null ? null : left * 2 ** 20, step, speed, source: SOURCES[letter] || "", risk };
   });
-  const rowOf = ([words, label, trained, reach, fails, least, source, columns, reached, asked]) => (
-    { words, label, trained, reach, fails, least, source, reached, asked, points: pointsOf(columns) });
+  const rowOf = ([words, label, trained, reach, fails, least, source, columns, reached, asked, note]) => (
+    { words, label, trained, reach, fails, least, source, reached, asked, note, points: pointsOf(columns) });
 
   let drawn = null;
   let wanted = null; /* null: the longest */
@@ -45,14 +45,15 @@ const page = (() => {
 
   /* What `recommend` chose for this very length comes first, then the first of the settings that reaches it. */
   const chosenRow = (length) => {
-    if (wanted === null) return drawn.rows.find((row) => (row.trained || row.reach) === drawn.longest) || null;
+    if (wanted === null) return drawn.rows[drawn.opening[0]] || null;
     const exact = drawn.exact(length);
     if (exact === null) return null;
     if (exact !== undefined) {
       const row = drawn.rows.find(({ label }) => label === exact.label);
       return { ...(row || { points: [], trained: length, reach: length }), words: exact.words, source: exact.source, memoryOnly: exact.memoryOnly };
     }
-    return drawn.rows.find((row) => fits(row, length)) || null;
+    const row = drawn.rows.find((each) => fits(each, length));
+    return row === undefined ? null : { ...row, words: `${row.words}${length > drawn.native ? drawn.past : ""}` };
   };
 
   const figures = (point) => {
@@ -64,18 +65,17 @@ const page = (() => {
   };
 
   const showAnswer = (length, row) => {
-    const none = drawn.rows.every(({ reach }) => !reach);
-    const isEnd = wanted === null && row !== null && row.least && (!row.trained || row.trained === row.reach);
-    at("answer-number").replaceChildren(...(none && wanted === null
-      ? ["none"] : [`${isEnd ? "≥ " : ""}${grouped.format(length)}`, element("span", " tokens")]));
+    const [, longest, opening, openingWords] = drawn.opening;
+    const number = wanted === null ? longest : grouped.format(length);
+    at("answer-number").replaceChildren(number, ...(number === "none" ? [] : [element("span", " tokens")]));
     const said = at("answer-said");
-    if (row === null) {
-      said.replaceChildren(none && wanted === null ? "no length is known to fit" : `Nothing here is known to fit${none ? "." : `: ${grouped.format(drawn.longest)} is the longest.`}`);
+    if (wanted === null) {
+      said.replaceChildren(...(openingWords ? [`${opening}, with `, element("strong", openingWords)] : [opening]));
+    } else if (row === null) {
+      said.replaceChildren(`Nothing here is known to fit${drawn.farthest ? `: ${grouped.format(drawn.farthest)} is the longest.` : "."}`);
     } else {
       const memoryOnly = row.memoryOnly === undefined ? length > row.trained : row.memoryOnly;
-      const longest = isEnd ? "was asked about" : memoryOnly ? "memory alone holds" : "trains";
-      const what = wanted === null ? `the longest that ${longest}` : memoryOnly ? "fits, by memory alone" : "trains";
-      said.replaceChildren(`${what}, ${row.source}, with `, element("strong", row.words));
+      said.replaceChildren(`${memoryOnly ? "fits, by memory alone" : "trains"}, ${row.source}, with `, element("strong", row.words));
     }
     const point = row === null ? null : row.points.find((each) => each.length >= length) || null;
     const meter = at("answer-meter");
@@ -121,7 +121,7 @@ const page = (() => {
       const item = element("li", null, { class: `reach${isChosen ? " chosen" : ""}${fits(row, length) ? "" : " short"}` });
       if (isChosen) item.setAttribute("aria-current", "true");
       const reached = element("p", null, { class: "reached" });
-      reached.append(element("b", row.reached), row.source === "predicted" ? "" : ` ${row.source}`);
+      reached.append(element("b", row.reached), row.note && ` ${row.note}`);
       item.append(element("p", row.words, { class: "words" }), bar(row), reached);
       const point = fits(row, length) ? row.points.find((each) => each.length >= length) : undefined;
       if (point !== undefined) {
