@@ -57,6 +57,8 @@ from highwater.search.predicted_start import check_prediction, expectation, pred
 from highwater.search.recorded_search import recorded_search
 from highwater.search.scheduler import BudgetSpentError
 from highwater.search.search_events import SearchEvent
+from highwater.spec.foreign_request import command_of
+from highwater.spec.foreign_trainer import foreign_name
 from highwater.spec.hardware import Kernel, Machine, kernels
 from highwater.spec.model import load_model
 from highwater.spec.plan import Plan, plan, plan_trial
@@ -530,8 +532,10 @@ def _runner(
 
 
 def _launcher(request: Request, log_layout: LogLayout, run_ranks: RunRanks) -> Launcher:
-    if request.trainer != OURS:
+    trainer = foreign_name(request.trainer)
+    if trainer is not None:
         return ForeignLauncher(
+            command=command_of(request, trainer),
             log_directory=Path(request.log_dir),
             timeout_s=request.timeout_s,
             log_layout=log_layout,

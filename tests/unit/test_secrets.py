@@ -1,5 +1,6 @@
 """What looks like a secret is in no report; what only resembles one stays."""
 
+import shlex
 import time
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from highwater.run.one_by_one import OneByOne
 from highwater.search.recorded_search import recorded_search
 from highwater.search.search_events import TrialFinished
 from highwater.spec.codec import to_json
-from highwater.spec.secrets import HIDDEN, KEPT, LOGGED, kept, without_secrets
+from highwater.spec.secrets import HIDDEN, KEPT, LOGGED, hidden_words, kept, without_secrets
 from highwater.spec.trial import Failure, LogEnd, Outcome, RankReport, TrialResult, TrialSpec
 from highwater.store.journal import open_journal
 
@@ -51,6 +52,69 @@ def test_what_looks_like_a_secret_is_hidden_wherever_it_stands(text: str) -> Non
     document = to_json(report_of(study, LogEnd(lines=(text,))))
     value = text.split("=")[-1].split()[-1].strip("\"'}")
     assert value not in document
+
+
+COMMANDS = (
+    *(f"train {{length}} --{name} S3cr3t" for name in ("api-key", "api_key", "apikey", "api.key")),
+    *(
+        f"train {{length}} --{name}=S3cr3t"
+        for name in ("access-token", "hf-token", "token", "auth")
+    ),
+    *(f"train {{length}} {name} S3cr3t" for name in ("--password", "-passwd", "--wandb_api_key")),
+    *(f"env {name}=S3cr3t train {{length}}" for name in ("HF_TOKEN", "PGPASSWORD", "MYSQL_PWD")),
+    *(
+        f"train {{length}} {name}=S3cr3t"
+        for name in ("+a.api_key", "--env=KEY_SECRET", "-eHFTOKEN")
+    ),
+    "train {length} --url https://me:S3cr3t@host/x",
+    "train {length} --url 'https://host/x?lr=1&access_token=S3cr3t'",
+    "curl {length} -H 'Authorization: Bearer S3cr3t'",
+    "curl {length} -H 'X-Api-Key: S3cr3t'",
+    "bash -c 'HF_TOKEN=S3cr3t train --max-len {length} --lr 1e-5'",
+    "bash -c 'train {length} --password \"S3cr3t and\" --api-key S3cr3t'",
+    'train {length} --config \'{"password": "S3cr3t"}\'',
+    "train {length} --password 'S3cr3t with S3cr3t in it'",
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_secret_of_a_command_is_left_in_it_and_its_placeholder_is(command: str) -> None:
+    words = tuple(shlex.split(command))
+    hidden = hidden_words(words)
+    assert len(hidden) == len(words)
+    assert HIDDEN in " ".join(hidden)
+    assert "S3cr3t" not in " ".join(hidden)
+    assert "{length}" in " ".join(hidden)
+    (whole,) = hidden_words([f"--command={command}"])
+    assert "S3cr3t" not in whole
+    assert "S3cr3t" not in " ".join(hidden_words(("find", "--command", command)))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train {length} --pad-token x --eos_token y --max-token 5 --token-budget 4096",
+        "train {length} --tokenizer a/b --max_new_tokens 5 --prompt-key question --sort-keys z",
+        "train {length} --api-key {output} --author me --password-file /run/p --key value",
+        "train {length} HF_HOME=/x model.path=/y --url https://host:80/x --use-auth-token --lr 1",
+    ],
+)
+def test_words_of_a_command_that_are_no_secret_stay(command: str) -> None:
+    assert hidden_words(shlex.split(command)) == tuple(shlex.split(command))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "error: unrecognized arguments: --password 123456 --api-key swordfish",
+        "Command '['train', '--password', '123456', '--hf-token', 'swordfish']' returned 1",
+        "sent Authorization: Bearer 123456",
+    ],
+)
+def test_a_command_that_an_error_quotes_is_quoted_without_its_secrets(text: str) -> None:
+    hidden = without_secrets(text)
+    assert "123456" not in hidden
+    assert "swordfish" not in hidden
 
 
 @pytest.mark.parametrize(

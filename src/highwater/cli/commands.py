@@ -66,7 +66,7 @@ def find(arguments: argparse.Namespace) -> int:
         return EXIT_ANSWERED
     if arguments.print_sbatch:
         load_model(request.model)
-        console.answer_exactly(sbatch_script(request, arguments.command_line))
+        console.answer_exactly(sbatch_script(request, arguments.typed))
         return EXIT_ANSWERED
     if node_of(request) > 0:
         api.serve_node(request)

@@ -19,6 +19,7 @@ from highwater.spec.declaration import CommandName
 from highwater.spec.declared_settings import DECLARED
 from highwater.spec.foreign_trainer import FOREIGN
 from highwater.spec.refusals import nearest
+from highwater.spec.secrets import hidden_words
 from highwater.spec.settings import TRAINED_OTHERWISE
 from highwater.spec.trainer import OURS, TRAINERS, TrainerName
 from highwater.version import __version__
@@ -37,7 +38,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     arguments = parse_strictly(
         commands[words[0]] if words and words[0] in commands else parser, words, whole=parser
     )
-    arguments.command_line = ("highwater", *words)
+    arguments.typed = ("highwater", *words)
+    arguments.command_line = hidden_words(arguments.typed)  # what is shown and recorded
     return arguments
 
 

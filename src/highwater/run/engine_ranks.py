@@ -15,9 +15,8 @@ from highwater.run.trial_process import exit_code_of
 from highwater.spec.codec import from_json, to_json
 from highwater.spec.files import read_file
 from highwater.spec.protocols import OnPhase
-from highwater.spec.secrets import kept_report
 from highwater.spec.training import TrainingSpec
-from highwater.spec.trial import PHASE_FILE, RankReport, TrialSpec
+from highwater.spec.trial import PHASE_FILE, RankReport, TrialSpec, kept_report
 from highwater.units import MIB
 
 REPORTS = "reports"

@@ -24,13 +24,13 @@ from highwater.spec.hardware import kind_of
 from highwater.spec.model import load_model
 from highwater.spec.profiling import Profiling, SnapshotOrder
 from highwater.spec.protocols import Launch, OnPhase
-from highwater.spec.secrets import kept_result
 from highwater.spec.trial import (
     Outcome,
     RankReport,
     StatisticsFiles,
     TrialResult,
     TrialSpec,
+    kept_result,
 )
 from highwater.store.trial_snapshots import snapshot_folder
 

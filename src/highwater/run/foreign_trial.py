@@ -34,8 +34,7 @@ from highwater.run.trial_log import LogLayout, log_path_of, log_tail, new_log
 from highwater.run.trial_place import trial_place
 from highwater.run.trial_process import exit_code_of
 from highwater.spec.protocols import Launch, OnPhase
-from highwater.spec.secrets import kept_result
-from highwater.spec.trial import Outcome, RankReport, TrialResult, TrialSpec
+from highwater.spec.trial import Outcome, RankReport, TrialResult, TrialSpec, kept_result
 from highwater.units import MIB, format_bytes
 
 _READ_BYTES = 32 * MIB
@@ -60,6 +59,8 @@ class ForeignLauncher:
     log_layout: LogLayout = "rung"
     allow_busy: bool = False
     """Whether trials run on GPUs that others use too."""
+    command: tuple[str, ...] | None = None
+    """The words of its command as they were typed, secrets and all. None: those of the trial."""
     silent_s: float = SILENT_S
     """Silence after want of memory, in seconds, after which a trial is looked at for a hang."""
 
@@ -78,6 +79,8 @@ class ForeignLauncher:
     ) -> TrialResult:
         spec, foreign = launch.spec, launch.spec.foreign
         assert foreign is not None, "a trial of another trainer"  # noqa: S101
+        if self.command is not None:
+            foreign = foreign.as_typed(self.command)
         timeout_s = self.timeout_s if launch.timeout_s is None else launch.timeout_s
         wanted = log_path_of(self.log_directory, spec, self.log_layout)
         wanted.parent.mkdir(parents=True, exist_ok=True)

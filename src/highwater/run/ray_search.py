@@ -13,7 +13,8 @@ from highwater.run.ray_node import LauncherIn, Needs
 from highwater.run.ray_placement import Chosen, choose
 from highwater.run.ray_runner import RayRunner
 from highwater.run.trial_log import LogLayout
-from highwater.spec.foreign_request import program_of
+from highwater.spec.foreign_request import command_of, program_of
+from highwater.spec.foreign_trainer import foreign_name
 from highwater.spec.model import load_model
 from highwater.spec.request import Request
 from highwater.spec.trainer import OURS
@@ -50,8 +51,9 @@ def runner_of(request: Request, log_layout: LogLayout) -> RayRunner:
 def _launcher_in(request: Request) -> LauncherIn:
     """What makes the launcher of a request's trials on a node, where their logs lie meanwhile."""
     usual = {"timeout_s": request.timeout_s, "allow_busy": request.allow_busy}
-    if request.trainer != OURS:
-        return partial(ForeignLauncher, **usual)
+    trainer = foreign_name(request.trainer)
+    if trainer is not None:
+        return partial(ForeignLauncher, **usual, command=command_of(request, trainer))
     saves_in = request.checkpoint_dir
     return partial(
         EngineLauncher,

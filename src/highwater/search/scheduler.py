@@ -24,9 +24,8 @@ from highwater.search.search_events import (
 )
 from highwater.search.start_length import carried_start, first_index, precedes
 from highwater.spec.protocols import TOLD_S, Launch, Runner
-from highwater.spec.secrets import kept_result
 from highwater.spec.study import Cell, CellAnswer, Past, Question
-from highwater.spec.trial import TrialResult
+from highwater.spec.trial import TrialResult, kept_result
 
 _TRIALS_OF_A_CELL = 4
 """Trials that a cell is taken to need while none is finished."""

@@ -11,6 +11,7 @@ from string import Formatter
 
 from highwater.errors import UsageError
 from highwater.spec.refusals import nearest
+from highwater.spec.secrets import HIDDEN, hidden_words
 from highwater.spec.trial import TrialSpec
 
 PLACEHOLDERS: Mapping[str, str] = {
@@ -38,7 +39,8 @@ def split_command(text: str, *, example: str = EXAMPLE) -> tuple[str, ...]:
     and where no word has the length.
     """
     words = split_words(text, example=example)
-    named = {name for word in words for name in _named(word)}
+    shown = hidden_words(words)
+    named = {name for word, as_ in zip(words, shown, strict=True) for name in _named(word, as_)}
     for name in sorted(named - set(PLACEHOLDERS)):
         near = nearest(name, tuple(PLACEHOLDERS))
         raise UsageError(
@@ -58,22 +60,29 @@ def split_command(text: str, *, example: str = EXAMPLE) -> tuple[str, ...]:
 
 
 def split_words(text: str, *, example: str = EXAMPLE) -> tuple[str, ...]:
-    """The words of a command. Raises UsageError for quotes that do not end, and for no word."""
+    """The words of a command. Raises UsageError for quotes that do not end, for no word, and where
+    a secret was hidden.
+    """
     try:
         words = tuple(shlex.split(text))
     except ValueError as error:
         raise UsageError(
-            f"the command {text!r} cannot be split into words: {error}",
+            f"the command cannot be split into words: {error}",
             hint=f"for example `--command '{example}'`",
         ) from error
     if not words:
         raise UsageError("the command is empty", hint=f"for example `--command '{example}'`")
+    if any(HIDDEN in word for word in words):
+        raise UsageError(
+            f"the command has {HIDDEN} where a secret stood, which no study keeps",
+            hint=f"type the secret itself in the place of {HIDDEN}",
+        )
     return words
 
 
 def placeholders_of(words: tuple[str, ...]) -> frozenset[str]:
     """The placeholders in a command's words."""
-    return frozenset(name for word in words for name in _named(word))
+    return frozenset(name for word in words for name in _named(word, word))
 
 
 def filled_command(
@@ -99,8 +108,10 @@ def filled_command(
     return tuple(word.format_map(values) for word in words)
 
 
-def _named(word: str) -> Iterator[str]:
-    """The names in a word's braces, each alone: nothing is computed of them."""
+def _named(word: str, shown: str) -> Iterator[str]:
+    """The names in a word's braces, each alone: nothing is computed of them. ``shown``: the word as
+    an error quotes it.
+    """
     try:
         for _, name, form, conversion in Formatter().parse(word):
             if name is None:
@@ -110,6 +121,6 @@ def _named(word: str) -> Iterator[str]:
             yield name
     except ValueError as error:
         raise UsageError(
-            f"the command's word {word!r} is no template: {error}",
+            f"the command's word {shown!r} is no template: {error}",
             hint="a brace that is no placeholder is written `{{` or `}}`",
         ) from error

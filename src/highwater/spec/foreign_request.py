@@ -40,7 +40,7 @@ def foreign_of(request: Request) -> ForeignTrainer | None:
                     hint=f"add `--trainer {_MEANT[name]}`, or leave `{DECLARED[name].flag}` out",
                 )
         return None
-    words = _command_of(request, trainer)
+    words = command_of(request, trainer)
     if request.proof == "memory":
         raise UsageError(
             "a memory-only trial cuts attention in this package's engine, and in no other trainer",
@@ -98,7 +98,7 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def _command_of(request: Request, trainer: ForeignName) -> tuple[str, ...]:
+def command_of(request: Request, trainer: ForeignName) -> tuple[str, ...]:
     """The words of the request's command; of a trainer whose command is made here those of its
     program, empty for the usual one.
     """

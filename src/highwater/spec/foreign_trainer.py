@@ -6,13 +6,16 @@ carry of one is a ``ForeignTrainer``; how it is started from that is run/foreign
 
 import shlex
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Literal, Self
+
+import msgspec
 
 from highwater.errors import UsageError
-from highwater.spec.codec import Record
+from highwater.spec.codec import Record, digest
 from highwater.spec.declared_settings import DECLARED
 from highwater.spec.objective import Objective
 from highwater.spec.refusals import Spelling
+from highwater.spec.secrets import hidden_words
 from highwater.spec.settings import Loss
 
 ForeignName = Literal["command", "accelerate", "trl", "llamafactory", "axolotl", "ms-swift"]
@@ -27,9 +30,9 @@ class ForeignTrainer(Record, frozen=True, kw_only=True):
 
     trainer: ForeignName
     command: tuple[str, ...] = ()
-    """``command``: the words that start it, with placeholders (spec/command_template.py);
-    ``accelerate``: those that it launches (spec/launched_command.py). Of a trainer whose command is
-    made here the words that stand for its program; empty: its own name."""
+    """``command``: the words that start it, with placeholders (spec/command_template.py), secrets
+    hidden; ``accelerate``: those that it launches (spec/launched_command.py). Of a trainer whose
+    command is made here the words that stand for its program; empty: its own name."""
     base_config_path: str | None = None
     """Absolute path of the user's own configuration, whose fields stay where nothing asked says
     otherwise; not in a key. None: the trainer starts from nothing."""
@@ -39,6 +42,23 @@ class ForeignTrainer(Record, frozen=True, kw_only=True):
     """Regular expression that finds in the log that the steps are done; a group ``step`` in it is
     the number of steps so far. Empty: exit status 0 proves it. None: the usual signs of progress
     (run/foreign_progress.py)."""
+    secrets_digest: str | None = None
+    """Digest of the words as they were typed, where some of them are hidden: with another secret it
+    is another question. It is too short to tell a secret by. None: none is hidden."""
+
+    def __post_init__(self) -> None:
+        """Hide secrets in the command: what a question and a trial carry is written down and
+        shown. Who starts the trainer is handed the words themselves.
+        """
+        if self.secrets_digest is None and (hidden := hidden_words(self.command)) != self.command:
+            msgspec.structs.force_setattr(self, "secrets_digest", digest(self.command)[:4])
+            msgspec.structs.force_setattr(self, "command", hidden)
+
+    def as_typed(self, words: tuple[str, ...]) -> Self:
+        """The trainer with the words that were typed, to be started and never to be written."""
+        typed = msgspec.structs.replace(self)
+        msgspec.structs.force_setattr(typed, "command", words)
+        return typed
 
     @property
     def title(self) -> str:

@@ -1,16 +1,14 @@
 """Secrets: what looks like a token, a key or a password is hidden.
 
-It is hidden where an exception's text is kept or printed, and in reports. Exceptions and logs are
-written by anybody's code: what is kept of them has a bound, too.
+It is hidden in commands, where an exception's text is kept or printed, and in reports. Exceptions
+and logs are written by anybody's code: what is kept of them has a bound, too.
 """
 
 import re
-
-import msgspec
-
-from highwater.spec.codec import from_builtins, to_builtins
-from highwater.spec.study import Study
-from highwater.spec.trial import Failure, RankReport, TrialResult
+import shlex
+from collections.abc import Iterable
+from contextlib import suppress
+from itertools import pairwise
 
 HIDDEN = "[hidden]"
 KEPT = 4_000
@@ -20,7 +18,7 @@ Three quarters are from its beginning, the rest from its end.
 """
 LOGGED = 32_000
 """Characters of such a text in a log, where a traceback stands before it."""
-_REASON = 1_000
+REASON = 1_000
 """Characters of a line that says why."""
 _MARK = 40
 _LONGEST_SECRET = 1_000
@@ -44,6 +42,10 @@ _PATTERNS = (
     re.compile(rf"(?i)({_NAME}[\"']?\s*=\s*[\"']?)(?![\d.,]+\b)[^\s\"',;&]{{6,}}"),  # HF_TOKEN=...
     # "api_key": "...", of prose nothing
     re.compile(rf"(?i)({_NAME}[\"']?\s*:\s*[\"']?)(?=[a-z_.+/=-]*\d)[\w.+/=-]{{12,}}"),
+    # --password 1234; and of a list of words, ['--password', '1234']
+    re.compile(rf"(?i)(--?[\w.-]{{0,40}}{_HIDING}[ \t]+)(?!-){_NO_VALUE}{_VALUE}"),
+    re.compile(rf"(?i)([\"']--?{_NAME}[\"'],[ \t]*)(?:\"[^\"\n]*\"|'[^'\n]*')"),
+    re.compile(r"(?i)(authorization[\"']?\s*[:=]\s*[\"']?(?:bearer|basic|token)\s+)[^\s\"',;&]+"),
     re.compile(r"(?i)(\b(?:bearer|basic)\s+)[\w.~+/=-]{8,}"),
     re.compile(
         r"(\b[a-z][a-z0-9+.-]{0,40}://[^\s/:@]*:)[^\s/@]+(?=@)"
@@ -55,6 +57,20 @@ _PATTERNS = (
     re.compile(r"()\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*"),  # a JSON web token
 )
 """Patterns of secrets; a match keeps its first group alone, the name that goes before."""
+_SECRETS = re.compile(
+    r"(?:secret|passw(?:or)?d|passphrase|credential|bearer|authorization|auth|.pwd)s?$"
+    r"|(?:api|access|private|secret|auth|ssh|wandb|account|storage|signing|encryption|license)keys?$"
+    r"|token$"
+)
+"""Ends of names of secrets, of letters alone."""
+_VOCABULARY = re.compile(
+    r"(?:pad|eos|bos|eot|eod|unk|sep|cls|mask|image|img|video|audio|special|start|begin|end|stop"
+    r"|think|tool|assistant|placeholder|ignore|first|last|next|new|max|min|per)token$"
+)
+"""Ends of names of tokens that a model knows."""
+_FLAG = re.compile(r"--?[\w.-]+")
+_ASSIGNED = re.compile(r"[\w.+-]+(?==)")
+_PLACEHOLDER = re.compile(r"\{\w+\}")
 
 
 def without_secrets(text: str) -> str:
@@ -62,6 +78,34 @@ def without_secrets(text: str) -> str:
     for pattern in _PATTERNS:
         text = pattern.sub(rf"\g<1>{HIDDEN}", text)
     return text
+
+
+def hidden_words(words: Iterable[str]) -> tuple[str, ...]:
+    """The words of a command with the values of secrets hidden, by the names that go before them:
+    ``--api-key x``, ``--token=x``, ``HF_TOKEN=x``, also in a word that is a command itself.
+    """
+    return tuple(_hidden_word(word, before) for before, word in pairwise(("", *words)))
+
+
+def _hidden_word(word: str, before: str) -> str:
+    is_value = not word.startswith("-") and not _PLACEHOLDER.fullmatch(word)
+    if is_value and _FLAG.fullmatch(before) and _is_secret(before):
+        return HIDDEN
+    with suppress(ValueError):
+        parts = shlex.split(word)
+        if len(parts) > 1 and (hidden := hidden_words(parts)) != tuple(parts):
+            return shlex.join(hidden)
+    if len(word.split()) == 1:
+        for name in _ASSIGNED.finditer(word):
+            if _is_secret(name[0]) and not _PLACEHOLDER.fullmatch(word[name.end() + 1 :]):
+                return f"{word[: name.end()]}={HIDDEN}"
+    return without_secrets(word)
+
+
+def _is_secret(name: str) -> bool:
+    """Whether a flag or a variable has this name for a secret, however its words are joined."""
+    letters = re.sub(r"[^a-z]", "", name.lower())
+    return bool(_SECRETS.search(letters)) and not _VOCABULARY.search(letters)
 
 
 def kept(text: str, *, most: int = KEPT) -> str:
@@ -75,43 +119,3 @@ def kept(text: str, *, most: int = KEPT) -> str:
     start = without_secrets(text[: head + _LONGEST_SECRET])[:head]
     end = without_secrets(text[-tail - _LONGEST_SECRET :])[-tail:]
     return f"{start} [... {len(text) - most:,} characters are left out ...] {end}"
-
-
-def kept_result(result: TrialResult) -> TrialResult:
-    """A trial's result as it is told and recorded, whatever its processes wrote."""
-    return msgspec.structs.replace(
-        result,
-        reason=kept(result.reason, most=_REASON),
-        ranks=tuple(kept_report(rank) for rank in result.ranks),
-    )
-
-
-def kept_report(report: RankReport) -> RankReport:
-    """A rank's report as it is kept: secrets in its texts are hidden, long ones cut."""
-    failure = report.failure
-    if failure is None:
-        return report
-    hint = None if failure.hint is None else kept(failure.hint)
-    said: Failure = msgspec.structs.replace(failure, text=kept(failure.text), hint=hint)
-    return msgspec.structs.replace(report, failure=said)
-
-
-def study_without_secrets(study: Study) -> Study:
-    """The study without what looks like a secret in reasons, failures, commands and paths.
-
-    What names a trial has no room for secrets.
-    """
-    return from_builtins(_hidden(to_builtins(study)), Study)
-
-
-def _hidden(value: object) -> object:
-    match value:
-        case str():
-            return without_secrets(value)
-        case dict():
-            # Data is named as module:function, which has to stay one.
-            return {key: v if key == "data" else _hidden(v) for key, v in value.items()}
-        case list() | tuple():
-            return [_hidden(inner) for inner in value]
-        case _:
-            return value

@@ -17,6 +17,7 @@ from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.identity import key_of
 from highwater.spec.layout import Layout
 from highwater.spec.profiling import SnapshotOrder
+from highwater.spec.secrets import REASON, kept
 from highwater.spec.settings import Settings
 from highwater.units import counted
 
@@ -414,3 +415,22 @@ def _headroom(rank: RankReport) -> int | None:
     used = rank.memory.device_used_bytes or rank.memory.peak_data_segment_bytes
     capacity = rank.budget.budget_bytes if rank.budget else rank.memory.device_total_bytes
     return None if used is None or capacity is None else capacity - used
+
+
+def kept_result(result: TrialResult) -> TrialResult:
+    """A trial's result as it is told and recorded, whatever its processes wrote."""
+    return msgspec.structs.replace(
+        result,
+        reason=kept(result.reason, most=REASON),
+        ranks=tuple(kept_report(rank) for rank in result.ranks),
+    )
+
+
+def kept_report(report: RankReport) -> RankReport:
+    """A rank's report as it is kept: secrets in its texts are hidden, long ones cut."""
+    failure = report.failure
+    if failure is None:
+        return report
+    hint = None if failure.hint is None else kept(failure.hint)
+    said = msgspec.structs.replace(failure, text=kept(failure.text), hint=hint)
+    return msgspec.structs.replace(report, failure=said)

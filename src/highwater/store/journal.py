@@ -20,6 +20,7 @@ from highwater.errors import HighwaterError, StudyError
 from highwater.spec.codec import to_json
 from highwater.spec.environment import Environment
 from highwater.spec.hardware import CPU_SEARCH
+from highwater.spec.secrets import HIDDEN
 from highwater.spec.study import (
     STUDY_SCHEMA_VERSION,
     Cell,
@@ -246,7 +247,7 @@ def open_journal(
     asks something else, is damaged, or is no study, and later when somebody touches the file while
     it is open; MachineError when the disk is full.
     """
-    file = _open(path)
+    file = _open(path, is_private=_has_secrets(question))
     try:
         record, notes = _recover(file, question)
         journal = Journal(file, record, notes, retry_crashed=retry_crashed)
@@ -291,9 +292,9 @@ def _another() -> str:
     return f"name another file; `{CPU_SEARCH}` makes one"
 
 
-def _open(path: Path) -> JournalFile:
+def _open(path: Path, *, is_private: bool) -> JournalFile:
     try:
-        return open_file(path)
+        return open_file(path, is_private=is_private)
     except LockedError as error:
         raise StudyError(
             f"{path} is being written by {_holder(path)}",
@@ -343,6 +344,8 @@ def _study(path: Path, record: JournalContent, notes: tuple[str, ...]) -> Study:
     is_ours = typed[:1] == ("search_context_length_capacity",) or typed[:2] == ("highwater", "find")
     if typed and not is_ours:  # who wrote the file would have a reader type it
         notes += ("the command that it names is none of highwater's, and is left out",)
+    if _has_secrets(record.question):
+        notes += (f"secrets in the command are not kept: type them in the place of {HIDDEN}",)
     return Study(
         schema_version=record.schema_version,
         path=str(path),
@@ -356,6 +359,10 @@ def _study(path: Path, record: JournalContent, notes: tuple[str, ...]) -> Study:
         command=typed if is_ours else (),
         environments=record.environments,
     )
+
+
+def _has_secrets(question: Question) -> bool:
+    return question.foreign is not None and question.foreign.secrets_digest is not None
 
 
 def _unproven(record: JournalContent) -> Iterator[str]:

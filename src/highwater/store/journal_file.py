@@ -114,6 +114,7 @@ class JournalFile:
         flag, kept = free_study(self.path), free_path(self.path)
         try:
             with kept.open("xb") as file:
+                os.fchmod(file.fileno(), os.fstat(self._descriptor).st_mode & 0o777)
                 file.write(self.content() + line)
                 file.flush()
                 os.fsync(file.fileno())
@@ -139,8 +140,9 @@ class JournalFile:
         )
 
 
-def open_file(path: Path) -> JournalFile:
-    """Open the file at ``path`` for writing, locked, and create it where there is none.
+def open_file(path: Path, *, is_private: bool = False) -> JournalFile:
+    """Open the file at ``path`` for writing, locked, and create it where there is none; with
+    ``is_private`` its user alone may read it.
 
     Raises StudyError where it cannot be opened, LockedError while somebody else has it.
     """
@@ -151,6 +153,8 @@ def open_file(path: Path) -> JournalFile:
         raise _unopened(path, error) from error
     try:
         refuse_irregular(descriptor, path)
+        if is_private:
+            os.fchmod(descriptor, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(descriptor)

@@ -22,6 +22,7 @@ import msgspec
 from highwater.errors import HighwaterError, StudyError
 from highwater.spec.codec import Record, from_json
 from highwater.spec.environment import Environment
+from highwater.spec.secrets import hidden_words
 from highwater.spec.study import (
     STUDY_SCHEMA_VERSION,
     Cell,
@@ -64,6 +65,10 @@ class OpenedLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="opene
 
     None: as before, the header's at first.
     """
+
+    def __post_init__(self) -> None:
+        """Hide secrets in the command, which earlier versions recorded as they were typed."""
+        msgspec.structs.force_setattr(self, "command", hidden_words(self.command))
 
 
 class ExpectedLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="cell_expected"):

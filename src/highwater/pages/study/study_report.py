@@ -15,8 +15,8 @@ from highwater.pages.study.failed_request import request_line, requested_bytes
 from highwater.pages.study.study_commands import Command, commands
 from highwater.search.predicted_study import PredictedCell, PredictedTrial, Predictions
 from highwater.spec.allocator_variables import ALLOCATOR_VARIABLES
-from highwater.spec.codec import Record
-from highwater.spec.secrets import study_without_secrets, without_secrets
+from highwater.spec.codec import Record, from_builtins, to_builtins
+from highwater.spec.secrets import without_secrets
 from highwater.spec.settings_words import short_settings
 from highwater.spec.study import Cell, CellAnswer, RecordedTrial, Study, UnprovenAnswer
 from highwater.spec.trial import LogEnd, Outcome, RankReport, TrialResult
@@ -187,7 +187,7 @@ def assembled(
         for number, trial in enumerate(study.trials, 1)
         if _failed(trial) and trial.result
     }
-    study = study_without_secrets(study)
+    study = from_builtins(_hidden(to_builtins(study)), Study)
     if beginning is not None:
         beginning = msgspec.structs.replace(
             beginning, predictions=tuple(map(without_secrets, beginning.predictions))
@@ -218,6 +218,22 @@ def assembled(
         commands=commands(study),
         study=study,
     )
+
+
+def _hidden(value: object) -> object:
+    """A study's values without what looks like a secret in reasons, failures, commands and paths;
+    what names a trial has no room for one.
+    """
+    match value:
+        case str():
+            return without_secrets(value)
+        case dict():
+            # Data is named as module:function, which has to stay one.
+            return {key: v if key == "data" else _hidden(v) for key, v in value.items()}
+        case list() | tuple():
+            return [_hidden(inner) for inner in value]
+        case _:
+            return value
 
 
 def _trial(
