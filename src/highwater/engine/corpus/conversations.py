@@ -57,6 +57,10 @@ class Turns(NamedTuple):
     """What is trained, from and to characters of the text, in order."""
 
 
+class _UnwrittenError(UsageError):
+    """A template does not write all that a conversation says."""
+
+
 class ChatTemplate:
     """Renders conversations by the template of a tokenizer."""
 
@@ -88,11 +92,13 @@ class ChatTemplate:
             try:
                 self._refuse_unwritten(way)
             except UsageError as error:
+                if not isinstance(error, _UnwrittenError) and error.__cause__ is None:
+                    raise  # what another way to say it does not mend
                 refused.append(error)
             else:
                 return way
         # What is not written says more than what the template raised.
-        raise next((error for error in refused if error.__cause__ is None), refused[0])
+        raise next((each for each in refused if isinstance(each, _UnwrittenError)), refused[0])
 
     def _refuse_unwritten(self, conversation: Conversation) -> None:
         """Raise UsageError for the first text of a message that the template does not write.
@@ -102,7 +108,7 @@ class ChatTemplate:
         """
         text = self.text(conversation)
         if conversation.tools and text == self.text(conversation._replace(tools=())):
-            raise UsageError(
+            raise _UnwrittenError(
                 f"{conversation.name}: the chat template does not write `tools`",
                 hint=_WRITES_IT,
             )
@@ -129,7 +135,7 @@ class ChatTemplate:
             for arguments in arguments_of(message):
                 printed = str(arguments)
                 if isinstance(arguments, Mapping) and as_json(arguments) != printed in text:
-                    raise UsageError(
+                    raise _UnwrittenError(
                         f"{conversation.name}: the chat template writes arguments in `tool_calls` "
                         f"of message {number + 1} as Python does, and not as JSON",
                         hint=_WRITES_IT,
@@ -147,7 +153,7 @@ class ChatTemplate:
                     "write a record for each answer, which ends with it, and leave out what was "
                     "thought before earlier ones"
                 )
-        return UsageError(
+        return _UnwrittenError(
             f"{conversation.name}: the chat template does not write all of `{field}` of message "
             f"{number + 1}, of the {conversation.messages[number]['role']}",
             hint=hint,
