@@ -1,5 +1,6 @@
-"""The demo: how long a context does a tiny model train with in 1.5 GiB? On the CPU, by real training
-steps; then a training of that length, with the settings that were found. About a minute and a half.
+"""The demo: how long a context does a tiny model train with in 1.5 GiB? On the CPU, by real
+training steps; then a training of that length, with the settings that were found. About a minute
+and a half.
 
 The operating system holds each process of a trial to 1.5 GiB: what does not fit really runs out of
 memory. The model is tried on one process, then sharded over two. Everything is written into a new
