@@ -145,7 +145,7 @@ def test_on_the_cpu_lengths_end_early_and_that_is_said(highwater: Run) -> None:
         (("--timeout", "59s"), "timeout of 59 s", ("--timeout", "60s")),
         (("--memory", "80"), "memory of 80 bytes", ("--memory", "80GiB")),
         (("--memory", "0"), "memory of 0 bytes", ("--memory", "80GiB")),
-        (("--memory", "80GB"), "memory size '80GB'", ("--memory", "80GiB")),
+        (("--memory", "80GB"), "memory size '80GB'", ("--memory", "74GiB")),
         (("--loss", "ful"), "loss 'ful'", ("--loss", "full")),
         (("--steps", "1"), "1 step of 2 micro-batches", ("--steps", "2")),
         (("--micro-batches", "0"), "2 steps of 0 micro-batches", ("--micro-batches", "1")),
@@ -153,7 +153,7 @@ def test_on_the_cpu_lengths_end_early_and_that_is_said(highwater: Run) -> None:
         (("--headroom", "90GiB"), "headroom of 90.00 GiB", ("--headroom", "1GiB")),
         (("--gpus", "0"), "gpus is 0", ("--gpus", "1")),
         (("--ulysses", "3"), "SP=3 on 1 GPU", ("--ulysses", "1")),
-        (("--confirm", "-1"), "confirm", ("--confirm", "2")),
+        (("--confirm", "-1"), "confirm", ("--confirm", "0")),
     ],
 )
 def test_a_value_that_cannot_work_is_refused_and_the_hint_does(
@@ -292,8 +292,8 @@ def test_a_log_directory_that_is_full_is_the_machines_fault(tmp_path: Path) -> N
         (("find", "Qwen3-0.6B", "--zzz"), "--zzz", "highwater find --help"),
         (("find", "Qwen3-0.6B", "again"), "'again'", "highwater find Qwen3-0.6B"),
         (("find",), "no model", "highwater find Qwen3-0.6B"),
-        (("show", "none.jsonl"), "none.jsonl", "highwater find Qwen3-0.6B"),
-        (("show",), "no study under logs", "highwater find Qwen3-0.6B"),
+        (("show", "none.jsonl"), "none.jsonl", CPU_SEARCH),
+        (("show",), "no study under logs", CPU_SEARCH),
         (("compare-search", "none.csv"), "none.csv", None),
         (("try", "Qwen3-0.6B"), "--length", None),
         (("find", "--gpus"), "--gpus", None),
@@ -334,7 +334,8 @@ def test_a_value_that_cannot_be_is_hinted_at_as_a_flag(highwater: Run, command: 
     [
         ("--gpus 4x --gpu-memory 60GiB", "--gpus 4 --gpu-memory 60GiB"),
         ("--gpus 2xFoo --gpu-memory 60.5GiB", "--gpus 2 --gpu-memory 60.5GiB"),
-        ("--gpus 99x", "--gpus 16 --gpu-memory 80GiB"),
+        ("--gpus 99x", "--gpus 16 --gpu-memory 16GiB"),
+        ("--gpus 2xA40-48GB", "--gpus 2 --gpu-memory 44GiB"),
         ("--gpus Foo --gpu-memory 85899345921", "--gpus 1 --gpu-memory 85899345921"),
     ],
 )
@@ -343,7 +344,7 @@ def test_gpus_of_no_catalog_are_hinted_at_with_the_numbers_that_were_typed(
 ) -> None:
     asked = ("predict", "Qwen3-0.6B")
     hint = refusal(highwater(*asked, *words.split()), 2)[1]
-    assert offered(hint) == [hinted.split()]
+    assert hinted.split() in offered(hint)
     assert highwater(*asked, *hinted.split()).returncode == 0
 
 

@@ -107,8 +107,9 @@ class Question(Record, frozen=True, kw_only=True):
                 "there is no cell to search: no rung on any GPU count", hint="use `--gpus 1`"
             )
         if self.confirm < 0 or self.margin_bytes < 0:
+            flag = "--confirm 0" if self.confirm < 0 else "--headroom 0"
             raise UsageError(
-                "confirm and headroom cannot be negative", hint="use `--confirm 0 --headroom 0`"
+                "confirm and headroom cannot be negative", hint=f"use `{flag}` or more"
             )
         if self.confirm > MOST_REPEATS:
             raise UsageError(
