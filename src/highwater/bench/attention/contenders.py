@@ -46,8 +46,10 @@ _BACKENDS: dict[FusedKernel, SDPBackend] = {
 _WINDOWS = {"cuda": 4096, "cpu": 512}
 """Tokens of ``window``, by device."""
 _OTHERS = "name others by `--implementations`"
-_CHECKED_WINDOW, _CHECKED_RATIO, _CHECKED_BLOCK = 100, 0.6, 128
-"""Of the short sequence that is checked, of which others keep a block alone, or all of them."""
+_CHECKED_WINDOW, _CHECKED_BLOCK = 100, 128
+"""Of the short sequence that is checked, of which others keep a block alone, or all of them. On an
+H100 FlexAttention takes no smaller block for heads of 128."""
+_CHECKED_RATIO, _CHECKED_RATIO_OF_SEGMENTS = 0.6, 0.4
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -236,13 +238,13 @@ def _window(conditions: Conditions) -> SparsePatternConfig:
     return msgspec.structs.replace(_own("window", conditions), local_window_size=tokens)
 
 
-def _short(pattern: Pattern, block: int, conditions: Conditions) -> SparsePatternConfig:
+def _short(pattern: Pattern, ratio: float, conditions: Conditions) -> SparsePatternConfig:
     """The same with sizes by which a short sequence keeps some blocks and not others."""
     own = pattern(conditions)
     if own.is_windowed:
         return msgspec.structs.replace(own, local_window_size=_CHECKED_WINDOW)
-    block = min(block, own.block_size)
-    return msgspec.structs.replace(own, sparsity_ratio=_CHECKED_RATIO, block_size=block)
+    block = min(_CHECKED_BLOCK, own.block_size)
+    return msgspec.structs.replace(own, sparsity_ratio=ratio, block_size=block)
 
 
 def _pattern(pattern: Pattern) -> AttentionContender:
@@ -251,7 +253,7 @@ def _pattern(pattern: Pattern) -> AttentionContender:
         AttentionContender(
             build=partial(_block_sparse, each), counts=partial(_counts, each, _whole)
         )
-        for each in (pattern, partial(_short, pattern, _CHECKED_BLOCK))
+        for each in (pattern, partial(_short, pattern, _CHECKED_RATIO))
     )
     return replace(own, variants=(short,))
 
@@ -375,13 +377,12 @@ def _ring(conditions: Conditions, length: int) -> Compute:
 
 def _by_branches(pattern: Pattern, branches: Branches) -> AttentionContender:
     """Block-sparse attention of branches, of a sequence that is whole or shared by a ring."""
-    # of dilated segments a short sequence has half as many tokens
-    block = _CHECKED_BLOCK if branches is _whole else _CHECKED_BLOCK // 2
+    ratio = _CHECKED_RATIO if branches is _whole else _CHECKED_RATIO_OF_SEGMENTS
     own, short = (
         AttentionContender(
             build=partial(_branches, each, branches), counts=partial(_counts, each, branches)
         )
-        for each in (pattern, partial(_short, pattern, block))
+        for each in (pattern, partial(_short, pattern, ratio))
     )
     return replace(own, variants=(short,))
 
