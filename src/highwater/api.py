@@ -305,7 +305,7 @@ def prepare(request: Request) -> Plan:
     Raises HighwaterError for what cannot be asked.
     """
     machine, of_machine = _machine(request)
-    check_request(request, machine)
+    check_request(request, machine, steps=request.steps)
     planned = _planned(request, machine)
     question = planned.question
     unforeseen = check_prediction(request, question)
@@ -356,7 +356,7 @@ def _share_of(question: Question) -> MachineShare:
 def prepare_trial(request: Request, length: int | str) -> TrialSpec:
     """The trial of one length, after the same checks as ``prepare``."""
     machine, _ = _machine(request)
-    check_request(request, machine)
+    check_request(request, machine, steps=request.steps)
     spec = plan_trial(request, machine, parse_tokens(str(length)))
     check_machine(request, machine, spec.settings, spec.device, gpus=spec.layout.gpus)
     check_directories(request, spec.settings, spec.device)

@@ -228,7 +228,7 @@ def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenT
     asked = msgspec.structs.replace(asked, rows=_rows(asked))
     request = _written_to(request, asked)
     _refuse_other_runs(request)
-    check_request(request, machine)
+    check_request(request, machine, steps=asked.steps)
     _refuse_no_gpu(request, machine)
     if asked.reward is not None and TRAITS[request.objective].advantages == "none":
         raise UsageError(
