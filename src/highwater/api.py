@@ -308,7 +308,7 @@ def prepare(request: Request) -> Plan:
     Raises HighwaterError for what cannot be asked.
     """
     machine, of_machine = _machine(request)
-    check_request(request, machine)
+    check_request(request, machine, steps=request.steps)
     request, of_study = gone_on(request)
     planned = _planned(request, machine)
     question = planned.question
@@ -361,7 +361,7 @@ def _share_of(question: Question) -> MachineShare:
 def prepare_trial(request: Request, length: int | str) -> TrialSpec:
     """The trial of one length, after the same checks as ``prepare``."""
     machine, _ = _machine(request)
-    check_request(request, machine)
+    check_request(request, machine, steps=request.steps)
     spec = plan_trial(request, machine, parse_tokens(str(length)))
     check_machine(request, machine, spec.settings, spec.device, gpus=spec.layout.gpus)
     check_directories(request, spec.settings, spec.device)

@@ -232,7 +232,7 @@ def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenT
     asked = msgspec.structs.replace(asked, rows=_rows(asked))
     request = _written_to(request, asked)
     _refuse_other_runs(request)
-    check_request(request, machine)
+    check_request(request, machine, steps=asked.steps)
     if asked.reward is not None and TRAITS[request.objective].advantages == "none":
         raise UsageError(
             f"`--reward` is for rollouts, and the objective {request.objective} has none",

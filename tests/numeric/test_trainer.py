@@ -6,7 +6,9 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +21,12 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from highwater.api import prepare_trial
 from highwater.engine import Quantity, Trainer, train_step
-from highwater.engine.trainer_keywords import KEYWORDS
+from highwater.engine.memory_profiler import TrialProfiler
+from highwater.engine.trainer_keywords import KEYWORDS, trial_of
 from highwater.errors import HighwaterError, UsageError
+from highwater.spec.profiling import Profiling, SnapshotOrder
 from highwater.spec.request import request_from
+from highwater.units import GIB
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "own_loop.py"
@@ -101,6 +106,8 @@ def test_a_trainer_of_single_micro_batches_takes_one(model: str) -> None:
         ({"gpus": 2}, "one GPU, and its loop runs once for each"),
         ({"steps": 5}, "steps is a setting of searches and trials"),
         ({"data": "a:b"}, "data is a setting of searches"),
+        ({"log_dir": "logs"}, "log_dir is a setting of searches"),
+        ({"memory_profiler": "first"}, "memory_profiler 'first' is not steps"),
         ({"los": "chunked"}, "unknown setting 'los'"),
         ({"loss": "chunky"}, "loss 'chunky' is not one of"),
         ({"learning_rate": -1.0}, "learning rate is -1.0"),
@@ -135,6 +142,131 @@ def test_the_step_is_that_of_the_trial_that_the_same_keywords_try(
 def test_only_what_a_step_has_is_a_keyword() -> None:
     assert {"ulysses", "ring", "copies", "loss", "lora", "dpo_beta", "memory"} <= set(KEYWORDS)
     assert not {"model", "gpus", "steps", "runner", "save_hf", "study", "headroom"} & set(KEYWORDS)
+
+
+@pytest.mark.parametrize("objective", ["sft", "dpo", "grpo", "ppo", "rw"])
+def test_on_the_cpu_which_keeps_no_history_a_profiler_is_refused_on_every_objective(
+    objective: str, model: str, tmp_path: Path
+) -> None:
+    settings = {"objective": objective, "sequences_per_micro_batch": 2, "log_dir": str(tmp_path)}
+    with pytest.raises(UsageError, match="PyTorch keeps none of the CPU's memory") as refused:
+        Trainer(model, length=8, device="cpu", memory_profiler="0,1", **settings)
+    assert refused.value.hint.startswith("leave `memory_profiler` out;")
+    assert not dist.is_initialized()
+    assert not list(tmp_path.iterdir())
+    with Trainer(model, length=8, device="cpu", memory_profiler=None, **settings) as trainer:
+        assert trainer.spec.memory_snapshots is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ("0,1", Profiling()),
+        (7, Profiling(profile_steps=(7,))),
+        ({}, Profiling()),
+        (
+            {"profile_steps": [3], "max_entries": 10, "ranks": [0]},
+            Profiling(profile_steps=(3,), max_entries=10, ranks=(0,)),
+        ),
+        (None, None),
+    ],
+)
+@pytest.mark.parametrize("objective", ["sft", "dpo", "grpo", "ppo", "rw"])
+def test_a_trainer_takes_the_profiler_that_trials_take(
+    objective: str,
+    asked: object,
+    meant: Profiling | None,
+    model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a machine that seems to have a GPU; what is recorded on one is in tests/gpu."""
+    gpu = SimpleNamespace(total_memory=80 * GIB)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    settings = {"objective": objective, "sequences_per_micro_batch": 2, "memory_profiler": asked}
+    spec, _ = trial_of(model, 8, {**settings, "log_dir": str(tmp_path / "logs")}, seed=0)
+    directory = str(tmp_path / "logs" / "memory_snapshots")
+    wanted = None if meant is None else SnapshotOrder(directory=directory, profiling=meant)
+    assert spec.memory_snapshots == wanted
+    with pytest.raises(UsageError, match="records rank 1, which no trial has") as refused:
+        trial_of(model, 8, {**settings, "memory_profiler": {"ranks": [1]}}, seed=0)
+    assert refused.value.hint == "leave `ranks` out of `memory_profiler`, which records every rank"
+
+
+@pytest.fixture
+def recorded(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Trainer, list[str]]]:
+    """A Trainer on the CPU that records its steps 0 and 2, and what PyTorch is told to record: what
+    a snapshot holds is in tests/gpu.
+    """
+    told: list[str] = []
+    memory = torch.cuda.memory
+    monkeypatch.setattr(memory, "_record_memory_history", lambda what, **_: told.append(what))
+    monkeypatch.setattr(memory, "_dump_snapshot", lambda path: Path(path).touch())
+    monkeypatch.setattr(memory, "_set_memory_metadata", lambda _: None, raising=False)
+    with Trainer(model, length=8, device="cpu") as trainer:
+        order = SnapshotOrder(
+            directory=str(tmp_path / "memory_snapshots"),
+            profiling=Profiling(profile_steps=(0, 2)),
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+            trainer._profiler = TrialProfiler(order, rank=0, place="d0r0u0")
+        yield trainer, told
+    assert told[-1] is None, "it ends with the Trainer"
+
+
+def snapshots_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*.pickle"))
+
+
+def test_the_steps_that_are_named_are_recorded_and_leave_a_snapshot_each(
+    recorded: tuple[Trainer, list[str]], tmp_path: Path
+) -> None:
+    trainer, told = recorded
+    for _ in range(4):
+        trainer.step(ROWS)
+    trainer.evaluate(ROWS)
+    assert told == ["state", "all", "state", "all", "state"]
+    assert snapshots_in(tmp_path / "memory_snapshots") == [
+        "step_0/snapshot_rank00_d0r0u0.pickle",
+        "step_2/snapshot_rank00_d0r0u0.pickle",
+    ]
+
+
+@pytest.mark.parametrize("fails", ["step", "evaluate"])
+def test_what_runs_out_of_memory_leaves_a_snapshot_whichever_step_it_is_in(
+    recorded: tuple[Trainer, list[str]], tmp_path: Path, fails: str
+) -> None:
+    trainer, told = recorded
+    trainer.step(ROWS)
+    hook = trainer.training.policy.register_forward_pre_hook(_runs_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        getattr(trainer, fails)(ROWS)
+    hook.remove()
+    assert told[-1] == "state"
+    assert snapshots_in(tmp_path / "memory_snapshots") == [
+        "step_0/snapshot_rank00_d0r0u0.pickle",
+        "step_1/snapshot_rank00_d0r0u0.pickle",
+    ]
+    trainer.step(ROWS)
+    assert trainer.steps_done == 2, "a loop may go on"
+
+
+def test_a_step_that_is_refused_leaves_no_snapshot(
+    recorded: tuple[Trainer, list[str]], tmp_path: Path
+) -> None:
+    with suppress(UsageError):
+        recorded[0].step([[[1] * 99]])
+    assert not snapshots_in(tmp_path)
+
+
+def _runs_out(*_: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory: the hook's own")
 
 
 def test_a_process_has_one_trainer_at_a_time(model: str) -> None:

@@ -2,6 +2,7 @@
 refused; and where the snapshots of a trial lie.
 """
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -57,7 +58,6 @@ def test_a_file_a_command_line_and_python_ask_for_the_same(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "asked",
     [
-        {"profile_steps": [2]},  # of a trial of two steps
         {"profile_steps": [-1]},
         {"profile_steps": []},
         {"ranks": []},
@@ -85,7 +85,20 @@ def test_where_there_is_no_history_to_record_it_is_refused_by_name(changes: dict
         {"model": "Qwen3-0.6B", "memory_profiler": "0", **changes}, keywords=True
     )
     with pytest.raises(UsageError, match="memory_profiler records the history of a GPU's memory"):
-        check_request(request, NO_GPU)
+        check_request(request, NO_GPU, steps=2)
+
+
+@pytest.mark.parametrize(("asked", "steps"), [("2", 2), ("0,7", 5), (100, 100)])
+def test_a_step_that_there_is_not_is_refused_by_its_number(asked: str | int, steps: int) -> None:
+    values = {"model": "Qwen3-0.6B", "memory_profiler": asked}
+    request = request_from(values, keywords=True)
+    with pytest.raises(UsageError, match=f"and the last one is {steps - 1}") as refused:
+        check_request(request, machine_with(1), steps=steps)
+    hinted = re.findall("`--memory-profiler (.*)`", refused.value.hint)
+    check_request(
+        request_from({**values, "memory_profiler": hinted[0]}), machine_with(1), steps=steps
+    )
+    check_request(request, machine_with(1), steps=101)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,13 @@ def test_what_is_not_there_is_refused_and_leaves_no_folder(
     assert not (tmp_path / "run").exists()
 
 
+def test_any_step_of_the_training_may_be_recorded_and_no_later_one(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="records step 10, and the last one is 9") as refused:
+        train(tmp_path, steps=10, device="cuda", memory_profiler="3,10")
+    assert "`--memory-profiler 0`" in refused.value.hint
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("below", ["notes.txt", "notes.txt/run", "notes.txt/a/run"])
 def test_a_run_below_a_file_is_offered_a_folder_that_can_be_made(
     below: str, tmp_path: Path

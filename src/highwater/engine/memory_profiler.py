@@ -17,7 +17,7 @@ that have none, so that the phase is recorded with each allocation, where PyTorc
 
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +26,8 @@ from typing import Any, Literal, Self, cast
 import torch
 
 from highwater.errors import MachineError
-from highwater.spec.profiling import SnapshotOrder, snapshot_name
+from highwater.spec.profiling import SnapshotOrder, coordinates, snapshot_name
+from highwater.spec.trial import TrialSpec
 
 _MEMORY = cast(Any, torch.cuda.memory)
 """What records a history has no public name."""
@@ -70,8 +71,7 @@ class MemoryProfiler:
         try:
             write_snapshot(self.path)
         finally:
-            _record(None)
-            _name_phase("")
+            _end()
         return self.path
 
     def __enter__(self) -> Self:
@@ -85,19 +85,16 @@ class MemoryProfiler:
     ) -> None:
         if error is None:
             self.stop()
-            return
-        try:
-            self.stop()
-        except Exception as problem:  # noqa: BLE001 -- the caller is to hear of ``error``
-            told = f"{type(problem).__name__}: {problem}"
-            sys.stderr.write(f"no memory snapshot was written to {self.path}: {told}\n")
+        else:
+            _try(self.stop, self.path)
 
 
 class TrialProfiler:
     """The profiler of one rank of a trial: what lives from step to step is recorded with its stack
     from the beginning, and every event of the steps that were asked for.
 
-    A trial that fails leaves a snapshot whatever step it is in.
+    What fails leaves a snapshot whatever step it is in, where whoever runs the steps then calls
+    ``write_failed``.
     """
 
     def __init__(self, order: SnapshotOrder, *, rank: int, place: str) -> None:
@@ -114,24 +111,48 @@ class TrialProfiler:
         _name_phase(where)
 
     @contextmanager
-    def step(self, number: int) -> Generator[None]:
-        """Record a step, the first is 0, if it was asked for."""
+    def step(self, number: int, *, trains: bool = True) -> Generator[None]:
+        """Record a step, the first is 0, if it was asked for; of what comes before it, and trains
+        nothing, no event is recorded.
+        """
         self._part = f"step_{number}"
         profiling = self._order.profiling
-        if number not in profiling.profile_steps:
+        if not trains or number not in profiling.profile_steps:
             yield
             return
         _record("all", max_entries=profiling.max_entries, clear=True)
-        yield  # of a step that fails the trial's end writes the snapshot
+        yield  # of a step that fails, whoever hears of it writes the snapshot, after its report
         self.write()
         _record("state")
 
     def write(self) -> None:
         """Write the snapshot of the step that the trial is in, unless it is there."""
-        path = Path(self._order.directory) / self._part / self._name
-        if path not in self._written:
-            self._written.add(path)
-            write_snapshot(path)
+        if self._path not in self._written:
+            self._written.add(self._path)
+            write_snapshot(self._path)
+
+    def write_failed(self) -> None:
+        """Write what a step that failed recorded; where that fails it is said on stderr, and the
+        failure stays what it was.
+        """
+        _try(self.write, self._path)
+        _record("state")
+
+    def end(self) -> None:
+        """Record no more."""
+        _end()
+
+    @property
+    def _path(self) -> Path:
+        return Path(self._order.directory) / self._part / self._name
+
+
+def profiler_of(spec: TrialSpec, rank: int) -> TrialProfiler | None:
+    """The profiler of a rank of a trial, where it is to record its memory."""
+    order = spec.memory_snapshots
+    if order is None or not order.profiling.records(rank):
+        return None
+    return TrialProfiler(order, rank=rank, place=coordinates(spec.layout, rank))
 
 
 def _refuse_without_gpu() -> None:
@@ -148,6 +169,20 @@ def write_snapshot(path: Path) -> None:
     partial = path.with_suffix(".partial")
     _MEMORY._dump_snapshot(str(partial))
     partial.replace(path)
+
+
+def _try(write: Callable[[], object], path: Path) -> None:
+    """Write a snapshot after a failure, which whoever hears of it is to hear of all the same."""
+    try:
+        write()
+    except Exception as problem:  # noqa: BLE001 -- the failure is what is raised
+        told = f"{type(problem).__name__}: {problem}"
+        sys.stderr.write(f"no memory snapshot was written to {path}: {told}\n")
+
+
+def _end() -> None:
+    _record(None)
+    _name_phase("")
 
 
 def _record(

@@ -21,7 +21,7 @@ from highwater.engine.assemble import assemble
 from highwater.engine.data import Batch, Document, pack
 from highwater.engine.layer_watch import LayerWatch
 from highwater.engine.memory_log import MemoryWatch, allocator_settings, divide_budget
-from highwater.engine.memory_profiler import TrialProfiler
+from highwater.engine.memory_profiler import TrialProfiler, profiler_of
 from highwater.engine.out_of_memory import OutOfMemoryWatch
 from highwater.engine.rank_context import RankContext, synchronize, take_context
 from highwater.engine.statistics_log import StatisticsLog
@@ -32,7 +32,6 @@ from highwater.engine.step import (
     clip_trained,
     train_step,
 )
-from highwater.spec.profiling import coordinates
 from highwater.spec.trial import MemoryBudget, RankReport, TrialSpec
 from highwater.version import __version__
 
@@ -62,7 +61,8 @@ class RankRun(ABC):
         """Join the group and build everything that lives as long as the training."""
         transformers_logging.set_verbosity_error()
         context = self._take_context()
-        self._record_memory()
+        self.profiler = profiler_of(self.spec, self.report.rank)
+        self.where = LayerWatch(None if self.profiler is None else self.profiler.enter)
         self.out_of_memory = OutOfMemoryWatch(context.device, self.where)
         self.where.enter("build")
         self.on_phase("building the model")
@@ -140,14 +140,6 @@ class RankRun(ABC):
     def snapshot(self) -> RankReport:
         """The report as of now, memory peaks included."""
         return self.with_(memory=self.watch.peaks()) if self.watch else self.report
-
-    def _record_memory(self) -> None:
-        """Begin to record what is allocated where this launch is to, on this rank."""
-        order, rank = self.spec.memory_snapshots, self.report.rank
-        if order is not None and order.profiling.records(rank):
-            place = coordinates(self.spec.layout, rank)
-            self.profiler = TrialProfiler(order, rank=rank, place=place)
-            self.where = LayerWatch(self.profiler.enter)
 
     def _take_context(self) -> RankContext:
         context = take_context(self.spec)

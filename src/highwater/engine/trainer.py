@@ -10,7 +10,8 @@ import math
 import os
 import resource
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -22,7 +23,9 @@ from highwater.engine import checkpoint
 from highwater.engine.assemble import assemble
 from highwater.engine.data import Batch, digest, pack
 from highwater.engine.evaluation import Evaluation, evaluate
+from highwater.engine.layer_watch import LayerWatch
 from highwater.engine.memory_log import allocator_settings, divide_budget
+from highwater.engine.memory_profiler import TrialProfiler, profiler_of
 from highwater.engine.rank_context import compute_dtype, device_of, synchronize, take_context
 from highwater.engine.rank_run import rehearsal_batch, rehearse
 from highwater.engine.statistics import Reduced, Statistics, known
@@ -92,6 +95,7 @@ class Trainer:
         """What this process's data segment is bounded by once the Trainer is closed."""
         self._is_bounded = request.memory is not None
         self._closed = False
+        self._profiler: TrialProfiler | None = None
         self._own = quantities or {}
         self._first_addition: int | None = None
         """Steps that were done when something was first added since the last export."""
@@ -104,6 +108,8 @@ class Trainer:
         try:
             self._build(request)
         except BaseException:
+            if self._profiler is not None:
+                self._profiler.write_failed()
             if self.spec.layout.gpus == 1:
                 self._leave()
             raise
@@ -115,12 +121,19 @@ class Trainer:
         self._statistics = Statistics(
             self._context.mesh, self._context.sequence, quantities=self._own
         )
+        self._profiler = profiler_of(self.spec, self.rank)
+        self._where = LayerWatch(None if self._profiler is None else self._profiler.enter)
+        self._where.enter("build")
         self.training = assemble(self.spec, self._context)
         """Models and optimizers, for ``train_step`` and whatever else a loop calls."""
+        if self._profiler is not None:
+            for model, _ in self.training.trained:
+                self._where.follow(model.layers)
         if request.logit_range:
             follow_logits(self.training)
         if self._is_bounded and self.device.type == "cuda":
             self._bound_allocator()
+        self._where.enter("data")
         if self.training.policy.weights == "random" and self.rank == 0:
             warnings.warn(
                 f"random weights, of seed {self.spec.seed}: {self.spec.model_directory} has none",
@@ -179,10 +192,11 @@ class Trainer:
         whole, tokens = self._read(micro_batches, trains=True)
         number = self.steps_done + 1
         seed = self.spec.seed
-        with seeded(seed=seed, rank=self.rank, step=number, device=self.device):
-            loss, norms = train_step(self.training, self._shares(whole))
-        policy_norm, *critic_norm = map(float, norms)
-        result = StepResult(float(loss), policy_norm, tokens, *critic_norm)
+        own = self._shares(whole)
+        with self._recorded(), seeded(seed=seed, rank=self.rank, step=number, device=self.device):
+            loss, norms = train_step(self.training, own, enter=self._where.enter)
+            policy_norm, *critic_norm = map(float, norms)  # waits for the device
+            result = StepResult(float(loss), policy_norm, tokens, *critic_norm)
         self.steps_done = number
         for name, value in result._asdict().items():
             if value is None:
@@ -226,7 +240,10 @@ class Trainer:
     def evaluate(self, micro_batches: Iterable[Any]) -> Evaluation:
         """The mean loss of micro-batches, as ``step`` takes them, of which nothing is trained."""
         whole, _ = self._read(micro_batches, trains=False)
-        return evaluate(self.training, self._shares(whole))
+        own = self._shares(whole)
+        with self._recorded(trains=False):
+            self._where.enter("evaluation")
+            return evaluate(self.training, own)
 
     def batches(self, micro_batches: Iterable[Any]) -> list[Batch]:
         """This rank's shares of micro-batches, as ``step`` takes them: what ``train_step`` does."""
@@ -274,8 +291,24 @@ class Trainer:
             # of several, the others may wait in a collective: whoever started them ends them
             self._leave()
 
+    @contextmanager
+    def _recorded(self, *, trains: bool = True) -> Generator[None]:
+        """Record the block where ``memory_profiler`` says so; what fails leaves a snapshot."""
+        if self._profiler is None:
+            yield
+            return
+        try:
+            with self._profiler.step(self.steps_done, trains=trains):
+                yield
+        except BaseException:
+            self._profiler.write_failed()
+            raise
+        self._where.enter("data")
+
     def _leave(self) -> None:
         self._closed = True
+        if self._profiler is not None:
+            self._profiler.end()
         if self._is_bounded and self.spec.device == "cuda":
             torch.cuda.set_per_process_memory_fraction(1.0, device_of(self.spec.device))
         resource.setrlimit(resource.RLIMIT_DATA, self._data_limit)

@@ -8,6 +8,7 @@ rank.
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,12 +21,13 @@ from highwater.spec.declared_settings import DECLARED, TOPICS
 from highwater.spec.hardware import Gpu, Machine
 from highwater.spec.model import load_model
 from highwater.spec.plan import plan_trial
+from highwater.spec.profiling import SETTING, SNAPSHOTS, SnapshotOrder, refuse_profiling
 from highwater.spec.request import Request, request_from
 from highwater.spec.rope import WITHOUT_YARN_IN_FILES, yarn
 from highwater.spec.trial import Device, TrialSpec
 from highwater.units import format_tokens
 
-_RUNG = ("memory", "token_budget", "device", "logit_range")
+_RUNG = ("memory", "token_budget", "device", "logit_range", SETTING, "log_dir")
 """What a step has beside what every command takes, and beside its numbers."""
 _FLAG = re.compile(r"--([a-z][a-z0-9-]*)(?: ([^\s`-][^\s`]*))?")
 _FLAGS = re.compile(rf"`((?:{_FLAG.pattern} ?)+)`")
@@ -72,8 +74,17 @@ def _trial_of(
     )
     _refuse_unsavable(request, length_tokens)
     assert request.device is not None
+    refuse_profiling(request.memory_profiler, device=request.device)
     spec = plan_trial(request, _machine(request.device, ranks), length_tokens)
-    return msgspec.structs.replace(spec, seed=seed), request
+    return msgspec.structs.replace(spec, seed=seed, memory_snapshots=_snapshots(request)), request
+
+
+def _snapshots(request: Request) -> SnapshotOrder | None:
+    """Where the loop's snapshots go, which has no log to lie beside."""
+    if request.memory_profiler is None:
+        return None
+    directory = Path(request.log_dir).resolve() / SNAPSHOTS
+    return SnapshotOrder(directory=str(directory), profiling=request.memory_profiler)
 
 
 def _as_keywords(flags: re.Match[str]) -> str:
@@ -99,7 +110,8 @@ def _refuse_what_is_no_steps(settings: Mapping[str, Any]) -> None:
                 hint="leave `gpus` out, and start as many processes: `python -m "
                 "highwater.engine.ranks --nproc 2 loop.py`",
             )
-        if name in DECLARED and name not in KEYWORDS:
+        is_unheard = name == "log_dir" and SETTING not in settings
+        if is_unheard or (name in DECLARED and name not in KEYWORDS):
             raise UsageError(
                 f"{name} is a setting of searches and trials, and says nothing about a step",
                 hint=f"leave `{name}` out",

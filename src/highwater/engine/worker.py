@@ -74,7 +74,9 @@ def run_rank(spec: TrialSpec, made: Callable[[OnPhase], "RankRun"], reports: Pat
                 resource.RLIMIT_DATA, before
             )  # what is left of the limit may be too little for a report
             _report_failure(reports, _failed(run, error, kind))
-            _write_snapshot(run)
+            if run is not None and run.profiler is not None:
+                run.profiler.write_failed()
+                sys.stderr.flush()
         finally:
             # No clean-up: the peers may hang in a collective, and the reaper ends them once this
             # process is gone.
@@ -147,17 +149,6 @@ def _alive(run: "RankRun", error: BaseException) -> tuple[AliveMemory | None, st
     except Exception:  # noqa: BLE001 -- the process edge: the failure itself is told all the same
         traceback.print_exc()
     return None, run.where.phase, run.where.layer
-
-
-def _write_snapshot(run: "RankRun | None") -> None:
-    """Write what a trial that failed has recorded of its memory, where it was to record any."""
-    if run is None or run.profiler is None:
-        return
-    try:
-        run.profiler.write()
-    except Exception:  # noqa: BLE001 -- the process edge: the failure itself is told already
-        traceback.print_exc()
-        sys.stderr.flush()
 
 
 def _text(error: BaseException) -> str:

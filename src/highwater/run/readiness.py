@@ -30,8 +30,10 @@ from highwater.store.directory import check_checkpoint_directory, check_log_dire
 from highwater.units import format_seconds
 
 
-def check_request(request: Request, machine: Machine) -> None:
-    """Raise for what depends on the device alone, and has to be said before there is a plan."""
+def check_request(request: Request, machine: Machine, *, steps: int) -> None:
+    """Raise for what depends on the device and the optimizer steps alone, and has to be said before
+    there is a plan.
+    """
     device: Device = request.device or (
         "cuda" if machine.gpus or machine.unreadable_gpus else "cpu"
     )
@@ -41,8 +43,7 @@ def check_request(request: Request, machine: Machine) -> None:
             f"a timeout of {format_seconds(request.timeout_s)} ends a trial before it has started",
             hint=f"use `--timeout {floor_s:.0f}s` or more; the default is `--timeout 40m`",
         )
-    if request.memory_profiler is not None:
-        refuse_profiling(device=device, is_dry=request.dry_run)
+    refuse_profiling(request.memory_profiler, device=device, is_dry=request.dry_run, steps=steps)
     if device == "cuda" and not request.dry_run:
         refuse_unreadable_gpus(machine, count=max(request.gpus or (1,)))
 

@@ -13,6 +13,8 @@ from highwater.spec.refusals import RefusedError
 
 SETTING = "memory_profiler"
 """Name of the setting."""
+SNAPSHOTS = "memory_snapshots"
+"""Folder of the snapshots of a launch, beside its log."""
 MOST_ENTRIES = 10_000_000
 """Events that a rank keeps at the most, at several KB each."""
 _STEPS = re.compile(r"\s*\d{1,9}(\s*,\s*\d{1,9})*\s*")
@@ -80,15 +82,6 @@ def loose_profiling(value: object) -> object:
     return value
 
 
-def refuse_late_steps(profiling: Profiling | None, *, steps: int) -> None:
-    """Raise RefusedError for a step that no trial has."""
-    late = [step for step in (profiling.profile_steps if profiling else ()) if step >= steps]
-    if late:
-        raise _refused(
-            f"step {late[0]} is to be recorded, and a trial has {steps}: 0 to {steps - 1}"
-        )
-
-
 def refuse_absent_ranks(profiling: Profiling | None, *, gpus: int) -> None:
     """Raise UsageError for a rank that no trial has; ``gpus``: of the largest layout."""
     named = () if profiling is None or profiling.ranks == "all" else profiling.ranks
@@ -101,8 +94,14 @@ def refuse_absent_ranks(profiling: Profiling | None, *, gpus: int) -> None:
         )
 
 
-def refuse_profiling(*, device: str, is_dry: bool) -> None:
-    """Raise UsageError where there is no history to record."""
+def refuse_profiling(
+    profiling: Profiling | None, *, device: str, is_dry: bool = False, steps: int | None = None
+) -> None:
+    """Raise UsageError where there is no history to record, or no such step; ``steps``: of the
+    trial or the training, the first is 0; None: only its loop knows.
+    """
+    if profiling is None:
+        return
     if is_dry or device == "cpu":
         why = "a dry run trains nothing" if is_dry else "PyTorch keeps none of the CPU's memory"
         raise UsageError(
@@ -110,6 +109,12 @@ def refuse_profiling(*, device: str, is_dry: bool) -> None:
             hint="leave `--memory-profiler` out; without a GPU `highwater predict tiny --gpus "
             "1xH200-141GB --length 4k --exact --timeline timeline.pickle` traces one",
         )
+    for step in profiling.profile_steps:
+        if steps is not None and step >= steps:
+            raise UsageError(
+                f"{SETTING} records step {step}, and the last one is {steps - 1}: the first is 0",
+                hint="for example `--memory-profiler 0`",
+            )
 
 
 def _refused(problem: str) -> RefusedError:

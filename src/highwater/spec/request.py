@@ -26,7 +26,7 @@ from highwater.spec.foreign_trainer import (
 from highwater.spec.hyperparameters import DEFAULTS, Hyperparameters, KlEstimator, out_of_range
 from highwater.spec.lora import LoraBase
 from highwater.spec.optimizer import OptimizerName
-from highwater.spec.profiling import SETTING, Profiling, loose_profiling, refuse_late_steps
+from highwater.spec.profiling import SETTING, Profiling, loose_profiling
 from highwater.spec.refusals import KEYWORDS, TYPED, RefusedError, Spelling, in_file, nearest
 from highwater.spec.settings import (
     Allocator,
@@ -183,7 +183,6 @@ class Request(Record, frozen=True, kw_only=True):
         _check_machines(self)
         _check_memory(self)
         _check_runner(self)
-        refuse_late_steps(self.memory_profiler, steps=self.steps)
         if self.start_tokens < 2:
             raise RefusedError(
                 "start_length", "a start length of 1 token", hint="use `{}` or more", example=2

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from highwater.spec.profiling import Profiling, coordinates, snapshot_name
+from highwater.spec.profiling import SNAPSHOTS, Profiling, coordinates, snapshot_name
 from highwater.spec.settings_words import short_settings
 from highwater.spec.study import Study
 from highwater.spec.trial import TrialResult, TrialSpec
@@ -12,7 +12,7 @@ from highwater.units import format_tokens
 
 def snapshot_folder(log_path: Path) -> Path:
     """The folder of one launch, beside its log: ``model_len-8192/memory_snapshots``."""
-    return log_path.with_suffix("") / "memory_snapshots"
+    return log_path.with_suffix("") / SNAPSHOTS
 
 
 def recorded_snapshots(log_path: Path) -> tuple[Path, ...]:
