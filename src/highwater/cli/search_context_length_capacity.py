@@ -75,6 +75,24 @@ _FLAG_NAMES = {
     "--timeout 40m": "--timeout 2400",
 }
 """Flags of ``highwater find`` in hints, and what they are called here."""
+_FIELDS = {
+    "model_path": "model",
+    "start_length": "start_length",
+    "method": "method",
+    "memory": "memory",
+    "data": "data",
+    "log_dir": "log_dir",
+    "checkpoint_path": "checkpoint_dir",
+    "test_gpu_num": "gpus",
+    "test_sp_num": "ulysses",
+    "save_hf_checkpoint": "save_hf",
+    "entropy_saving": "entropy",
+    "offload": "offload",
+    "trainer_strategy": "strategy",
+    "timeout": "timeout",
+    "dlc": "runner",
+}
+"""Flags, and the settings of a request that they name."""
 _NOT_HERE = re.compile(
     r", or use `--checkpoint none[^`]*`|`--ulysses \d+ --ring (?!1`)\d+`(?:, | or )"
 )
@@ -120,10 +138,12 @@ def _run(words: Sequence[str]) -> int:
 def _notes(arguments: argparse.Namespace, planned: Plan) -> tuple[str, ...]:
     """What differs from the original here, before the plan's own notes."""
     question = planned.question
+    most = format_tokens(CEILING_TOKENS["cpu"])
     on_the_cpu = (
         f"trials run on the CPU: {format_bytes(question.memory_budget_bytes)} of host memory for "
         f"each process stand in for a GPU, and lengths end at "
-        f"{format_tokens(question.grid.max_tokens)}",
+        f"{format_tokens(question.grid.max_tokens)} tokens"
+        + ("" if planned.begins_shortest else f"; `--start_length 512` goes on to {most}"),
     )
     return (
         *(on_the_cpu if question.device == "cpu" else ()),
@@ -198,15 +218,14 @@ def place_of(
     small = STATE_BYTES_PER_PARAMETER * model.shape.parameters <= room_bytes // 4
     if machine.gpus or machine.unreadable_gpus or not small:
         return {"device": "cuda", "max_length": _NO_CEILING}
-    start, longest, step = arguments.start_length, CEILING_TOKENS["cpu"], _CPU_STEP_TOKENS
     if "start_length" in typed:
-        step = min(start, _START_TOKENS)
-        lengths = {"max_length": max(start, longest), "resolution": step}
+        start, longest = arguments.start_length, max(CEILING_TOKENS["cpu"], arguments.start_length)
     else:
-        steps = machine.cpu_cores * _CPU_LOGITS_PER_CORE // model.shape.vocab_size // step
-        longest = min(longest, max(2, steps) * step)
-        lengths = {"start_length": step, "max_length": longest, "resolution": step}
-    return {"device": "cpu", **lengths}
+        start, tokens = _CPU_STEP_TOKENS, _CPU_LOGITS_PER_CORE // model.shape.vocab_size
+        longest = max(2, machine.cpu_cores * tokens // start) * start
+        longest = min(longest, CEILING_TOKENS["cpu"])
+    step = min(start, _START_TOKENS)
+    return {"device": "cpu", "start_length": start, "max_length": longest, "resolution": step}
 
 
 def request_of(
@@ -218,29 +237,16 @@ def request_of(
     """The search that the flags ask for, and below those that were typed a file's settings: YaRN
     past the native length whatever the model brings.
     """
-    of_settings = values_of(settings)
-    flags: dict[str, dict[str, Any]] = {
-        "model_path": {"model": arguments.model_path},
-        "test_gpu_num": {"gpus": arguments.test_gpu_num},
-        "test_sp_num": {"ulysses": arguments.test_sp_num},
-        "start_length": {"start_length": arguments.start_length},
-        "method": {"method": arguments.method},
-        "memory": {"memory": arguments.memory},
-        "data": {"data": arguments.data},
-        "timeout": {"timeout": arguments.timeout},
-        "log_dir": {"log_dir": arguments.log_dir},
-        "checkpoint_path": {"checkpoint_dir": arguments.checkpoint_path},
-        "dlc": {"runner": "ray" if arguments.dlc else None},
-        "trainer_strategy": {"strategy": of_settings.pop("strategy")},
-        "entropy_saving": {"entropy": of_settings.pop("entropy")},
-        "offload": {"offload": of_settings.pop("offload")},
-        "save_hf_checkpoint": {"save_hf": of_settings.pop("save_hf")},
+    values: dict[str, Any] = {
+        **{field: getattr(arguments, flag) for flag, field in _FIELDS.items()},
+        "runner": "ray" if arguments.dlc else None,
+        **values_of(settings),
+        "rope": "yarn",
+        "micro_batches": _MICRO_BATCHES,
+        **place,
     }
-    usual: dict[str, Any] = {**of_settings, "rope": "yarn", "micro_batches": _MICRO_BATCHES}
-    named: dict[str, Any] = {}
-    for flag, values in flags.items():
-        (named if flag in typed else usual).update(values)
-    return request_with(named, arguments.config, usual={**usual, **place})
+    named = {_FIELDS[flag]: values.pop(_FIELDS[flag]) for flag in _FIELDS if flag in typed}
+    return request_with(named, arguments.config, usual=values)
 
 
 def _machine(arguments: argparse.Namespace) -> Machine:
