@@ -458,6 +458,7 @@ def _search(
             may_start=(lambda _: True) if budget is None else budget.allows,
             order=None if budget is None else budget.order,
             timeout_s=None if question.simulated else planned.timeout_s,
+            begins_shortest=planned.begins_shortest,
         )
         for event in _until_spent(events):
             if event is None:

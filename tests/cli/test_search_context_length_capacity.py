@@ -5,6 +5,7 @@ is refused by name.
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from highwater.cli.search_context_length_capacity import (
     settings_of,
 )
 from highwater.spec.allocator_variables import ignored_options
+from highwater.store.journal import read_study
+from highwater.units import GIB
 
 MODEL = ("--model_path", "Qwen3-0.6B")
 SUPPORTED = ("--save_hf_checkpoint", "never")
@@ -37,6 +40,10 @@ def test_the_flags_and_defaults_are_the_original_ones(monkeypatch: pytest.Monkey
     assert vars(parse(MODEL)) == {
         "model_path": "Qwen3-0.6B",
         "start_length": 4096,
+        "method": "bisect",
+        "memory": None,
+        "config": None,
+        "data": None,
         "log_dir": "./logs",
         "checkpoint_path": "./checkpoints/length-test",
         "test_gpu_num": [1, 2, 4, 6],
@@ -230,6 +237,272 @@ def test_a_value_that_begins_with_a_dash_can_be_typed_as_the_hint_has_it(search:
     assert _is_past_the_refusal(search(*offered(hint)[0][1:]))
 
 
+SIMULATED = "device: cuda\nmemory: 80GiB\ndry_run: true\nstudy: study.jsonl\n"
+"""Settings of a file with which the script answers from a memory law, on any machine."""
+
+
+@pytest.fixture
+def simulated(search: Run, tmp_path: Path) -> Run:
+    """Runs the script without training, with further lines of its file of settings."""
+
+    def run_it(*words: str, more: str = "") -> subprocess.CompletedProcess[str]:
+        (tmp_path / "simulated.yaml").write_text(SIMULATED + more)
+        return search(*MODEL, "--config", "simulated.yaml", *words)
+
+    return run_it
+
+
+def lengths_tried(study: Path) -> dict[tuple[int, int], list[int]]:
+    """The lengths of each cell's trials, in their order, by GPUs and SP."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for trial in read_study(study).trials:
+        layout = trial.spec.layout
+        place = layout.gpus, layout.ulysses_degree
+        found.setdefault(place, []).append(trial.spec.length_tokens)
+    return found
+
+
+def capacities(done: subprocess.CompletedProcess[str]) -> list[int]:
+    """The numbers of the final lines; each line is one that users' scripts parse."""
+    form = r"model_name = \S+, trainer_gpu_num = \d+, sp_num = \d+, max_model_len = (\d+)"
+    found = [re.fullmatch(form, line) for line in done.stdout.splitlines()]
+    assert None not in found, done.stdout
+    return [int(line[1]) for line in found if line]
+
+
+GPUS_AND_SP = ("--test_gpu_num", "1", "2", "--test_sp_num", "1", "2")
+
+
+@pytest.mark.parametrize("start", ["4096", "512", "8192", "12288"])
+def test_a_start_length_that_is_typed_is_tried_first_and_longer_ones_until_out_of_memory(
+    simulated: Run, tmp_path: Path, start: str
+) -> None:
+    done = simulated("--start_length", start, *GPUS_AND_SP)
+    assert done.returncode == 0, done.stderr
+    tried = lengths_tried(tmp_path / "study.jsonl")
+    assert list(tried) == [(1, 1), (2, 1), (2, 2)]
+    for lengths in tried.values():
+        assert lengths[0] == int(start)
+        assert min(lengths[1:]) > int(start)
+    answers = read_study(tmp_path / "study.jsonl").answers
+    assert [answer.capacity_tokens for answer in answers] == capacities(done)
+    assert all(answer.limit == "memory" for answer in answers)
+
+
+def test_without_a_typed_start_length_a_search_begins_near_its_predicted_end(
+    simulated: Run, tmp_path: Path
+) -> None:
+    done = simulated(*GPUS_AND_SP)
+    assert done.returncode == 0, done.stderr
+    tried = lengths_tried(tmp_path / "study.jsonl")
+    assert all(min(lengths) > 4096 for lengths in tried.values())
+
+
+def test_the_linear_method_is_the_published_scan(simulated: Run, tmp_path: Path) -> None:
+    done = simulated("--method", "linear", "--start_length", "8192", "--test_gpu_num", "1", "2")
+    assert done.returncode == 0, done.stderr
+    one, two = lengths_tried(tmp_path / "study.jsonl").values()
+    grid = [*range(8192, 40960, 4096), *range(40960, 40960 * 9, 10240)]
+    assert one == grid[: len(one)]
+    assert two == grid[len(one) - 2 :][: len(two)], "it begins with the answer on one GPU"
+    assert capacities(done) == [one[-2], two[-2]]
+
+
+@pytest.mark.parametrize("words", [(), ("--method", "linear"), ("--start_length", "8192")])
+def test_a_ceiling_is_marked_beside_the_final_line_and_in_the_published_layout(
+    simulated: Run, highwater: Run, words: tuple[str, ...]
+) -> None:
+    done = simulated("--test_gpu_num", "1", *words, more="max_length: 16384\n")
+    assert (done.returncode, capacities(done)) == (0, [16384]), done.stderr
+    assert "≥16384: " in done.stderr
+    shown = highwater("show", "study.jsonl", "--as", "published")
+    assert re.search(r"^1 +\| 1 +\| ≥16384$", shown.stdout, re.MULTILINE), shown.stdout
+    lines = highwater("show", "study.jsonl", "--as", "lines")
+    assert (lines.returncode, lines.stdout) == (0, done.stdout)
+    assert "≥16384: " in lines.stderr
+
+
+def test_an_edge_is_not_marked(simulated: Run, highwater: Run) -> None:
+    done = simulated("--test_gpu_num", "1")
+    assert "≥" not in done.stderr + highwater("show", "study.jsonl", "--as", "published").stdout
+
+
+def test_typed_flags_are_above_a_file_and_a_file_is_above_the_usual_settings(
+    simulated: Run, tmp_path: Path
+) -> None:
+    more = "gpus: [1, 4]\nulysses: 2\nstrategy: fsdp2\ntoken_budget: 64k\nmethod: linear\n"
+    done = simulated("--test_gpu_num", "1", "2", "4", "6", "--method", "bisect", more=more)
+    assert done.returncode == 0, done.stderr
+    question = read_study(tmp_path / "study.jsonl").question
+    assert [cell.layout.gpus for cell in question.cells] == [2, 4, 6]
+    assert {cell.layout.ulysses_degree for cell in question.cells} == {2}
+    assert {cell.settings.strategy for cell in question.cells} == {"fsdp2"}
+    assert {cell.settings.token_budget_tokens for cell in question.cells} == {65_536}
+    assert (question.method, question.micro_batches) == ("bisect", 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("mode: explore\n", "unknown setting 'mode'"),
+        ("token_bugdet: 4k\n", "unknown setting 'token_bugdet'"),
+        ("gpus: many\n", "gpus 'many'"),
+        ("- 1\n", "bad.yaml"),
+    ],
+)
+def test_a_file_that_is_not_settings_is_refused_by_name(
+    search: Run, tmp_path: Path, text: str, said: str
+) -> None:
+    (tmp_path / "bad.yaml").write_text(text)
+    problem, _ = refusal(search(*MODEL, "--config", "bad.yaml"), 2)
+    assert "bad.yaml" in problem
+    assert said in problem
+
+
+@pytest.mark.parametrize("sp", [("3", "1"), ("5", "1"), ("64", "7", "1")])
+def test_sp_values_that_cannot_be_are_skipped_with_a_note_where_others_can(
+    simulated: Run, sp: tuple[str, ...]
+) -> None:
+    done = simulated("--test_gpu_num", "1", "--test_sp_num", *sp)
+    assert done.returncode == 0, done.stderr
+    assert len(capacities(done)) == 1
+    for value in sp[:-1]:
+        assert f"SP={value} on 1 GPU is skipped: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("gpus", "sp"),
+    [(("1",), "3"), (("1", "2"), "3"), (("3",), "3"), (("6",), "4"), (("5",), "5")],
+)
+def test_where_no_sp_can_be_one_sentence_says_why_and_the_hint_has_one_that_can(
+    simulated: Run, tmp_path: Path, gpus: tuple[str, ...], sp: str
+) -> None:
+    problem, hint = refusal(simulated("--test_gpu_num", *gpus, "--test_sp_num", sp), 2)
+    for count in gpus:
+        assert f"SP={sp} on {count} GPU" in problem
+    ways = offered(hint)
+    assert ways
+    for way in ways:
+        done = simulated("--test_gpu_num", *gpus, *way)
+        assert done.returncode == 0, (way, done.stderr)
+        (tmp_path / "study.jsonl").unlink()
+
+
+def test_a_memory_that_is_typed_is_the_limit(simulated: Run, tmp_path: Path) -> None:
+    done = simulated("--test_gpu_num", "1", "--memory", "40GiB")
+    assert done.returncode == 0, done.stderr
+    assert read_study(tmp_path / "study.jsonl").question.memory_budget_bytes == 40 * GIB
+
+
+OWN_DATA = """
+import time
+
+def waits(**_):
+    time.sleep(600)
+    yield []
+
+def breaks(**_):
+    raise RuntimeError("no sequences here")
+    yield []
+
+def rewarded(*, length_tokens, sequences, **_):
+    while True:
+        yield [
+            {"input_ids": [7 + each] * length_tokens, "reward": float(each)}
+            for each in range(sequences)
+        ]
+"""
+
+
+@pytest.fixture
+def on_the_cpu(search: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs the script on one process, with sequences that a function of ``OWN_DATA`` yields."""
+    (tmp_path / "own_sequences.py").write_text(OWN_DATA)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (tmp_path / "short.yaml").write_text("study: study.jsonl\nmax_length: 256\n")
+    usual = ("--model_path", str(tiny), "--test_gpu_num", "1", "--config", "short.yaml")
+
+    def run_it(function: str, *words: str) -> subprocess.CompletedProcess[str]:
+        return search(*usual, "--data", f"own_sequences:{function}", *words)
+
+    return run_it
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("method", ["bisect", "linear"])
+def test_after_a_time_out_there_is_no_second_attempt_and_no_line_without_a_number(
+    on_the_cpu: Run, highwater: Run, tmp_path: Path, method: str
+) -> None:
+    words = ("--start_length", "128", "--timeout", "10", "--method", method)
+    done = on_the_cpu("waits", *words)
+    assert (done.returncode, done.stdout) == (4, ""), done.stderr
+    assert lengths_tried(tmp_path / "study.jsonl") == {(1, 1): [128]}
+    assert re.search(
+        r"^note: tiny, .*1 process: no line, .*took too long", done.stderr, re.MULTILINE
+    )
+    lines = highwater("show", "study.jsonl", "--as", "lines")
+    assert (lines.returncode, lines.stdout) == (4, "")
+
+
+@pytest.mark.timeout(300)
+def test_where_every_attempt_crashes_there_is_no_line(on_the_cpu: Run, tmp_path: Path) -> None:
+    done = on_the_cpu("breaks", "--start_length", "128")
+    assert (done.returncode, done.stdout) == (4, ""), done.stderr
+    assert "no line" in done.stderr
+    assert "no sequences here" in done.stderr
+
+
+@pytest.mark.timeout(300)
+def test_sequences_of_a_users_own_are_trained(on_the_cpu: Run, tmp_path: Path) -> None:
+    done = on_the_cpu("rewarded", "--start_length", "256")
+    assert (done.returncode, capacities(done)) == (0, [256]), done.stderr
+    assert read_study(tmp_path / "study.jsonl").question.data == "own_sequences:rewarded"
+    assert "≥256: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("find", "--max-length", "512", "--start-length", "256"),
+        ("find", "--max-length", "512", "--start-length", "256", "--gpus", "2"),
+        ("try", "--length", "128"),
+    ],
+)
+def test_find_and_try_have_the_same_limit_on_the_cpu_and_say_so(
+    highwater: Run, tiny: Path, words: tuple[str, ...]
+) -> None:
+    command, *more = words
+    done = highwater(command, str(tiny), "--device", "cpu", "--dry-run", *more)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"share of half of the free memory.*`--memory \d+MiB`", done.stderr)
+    assert re.search(r"^next: .*--memory \d+MiB", done.stderr, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_documented_example_finds_capacities_on_a_laptop_in_two_minutes(tmp_path: Path) -> None:
+    """The time is that of its processors, as this machine may have other work."""
+    bundled = Path(__file__).parents[2] / "examples" / "tiny"
+    words = ("--model_path", str(bundled), *GPUS_AND_SP)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-m", "highwater.cli.search_context_length_capacity", *words],
+        cwd=tmp_path,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=1100,
+        check=False,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert len(capacities(done)) == 3
+    assert min(capacities(done)) > 0
+    assert "half of the free memory" in done.stderr
+    taken_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert taken_s / len(os.sched_getaffinity(0)) < 120
+
+
 def test_it_runs_as_a_module_too(run: Run) -> None:
     done = run("python", "-m", "highwater.cli.search_context_length_capacity", "--help")
     assert done.returncode == 0
@@ -279,7 +552,9 @@ def test_every_flag_of_the_published_search_runs_a_small_model_on_the_cpu(tmp_pa
     ]
     written = {str(path.relative_to(logs / "small")) for path in logs.rglob("model_len-*.log")}
     assert written == {
-        f"gpu-{gpus}/sp-{sp}/model_len-8192.log" for gpus, sp in ((1, 1), (2, 1), (2, 2))
+        f"gpu-{gpus}/sp-{sp}/model_len-{length}.log"
+        for gpus, sp in ((1, 1), (2, 1), (2, 2))
+        for length in (512, 8192)
     }
     assert [path.name for path in checkpoints.iterdir()] == ["mine"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from highwater.run.kernel_kills import kernel_kills
+from highwater.run.kernel_kills import kernel_kills, memory_limit
 
 V1 = "35 31 0:32 {root} {at} rw,relatime - cgroup cgroup rw,memory\n"
 V2 = "41 31 0:38 {root} {at} rw,relatime shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -64,3 +64,25 @@ def test_where_nobody_counts_no_kill_is_proven(tmp_path: Path) -> None:
     (tmp_path / "cgroup").write_text("0::/gone\n")
     (tmp_path / "mountinfo").write_text(OTHER + V2.format(root="/", at=tmp_path))
     assert kernel_kills(tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("groups", "mount", "limits", "found"),
+    [
+        ("0::/a/b\n", V2, {"a/b/memory.max": "max\n"}, None),
+        ("0::/a/b\n", V2, {"a/b/memory.max": "5368709120\n"}, 5368709120),
+        ("0::/a/b\n", V2, {"a/b/memory.max": "max\n", "a/memory.max": "4096\n"}, 4096),
+        ("0::/\n", V2, {"memory.max": "8192\n"}, 8192),
+        ("4:memory:/a\n", V1, {"a/memory.limit_in_bytes": "1024\n"}, 1024),
+    ],
+)
+def test_the_limit_is_the_least_of_the_group_and_those_around_it(
+    tmp_path: Path, groups: str, mount: str, limits: dict[str, str], found: int | None
+) -> None:
+    mounted = tmp_path / "mounted"
+    for name, text in limits.items():
+        (mounted / name).parent.mkdir(parents=True, exist_ok=True)
+        (mounted / name).write_text(text)
+    (tmp_path / "cgroup").write_text(groups)
+    (tmp_path / "mountinfo").write_text(mount.format(root="/", at=mounted))
+    assert memory_limit(tmp_path) == found

@@ -29,7 +29,7 @@ from highwater.spec.settings import Settings
 from highwater.spec.small_parameters import small_parameters
 from highwater.spec.trained_families import TRAINED
 from highwater.spec.trial import Device
-from highwater.units import GIB
+from highwater.units import GIB, MIB
 
 
 def planned(machine: Machine, **settings: Any) -> Plan:
@@ -141,12 +141,42 @@ def test_every_length_of_the_published_grid_can_be_cut(steps: int) -> None:
     assert pieces(4096 * steps, "cpu") is not None
 
 
-def test_without_a_gpu_the_search_is_on_the_cpu_and_wants_a_memory_limit() -> None:
-    with pytest.raises(UsageError, match="a search on the CPU needs a memory limit") as refusal:
+def test_without_a_gpu_the_search_is_on_the_cpu_where_that_or_a_memory_limit_is_named() -> None:
+    with pytest.raises(UsageError, match="neither the CPU nor a memory limit is named") as refusal:
         planned(NO_GPU)
     assert CPU_SEARCH in refusal.value.hint
     question = planned(NO_GPU, memory="2GiB").question
     assert (question.device, question.device_name, len(question.cells)) == ("cpu", "CPU", 2)
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "settings", "limit_bytes"),
+    [
+        (20 * GIB, {}, 8 * GIB),
+        (64 * GIB, {"gpus": [1, 2]}, 8 * GIB),
+        (12 * GIB, {}, 6 * GIB),
+        (12 * GIB, {"gpus": [1, 2]}, 3 * GIB),
+        (12 * GIB, {"gpus": [2], "max_concurrent_trials": 2}, GIB + GIB // 2),
+        (12 * GIB + 9 * MIB, {}, 6 * GIB),
+        (GIB, {"gpus": [1, 2]}, 256 * MIB),
+        (64 * MIB, {}, 128 * MIB),
+    ],
+)
+def test_on_the_cpu_the_memory_limit_is_a_share_of_half_of_the_free_memory(
+    free_bytes: int, settings: dict[str, Any], limit_bytes: int
+) -> None:
+    """A search, one trial and a foreign trainer have one answer; who names a limit has that."""
+    machine = msgspec.structs.replace(NO_GPU, host_memory_available_bytes=free_bytes)
+    found = planned(machine, device="cpu", **settings)
+    assert found.question.memory_budget_bytes == limit_bytes
+    (note,) = [note for note in found.notes if "--memory" in note]
+    (again,) = re.findall(r"`--memory (\w+)`", note)
+    asked = planned(NO_GPU, device="cpu", memory=again, **settings)
+    assert asked.question.key == found.question.key
+    assert not [note for note in asked.notes if "no `--memory`" in note]
+    alone = {**settings, "gpus": [max(settings.get("gpus", [1]))]}
+    request = request_from({"model": "Qwen3-0.6B", "device": "cpu", **alone})
+    assert plan_trial(request, machine, 256).memory_budget_bytes == limit_bytes
 
 
 def test_gpus_that_are_not_there_are_refused_with_the_cpu_as_the_hint() -> None:

@@ -12,7 +12,7 @@ from places import examples
 
 from highwater.cli.commands import exit_code
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, EXIT_INCONCLUSIVE
-from highwater.pages.study.published_layout import published_lines, published_tables, published_text
+from highwater.pages.study.published_layout import published_line, published_tables, published_text
 from highwater.pages.study.tables import answer_table
 from highwater.pages.text_table import plain_table
 from highwater.run.one_by_one import OneByOne
@@ -316,8 +316,8 @@ def test_tables_lines_and_json_keep_the_two_apart():
     assert "409,600* memory-only" in row
     assert f"trained in full: {answer.capacity_tokens:,} tokens" in text
     assert f"high-water mark: {answer.capacity_tokens:,} tokens" in text
-    assert f"max_model_len = {answer.capacity_tokens}, memory_only_len = 409600" in published_lines(
-        study
+    assert f"max_model_len = {answer.capacity_tokens}, memory_only_len = 409600" in (
+        published_line(study.question, answer.cell, answer) or ""
     )
     assert f"{answer.capacity_tokens}* (409600* memory-only)" in "".join(
         map(published_text, published_tables([study]))

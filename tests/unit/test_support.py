@@ -17,7 +17,12 @@ import highwater
 from highwater.cli.commands import exit_code
 from highwater.errors import EXIT_INCONCLUSIVE
 from highwater.pages.study.build import report_text
-from highwater.pages.study.published_layout import published_lines, published_tables, published_text
+from highwater.pages.study.published_layout import (
+    published_line,
+    published_notes,
+    published_tables,
+    published_text,
+)
 from highwater.pages.study.tables import answer_table
 from highwater.pages.text_table import plain_table
 from highwater.run.one_by_one import OneByOne
@@ -210,8 +215,10 @@ def test_no_table_line_or_page_calls_it_measured(tmp_path: Path) -> None:
     assert next(line for line in table.splitlines() if line.startswith("nothing set ")).split()[
         4:6
     ] == ["≥196,608*", "unproven"]
-    assert "max_model_len = ?" in published_lines(study)
-    for text in (table, published_lines(study), *map(published_text, published_tables([study]))):
+    cell = study.question.cells[0]
+    assert published_line(study.question, cell, study.answer_of(cell)) is None
+    notes = published_notes(study.question, cell, study.answer_of(cell))
+    for text in (table, *notes, *map(published_text, published_tables([study]))):
         assert "1000000" not in text.replace(",", "")
     report = highwater.study_report(study)
     assert [cell.answer is None for cell in report.cells] == [True, False]

@@ -12,7 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from places import NO_GPU, question_of, write_model
 
-from highwater.pages.study.published_layout import published_line, published_tables, published_text
+from highwater.pages.study.published_layout import (
+    published_line,
+    published_notes,
+    published_tables,
+    published_text,
+)
 from highwater.pages.study.tables import answer_table, trial_table
 from highwater.pages.terminal_table import terminal_table
 from highwater.pages.text import plain, plain_json, plain_lines
@@ -218,7 +223,9 @@ def test_the_published_line_is_the_one_that_scripts_parse() -> None:
     study = answered(QUESTION, 40960)
     line = published_line(QUESTION, QUESTION.cells[0], study.answers[0])
     assert line == "model_name = Qwen3-0.6B, trainer_gpu_num = 1, sp_num = 1, max_model_len = 40960"
-    assert published_line(QUESTION, QUESTION.cells[1], None).endswith("max_model_len = ?")
+    assert published_line(QUESTION, QUESTION.cells[1], None) is None
+    (note,) = published_notes(QUESTION, QUESTION.cells[1], None)
+    assert QUESTION.cells[1].label in note
 
 
 @given(st.text())
@@ -254,7 +261,8 @@ def test_a_models_name_is_data_to_every_renderer(tmp_path: Path) -> None:
         plain_table(table),
         terminal_table(table, width=200),
         published([study]),
-        published_line(study.question, study.answers[0].cell, None),
+        published_line(study.question, study.answers[0].cell, study.answers[0]) or "",
+        *published_notes(study.question, study.answers[0].cell, None),
     ):
         assert shown in text
         assert "\x1b]" not in text

@@ -159,12 +159,13 @@ def test_a_length_that_is_predicted_not_to_fit_is_tried_where_running_out_takes_
     assert len(ended) == 2
 
 
-def test_a_late_trial_that_nobody_predicted_is_begun_again(tmp_path: Path) -> None:
+def test_a_late_trial_that_nobody_predicted_is_not_begun_again(tmp_path: Path) -> None:
     question = msgspec.structs.replace(in_full("90s").question, device_name="a GPU of no rates")
     assert time_notes(question, 90) == ()
     law = holds(2**20)
     runner = trials.TimedRunner(in_full("90s").question, law, trials.Clock(), timeout_s=90)
     with open_journal(tmp_path / "s.jsonl", question) as journal:
         events = list(recorded_search(question, runner, journal, timeout_s=90))
-    late = [e.attempt for e in events if isinstance(e, TrialFinished)][:2]
-    assert late == [1, 2]
+    ended = [e for e in events if isinstance(e, TrialFinished)]
+    assert Outcome.TIMEOUT in {each.result.outcome for each in ended}
+    assert {each.attempt for each in ended} == {1}

@@ -21,7 +21,12 @@ from highwater.errors import (
     StudyError,
     UsageError,
 )
-from highwater.pages.study.published_layout import published_lines, published_tables, published_text
+from highwater.pages.study.published_layout import (
+    published_line,
+    published_notes,
+    published_tables,
+    published_text,
+)
 from highwater.pages.study.search_outlook import outlook_lines
 from highwater.pages.study.study_answer import study_answer
 from highwater.pages.study.study_commands import resumed
@@ -50,7 +55,7 @@ from highwater.spec.plan_notes import (
 )
 from highwater.spec.request import Request
 from highwater.spec.settings_words import short_settings
-from highwater.spec.study import Question, Study
+from highwater.spec.study import Cell, CellAnswer, Question, Study
 from highwater.spec.trial import TrialResult, TrialSpec
 from highwater.store.directory import newest_studies
 from highwater.store.trial_snapshots import snapshot_lines, study_snapshot_lines
@@ -80,9 +85,10 @@ def find(arguments: argparse.Namespace) -> int:
     is_resumed = _note_resumed(request, planned.question)
     for line in outlook_lines(planned, is_resumed=is_resumed):
         console.talk(line)
+    typed = with_memory(arguments.command_line, request, planned.question.memory_budget_bytes)
     try:
         with console.progress(planned) as listener:
-            study = api.answer(request, planned, on_event=listener, command=arguments.command_line)
+            study = api.answer(request, planned, on_event=listener, command=typed)
     except KeyboardInterrupt as interrupt:
         say_interrupted(api.study_file(request, planned.question))
         return exit_code_of(interrupt)
@@ -99,11 +105,10 @@ def try_(arguments: argparse.Namespace) -> int:
     if request.device is None and spec.device == "cpu":
         console.notes([ON_THE_CPU_NOTE])
     console.notes(api.machine_notes(request))
-    is_limited = request.memory is not None
     console.notes(
         (
             *ignored_options(os.environ, spec.device),
-            *memory_notes(spec.memory_budget_bytes, is_named=is_limited, device=spec.device),
+            *memory_notes(request, spec.device, spec.memory_budget_bytes),
             *_trial_notes(request, spec),
         )
     )
@@ -122,8 +127,8 @@ def try_(arguments: argparse.Namespace) -> int:
         console.answer_json({"schema_version": 1, "spec": spec, "result": result})
     else:
         console.answer_table(trial_table(spec, result))
-        budget_bytes = None if is_limited else spec.memory_budget_bytes
-        console.next_command(_after_try(arguments.command_line, budget_bytes))
+        typed = with_memory(arguments.command_line, request, spec.memory_budget_bytes)
+        console.next_command(_after_try(typed))
     return _trial_exit_code(result)
 
 
@@ -165,12 +170,24 @@ def show(arguments: argparse.Namespace) -> int:
                 console.answer("")
             console.answer_table(table, drawn=published_text)
     elif arguments.as_ == "lines":
-        console.answer("\n".join(map(published_lines, studies)))
+        cells = [(study, cell) for study in studies for cell in study.question.cells]
+        said = [say_line(study.question, cell, study.answer_of(cell)) for study, cell in cells]
+        if not all(said):
+            return EXIT_INCONCLUSIVE
     else:
         for study in studies:
             _say_answer(study)
     console.next_command(_after_show(studies[0], arguments.as_))
     return EXIT_ANSWERED
+
+
+def say_line(question: Question, cell: Cell, answer: CellAnswer | None) -> bool:
+    """Print the published final line of a cell, and what it does not say; whether it has one."""
+    line = published_line(question, cell, answer)
+    console.notes(published_notes(question, cell, answer))
+    if line is not None:
+        console.answer(line)
+    return line is not None
 
 
 def schema(_: argparse.Namespace) -> int:
@@ -337,9 +354,18 @@ def _after_show(study: Study, shown_as: str) -> str:
     return f"highwater show {shlex.quote(study.path or '')} --as {other}"
 
 
-def _after_try(command: Sequence[str], budget_bytes: int | None) -> str:
+def with_memory(words: Sequence[str], request: Request, budget_bytes: int | None) -> list[str]:
+    """What was typed, with the memory limit that nobody named: it asks the same once more,
+    whatever memory is free then.
+    """
+    if request.memory is not None or budget_bytes is None:
+        return list(words)
+    return [*words, "--memory", f"{budget_bytes // MIB}MiB"]
+
+
+def _after_try(command: Sequence[str]) -> str:
     """The search with the same flags, as they were typed; a memory-only trial's is one with that
-    proof. ``budget_bytes``: the limit that the trial had and nobody named, as a search needs one.
+    proof.
     """
     words = iter(command)
     kept: list[str] = []
@@ -351,8 +377,6 @@ def _after_try(command: Sequence[str], budget_bytes: int | None) -> str:
             kept += ["--proof", "memory"] if name == "--attention-depth" else []
         elif word != "--dry-run":
             kept.append("find" if word == "try" and len(kept) == 1 else word)
-    if budget_bytes is not None:
-        kept += ["--memory", f"{budget_bytes // MIB}MiB"]
     return shlex.join(kept)
 
 

@@ -5,6 +5,7 @@ errors.
 import argparse
 import os
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,18 +31,26 @@ def request_of(arguments: argparse.Namespace) -> Request:
 
     Raises UsageError for a file that cannot be read, and for settings that cannot be.
     """
-    typed = typed_values(arguments)
-    if arguments.config is None:
-        return request_from(typed)
-    path = Path(arguments.config)
-    from_file = _read_yaml(path)
-    if "model" in typed:
-        from_file["model"] = typed["model"]
-    read = to_builtins(request_from(from_file, config_file=str(path)))
-    overridden = PACKINGS if any(name in typed for name in PACKINGS) else ()
-    return request_from(
-        {**{name: read[name] for name in from_file if name not in overridden}, **typed}
-    )
+    return request_with(typed_values(arguments), arguments.config)
+
+
+def request_with(
+    typed: Mapping[str, Any], config: str | None, *, usual: Mapping[str, Any] | None = None
+) -> Request:
+    """The request of typed settings, over those in a file, over a program's ``usual`` ones."""
+    from_file: dict[str, Any] = {}
+    if config is not None:
+        path = Path(config)
+        from_file = _read_yaml(path)
+        if "model" in typed:
+            from_file["model"] = typed["model"]
+        read = to_builtins(request_from(from_file, config_file=str(path)))
+        from_file = {name: read[name] for name in from_file}
+    values: dict[str, Any] = {}
+    for named in (usual or {}, from_file, typed):
+        overridden = PACKINGS if any(name in named for name in PACKINGS) else ()
+        values = {name: values[name] for name in values if name not in overridden} | {**named}
+    return request_from(values)
 
 
 def to_yaml(request: Request) -> str:

@@ -1,9 +1,10 @@
 """``search_context_length_capacity``: the command line that Trinity-RFT users know, answered by
 this project's trials.
 
-The same flags, defaults, log tree and line per cell. ``--dlc`` joins the Ray cluster that runs, as
-the original does. Where no GPU is visible a small model is searched on the CPU, under a memory
-limit that stands in for a GPU's.
+The same flags, defaults, log tree and line per cell, and a few more: ``--memory``, ``--method``,
+``--config``, ``--data``. ``--dlc`` joins the Ray cluster that runs, as the original does. Where no
+GPU is visible a small model is searched on the CPU, under a memory limit that stands in for a
+GPU's.
 Source: Trinity-RFT, scripts/context_length_test/search_context_length_capacity.py.
 """
 
@@ -12,18 +13,20 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from highwater import api
 from highwater.cli import console
 from highwater.cli.app import guarded
-from highwater.cli.commands import exit_code, say_interrupted
+from highwater.cli.commands import exit_code, say_interrupted, say_line, with_memory
+from highwater.cli.config import request_with
 from highwater.cli.interruption import exit_code_of
 from highwater.cli.parser import Parser, parse_strictly
 from highwater.cli.progress import Progress
 from highwater.errors import HighwaterError, MachineError
-from highwater.pages.study.published_layout import published_line
 from highwater.run.probe import probe
 from highwater.search.search_events import CellAnswered, SearchEvent
 from highwater.spec.allocator_variables import (
@@ -37,15 +40,19 @@ from highwater.spec.plan import Plan
 from highwater.spec.request import Request, request_from, values_of
 from highwater.spec.search_lengths import CEILING_TOKENS
 from highwater.spec.settings import Allocator, Settings
-from highwater.spec.trial import Device
-from highwater.units import format_tokens, parse_bytes
+from highwater.spec.trial_hardware import cpu_memory
+from highwater.units import format_bytes, format_tokens
 
 PROGRAM = "search_context_length_capacity"
 _MICRO_BATCHES = 4
 _SEQUENCES_PER_MICRO_BATCH = 2
 """Trinity's trial: 8 sequences per data-parallel rank, in 4 micro-batches of 2 packed sequences."""
-_CPU_MEMORY = "1GiB"
-"""Memory that a process on the CPU may take, where there is no GPU."""
+_START_TOKENS = 4096
+_CPU_STEP_TOKENS = 128
+"""On the CPU, where nobody names a start length, the first length and the step between two."""
+_CPU_LOGITS_PER_CORE = 24_000_000
+"""Logits of the longest sequence there, for each core: what takes most of a trial's time. Three
+cells of a small model with a large vocabulary then take about a minute."""
 _NO_CEILING = "16m"
 """Longest length of a search on GPUs: the published scan has no ceiling."""
 _DLC_NOTE = (
@@ -68,8 +75,30 @@ _FLAG_NAMES = {
     "--timeout 40m": "--timeout 2400",
 }
 """Flags of ``highwater find`` in hints, and what they are called here."""
-_NOT_HERE = re.compile(r", or use `--checkpoint none[^`]*`")
-"""The words of hints about a flag that the original does not have: it always writes its shards."""
+_FIELDS = {
+    "model_path": "model",
+    "start_length": "start_length",
+    "method": "method",
+    "memory": "memory",
+    "data": "data",
+    "log_dir": "log_dir",
+    "checkpoint_path": "checkpoint_dir",
+    "test_gpu_num": "gpus",
+    "test_sp_num": "ulysses",
+    "save_hf_checkpoint": "save_hf",
+    "entropy_saving": "entropy",
+    "offload": "offload",
+    "trainer_strategy": "strategy",
+    "timeout": "timeout",
+    "dlc": "runner",
+}
+"""Flags, and the settings of a request that they name."""
+_NOT_HERE = re.compile(
+    r", or use `--checkpoint none[^`]*`|`--ulysses \d+ --ring (?!1`)\d+`(?:, | or )"
+)
+"""The words of hints about flags that the original does not have: it always writes its shards, and
+knows no ring.
+"""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -78,46 +107,50 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    arguments = parse(words)
+    arguments, typed = parse(words), typed_in(words)
     model, machine = load_model(arguments.model_path), _machine(arguments)
-    place = place_of(model, machine, start_tokens=arguments.start_length)
-    settings = settings_of(arguments, os.environ if place["device"] == "cuda" else {})
     try:
-        request = request_of(arguments, settings, place)
+        place = place_of(model, machine, arguments, typed)
+        settings = settings_of(arguments, os.environ if place["device"] == "cuda" else {})
+        request = request_of(arguments, settings, place, typed)
         planned = api.prepare(request)
     except HighwaterError as error:
         error.hint = in_these_words(error.hint)
         raise
-    console.notes(_notes(arguments, planned, device=request.device))
+    planned = msgspec.structs.replace(planned, begins_shortest="start_length" in typed)
+    console.notes(_notes(arguments, planned))
     try:
         study = api.answer(
             request,
             planned,
             on_event=_listener(planned),
             log_layout="published",
-            command=(PROGRAM, *words),
+            command=with_memory((PROGRAM, *words), request, planned.question.memory_budget_bytes),
         )
     except KeyboardInterrupt as interrupt:
         say_interrupted(api.study_file(request, planned.question))
         return exit_code_of(interrupt)
-    console.next_command(f"highwater show {shlex.quote(study.path or '')} --as published")
-    return exit_code(study)
+    if study.path is not None:
+        console.next_command(f"highwater show {shlex.quote(study.path)} --as published")
+    return exit_code(study, has_budget=planned.budget_s is not None)
 
 
-def _notes(
-    arguments: argparse.Namespace, planned: Plan, *, device: Device | None
-) -> tuple[str, ...]:
+def _notes(arguments: argparse.Namespace, planned: Plan) -> tuple[str, ...]:
     """What differs from the original here, before the plan's own notes."""
+    question = planned.question
+    most = format_tokens(CEILING_TOKENS["cpu"])
     on_the_cpu = (
-        f"no GPU is visible: {_CPU_MEMORY} of host memory for each process stand in for one, and "
-        f"lengths end at {format_tokens(planned.question.grid.max_tokens)}",
+        f"trials run on the CPU: {format_bytes(question.memory_budget_bytes)} of host memory for "
+        f"each process stand in for a GPU, and lengths end at "
+        f"{format_tokens(question.grid.max_tokens)} tokens"
+        + ("" if planned.begins_shortest else f"; `--start_length 512` goes on to {most}"),
     )
     return (
-        *(on_the_cpu if device == "cpu" else ()),
+        *(on_the_cpu if question.device == "cpu" else ()),
         f"each trial saves in a directory of its own below {arguments.checkpoint_path}, which "
         f"goes with it: nothing else there is touched",
         *((_DLC_NOTE,) if arguments.dlc else ()),
-        *ignored_options(os.environ, planned.question.device, reads_mode=True),
+        *ignored_options(os.environ, question.device, reads_mode=True),
         *map(in_these_words, planned.notes),
     )
 
@@ -133,7 +166,7 @@ def _listener(planned: Plan) -> Callable[[SearchEvent], None]:
         if line:
             console.talk(line)
         if isinstance(event, CellAnswered):
-            console.answer(published_line(question, event.answer.cell, event.answer))
+            say_line(question, event.answer.cell, event.answer)
 
     return hear
 
@@ -143,6 +176,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     have.
     """
     return parse_strictly(grammar(), words)
+
+
+def typed_in(words: Sequence[str]) -> frozenset[str]:
+    """The names of the flags that stand among the words."""
+    blank = argparse.Namespace(**dict.fromkeys(vars(parse(words))))
+    grammar().parse_args(words, blank)
+    return frozenset(name for name, value in vars(blank).items() if value is not None)
 
 
 def settings_of(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
@@ -165,39 +205,48 @@ def settings_of(arguments: argparse.Namespace, environment: Mapping[str, str]) -
     )
 
 
-def place_of(model: Model, machine: Machine, *, start_tokens: int) -> dict[str, str | int]:
-    """The device of the trials and their longest length: GPUs, or the CPU of a machine without one
-    for a small model, under a memory limit.
+def place_of(
+    model: Model, machine: Machine, arguments: argparse.Namespace, typed: Collection[str]
+) -> dict[str, str | int]:
+    """The device of the trials and their lengths: GPUs, or the CPU of a machine without one for a
+    small model, where lengths are short and close together.
     """
-    small = STATE_BYTES_PER_PARAMETER * model.shape.parameters <= parse_bytes(_CPU_MEMORY) // 4
+    limits = request_from(
+        {"model": arguments.model_path, "gpus": arguments.test_gpu_num, "memory": arguments.memory}
+    )
+    room_bytes = limits.memory_bytes or cpu_memory(limits, machine)
+    small = STATE_BYTES_PER_PARAMETER * model.shape.parameters <= room_bytes // 4
     if machine.gpus or machine.unreadable_gpus or not small:
         return {"device": "cuda", "max_length": _NO_CEILING}
-    longest = max(CEILING_TOKENS["cpu"], start_tokens)
-    return {"device": "cpu", "max_length": longest, "memory": _CPU_MEMORY}
+    if "start_length" in typed:
+        start, longest = arguments.start_length, max(CEILING_TOKENS["cpu"], arguments.start_length)
+    else:
+        start, tokens = _CPU_STEP_TOKENS, _CPU_LOGITS_PER_CORE // model.shape.vocab_size
+        longest = max(2, machine.cpu_cores * tokens // start) * start
+        longest = min(longest, CEILING_TOKENS["cpu"])
+    step = min(start, _START_TOKENS)
+    return {"device": "cpu", "start_length": start, "max_length": longest, "resolution": step}
 
 
 def request_of(
-    arguments: argparse.Namespace, settings: Settings, place: Mapping[str, str | int]
+    arguments: argparse.Namespace,
+    settings: Settings,
+    place: Mapping[str, str | int],
+    typed: Collection[str] = (),
 ) -> Request:
-    """The search that the flags ask for: by bisection, YaRN past the native length whatever the
-    model brings.
+    """The search that the flags ask for, and below those that were typed a file's settings: YaRN
+    past the native length whatever the model brings.
     """
-    return request_from(
-        {
-            "model": arguments.model_path,
-            "gpus": arguments.test_gpu_num,
-            "ulysses": arguments.test_sp_num,
-            **values_of(settings),
-            "rope": "yarn",
-            "micro_batches": _MICRO_BATCHES,
-            "start_length": arguments.start_length,
-            "timeout": arguments.timeout,
-            **place,
-            "log_dir": arguments.log_dir,
-            "checkpoint_dir": arguments.checkpoint_path,
-            **({"runner": "ray"} if arguments.dlc else {}),
-        }
-    )
+    values: dict[str, Any] = {
+        **{field: getattr(arguments, flag) for flag, field in _FIELDS.items()},
+        "runner": "ray" if arguments.dlc else None,
+        **values_of(settings),
+        "rope": "yarn",
+        "micro_batches": _MICRO_BATCHES,
+        **place,
+    }
+    named = {_FIELDS[flag]: values.pop(_FIELDS[flag]) for flag in _FIELDS if flag in typed}
+    return request_with(named, arguments.config, usual=values)
 
 
 def _machine(arguments: argparse.Namespace) -> Machine:
@@ -249,6 +298,7 @@ def grammar() -> Parser:
     parser = Parser(
         prog=PROGRAM,
         examples=(
+            f"{PROGRAM} --model_path examples/tiny --test_gpu_num 1 2 --test_sp_num 1 2",
             f"{PROGRAM} --model_path Qwen3-0.6B --trainer_strategy fsdp2",
             f"{PROGRAM} --model_path Qwen3-0.6B --test_gpu_num 1 --start_length 32768",
             f"{PROGRAM} --model_path Qwen3-8B --test_gpu_num 4 --test_sp_num 1 2 4 --offload",
@@ -268,8 +318,33 @@ def _search_flags(parser: Parser) -> None:
     add(
         "--start_length",
         type=int,
-        default=4096,
-        help="shortest length to try, in tokens (default: 4096)",
+        default=_START_TOKENS,
+        help="shortest length to try, in tokens: where it is typed each search begins with it, "
+        f"else near its predicted end (default: {_START_TOKENS}, on the CPU {_CPU_STEP_TOKENS})",
+    )
+    add(
+        "--method",
+        choices=("bisect", "linear"),
+        default="bisect",
+        help="linear: the published scan, upwards from the start length; bisect: from the start "
+        "length, if it is typed, to near the predicted end, with fewer trials (default: bisect)",
+    )
+    add(
+        "--memory",
+        help="memory of each GPU that may be used, or of each process on the CPU; default: the "
+        "whole card, on the CPU its share of half of the free memory, and 8 GiB at most",
+    )
+    add(
+        "--config",
+        metavar="FILE",
+        help="settings of `highwater find` in YAML, below the flags that are typed; it takes the "
+        "place of the published context_length.yaml",
+    )
+    add(
+        "--data",
+        metavar="MODULE:FUNCTION",
+        help="function of yours that yields the sequences, which the published workflow plugin "
+        "does; default: synthetic ones of exactly the length",
     )
     add("--log_dir", default="./logs", help="directory of logs and studies (default: ./logs)")
     add(

@@ -1,4 +1,5 @@
-"""Processes that the kernel killed for want of memory, in this process's own control group.
+"""The memory of this process's own control group: its limit, and processes that the kernel killed
+for want of memory.
 
 Trials are in that group too. The count of the whole machine would blame a trial's memory whenever
 anything else on the machine ran out.
@@ -7,6 +8,7 @@ Sources: cgroups(7); in the kernel's documentation ``memory.events`` of cgroup-v
 ``memory.oom_control`` of cgroup-v1/memory.rst.
 """
 
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 
@@ -24,6 +26,17 @@ def kernel_kills(proc: Path = Path("/proc/self")) -> int:
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
     return 0
+
+
+def memory_limit(proc: Path = Path("/proc/self")) -> int | None:
+    """Bytes that this control group may take, and those that it is in; None without a limit."""
+    limits: list[int] = []
+    for path in counters(proc):
+        name = "memory.max" if path.name == "memory.events" else "memory.limit_in_bytes"
+        for folder in path.parents:
+            with suppress(OSError, ValueError):  # ValueError: "max"
+                limits.append(int((folder / name).read_text()))
+    return min(limits, default=None)
 
 
 def counters(proc: Path = Path("/proc/self")) -> list[Path]:

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 from highwater.errors import MachineError
+from highwater.run.kernel_kills import memory_limit
 from highwater.spec.cluster import Cluster, cluster, names_no_kind
 from highwater.spec.environment import RECORDED_VARIABLES, Environment
 from highwater.spec.hardware import CPU_SEARCH, Gpu, Machine, UnreadableGpu
@@ -63,7 +64,7 @@ def probe(visible: Sequence[str] | None = None) -> Machine:
         driver_version=driver_version,
         cpu_cores=len(os.sched_getaffinity(0)),
         host_memory_total_bytes=memory.total,
-        host_memory_available_bytes=memory.available,
+        host_memory_available_bytes=min(memory.available, memory_limit() or memory.available),
         versions={"python": platform.python_version(), **versions_of(_PACKAGES)},
     )
 

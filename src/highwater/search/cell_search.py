@@ -24,7 +24,6 @@ from highwater.search.proof import full_trials
 from highwater.search.recorded_trials import (
     MAX_ATTEMPTS,
     WantedTrial,
-    allowed_timeouts,
     recorded_trials,
 )
 from highwater.search.trial_seconds import ran_out_s
@@ -66,9 +65,12 @@ class CellSearch:
         known: Past,
         may_start: MayStart,
         timeout_s: float | None = None,
+        *,
+        begins_shortest: bool = False,
     ) -> None:
         """``first`` is the index of the length to begin with, None for the shortest; ``known``
         what is recorded of the cell; ``timeout_s`` how long a full trial may take, None: no matter.
+        ``begins_shortest``: the shortest comes before ``first``.
         """
         self.cell = cell
         self._question = question
@@ -85,11 +87,12 @@ class CellSearch:
         self._first = first
         self._limit_s = timeout_s if question.timeout_s is None else question.timeout_s
         self._full_trials = full_trials(question, cell, self._limit_s)
-        self._begins_in_full = self._full_trials is not None and not self._full_trials.foresees
+        nobody_knows = self._full_trials is not None and not self._full_trials.foresees
+        self._begins_in_full = begins_shortest or nobody_knows
+        """Whether a full trial of the shortest length comes next."""
         self._asked: WantedTrial | None = None
         """The trial that was asked for last, and did not end yet."""
         self._attempt = 1
-        self._timeouts = 0
 
     def ask(self) -> NextTrial | None:
         """The next launch, the same one until ``tell`` hears of it; None when the cell has an
@@ -99,7 +102,7 @@ class CellSearch:
             asked = self._next_of_all()
             if asked is None:
                 return None
-            self._asked, self._attempt, self._timeouts = asked, 1, 0
+            self._asked, self._attempt = asked, 1
         return self._as_launched(self._asked, attempt=self._attempt)
 
     def tell(self, result: TrialResult) -> None:
@@ -109,10 +112,8 @@ class CellSearch:
         asked = self._asked
         assert asked is not None, "nobody asked"  # noqa: S101
         self._outcomes.launches += 1
-        self._timeouts += result.outcome is Outcome.TIMEOUT
-        is_foreseen = not asked.memory_only and self._is_too_long(asked.index)
-        most = 1 if is_foreseen else allowed_timeouts(self._question, asked)
-        is_late = self._timeouts == most
+        # One that ran out of time would take the whole limit once more.
+        is_late = result.outcome is Outcome.TIMEOUT
         is_last = result.outcome.tells or self._attempt == MAX_ATTEMPTS or is_late
         if not is_last and self._may_start(self._as_launched(asked, attempt=self._attempt + 1)):
             self._attempt += 1

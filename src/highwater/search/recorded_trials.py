@@ -7,8 +7,6 @@ from highwater.spec.trial import Outcome
 
 MAX_ATTEMPTS = 3
 """Launches of a trial that ends without telling anything about memory."""
-MAX_TIMEOUTS = 2
-"""Launches of these that may run out of time: each costs the whole limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +23,8 @@ class WantedTrial:
 def recorded_trials(question: Question, known: Past) -> list[WantedTrial]:
     """Trials that told; and where time counts, those that ran out of no less than there is.
 
-    The latter had as many launches as are allowed. Each trial stands here once, however often it
-    was launched, and none of them needs another launch.
+    Each trial stands here once, however often it was launched, and none of them needs another
+    launch.
     """
     ends: dict[WantedTrial, dict[int, Outcome]] = {}
     for trial in known.trials:
@@ -37,23 +35,12 @@ def recorded_trials(question: Question, known: Past) -> list[WantedTrial]:
     return [
         asked
         for asked, found in ends.items()
-        if any(outcome.tells for outcome in found.values()) or _is_late(question, asked, found)
+        if any(outcome.tells for outcome in found.values()) or _is_late(question, found)
     ]
 
 
-def _is_late(question: Question, asked: WantedTrial, outcomes: dict[int, Outcome]) -> bool:
-    """Whether a trial had its launches, as many as are allowed, and the last ran out of time."""
-    found = [outcomes.get(attempt) for attempt in range(1, MAX_ATTEMPTS + 1)]
-    launched = found.index(None) if None in found else MAX_ATTEMPTS
-    late = found[:launched].count(Outcome.TIMEOUT)
-    has_ended = launched == MAX_ATTEMPTS or late >= allowed_timeouts(question, asked)
-    is_last_late = found[launched - 1] is Outcome.TIMEOUT
-    return question.timeout_s is not None and has_ended and is_last_late
-
-
-def allowed_timeouts(question: Question, asked: WantedTrial) -> int:
-    """Launches of a trial that may run out of time.
-
-    It is one where a memory-only trial takes its place.
-    """
-    return 1 if question.proof == "memory" and not asked.memory_only else MAX_TIMEOUTS
+def _is_late(question: Question, outcomes: dict[int, Outcome]) -> bool:
+    """Whether a launch of a trial ran out of time, with a recorded end for each before it."""
+    ends = [outcomes.get(attempt) for attempt in range(1, MAX_ATTEMPTS + 1)]
+    launched = ends.index(None) if None in ends else MAX_ATTEMPTS
+    return question.timeout_s is not None and Outcome.TIMEOUT in ends[:launched]

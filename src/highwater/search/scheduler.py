@@ -63,6 +63,7 @@ def search_cells(
     may_start: MayStart = lambda _: True,
     order: Sequence[Cell] | None = None,
     timeout_s: float | None = None,
+    begins_shortest: bool = False,
 ) -> Iterator[SearchEvent]:
     """Answer every cell of ``question``, begun in its order or in another; ends with the answer of
     the last one.
@@ -72,12 +73,15 @@ def search_cells(
     Both order the trials and decide nothing. ``past`` is what is recorded of a cell, and
     ``recorded`` the result of one launch, which is then not run. ``timeout_s`` is the longest time
     of a full trial, where lengths that are predicted to take longer are to be left out.
+    ``begins_shortest``: each cell begins with the shortest length, and goes on where it is expected
+    to end.
 
     Raises BudgetSpentError at the end where ``may_start`` left a cell without its edge, or where a
     trial of it raised that. MachineError and whatever else a trial raises pass through, when those
     that ended beside it have been told; who closes the runner ends the others.
     """
     search = _Search(question, runner, line_of, expected, past, recorded, may_start, timeout_s)
+    search.begins_shortest = begins_shortest
     yield from search.run(question.cells if order is None else order)
 
 
@@ -103,6 +107,7 @@ class _Search:
         self._recorded = recorded
         self._has_time = may_start
         self._timeout_s = timeout_s
+        self.begins_shortest = False
         self._is_cut = False
         """Whether the time of a trial was too short: no other is started after it."""
         self._is_spent = False
@@ -216,7 +221,8 @@ class _Search:
         if known.answer is None:
             first = self._first_index(cell)
             search = CellSearch(
-                self._question, cell, first, known, self._may_start, self._timeout_s
+                *(self._question, cell, first, known, self._may_start, self._timeout_s),
+                begins_shortest=self.begins_shortest,
             )
             self._open.append(search)
             return

@@ -23,6 +23,7 @@ from highwater.spec.plan_notes import (
     attention_notes,
     base_notes,
     foreign_notes,
+    memory_notes,
     offload_notes,
     optimizer_notes,
     own_code_notes,
@@ -37,7 +38,12 @@ from highwater.spec.study import Cell, Question
 from highwater.spec.time_limits import budget_of, proof_of, timeout_of
 from highwater.spec.trainer import TRAINERS, TrainerName
 from highwater.spec.trial import PROMPT_TOKENS, Device, TrialSpec
-from highwater.spec.trial_hardware import TrialHardware, check_host_memory, hardware_of
+from highwater.spec.trial_hardware import (
+    TrialHardware,
+    check_host_memory,
+    cpu_memory,
+    hardware_of,
+)
 from highwater.units import format_tokens
 
 _ROW_BYTES = 16
@@ -55,6 +61,8 @@ class Plan(Record, frozen=True, kw_only=True):
     """Seconds that the search may take; None: as long as its trials do."""
     timeout_s: float = 0.0
     """Seconds that one trial may take in full."""
+    begins_shortest: bool = False
+    """Whether each cell begins with the start length, whatever is predicted of it."""
 
 
 def plan(
@@ -72,9 +80,14 @@ def plan(
     """
     model = load_model(request.model)
     device: Device = request.device or ("cuda" if machine.gpus else "cpu")
+    asked = request
+    if request.device == "cpu" and request.memory is None:
+        request = msgspec.structs.replace(request, memory=cpu_memory(request, machine))
+    of_memory = memory_notes(asked, device, request.memory_bytes)
     foreign = foreign_of(request)
     if foreign is not None:
-        return _foreign_plan(request, machine, model, device, foreign)
+        planned = _foreign_plan(request, machine, model, device, foreign)
+        return msgspec.structs.replace(planned, notes=(*of_memory, *planned.notes))
     _check_proof(request, model)
     _refuse_ragged_experts(model, device)
     _refuse_other_attention(request, model, device)
@@ -119,7 +132,8 @@ def plan(
     )
     fallback = (ON_THE_CPU_NOTE,) if request.device is None and device == "cpu" else ()
     of_attention = attention_notes(cells[0].settings)
-    notes = (*fallback, *skipped, *too_small, *capped, *of_attention, *of_settings, *of_model)
+    of_cells = (*skipped, *too_small, *capped)
+    notes = (*fallback, *of_memory, *of_cells, *of_attention, *of_settings, *of_model)
     return Plan(question=question, notes=notes, budget_s=budget_s, timeout_s=timeout_s)
 
 
@@ -185,7 +199,7 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
     _refuse_an_unnamed_cpu(request, machine, length_tokens)
     if request.trainer not in FOREIGN:
         refuse_past_native(model, request.rope, length_tokens, flag="--length")
-    question = plan(_alone(request, machine, length_tokens), machine).question
+    question = plan(_alone(request, length_tokens), machine).question
     cell, *others = question.cells
     degrees = ("ulysses", "ring", "copies")
     if others or any(len(getattr(request, name)) > 1 for name in degrees):
@@ -201,16 +215,10 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
     return spec
 
 
-def _alone(request: Request, machine: Machine, length_tokens: int) -> Request:
-    """The search of one length on one rung; on the CPU, where no memory is named, each process has
-    its share of the machine's.
-    """
-    memory = request.memory
-    if memory is None and request.device == "cpu":
-        memory = machine.host_memory_total_bytes // max(request.gpus or (1,))
+def _alone(request: Request, length_tokens: int) -> Request:
+    """The search of one length on one rung."""
     return msgspec.structs.replace(
         request,
-        memory=memory,
         proof="full",
         attention_depth=None,
         start_length=length_tokens,

@@ -12,7 +12,7 @@ from highwater.spec.settings import Rope, Settings
 from highwater.spec.study import Question
 from highwater.spec.trial import Device
 from highwater.spec.weight_files import SCORE, saved_tensors, weight_files
-from highwater.units import format_bytes, format_tokens
+from highwater.units import MIB, format_bytes, format_tokens
 
 _YARN_IN_USE = 8
 """Times that published models stretch their native length by YaRN: Qwen's cards 4, OLMo 3's config
@@ -69,12 +69,15 @@ def base_notes(settings: Settings) -> tuple[str, ...]:
     return ("nf4 is lossy: the frozen model's weights are rounded to 4 bits, once",)
 
 
-def memory_notes(budget_bytes: int | None, *, is_named: bool, device: Device) -> tuple[str, ...]:
+def memory_notes(request: Request, device: Device, budget_bytes: int | None) -> tuple[str, ...]:
     """What bounds each process of a trial on the CPU where no memory limit is named."""
-    if is_named or device != "cpu" or budget_bytes is None:
+    if request.memory is not None or device != "cpu" or budget_bytes is None:
         return ()
-    limit = format_bytes(budget_bytes)
-    return (f"no `--memory` is named: each process has its share of this machine's, {limit}",)
+    return (
+        f"no `--memory` is named: each process may take {format_bytes(budget_bytes)}, its share of "
+        f"half of the free memory, and 8 GiB at most; `--memory {budget_bytes // MIB}MiB` asks the "
+        "same again",
+    )
 
 
 def offload_notes(settings: Settings, device: Device) -> tuple[str, ...]:

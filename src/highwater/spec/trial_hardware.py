@@ -19,6 +19,8 @@ from highwater.units import GIB, MIB, format_bytes
 _PROCESSES_PER_CORE = 4
 """More than this many processes for each core, and a trial on the CPU would spend its time
 waiting."""
+_MOST_CPU_BYTES = 8 * GIB
+"""Memory that a process on the CPU may take where nobody names a limit, at most."""
 
 
 class TrialHardware(NamedTuple):
@@ -52,6 +54,17 @@ def hardware_of(request: Request, machine: Machine, model: Model, device: Device
     where = TrialHardware(device=device, counts=counts, gpus=gpus)
     _check_memory(request, machine, model, where)
     return where
+
+
+def cpu_memory(request: Request, machine: Machine) -> int:
+    """Bytes that each process on the CPU may take where nobody names a limit: half of the free
+    memory, shared by all that run at once. In steps of 512 MiB, below 1 GiB of 128 MiB: what is
+    free a moment later then mostly asks the same question.
+    """
+    processes = max(request.gpus or (1,)) * (request.max_concurrent_trials or 1)
+    share = min(machine.host_memory_available_bytes // (2 * processes), _MOST_CPU_BYTES)
+    step = GIB // 2 if share >= GIB else 128 * MIB
+    return max(share // step, 1) * step
 
 
 def used_gpus(machine: Machine, *, device: Device, count: int) -> tuple[Gpu, ...]:
@@ -173,9 +186,8 @@ def _no_limit(request: Request, model: Model, device: Device) -> UsageError:
         return UsageError(
             "a dry run without a GPU needs a memory limit", hint="add `--memory 80GiB`"
         )
-    unseen = "no GPU is visible, and " if request.device is None else ""
     return UsageError(
-        f"{unseen}a search on the CPU needs a memory limit",
+        "no GPU is visible, and neither the CPU nor a memory limit is named",
         hint=f"for example `{_cpu_search(request, model)}`",
     )
 

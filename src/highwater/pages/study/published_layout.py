@@ -18,7 +18,7 @@ from highwater.spec.study import Cell, CellAnswer, Question, Study
 def published_tables(studies: Sequence[Study]) -> tuple[TextTable, ...]:
     """The published layout, ``#GPU | SP | models``, for each rung and place.
 
-    ``*`` is past the native length, ``-`` none, ``?`` unknown.
+    ``*`` is past the native length, ``-`` none, ``?`` unknown, ``≥`` that no longer one failed.
     """
     groups: dict[str, list[tuple[Cell, Question, CellAnswer | None]]] = {}
     for study in studies:
@@ -40,36 +40,45 @@ def published_text(table: TextTable) -> str:
     return "\n".join((table.title, *lines))
 
 
-def published_lines(study: Study) -> str:
-    """The published final line of every cell."""
-    answers = {answer.cell: answer for answer in study.answers}
-    return "\n".join(
-        published_line(study.question, cell, answers.get(cell)) for cell in study.question.cells
-    )
-
-
-def published_line(question: Question, cell: Cell, answer: CellAnswer | None) -> str:
-    """The line that users of the published search parse; ``?`` when no trial told the capacity."""
-    capacity = (
-        "?" if answer is None or answer.capacity_tokens is None else str(answer.capacity_tokens)
-    )
+def published_line(question: Question, cell: Cell, answer: CellAnswer | None) -> str | None:
+    """The line that users of the published search parse; None when no trial told the capacity."""
+    if answer is None or answer.capacity_tokens is None:
+        return None
     memory_only = (
         ""
-        if answer is None or answer.memory_only is None
+        if answer.memory_only is None
         else f", memory_only_len = {answer.memory_only.length_tokens}"
     )
     return (
         f"model_name = {plain(question.model.name)}, trainer_gpu_num = {cell.layout.gpus}, "
-        f"sp_num = {cell.layout.ulysses_degree}, max_model_len = {capacity}{memory_only}"
+        f"sp_num = {cell.layout.ulysses_degree}, "
+        f"max_model_len = {answer.capacity_tokens}{memory_only}"
     )
+
+
+def published_notes(question: Question, cell: Cell, answer: CellAnswer | None) -> tuple[str, ...]:
+    """What a cell's line does not say, a number alone: that a longer length may fit, or why there
+    is no line.
+    """
+    label = f"{plain(question.model.name)}, {cell.label_on(question.device)}"
+    if answer is None or answer.capacity_tokens is None:
+        why = "it has no answer" if answer is None else plain(answer.reason)
+        return (f"{label}: no line, as no trial told its capacity: {why}",)
+    least = _least(answer)
+    return (f"{label}: {least}{answer.reach_tokens}: {plain(answer.reason)}",) if least else ()
+
+
+def _least(answer: CellAnswer | None) -> str:
+    """``≥`` where something fit and nothing longer was seen not to."""
+    is_open = answer is not None and answer.reach_tokens and answer.does_not_fit_tokens is None
+    return "≥" if is_open else ""
 
 
 def _published_figure(question: Question, answer: CellAnswer | None) -> str:
-    """``131072*``; with a memory-only proof ``131072* (643072* memory-only)``."""
-    memory_only = memory_only_text(question, answer, none="", commas=False)
-    return capacity_text(question, answer, none="-", commas=False) + (
-        f" ({memory_only})" if memory_only else ""
-    )
+    """``131072*``, ``≥131072*``; with a memory-only proof ``131072* (643072* memory-only)``."""
+    memory_only, least = memory_only_text(question, answer, none="", commas=False), _least(answer)
+    capacity = capacity_text(question, answer, none="-", commas=False)
+    return f"{capacity} ({least}{memory_only})" if memory_only else f"{least}{capacity}"
 
 
 def _published_group(
