@@ -10,10 +10,11 @@ JOBS ?= 2
 CORPUS ?= sample
 
 VENV4 := .venv-transformers4
+OLDEST := .venv-oldest
 EMIT := .venv-emit-
 TRAINERS := accelerate areal axolotl llamafactory ms-swift torchtitan trinity trl verl
 
-.PHONY: check demo documents docs test test-all test-pages test-emit test-ray lint types contracts install clean-venv
+.PHONY: check demo documents docs test test-all test-pages test-emit test-ray test-oldest lint types contracts install clean-venv
 
 install: $(READY)
 
@@ -28,6 +29,15 @@ $(READY): pyproject.toml constraints.txt tests/numeric/peers.txt
 $(VENV4)/.ready: constraints.txt
 	test -x $(VENV4)/bin/python || $(PYTHON) -m venv $(VENV4)
 	$(VENV4)/bin/pip install --quiet torch==2.13.0 'transformers==4.57.*'
+	touch $@
+
+# The lowest versions that pyproject.toml allows, as uv finds them: with torch come CUDA's libraries, which nothing here uses.
+$(OLDEST)/.ready: pyproject.toml
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet uv
+	$(@D)/bin/uv pip install --quiet --python $(@D)/bin/python --resolution lowest-direct \
+		-e '.[train,data,tensorboard,hub,lora,low-bit]'
+	$(@D)/bin/uv pip install --quiet --python $(@D)/bin/python pytest pytest-timeout pytest-xdist hypothesis
 	touch $@
 
 # The trainers that `highwater emit` writes for: their requirements contradict each other, so each is alone, without its
@@ -90,8 +100,16 @@ test-pages: $(VENV)/.ready-pages
 test-ray: $(READY)
 	$(BIN)/pytest -n 0 -m 'ray or not ray' tests/ray
 
+# Models, their configs, training, checkpoints and exports: what torch and transformers change.
+test-oldest: $(OLDEST)/.ready
+	$(OLDEST)/bin/pytest -n $(JOBS) --dist worksteal --corpus sample --hypothesis-profile quick \
+		$(addprefix tests/numeric/test_,$(addsuffix .py,attention configs_as_their_classes damaged_checkpoints \
+		document_rope export loss low_bit optimizer recompute router saved_weights trained_model trainer windows)) \
+		$(addprefix tests/dist/test_,$(addsuffix .py,checkpoints lora run_checkpoints sharded_equals_unsharded \
+		trained_families))
+
 test-emit: $(READY) $(TRAINERS:%=$(EMIT)%/.ready)
 	$(BIN)/pytest -n $(JOBS) --dist worksteal -m emit tests/emit
 
 clean-venv:
-	rm -rf $(VENV) $(VENV4) $(EMIT)torch $(TRAINERS:%=$(EMIT)%)
+	rm -rf $(VENV) $(VENV4) $(OLDEST) $(EMIT)torch $(TRAINERS:%=$(EMIT)%)

@@ -31,6 +31,8 @@ from highwater.spec.layout import Layout
 from highwater.spec.model import WITHOUT_ROPE, load_model
 from highwater.spec.trained_families import TRAINED
 
+FAMILIES = sorted(TRAINED & {*CONFIG_MAPPING})
+"""Those that the installed transformers has."""
 ROUNDING = 5e-6
 """Of a loss in float32."""
 LENGTHS = (13, 7)
@@ -86,7 +88,7 @@ def mesh() -> Iterator[dist.DeviceMesh]:
 
 @pytest.mark.corpus
 @pytest.mark.by_turns(days=3)
-@pytest.mark.parametrize("family", sorted(TRAINED))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_switch_window_and_layer_types_are_read_as_the_class_reads_them_or_refused(
     family: str, mesh: dist.DeviceMesh, tmp_path: Path
 ) -> None:
@@ -118,7 +120,7 @@ def test_switch_window_and_layer_types_are_read_as_the_class_reads_them_or_refus
 
 @pytest.mark.corpus
 @pytest.mark.by_turns(days=3)
-@pytest.mark.parametrize("family", sorted(TRAINED - WITHOUT_ROPE))
+@pytest.mark.parametrize("family", [each for each in FAMILIES if each not in WITHOUT_ROPE])
 def test_a_rope_that_transformers_knows_is_trained_and_any_other_refused(
     family: str, mesh: dist.DeviceMesh, tmp_path: Path
 ) -> None:

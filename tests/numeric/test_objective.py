@@ -102,6 +102,8 @@ def test_a_reward_is_compared_with_its_group_and_alone_with_nothing() -> None:
     found = objectives.group_advantages([1.0, 5.0, 3.0, 7.0], [9, -1, 9, 4])
     assert found == pytest.approx([-math.sqrt(0.5), 5.0, math.sqrt(0.5), 7.0], rel=2e-6)
     assert objectives.group_advantages([2.0, 2.0], [0, 0]) == [0.0, 0.0]
+    for reward in (5.0, -2.0, 0.0, 1e4):  # verl's formula, with a mean of 0 and a deviation of 1
+        assert objectives.group_advantages([reward], [0]) == [reward / (1 + 1e-6)]
 
 
 def test_documents_without_logprobs_leave_those_of_their_micro_batch_alone() -> None:

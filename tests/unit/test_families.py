@@ -116,7 +116,7 @@ WITHOUT_FIELDS = {
     "gpt_neox": ("rotary_emb_base", "rotary_pct"),
 }
 """What a class reads of a file though it is no field of its own; others read RoPE's old names."""
-OWN_KIND_OF_ROPE = ("laguna", "mellum", "ministral3", "phi3", "phimoe")
+OWN_KIND_OF_ROPE = (*ROPE_BY_LAYER, "ministral3", "phi3", "phimoe")
 """Families whose class takes no scaling but its own."""
 
 

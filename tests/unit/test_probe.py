@@ -16,6 +16,8 @@ from places import H200, NO_GPU, machine_with
 from highwater.cli.doctor import diagnose
 from highwater.errors import MachineError
 from highwater.run.probe import (
+    _NEEDED,
+    OLDEST,
     busy_gpus,
     package_obstacles,
     probe,
@@ -220,12 +222,12 @@ def test_processes_that_a_container_does_not_tell_leave_the_gpu_readable() -> No
 @pytest.mark.parametrize(
     ("torch", "transformers", "obstacles"),
     [
-        ("2.11.0+cu130", "5.17.0", ()),
+        ("2.11.0+cu130", "5.19.0", ()),
         ("2.13.1", "6.0.0", ()),
-        ("2.10.1", "5.17.0", ("torch 2.10.1 is too old: 2.11 is the first that works",)),
+        ("2.10.1", "5.19.0", ("torch 2.10.1 is too old: 2.11 is the first that works",)),
         (
             "2.14.0a0+git1",
-            "5.17.0",
+            "5.19.0",
             ("torch 2.14.0a0+git1 is too new: it has to be older than 2.14",),
         ),
         (
@@ -233,7 +235,7 @@ def test_processes_that_a_container_does_not_tell_leave_the_gpu_readable() -> No
             "4.57.0",
             (
                 "torch is not installed",
-                "transformers 4.57.0 is too old: 5.17 is the first that works",
+                "transformers 4.57.0 is too old: 5.19 is the first that works",
             ),
         ),
     ],
@@ -255,10 +257,15 @@ def test_versions_that_cannot_run_a_trial_are_named(
 
 
 def test_the_versions_that_work_are_those_that_the_package_asks_for() -> None:
-    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
-    ]["train"]
-    assert {"torch>=2.11,<2.14", "transformers>=5.17"} <= set(asked)
+    ]
+    asked = {each for extra in extras.values() for each in extra}
+    needed = {**_NEEDED, **{name: (first, None) for name, first in OLDEST.items()}}
+    for package, (first, end) in needed.items():
+        words = f"{package}>={'.'.join(map(str, first))}"
+        assert any(each.startswith(words) for each in asked), words
+        assert end is None or f"{words},<{'.'.join(map(str, end))}" in asked
 
 
 @pytest.mark.parametrize(

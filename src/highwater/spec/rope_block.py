@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from highwater.errors import ModelError
-from highwater.spec.families import value_of
+from highwater.spec.families import ROPE_BY_LAYER, value_of
 from highwater.spec.model_config import whole_number
 
 BEFORE_SCALING = "original_max_position_embeddings"
@@ -40,8 +40,8 @@ _OWN_TYPES: Mapping[str, Types] = {
     "phimoe": {"default": (), "longrope": (*TYPES["longrope"], "short_mscale", "long_mscale")},
 }
 """The same of families whose class takes fewer types, or needs more fields."""
-_IN_BLOCKS = ("laguna", "mellum")
-"""Families whose class takes a block for each kind of layer, and no single one."""
+_WITHOUT_OLD_NAME = ("cohere2_moe", "laguna", "mellum")
+"""Families whose class does not read ``rope_scaling``."""
 
 
 def rope_block(config: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -50,29 +50,28 @@ def rope_block(config: Mapping[str, Any], source: str) -> dict[str, Any]:
 
     Raises ModelError for what is no such block, and for one of which no model can be built.
     """
-    if config["model_type"] == "cohere2_moe" and config.get("rope_scaling"):
-        raise ModelError(
-            f"{source} has rope_scaling = {config['rope_scaling']!r}, which the class of "
-            f"cohere2_moe does not read",
-            hint="call it rope_parameters, and give it a rope_theta; or remove rope_scaling",
-        )
+    family, found = config["model_type"], {}
     for field in ("rope_scaling", "rope_parameters"):
         rope = config.get(field)
-        if rope is None:
+        if rope is None or rope == {}:
             continue
         if not isinstance(rope, dict):
             raise ModelError(
                 f"{field} is {rope!r} in {source}, not a block of fields",
                 hint=f'remove {field}, or write for example {{"rope_type": "yarn", "factor": 4.0}}',
             )
-        if rope:
-            blocks = [each for each in rope.values() if isinstance(each, dict)]
-            for block in blocks or [rope]:
-                _refuse_unknown(block, field, config["model_type"], source)
-            if config["model_type"] in _IN_BLOCKS:
-                _refuse_missing_blocks(config, rope, field, source)
-            return rope
-    return dict(value_of(config, "rope_parameters") or {})
+        if field == "rope_scaling" and family in _WITHOUT_OLD_NAME:
+            raise ModelError(
+                f"{source} has rope_scaling = {rope!r}, which the class of {family} does not read",
+                hint="call it rope_parameters, and give it a rope_theta; or remove rope_scaling",
+            )
+        if field == "rope_parameters" and family in ROPE_BY_LAYER:
+            _refuse_missing_blocks(config, rope, source)
+        blocks = [each for each in rope.values() if isinstance(each, dict)]
+        for block in blocks or [rope]:
+            _refuse_unknown(block, field, family, source)
+        found = found or rope
+    return found or dict(value_of(config, "rope_parameters") or {})
 
 
 def own_rope_scaling(config: Mapping[str, Any], source: str) -> bool:
@@ -103,16 +102,15 @@ def _refuse_unknown(block: Mapping[str, Any], field: str, family: str, source: s
         )
 
 
-def _refuse_missing_blocks(
-    config: Mapping[str, Any], rope: Mapping[str, Any], field: str, source: str
-) -> None:
+def _refuse_missing_blocks(config: Mapping[str, Any], rope: Mapping[str, Any], source: str) -> None:
+    """Raise ModelError for kinds of layers without a block, of a class that reads one for each."""
     kinds = config.get("layer_types")
     needed = {str(kind) for kind in kinds} if isinstance(kinds, list) else {"full_attention"}
     missing = sorted(needed - {*rope})
     if missing:
         raise ModelError(
-            f"{field} in {source} has no block for {', '.join(missing)}, which the class of "
-            f"{config['model_type']} needs",
+            f"rope_parameters in {source} has no block for {', '.join(missing)}, which the class "
+            f"of {config['model_type']} needs",
             hint=f'write one for each kind of layer, for example "{missing[0]}": {{"rope_type": '
             '"default", "rope_theta": 10000.0}',
         )
