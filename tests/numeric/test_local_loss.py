@@ -154,3 +154,22 @@ def test_the_host_waits_for_no_number_of_a_micro_batch(
         backward_of(training, micro_batches)
     assert host.others > 100
     assert host.reads == []
+
+
+def test_a_trace_holds_the_logits_of_every_token_but_those_of_a_prompt(tmp_path: Path) -> None:
+    config = json.loads(Path(load_model("tiny").directory, "config.json").read_text())
+    prompts = (0, 100, PROMPT_TOKENS)
+    trials = {
+        str(prompt): trial(
+            tmp_path / f"model-{prompt}",
+            config | {"vocab_size": VOCABULARY},
+            length_tokens=8192,
+            prompt_tokens=prompt,
+        )
+        for prompt in prompts
+    }
+    logs = traced(trials, tmp_path)
+    for prompt in prompts:
+        trained = 8192 - max(1, prompt)  # nothing predicts a sequence's first token
+        sizes = {event.bytes for event in logs[str(prompt)].events if isinstance(event, Allocate)}
+        assert max(sizes) - 2 * VOCABULARY * trained in range(512)
