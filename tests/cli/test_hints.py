@@ -25,21 +25,28 @@ FILES = {
     "d.txt": b"a few words",
     "data.jsonl": b'{"text": "a few words"}',
     "held_out.jsonl": b'{"text": "other words"}',
-    "latin1.txt": "caf\u00e9 au lait".encode("latin-1"),
+    "latin1.txt": b"\xfcber all words",
     "list.jsonl": b'[{"text": "a few words"}, {"text": "more of them"}]',
     "spread.jsonl": b'{\n"text": "a few words"\n}',
     "file": b"mine",
 }
 
 
+_LONG = ("train ", "try tiny", "bench ", "profile ")
+
+
 def cases() -> list[Any]:
-    """Those that train take seconds each: a sample of them runs, the first one always."""
+    """Those that start processes take seconds each: a sample of them runs, the first training
+    always.
+    """
     found, has_trained = [], False
     for row in ROWS:
-        is_long = has_trained and row["command"].startswith("train ")
+        command = row["command"]
+        is_long = command.startswith(_LONG) or "--exact" in command or "--timeline" in command
+        is_kept = row.get("trains", False) and not has_trained
+        marks = [pytest.mark.corpus] if is_long and not is_kept else []
+        found.append(pytest.param(row, id=command.replace(" ", "_"), marks=marks))
         has_trained = has_trained or row.get("trains", False)
-        marks = [pytest.mark.corpus] if is_long else []
-        found.append(pytest.param(row, id=row["command"].replace(" ", "_"), marks=marks))
     return found
 
 
