@@ -49,7 +49,8 @@ def test_every_attention_of_one_gpu_is_right_and_fits(tmp_path: Path) -> None:
     document = bench(tmp_path, *words, "--head-dim", "64")
     assert [check["reason"] for check in document["checks"]] == [""] * len(document["checks"])
     names = {check["implementation"] for check in document["checks"]}
-    assert {"dense", "dense_flex", "window", "block_sparse_5", "dilated"} <= names
+    expected = {"dense", "dense_flex", "window", "block_sparse_5", "dilated"}
+    assert expected | {"block_sparse_ring_dilated"} <= names
     assert {row["result"] for row in document["rows"]} == {"fits"}
     for row in document["rows"]:
         width = 2 * 64 * row["length_tokens"]
