@@ -36,7 +36,7 @@ $(OLDEST)/.ready: pyproject.toml
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet uv
 	$(@D)/bin/uv pip install --quiet --python $(@D)/bin/python --resolution lowest-direct \
-		-e '.[train,data,tensorboard,hub,lora,low-bit]'
+		-e '.[train,data,tensorboard,hub,qlora,low-bit]'
 	$(@D)/bin/uv pip install --quiet --python $(@D)/bin/python pytest pytest-timeout pytest-xdist hypothesis
 	touch $@
 
