@@ -41,7 +41,7 @@ def test_the_simplest_rung_that_fits_is_named_with_why_nothing_simpler_and_what_
         done.stdout.index("what the next would buy"),
     )
     assert done.stdout.count("lacks ", why, bought) == 1
-    assert "likely: leaves 2.42 GiB of a GPU" in done.stdout[why:bought]
+    assert "tight: leaves 1.81 GiB of a GPU" in done.stdout[why:bought]
     assert why < bought < len(done.stdout)
     assert len(done.stdout[bought:].strip().split("\n\n")[2:]) == 1, "one caveat"
     explained = highwater(*ASKED, "--explain").stdout
