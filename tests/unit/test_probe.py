@@ -222,12 +222,12 @@ def test_processes_that_a_container_does_not_tell_leave_the_gpu_readable() -> No
 @pytest.mark.parametrize(
     ("torch", "transformers", "obstacles"),
     [
-        ("2.11.0+cu130", "5.19.0", ()),
+        ("2.11.0+cu130", "5.17.0", ()),
         ("2.13.1", "6.0.0", ()),
-        ("2.10.1", "5.19.0", ("torch 2.10.1 is too old: 2.11 is the first that works",)),
+        ("2.10.1", "5.17.0", ("torch 2.10.1 is too old: 2.11 is the first that works",)),
         (
             "2.14.0a0+git1",
-            "5.19.0",
+            "5.17.0",
             ("torch 2.14.0a0+git1 is too new: it has to be older than 2.14",),
         ),
         (
@@ -235,7 +235,7 @@ def test_processes_that_a_container_does_not_tell_leave_the_gpu_readable() -> No
             "4.57.0",
             (
                 "torch is not installed",
-                "transformers 4.57.0 is too old: 5.19 is the first that works",
+                "transformers 4.57.0 is too old: 5.17 is the first that works",
             ),
         ),
     ],

@@ -3,8 +3,7 @@
 ``longrope`` has one set of frequencies up to a length and another past it; ``dynamic`` grows them
 with the length. transformers' modules read the length off the largest position that they are shown:
 of packed documents that is the longest one's, of a rank's share it is no document's. Here a module
-is told the frequencies of every token, those of its whole document, and computes with them what it
-always does.
+is told the frequencies of each document, whole, and computes with them what it always does.
 
 Shapes:  T packed tokens of this rank  F frequencies, half the channels that are rotated
 Source: Ding et al., LongRoPE, https://arxiv.org/abs/2402.13753; transformers'
@@ -12,6 +11,8 @@ Source: Ding et al., LongRoPE, https://arxiv.org/abs/2402.13753; transformers'
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import groupby
 from typing import Any, cast
 
 import torch
@@ -63,31 +64,25 @@ class DocumentRope(nn.Module):
         name = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
         theirs: Any = self.theirs
         original, kinds = cast(Tensor, getattr(theirs, name)), theirs.rope_type
-        setattr(theirs, name, self._of_all_parts(original, layer_type, x.device))
         theirs.rope_type = self.told
+        found: list[Any] = []
+        first = 0
         try:
-            return theirs(**call)
-        finally:  # (T, F) numbers are not kept, and no pass sees another's
+            for length, parts in groupby(self.parts, partial(self._telling, layer_type)):
+                stop = first + sum(part.tokens for part in parts)
+                setattr(theirs, name, self._of_length(length, original, layer_type, x.device))
+                found.append(theirs(**call | {"position_ids": position_ids[:, first:stop]}))
+                first = stop
+        finally:  # no pass sees another's
             setattr(theirs, name, original)
             theirs.rope_type = kinds
-
-    def _of_all_parts(
-        self, original_F: Tensor, layer_type: str | None, device: torch.device
-    ) -> Tensor:
-        """The frequencies of all tokens: (F,) where all documents have the same, else (T, F)."""
-        config = cast(PreTrainedConfig, self.theirs.config)
-        lengths = [
-            _telling_length(self.kinds[layer_type], part.document_tokens, config, layer_type)
-            for part in self.parts
-        ]
-        found = {
-            n: self._of_length(n, original_F, layer_type, device) for n in dict.fromkeys(lengths)
-        }
         if len(found) == 1:
-            return next(iter(found.values()))
-        return torch.cat(
-            [found[n].expand(part.tokens, -1) for n, part in zip(lengths, self.parts, strict=True)]
-        )
+            return found[0]
+        return tuple(torch.cat(each, dim=1) for each in zip(*found, strict=True))
+
+    def _telling(self, layer_type: str | None, part: Part) -> int | None:
+        config = cast(PreTrainedConfig, self.theirs.config)
+        return _telling_length(self.kinds[layer_type], part.document_tokens, config, layer_type)
 
     def _of_length(
         self, tokens: int | None, original_F: Tensor, layer_type: str | None, device: torch.device

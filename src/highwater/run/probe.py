@@ -35,7 +35,7 @@ adds as much again.
 """
 
 _PACKAGES = ("highwater", "torch", "transformers", "safetensors", "nvidia-ml-py")
-_NEEDED = {"torch": ((2, 11), (2, 14)), "transformers": ((5, 19), None)}
+_NEEDED = {"torch": ((2, 11), (2, 14)), "transformers": ((5, 17), None)}
 """The first release that works and the first that is not known to.
 
 They are as in the extra ``train`` of pyproject.toml.
