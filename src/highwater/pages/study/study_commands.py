@@ -26,6 +26,7 @@ from highwater.units import GIB, MIB, format_tokens, parse_bytes
 _STUDY_FLAG = "--study"
 _TIMEOUT_FLAG = "--timeout"
 _PROOF_FLAG = "--proof"
+_PROMPT_FLAG = "--prompt-tokens"
 
 
 class Command(Record, frozen=True, kw_only=True):
@@ -67,6 +68,7 @@ def _anew(study: Study) -> tuple[str, ...]:
     typed, limit_s = study.command, study.longest_timeout_s
     if typed[:2] != ("highwater", "find"):
         return find_words(msgspec.structs.replace(study.question, timeout_s=limit_s))
+    typed = (*_without(typed, _PROMPT_FLAG), *_prompt(study.question))
     if limit_s == study.question.timeout_s:
         return _with_its_proof(study.question, typed)
     kept = _without(_without(typed, _TIMEOUT_FLAG), _PROOF_FLAG)
@@ -156,7 +158,7 @@ def try_words(spec: TrialSpec, model: Model) -> tuple[str, ...]:
         *_memory(spec.memory_budget_bytes),
         *_trained_by(spec.foreign, spec.settings),
         *spec.hyperparameters.flags,
-        *_steps(spec.steps, spec.micro_batches, spec.data),
+        *_steps(spec),
         *(() if spec.attention_depth is None else ("--attention-depth", str(spec.attention_depth))),
     )
 
@@ -182,7 +184,7 @@ def find_words(question: Question) -> tuple[str, ...]:
         *("--method", question.method),
         *(("--confirm", str(question.confirm)) if question.confirm else ()),
         *(("--headroom", str(question.margin_bytes)) if question.margin_bytes else ()),
-        *_steps(question.steps, question.micro_batches, question.data),
+        *_steps(question),
         *_proof(question),
         *(("--dry-run",) if question.simulated else ()),
     )
@@ -262,13 +264,21 @@ def _proof(question: Question) -> tuple[str, ...]:
     return _with_its_proof(question, ())
 
 
-def _steps(steps: int, micro_batches: int, data: str | None) -> tuple[str, ...]:
+def _steps(asked: TrialSpec | Question) -> tuple[str, ...]:
     return (
-        *(("--steps", str(steps)) if steps != 2 else ()),
+        *(("--steps", str(asked.steps)) if asked.steps != 2 else ()),
         # one alone is told by the flags of the settings
-        *(("--micro-batches", str(micro_batches)) if micro_batches > 2 else ()),
-        *(("--data", data) if data is not None else ()),
+        *(("--micro-batches", str(asked.micro_batches)) if asked.micro_batches > 2 else ()),
+        *(("--data", asked.data) if asked.data is not None else ()),
+        *_prompt(asked),
     )
+
+
+def _prompt(asked: TrialSpec | Question) -> tuple[str, ...]:
+    """The prompt of its sequences, that of a record from before one could be named, too."""
+    if not asked.prompt_tokens or asked.foreign is not None:
+        return ()
+    return _PROMPT_FLAG, str(asked.prompt_tokens)
 
 
 def _without(words: Sequence[str], flag: str) -> tuple[str, ...]:
