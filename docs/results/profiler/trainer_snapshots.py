@@ -44,15 +44,16 @@ OBJECTIVES: Mapping[str, dict[str, Any]] = {
     "ppo": {"objective": "ppo", "critic": True},
     "rw": {"objective": "rw"},
 }
+RUNS_OUT, OFF = "out of memory", "off"
 SHARED: Mapping[str, dict[str, int]] = {
     "sft": {"ring": 2},
     "dpo": {"ulysses": 2},
     "grpo": {},
     "ppo": {"ring": 2},
     "rw": {"ulysses": 2},
+    RUNS_OUT: {},
 }
-"""How two ranks share sequences; without a degree each has its own."""
-RUNS_OUT, OFF = "out of memory", "off"
+"""How two ranks share sequences; without a degree each has its own, and runs out by itself."""
 NAMES = (*OBJECTIVES, RUNS_OUT, OFF)
 CASES = (*((name, 1) for name in NAMES), *((name, 2) for name in NAMES if name != OFF))
 CASE_S, LEAST_S = 90.0, 15.0
