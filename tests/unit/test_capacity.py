@@ -352,7 +352,7 @@ def test_what_a_catalogs_card_holds_is_what_a_driver_reports():
 @pytest.mark.parametrize(
     ("gpus", "error", "said"),
     [
-        ("4xA100-70GB", UsageError, "A100-80GB"),
+        ("4xA100-70GB", UsageError, "--gpus 4 --gpu-memory 65GiB"),
         ("0xA100-80GB", UsageError, "1 to 1024 GPUs"),
         ("1000000000000xH200-141GB", UsageError, "1 to 1024 GPUs"),
         ("T4", MachineError, "no bf16"),
