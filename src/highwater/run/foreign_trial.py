@@ -109,7 +109,7 @@ class ForeignLauncher:
         ranks = _with_budget(spec, peak.ranks())
         outcome, reason = classify_foreign(spec, ending)
         past = past_the_bound(ranks)
-        if log_path.stat().st_size > _READ_BYTES:
+        if os.fstat(log.fileno()).st_size > _READ_BYTES:
             past = f"only the last {format_bytes(_READ_BYTES)} of its log are read"
         if outcome.is_fit and past is not None:
             outcome, reason = Outcome.CRASHED, past
