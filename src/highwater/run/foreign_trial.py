@@ -96,6 +96,7 @@ class ForeignLauncher:
                 watch = _Watch(spec, log, peak, kills_before, on_phase, self.silent_s)
                 exit_code, ended_for = watch.wait(process, timeout_s, ended)
             text = log_tail(log, _READ_BYTES)
+            is_cut = os.fstat(log.fileno()).st_size > _READ_BYTES
             steps = None if command.steps_done is None else command.steps_done(text)
         ending = ForeignEnding(
             exit_code=exit_code,
@@ -109,7 +110,7 @@ class ForeignLauncher:
         ranks = _with_budget(spec, peak.ranks())
         outcome, reason = classify_foreign(spec, ending)
         past = past_the_bound(ranks)
-        if os.fstat(log.fileno()).st_size > _READ_BYTES:
+        if is_cut:
             past = f"only the last {format_bytes(_READ_BYTES)} of its log are read"
         if outcome.is_fit and past is not None:
             outcome, reason = Outcome.CRASHED, past
