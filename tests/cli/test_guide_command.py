@@ -291,7 +291,8 @@ def test_gpus_of_no_catalog_are_named_by_their_memory(
     mended = offered(hint)[-1]
     assert mended[::2] == ["--gpus", "--gpu-memory"]
     rows = json.loads(highwater("guide", "--predict", "Qwen3-8B", *mended, "--json").stdout)
-    assert {(row["gpu"], row["gpus"]) for row in rows} == {("a GPU of 80.00 GiB", int(mended[1]))}
+    named = f"a GPU of {mended[3].removesuffix('GiB')}.00 GiB"
+    assert {(row["gpu"], row["gpus"]) for row in rows} == {(named, int(mended[1]))}
 
 
 def test_the_memory_of_gpus_is_that_of_all_that_are_named(highwater: Run) -> None:

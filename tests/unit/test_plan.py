@@ -363,7 +363,9 @@ def test_a_rope_for_each_kind_of_layer_is_not_scaled(
 
 
 def test_yarn_is_refused_where_a_family_cannot_have_it_or_not_in_its_files(tmp_path: Path) -> None:
-    longrope = {"rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": 1024}}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    scales = {"short_mscale": 1.0, "long_mscale": 1.0, "original_max_position_embeddings": 1024}
+    longrope = {"rope_scaling": {"rope_type": "longrope", **factors, **scales}}
     phimoe = str(
         write_model(tmp_path / "phimoe", model_type="phimoe", attention_dropout=0.0, **longrope)
     )

@@ -2,6 +2,7 @@
 before anything starts, with a layout that works.
 """
 
+import argparse
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from places import NO_GPU, machine_with, write_model
 
 from highwater import predict, recommend
-from highwater.cli.search_context_length_capacity import place_of
+from highwater.cli.search_context_length_capacity import parse, place_of
 from highwater.errors import ModelError, UsageError
 from highwater.spec.codec import from_builtins, to_builtins
 from highwater.spec.model import load_model
@@ -145,10 +146,17 @@ def test_the_window_is_no_part_of_what_a_study_asks(mistral: str) -> None:
 
 
 def test_the_drop_in_command_searches_past_the_window(mistral: str) -> None:
-    place = place_of(load_model(mistral), machine_with(1), start_tokens=4096)
+    asked = drop_in(mistral)
+    place = place_of(load_model(mistral), machine_with(1), asked, ())
     result = plan(request_from({"model": mistral, "rope": "yarn", **place}), machine_with(1))
     assert result.question.grid.max_tokens == 16 * 1024**2
-    assert place_of(load_model(mistral), NO_GPU, start_tokens=16384)["max_length"] == 16384
+    asked = drop_in(mistral, "--start_length", "16384")
+    place = place_of(load_model(mistral), NO_GPU, asked, ("start_length",))
+    assert place["max_length"] == 16384
+
+
+def drop_in(model: str, *words: str) -> argparse.Namespace:
+    return parse(["--model_path", model, "--test_gpu_num", "1", *words])
 
 
 def about_windows(notes: tuple[str, ...]) -> list[str]:

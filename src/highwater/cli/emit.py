@@ -25,6 +25,7 @@ from highwater.pages.answer_sentence import recommendation_answer
 from highwater.pages.caveats import assumed_host
 from highwater.pages.check_page import check_page
 from highwater.recommendation.drafts import drafted
+from highwater.spec.objective import TRAITS
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.spec.trainer import is_step_of, step_in_words
 from highwater.units import counted
@@ -41,7 +42,8 @@ def emit(arguments: argparse.Namespace) -> int:
     arguments.predicted_for = row.predicted_for
     is_predicted = is_step_of(row.predicted_for, arguments.for_)
     typed = vars(arguments)
-    if not is_predicted and "loss" in row.knows and typed.get("objective") != "rw":
+    has_logits = not TRAITS[typed.get("objective") or "sft"].gives_scalars
+    if not is_predicted and "loss" in row.knows and has_logits:
         # whole logits take five times as much there as here
         typed.setdefault("loss", None if typed.get("entropy") == "chunked" else "chunked")
     model, settings = named_model(arguments, arguments.studies, example=EXAMPLE)

@@ -223,7 +223,7 @@ def _not_on_the_cpu(conditions: Conditions) -> str | None:
     return "FlexAttention has no backward pass on the CPU"
 
 
-Pattern = Callable[[Conditions], SparsePatternConfig]
+PatternOf = Callable[[Conditions], SparsePatternConfig]
 """What an implementation keeps, which flags and the device say."""
 
 
@@ -238,7 +238,7 @@ def _window(conditions: Conditions) -> SparsePatternConfig:
     return msgspec.structs.replace(_own("window", conditions), local_window_size=tokens)
 
 
-def _short(pattern: Pattern, ratio: float, conditions: Conditions) -> SparsePatternConfig:
+def _short(pattern: PatternOf, ratio: float, conditions: Conditions) -> SparsePatternConfig:
     """The same with sizes by which a short sequence keeps some blocks and not others."""
     own = pattern(conditions)
     if own.is_windowed:
@@ -247,7 +247,7 @@ def _short(pattern: Pattern, ratio: float, conditions: Conditions) -> SparsePatt
     return msgspec.structs.replace(own, sparsity_ratio=ratio, block_size=block)
 
 
-def _pattern(pattern: Pattern) -> AttentionContender:
+def _pattern(pattern: PatternOf) -> AttentionContender:
     """Block-sparse attention by a pattern."""
     own, short = (
         AttentionContender(
@@ -258,7 +258,7 @@ def _pattern(pattern: Pattern) -> AttentionContender:
     return replace(own, variants=(short,))
 
 
-def _block_sparse(pattern: Pattern, conditions: Conditions, length: int) -> Compute:
+def _block_sparse(pattern: PatternOf, conditions: Conditions, length: int) -> Compute:
     assert length
     config = pattern(conditions)
 
@@ -292,7 +292,7 @@ def _whole(_: Conditions, length: int) -> tuple[Sequence[int], Sequence[int]]:
 
 
 def _counts(
-    pattern: Pattern | None, branches: Branches, conditions: Conditions, length: int
+    pattern: PatternOf | None, branches: Branches, conditions: Conditions, length: int
 ) -> Tensor:
     """By the paper: head j attends over the tokens ``j mod rate :: rate`` of each segment, of which
     a pattern keeps some.
@@ -375,7 +375,7 @@ def _ring(conditions: Conditions, length: int) -> Compute:
     return compute
 
 
-def _by_branches(pattern: Pattern, branches: Branches) -> AttentionContender:
+def _by_branches(pattern: PatternOf, branches: Branches) -> AttentionContender:
     """Block-sparse attention of branches, of a sequence that is whole or shared by a ring."""
     ratio = _CHECKED_RATIO if branches is _whole else _CHECKED_RATIO_OF_SEGMENTS
     own, short = (
@@ -387,7 +387,9 @@ def _by_branches(pattern: Pattern, branches: Branches) -> AttentionContender:
     return replace(own, variants=(short,))
 
 
-def _branches(pattern: Pattern, branches: Branches, conditions: Conditions, length: int) -> Compute:
+def _branches(
+    pattern: PatternOf, branches: Branches, conditions: Conditions, length: int
+) -> Compute:
     config, of_length = pattern(conditions), branches(conditions, length)
     sharing = Sharing(
         layout=conditions.layout(length),
