@@ -26,7 +26,6 @@ FILES = {
     "data.jsonl": b'{"text": "a few words"}',
     "held_out.jsonl": b'{"text": "other words"}',
     "latin1.txt": b"\xfcber all words",
-    "list.jsonl": b'[{"text": "a few words"}, {"text": "more of them"}]',
     "spread.jsonl": b'{\n"text": "a few words"\n}',
     "file": b"mine",
 }

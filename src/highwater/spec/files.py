@@ -35,12 +35,16 @@ def read_file(path: Path, *, most_bytes: int) -> bytes:
 
     Raises OSError for any other, a pipe or a device for example.
     """
+    content = bytearray()
     with open_regular(path) as file:
+        # in pieces: to read up to a bound at once takes memory for all of it
         is_longer = os.fstat(file.fileno()).st_size > most_bytes
-        content = b"" if is_longer else file.read(most_bytes + 1)
-    if is_longer or len(content) > most_bytes:
+        while not is_longer and (piece := file.read(MIB)):
+            content += piece
+            is_longer = len(content) > most_bytes
+    if is_longer:
         raise OSError(errno.EFBIG, f"it has more than {format_bytes(most_bytes)}", str(path))
-    return content
+    return bytes(content)
 
 
 def open_regular(path: Path) -> BufferedReader:
