@@ -131,6 +131,8 @@ def test_expandable_segments_in_the_environment_are_ignored_with_a_note_without_
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environment,
         stderr=subprocess.PIPE,
         text=True,
+        # a shell's background job ignores it, and so would what it starts
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stderr is not None
     said = ""

@@ -580,4 +580,5 @@ def test_the_command_that_does_a_study_anew_has_the_time_that_its_answers_had(tm
     typed = ("highwater", "find", "Qwen3-0.6B", "--proof", "memory", "--timeout", "60s")
     open_journal(path, within(60.0), command=typed).close()
     *_, anew = (command for command in commands(read_study(path)) if "--study" in command.words)
-    assert anew.words == (*typed[:-2], "--timeout", "300s", "--study", "study-again.jsonl")
+    asked = (*typed[:3], "--prompt-tokens", "2048", *typed[3:-2])
+    assert anew.words == (*asked, "--timeout", "300s", "--study", "study-again.jsonl")
