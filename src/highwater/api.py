@@ -46,11 +46,10 @@ from highwater.run.nodes import RanksOnNodes
 from highwater.run.probe import environment, gpus_meant, host_meant, probe
 from highwater.run.ray_runner import RayRunner
 from highwater.run.readiness import check_directories, check_machine, check_request
-from highwater.run.simulated import FormulaLaw, SimulatedRunner, TableLaw
+from highwater.run.simulated import FormulaLaw, SimulatedRunner
 from highwater.run.tracing import CachedTracer, trace_directory
 from highwater.run.trial_log import LogLayout
 from highwater.search.budget import Budget
-from highwater.search.compare import MethodCount, compare
 from highwater.search.completed import completed_study, gone_on
 from highwater.search.outlook import time_notes
 from highwater.search.predicted_start import check_prediction, expectation, predicted_start
@@ -280,14 +279,6 @@ def open_study(path: str | Path) -> Study:
     damaged.
     """
     return read_study(Path(path))
-
-
-def compare_search(table_path: str | Path) -> tuple[MethodCount, ...]:
-    """Trials that each search method takes to find the capacities of a known table (CSV); nothing
-    is trained.
-    """
-    table = read_capacity_table(Path(table_path))
-    return compare(table.questions, SimulatedRunner(TableLaw(capacity_tokens=table.of_one_gpu())))
 
 
 def machine_of(request: Request) -> Machine:

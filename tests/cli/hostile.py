@@ -34,7 +34,6 @@ BASES = {
     "show": (),
     "report": (),
     "profile": (str(SNAPSHOT),),
-    "compare-search": (),
     # two reasons to refuse, after everything is read: a value of one flag leaves the other
     "bench": (
         *("attention", "--device", "cpu", "--implementations", "ring"),

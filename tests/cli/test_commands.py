@@ -1,4 +1,4 @@
-"""``try``, ``show``, ``doctor``, ``schema`` and ``compare-search``."""
+"""``try``, ``show``, ``doctor`` and ``schema``."""
 
 import json
 import re
@@ -153,26 +153,6 @@ def test_the_published_schema_is_current(highwater: Run) -> None:
     assert (ROOT / "docs" / "study.schema.json").read_text() == printed, (
         "`highwater schema > docs/study.schema.json` renews it"
     )
-
-
-def test_methods_are_compared_on_a_known_table(highwater: Run) -> None:
-    table = str(ROOT / "tests" / "data" / "published_capacity_a100_80gb.csv")
-    counts = {
-        entry["method"]: entry["trials"]
-        for entry in json.loads(highwater("compare-search", table, "--json").stdout)["methods"]
-    }
-    scan, carried, *_ = counts.values()
-    assert (scan, carried, counts["floor"]) == (969, 426, 224)
-    assert counts["highwater, bisect"] <= 320
-    shown = highwater("compare-search", table).stdout
-    assert [line.split()[-1] for line in shown.splitlines()[3:]] == ["0"] * 5
-
-
-def test_the_next_command_after_a_comparison_works_on_every_machine(highwater: Run) -> None:
-    done = highwater(
-        "compare-search", str(ROOT / "tests" / "data" / "published_capacity_a100_80gb.csv")
-    )
-    assert highwater(*following(done)).returncode == 0
 
 
 @pytest.mark.parametrize("command", commands())

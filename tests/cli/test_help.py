@@ -40,7 +40,7 @@ def test_the_help_has_every_command_below_what_people_do_with_it(highwater: Run)
     }
     assert below == groups()
     assert [name for names in below.values() for name in names] == list(commands())
-    assert {"bench", "schema", "compare-search"} == set(below["developer tools"])
+    assert {"bench", "schema"} == set(below["developer tools"])
     assert max(map(len, text.partition("\nexamples:\n")[0].splitlines())) <= 80
 
 

@@ -71,7 +71,7 @@ def test_no_hostile_value_of_any_flag_crashes_a_command(
             "locked/study.yaml cannot be read: Permission denied",
         ),
         (
-            ("compare-search", "locked/table.csv"),
+            ("guide", "locked/table.csv"),
             "the table locked/table.csv cannot be read: Permission denied",
         ),
         (

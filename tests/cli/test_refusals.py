@@ -293,7 +293,7 @@ def test_a_log_directory_that_is_full_is_the_machines_fault(tmp_path: Path) -> N
         (("find",), "no model", "highwater find Qwen3-0.6B"),
         (("show", "none.jsonl"), "none.jsonl", CPU_SEARCH),
         (("show",), "no study under logs", CPU_SEARCH),
-        (("compare-search", "none.csv"), "none.csv", None),
+        (("guide", "none.csv"), "none.csv", None),
         (("try", "Qwen3-0.6B"), "--length", None),
         (("find", "--gpus"), "--gpus", None),
     ],

@@ -52,7 +52,6 @@ PAGES: dict[str, tuple[str, ...]] = {
     "report": ("report", str(STUDY)),
     "profile": ("profile", SNAPSHOTS[1]),
     "profile, side by side": ("profile", *SNAPSHOTS),
-    "compare-search": ("compare-search", "few.csv"),
 }
 """Everything that draws a table or prints long lines."""
 FIGURE = re.compile(r"(?<![\w.,])\d[\d,.]*\d(?:\*)?|(?<![\w.,])\d(?!\w|[.,]\d)")

@@ -216,7 +216,6 @@ def _odd(kind: str, folder: Path) -> Path:
         "guide",
         "guide.csv",
         "guide.json",
-        "compare-search",
         "predict --constants",
         "model",
     ],

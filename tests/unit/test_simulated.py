@@ -5,12 +5,11 @@ from hypothesis import strategies as st
 
 from highwater.memory.formula.constants import CONTEXT_BYTES, FILLED_SHARE
 from highwater.memory.formula.formula import footprint
-from highwater.run.simulated import FormulaLaw, SimulatedRunner, TableLaw
+from highwater.run.simulated import FormulaLaw, SimulatedRunner
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.model_catalog import catalog_names
 from highwater.spec.settings import Settings
-from highwater.spec.study import Cell
 from highwater.spec.trial import Outcome, TrialSpec
 from highwater.units import GIB
 
@@ -145,12 +144,3 @@ def test_what_a_law_raises_reaches_the_caller():
 
     with pytest.raises(KeyboardInterrupt):
         SimulatedRunner(law).run(trial())
-
-
-def test_a_table_fits_up_to_its_capacity_and_knows_no_other_cell():
-    cell = Cell(layout=Layout(), settings=Settings())
-    run = SimulatedRunner(TableLaw(capacity_tokens={("Qwen3-0.6B", cell): 8192})).run
-    assert run(trial(8192)).outcome is Outcome.FIT
-    assert run(trial(8193)).outcome is Outcome.OUT_OF_MEMORY
-    with pytest.raises(KeyError):
-        run(trial(8192, model="Qwen3-4B"))

@@ -128,7 +128,6 @@ def _run(words: Sequence[str]) -> int:
         "completion": completion.completion,
         "bench": bench.bench,
         "schema": commands.schema,
-        "compare-search": commands.compare_search,
     }
     return handlers[arguments.command_name](arguments)
 

@@ -171,15 +171,6 @@ COMMANDS: dict[str, CommandHelp] = {
             "highwater schema | python -m json.tool --compact",
         ),
     ),
-    "compare-search": CommandHelp(
-        _DEVELOP,
-        "trials that each search method takes to find the capacities of a known table",
-        (
-            "highwater compare-search capacities.csv",
-            "highwater compare-search capacities.csv --json",
-            "highwater compare-search capacities.csv --json > trials.json",
-        ),
-    ),
 }
 """Every command by its name, in the order of the help."""
 

@@ -31,12 +31,9 @@ from highwater.pages.study.search_outlook import outlook_lines
 from highwater.pages.study.study_answer import study_answer
 from highwater.pages.study.study_commands import resumed
 from highwater.pages.study.tables import answer_table, trial_table
-from highwater.pages.text import plain
-from highwater.pages.text_table import TextTable
 from highwater.run.diagnosis import diagnose, undiagnosed
 from highwater.run.foreign_commands import check_foreign
 from highwater.run.node_place import node_of
-from highwater.search.compare import MethodCount
 from highwater.search.completed import completed_study
 from highwater.spec.allocator_variables import ignored_options
 from highwater.spec.hardware import CPU_SEARCH
@@ -194,43 +191,6 @@ def schema(_: argparse.Namespace) -> int:
     """``highwater schema``: the JSON Schema of a configuration file."""
     console.answer_json(config_schema())
     return EXIT_ANSWERED
-
-
-def compare_search(arguments: argparse.Namespace) -> int:
-    """``highwater compare-search``: the trials that each search method takes on a known table, side
-    by side.
-    """
-    counts = api.compare_search(arguments.table)
-    if arguments.json:
-        console.answer_json({"schema_version": 1, "methods": counts})
-        return EXIT_ANSWERED
-    console.answer_table(_count_table(arguments.table, counts))
-    console.next_command(
-        "highwater find Qwen3-0.6B --method bisect --device cuda --memory 80GiB --dry-run"
-    )
-    return EXIT_ANSWERED
-
-
-def _count_table(path: str, counts: Sequence[MethodCount]) -> TextTable:
-    """The trials of each method, a row each."""
-    models = list(dict.fromkeys(model for count in counts for model in count.trials_by_model))
-    return TextTable(
-        title=f"trials to find the capacities of {plain(path)}: simulated",
-        columns=("method", "trials", *map(plain, models), "cells with another answer"),
-        rows=tuple(
-            (
-                count.method,
-                str(count.trials),
-                *(str(count.trials_by_model.get(model, 0)) for model in models),
-                str(len(count.differing_cells)),
-            )
-            for count in counts
-        ),
-        footnotes=tuple(
-            f"{count.method}: {plain(cell)}" for count in counts for cell in count.differing_cells
-        ),
-        left_columns=1,
-    )
 
 
 def exit_code(study: Study, *, has_budget: bool = False) -> int:

@@ -366,13 +366,6 @@ def _bench_flags(parser: Parser) -> None:
     add_json(parser)
 
 
-def _compare_search_flags(parser: Parser) -> None:
-    parser.add_argument(
-        "table", metavar="CSV", help="columns gpu, settings, gpus, sp, model, max_model_len"
-    )
-    add_json(parser)
-
-
 _FLAGS: Mapping[str, Callable[[Parser], None]] = {
     "find": _find_flags,
     "try": _try_flags,
@@ -389,6 +382,5 @@ _FLAGS: Mapping[str, Callable[[Parser], None]] = {
     "doctor": _doctor_flags,
     "completion": _completion_flags,
     "bench": _bench_flags,
-    "compare-search": _compare_search_flags,
 }
 """The function that adds the flags of each command, by the command's name; ``schema`` has none."""

@@ -1,12 +1,12 @@
 """SimulatedRunner: answers trials from a memory law, without training anything.
 
-It is for tests, for ``--dry-run``, and for comparing search methods. A law says what a trial needs
+It is for ``--dry-run`` and for tests. A law says what a trial needs
 (bytes) or how it ends (an outcome); it may also raise. The runner compares the bytes with the
 budget and writes the result that a real trial would, labelled ``simulated``: peaks by the law,
 times by a second law, or unknown.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,7 +16,6 @@ from highwater.memory.formula.formula import footprint
 from highwater.memory.formula.outside_allocator import context_bytes, outside_terms
 from highwater.run.one_by_one import OneByOne
 from highwater.spec.model import ModelShape, load_model
-from highwater.spec.study import Cell
 from highwater.spec.trial import (
     Failure,
     MemoryBudget,
@@ -185,23 +184,6 @@ class FormulaLaw:
 
     def _shape_of(self, spec: TrialSpec) -> ModelShape:
         return self.shape or _shape(spec.model_directory)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TableLaw:
-    """The law by a table of capacities, which knows no bytes.
-
-    A length fits if it is no longer than its cell's capacity.
-    """
-
-    capacity_tokens: Mapping[tuple[str, Cell], int]
-    """Capacities by model name and cell; 0 where nothing fits."""
-
-    def __call__(self, spec: TrialSpec) -> Outcome:
-        """Whether the table's capacity is this long; KeyError for a cell that it does not have."""
-        cell = Cell(layout=spec.layout, settings=spec.settings)
-        capacity = self.capacity_tokens[spec.model_name, cell]
-        return Outcome.FIT if spec.length_tokens <= capacity else Outcome.OUT_OF_MEMORY
 
 
 @cache

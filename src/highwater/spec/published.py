@@ -62,16 +62,6 @@ class CapacityTable(Record, frozen=True, kw_only=True):
         """The capacity of a cell of one of the questions."""
         return self.capacity_tokens[question.device_name, question.model.name, cell]
 
-    def of_one_gpu(self) -> dict[tuple[str, Cell], int]:
-        """The capacities without the GPU; raises UsageError where two kinds of it have one cell."""
-        found = {(model, cell): tokens for (_, model, cell), tokens in self.capacity_tokens.items()}
-        if len(found) < len(self.capacity_tokens):
-            gpus = " and ".join(dict.fromkeys(gpu for gpu, _, _ in self.capacity_tokens))
-            raise UsageError(
-                f"the table has the same cells of {gpus}", hint="give a CSV for each kind of GPU"
-            )
-        return found
-
 
 def read_capacity_table(path: Path) -> CapacityTable:
     """The capacity table in a CSV file, for GPUs and models of the catalog.
