@@ -16,7 +16,7 @@ GUIDE, REPORT = "guide-h200-page.html", "report-example.html"
 ALONE = '<a class="skip" href="#content">'
 """What every page of ours that stands alone has, and no page of the site."""
 LINKS = {
-    "guide-h200.md": f"[The same as a page, with a slider for any length]({GUIDE})",
+    "guide-h200.md": f"[The same as a page, which answers for any length]({GUIDE})",
     "guides/guide.md": f"[A guide as a page](../{GUIDE}) · [a report as a page](../{REPORT})",
     "results/find/README.md": f"[The report of one of these studies](../../{REPORT})",
 }

@@ -39,7 +39,7 @@ GIVEN_UP_WORDS = {
 ELSEWHERE = {
     "slope": {"memory/trace/scaled_trace.py"},  # of a line
     "Place": {  # where a chooser stands
-        f"pages/guide/{name}.py" for name in ("answers", "chooser", "guide_maps", "guide_page")
+        f"pages/guide/{name}.py" for name in ("answers", "chooser", "guide_page")
     },
 }
 """Words that mean what the field means by them there."""

@@ -33,29 +33,14 @@ def test_a_report_has_no_serious_finding_and_never_scrolls_sideways(
     assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[screen]
 
 
-def test_a_report_answers_for_any_length_by_its_trials(opened: Opened, tmp_path: Path) -> None:
-    study = STUDY.with_name("qwen3-4b-79gib.jsonl")
-    page = opened(write_report(tmp_path / "r.html", study_report(study)), width=WIDTHS["phone"])
-    number, said = page.locator("#answer-number"), page.locator("#answer-said")
-    assert number.inner_text() == "57,344 tokens"
-    assert said.inner_text().startswith("the longest that trains, measured, with ")
-    page.locator("#choose-length").fill("30k")
-    assert said.inner_text() == "trains, measured, with expandable segments"
-    assert "at 32,768 tokens" in page.locator("#answer-at").inner_text()
-    page.locator("#choose-length").fill("64k")
-    assert said.inner_text() == "Nothing here is known to fit: 57,344 is the longest."
-    assert "no room for " in page.locator("#answer-at").inner_text()
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_first_screen_of_a_phone_has_the_answer_and_every_bar_is_whole(
     reported: Path, opened: Opened, scheme: str
 ) -> None:
     page = opened(reported, width=WIDTHS["phone"], scheme=scheme)
-    for name in ("answer-number", "answer-figures", "slide-length"):
-        box = page.locator(f"#{name}").bounding_box()
-        assert box["y"] + box["height"] <= 844, name
-    ends = page.locator(".lane span, .track span, .memory-rows p, .ticks span").evaluate_all(
+    box = page.locator("#answer-said").bounding_box()
+    assert box["y"] + box["height"] <= 844
+    ends = page.locator(".lane span, .memory-rows p, .ticks span").evaluate_all(
         "each => each.map((part) => part.getBoundingClientRect().right)"
     )
     assert max(ends) <= WIDTHS["phone"]
@@ -84,5 +69,5 @@ def test_text_from_outside_does_nothing_in_a_report(opened: Opened, tmp_path: Pa
     page = opened(write_report(tmp_path / "hostile.html", study_report(study)))
     assert hostile in page.locator("h1").inner_text()
     assert page.locator("img").count() == 0
-    assert page.locator("script").count() == 2, "the figures and the program"
-    assert hostile not in page.locator("#answer-said").inner_text()
+    assert page.locator("script").count() == 0
+    assert hostile in page.locator("#answer-said").inner_text(), "as text"

@@ -19,16 +19,15 @@ from studies import HOSTILE, QUESTION, REAL, hostile_study, real_report, report_
 
 from highwater import study_report, write_report
 from highwater.errors import UsageError
-from highwater.pages.frontier import frontier_data, headline
+from highwater.pages.study.study_answer import study_answer
 from highwater.pages.study.study_csv import COLUMNS, study_csv
-from highwater.pages.study.study_frontier import study_frontier
 from highwater.pages.study.study_markdown import study_markdown
 from highwater.pages.study.study_page import study_page
 from highwater.pages.study.study_parts import HEADINGS, memory_table
 from highwater.pages.study.study_pictures import bracket_picture, memory_picture
 from highwater.spec.study import RecordedTrial
 from highwater.spec.trial import LogEnd, Outcome
-from highwater.units import GIB, format_bytes
+from highwater.units import GIB
 
 OUTCOMES = (
     Outcome.FIT,
@@ -65,11 +64,7 @@ def test_a_page_needs_nothing_else() -> None:
     assert "default-src 'none'" in str(page.all("meta"))
     outside = {"link", "img", "iframe", "object", "embed", "base"}
     assert not {tag for tag, _ in page.elements} & outside
-    (form,) = page.all("form")
-    assert set(form) == {"class", "id", "aria-label", "hidden"}, "nothing is sent anywhere"
-    data, program = page.all("script")
-    assert data == {"type": "application/json", "id": "frontier-data"}
-    assert program == {}
+    assert not {"form", "script"} & {tag for tag, _ in page.elements}
     assert not re.search(r"@import|url\(|fetch\(|XMLHttp|innerHTML|eval\(", text)
     assert all(str(link["href"]).startswith("#") for link in page.all("a"))
     places = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
@@ -160,45 +155,12 @@ def test_a_picture_of_memory_draws_the_limit_and_of_many_trials_only_the_edges()
     assert memory_picture(report_of(study_of(trial(8192, None)))) is None
 
 
-def test_a_page_opens_with_the_longest_length_that_was_trained() -> None:
+def test_a_page_opens_with_the_sentence_that_the_command_prints() -> None:
     report = real_report("qwen3-4b-79gib")
-    frontier = study_frontier(report)
-    said = headline(frontier)
-    answers = [cell.answer for cell in report.cells if cell.answer is not None]
-    best = max(answers, key=lambda answer: answer.capacity_tokens or 0)
-    assert said.number == f"{best.capacity_tokens:,}"
-    assert said.words == "expandable segments and a chunked loss; YaRN scales positions"
-    assert said.what == "the longest that trains, measured"
-    assert best.headroom_bytes is not None
-    assert format_bytes(best.headroom_bytes) in dict(said.figures).values()
-    assert f"{best.tokens_per_s:,.0f}" in dict(said.figures).values()
-    for row, answer in zip(frontier.rows, answers, strict=True):
-        assert (row.trained_tokens, row.fails_tokens) == (
-            answer.capacity_tokens,
-            answer.does_not_fit_tokens,
-        )
-        assert str(row.asked).startswith("no room for ")
     text = study_page(report)
-    order = ['id="answer-number"', 'id="frontier"', 'aria-label="Contents"', 'id="question"']
+    assert study_answer(report.study) in Page(text).text("p")
+    order = ['id="answer-said"', 'aria-label="Contents"', 'id="question"']
     assert [text.index(each) for each in order] == sorted(text.index(each) for each in order)
-
-
-def test_what_memory_alone_holds_is_drawn_apart() -> None:
-    report = real_report("long-0.6b-79gib")
-    frontier = study_frontier(report)
-    (row,) = (each for each in frontier.rows if each.reach_tokens > each.trained_tokens)
-    assert row.reach_in_words.endswith(f"memory holds {row.reach_tokens:,}")
-    assert 'class="memory-only"' in study_page(report)
-
-
-def test_a_risk_is_a_word_beside_what_is_left() -> None:
-    frontier = study_frontier(real_report("qwen3-4b-79gib"))
-    row = frontier.rows[-1]
-    points = tuple(point._replace(risk="tight") for point in row.points)
-    tight = frontier._replace(rows=(row._replace(points=points),))
-    assert headline(frontier).risk is None
-    assert headline(tight).risk == "tight"
-    assert frontier_data(tight)["rows"][0][7][-1] == ["tight"]
 
 
 def test_no_folder_of_the_machine_of_a_trial_is_on_its_page() -> None:
@@ -231,7 +193,7 @@ def test_text_from_outside_stays_text_on_a_page() -> None:
     text = study_page(report)
     page = Page(text)
     assert "img" not in {tag for tag, _ in page.elements}
-    assert len(page.all("script")) == 2, "the figures and the program"
+    assert page.all("script") == []
     assert not [
         name for _, attributes in page.elements for name in attributes if name.startswith("on")
     ]

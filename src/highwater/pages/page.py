@@ -5,7 +5,6 @@ Text from outside stays text in them.
 
 import base64
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from importlib.resources import files
@@ -35,17 +34,10 @@ def page_template(name: str) -> Template:
     return environment.get_template(name)
 
 
-def page_script(*names: str) -> Markup:
-    """Scripts of this folder, one after the other, as a page has them in one element."""
-    folder = files("highwater.pages") / "templates"
-    text = "".join((folder / name).read_text(encoding="utf-8") for name in names)
-    return Markup(text)  # noqa: S704 -- files of ours
-
-
-def page_json(value: object) -> Markup:
-    """A JSON document without folders, harmless inside a ``script`` element."""
-    text = json.dumps(paths_shortened(value), separators=(",", ":"))
-    return script_text(text)
+def page_script(name: str) -> Markup:
+    """A script of this folder, as a page has it in an element."""
+    text = (files("highwater.pages") / "templates" / name).read_text(encoding="utf-8")
+    return Markup(text)  # noqa: S704 -- a file of ours
 
 
 def script_text(text: str) -> Markup:

@@ -12,12 +12,7 @@ import msgspec
 from highwater.emit.emitted import answered_first
 from highwater.emit.targets import TARGETS, configured_choice
 from highwater.errors import HighwaterError
-from highwater.memory.capacity import CellPrediction, predict_cells
-from highwater.memory.formula.formula import refuse_unknown_family
-from highwater.memory.question import memory_limit_of
-from highwater.memory.trainers import MEMORY
 from highwater.pages.answer_sentence import recommendation_answer
-from highwater.pages.frontier import Frontier
 from highwater.pages.guide.chooser import Answer, Place
 from highwater.pages.guide.guide import (
     NOTHING_FITS,
@@ -27,18 +22,13 @@ from highwater.pages.guide.guide import (
     farthest,
     trained,
 )
-from highwater.pages.guide.guide_frontier import asked_frontier, ends, table_frontier
 from highwater.pages.guide.guide_parts import entry
 from highwater.pages.guide.recorded_answers import known_recommendation
 from highwater.recommendation.recommend import recommend
-from highwater.recommendation.trainer_question import trainer_question
-from highwater.run.probe import gpus_meant
 from highwater.spec.capacities import Capacity
-from highwater.spec.model import load_model
 from highwater.spec.query import Query
 from highwater.spec.recommendation import Recommendation
 from highwater.spec.request import trial_flags
-from highwater.spec.study import Cell
 from highwater.spec.trainer import OURS, TRAINERS, trainer_title
 
 _NAMED = ("objective", "critic", "entropy", "rope")
@@ -130,7 +120,7 @@ def _query(made: Guide, group: Sequence[tuple[GuideTable, Sequence[Capacity]]]) 
 def _place(made: Guide, group: Sequence[_Own], query: Query | None, *, apart: float) -> Place:
     table, own = group[0]
     first = own[0]
-    answers, frontier = ((), None) if query is None else _asked(query, group, apart=apart)
+    answers = () if query is None else _asked(query, group, apart=apart)
     sources = (
         ("measured, else predicted" if query.studies else "predicted")
         if query and answers
@@ -144,43 +134,16 @@ def _place(made: Guide, group: Sequence[_Own], query: Query | None, *, apart: fl
     if not answers:
         query = None
         answers = tuple(_known_answers(made, group))
-    if frontier is None:
-        frontier = table_frontier(own, [each.found.length_tokens for each in answers])
-    formula = query or made.queries.get((first.found_in, first.model_name, first.device_name))
-    sequences = first.cell.settings.sequences_per_micro_batch
-    longest, beyond = _ends(group)
-    fitting = [each.found.length_tokens for each in answers if each.found.length_tokens <= longest]
+    fitting = [each.found for each in answers if each.found.chosen is not None]
+    sure = [each for each in fitting if each.chosen is not None and each.chosen.risk != "tight"]
     return Place(
         model_name=first.model_name,
         device_name=table.device_name,
         gpus=table.gpus,
         basis=f"{', '.join((trained(first), *named))}: {sources}",
-        sequences=sequences,
         answers=answers,
-        frontier=frontier,
-        longest_tokens=max(fitting, default=None),
-        opens_tokens=max(
-            (tokens for tokens in fitting if tokens <= table.native_length_tokens), default=None
-        ),
-        explained=()
-        if formula is None
-        else _drawn(_explained(formula, table.gpus, longest or beyond, sequences), frontier),
-        explained_tokens=longest or beyond,
+        longest_tokens=max((each.length_tokens for each in sure or fitting), default=None),
     )
-
-
-def _drawn(explained: tuple[CellPrediction, ...], frontier: Frontier) -> tuple[CellPrediction, ...]:
-    """What is explained of the settings that the picture has, whatever a micro-batch holds.
-
-    All of it where that is none.
-    """
-    drawn = {_without_sequences(row.cell) for row in frontier.rows}
-    return tuple(each for each in explained if _without_sequences(each.cell) in drawn) or explained
-
-
-def _without_sequences(cell: Cell) -> Cell:
-    settings = msgspec.structs.replace(cell.settings, sequences_per_micro_batch=1)
-    return msgspec.structs.replace(cell, settings=settings)
 
 
 def _ends(group: Sequence[_Own]) -> tuple[int, int]:
@@ -211,17 +174,15 @@ def _lengths(group: Sequence[_Own], *, apart: float) -> list[int]:
     return sorted(kept)
 
 
-def _asked(
-    query: Query, group: Sequence[_Own], *, apart: float
-) -> tuple[tuple[Answer, ...], Frontier | None]:
-    """Answers of ``recommend`` for every length that it can be asked about, and what they draw."""
+def _asked(query: Query, group: Sequence[_Own], *, apart: float) -> tuple[Answer, ...]:
+    """Answers of ``recommend`` for every length that it can be asked about, the longest too."""
     gpus, model_name = group[0][0].gpus, group[0][1][0].model_name
     lengths = _lengths(group, apart=apart)
     found = list(_recommended(query, gpus, lengths))
-    wanted = ends(found[0]) if found else ()
-    found += _recommended(query, gpus, set(wanted[-1:]) - set(lengths))
+    longest = max((c.capacity_tokens for each in found[:1] for c in each.candidates), default=0)
+    found += _recommended(query, gpus, {longest} - {0, *lengths})
     found.sort(key=lambda each: each.length_tokens)
-    answers = tuple(
+    return tuple(
         Answer(
             found=each,
             command=shlex.join(query.words(gpus=gpus, length_tokens=each.length_tokens)),
@@ -230,20 +191,6 @@ def _asked(
         )
         for each in found
     )
-    if not found:
-        return (), None
-    told = {each.length_tokens for each in found}
-    # where settings end, figures alone are wanted; a replay takes a second each
-    more = () if _is_replayed(query) else set(wanted) - told
-    drawn = [*found, *_recommended(query, gpus, more)]
-    trained = {
-        each.cell: each.capacity_tokens
-        for _, own in group
-        for each in own
-        if each.source == "measured" and not each.is_memory_only
-    }
-    is_cut = not told.issuperset(lengths)
-    return answers, asked_frontier(drawn, trained=trained, is_cut=is_cut)
 
 
 def _recommended(query: Query, gpus: int, lengths: Iterable[int]) -> Iterator[Recommendation]:
@@ -313,22 +260,3 @@ def _configurations(found: Recommendation, model: str) -> Mapping[str, str]:
                     answered = answered_first(answered, recommendation_answer(chosen))
                 texts[target] = answered.text.rstrip("\n") + "\n"
     return texts
-
-
-def _explained(
-    query: Query, gpus: int, length_tokens: int, sequences: int
-) -> tuple[CellPrediction, ...]:
-    """Every cell in closed form, whose terms ``highwater predict --length --explain`` shows."""
-    asked = query.arguments(gpus=gpus)
-    settings = {**dict(query.settings), "sequences_per_micro_batch": sequences}
-    with suppress(HighwaterError):  # a family that no formula knows
-        refuse_unknown_family(load_model(query.model))
-        where = gpus_meant(asked["gpus"], asked.get("gpu_memory"))
-        memory_limit = memory_limit_of(
-            where,
-            host_memory=None,
-            reserved=query.reserved_bytes,
-        )
-        question, _ = trainer_question(query.model, where, query.trainer, length_tokens, settings)
-        return predict_cells(question, memory_limit, MEMORY[query.trainer].formula)
-    return ()

@@ -11,9 +11,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from highwater.memory.capacity import CellPrediction
-from highwater.pages.frontier import Frontier, frontier_data
-from highwater.pages.guide.guide_frontier import candidate_words
+from highwater.pages.answer_sentence import recommendation_answer
 from highwater.pages.page import paths_shortened, script_text
 from highwater.pages.paths import without_folders
 from highwater.pages.recommendation_tables import recommendation_tables
@@ -55,20 +53,12 @@ class Place:
     gpus: int
     basis: str
     """Whose step it is, what it trains, and what its figures are."""
-    sequences: int
-    """Sequences a micro-batch, in the guide's tables."""
     answers: tuple[Answer, ...]
     """Answers, the shortest length first."""
     longest_tokens: int | None
-    """The longest of these lengths that the guide's tables say fits; None: no length."""
-    opens_tokens: int | None
-    """The longest of them up to the native length, which a button offers."""
-    frontier: Frontier
-    """How far each of the settings reaches, which is drawn."""
-    explained: tuple[CellPrediction, ...] = ()
-    """Cells of the frontier by formula; empty where no formula knows of the model."""
-    explained_tokens: int = 0
-    """The longest length that is known to fit, which ``explained`` is about."""
+    """The longest of these lengths that is known to fit and is not tight, if any is; None: none
+    fits.
+    """
 
 
 def chooser_json(places: Sequence[Place]) -> Markup:
@@ -100,8 +90,6 @@ def _place(place: Place, fields: Sequence[str]) -> dict[str, Any]:
         "gpus": place.gpus,
         "basis": plain_lines(place.basis),
         "longest": place.longest_tokens,
-        "opens": place.opens_tokens,
-        "frontier": _frontier(place.frontier),
         "answers": [_answer(answer, fields) for answer in place.answers],
     }
 
@@ -113,7 +101,7 @@ def _answer(answer: Answer, fields: Sequence[str]) -> dict[str, Any]:
         "fields": [_Value(_json(found[name])) for name in fields],
         "chosen": _chosen(found["chosen"]),
         "label": _text("" if answer.found.chosen is None else answer.found.chosen.label),
-        "words": _text(_words(answer.found)),
+        "said": _text(recommendation_answer(answer.found)),
         "entries": [_text(entry) for entry in answer.entries],
         "tables": [_table(table) for table in recommendation_tables(answer.found)],
         "command": _text(answer.command),
@@ -122,27 +110,6 @@ def _answer(answer: Answer, fields: Sequence[str]) -> dict[str, Any]:
             for name, text in answer.configurations.items()
         ],
     }
-
-
-def _words(found: Recommendation) -> str:
-    """What is chosen, as one says it; empty where nothing is."""
-    if found.chosen is None:
-        return ""
-    return candidate_words(found.chosen, is_scaled=found.yarn is not None)
-
-
-def _frontier(frontier: Frontier) -> dict[str, Any]:
-    """The frontier, its texts among the values that stand there once."""
-    data = dict(frontier_data(frontier))
-    data["rows"] = [
-        [_Value(_json(each)) if isinstance(each, str) else each for each in row]
-        for row in data["rows"]
-    ]
-    data["opening"] = [
-        _Value(_json(each)) if isinstance(each, str) else each for each in data["opening"]
-    ]
-    data["ticks"], data["offered"] = list(frontier.ticks), list(frontier.offered)
-    return data
 
 
 def _chosen(candidate: dict[str, Any] | None) -> list[_Value] | None:

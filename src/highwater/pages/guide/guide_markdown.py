@@ -95,7 +95,7 @@ def _choices(section: Section) -> Iterator[str]:
 
 def _capacities(section: Section) -> Iterator[str]:
     yield f"### {escaped(section.heading)}"
-    for table, _ in guide_rungs.rungs(section.capacities):
+    for table in guide_rungs.rungs(section.capacities):
         yield f"**{escaped(table.title)}**"
         yield markdown_table(table)
 

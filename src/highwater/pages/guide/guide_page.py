@@ -3,18 +3,16 @@
 It needs no network, and is readable without script, on a phone, in the dark and on paper.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from highwater.pages.frontier import headline
+from highwater.pages.answer_sentence import recommendation_answer
 from highwater.pages.guide import guide_parts, guide_rungs, guide_text
 from highwater.pages.guide.chooser import Place, chooser_json
 from highwater.pages.guide.guide import Guide
-from highwater.pages.guide.guide_maps import MOST_PLACES, Figure, HeatMap, headroom_map, term_map
 from highwater.pages.guide.guide_parts import Section
 from highwater.pages.guide.guide_speed import speed_tables
 from highwater.pages.page import digest, page_script, page_template
-from highwater.spec.study import counted_ranks
 
 
 class Bar(NamedTuple):
@@ -34,8 +32,7 @@ def guide_page(guide: Guide, places: Sequence[Place] = ()) -> str:
     Everything is escaped but what is marked in our own text.
     """
     sections = guide_parts.sections(guide)
-    script = page_script("frontier.js", "chooser.js")
-    first = places[0] if places else None
+    script = page_script("chooser.js")
     return page_template("guide.html.j2").render(
         text=guide_text,
         introduction=guide_parts.introduction(guide),
@@ -43,7 +40,7 @@ def guide_page(guide: Guide, places: Sequence[Place] = ()) -> str:
         words=list(guide_parts.words(guide)),
         sections=sections,
         bars=[_bars(section) for section in sections],
-        heat_maps=[list(_heat_maps(section)) for section in sections],
+        rungs=guide_rungs.rungs,
         gpus_heading=guide_parts.gpus_heading,
         only_with_offload=guide_parts.only_with_offload,
         only_tried=guide_parts.only_tried,
@@ -58,11 +55,21 @@ def guide_page(guide: Guide, places: Sequence[Place] = ()) -> str:
         data=chooser_json(places),
         script=script,
         script_digest=digest(script),
-        opening=first and f"{first.model_name} on {first.gpus} x {first.device_name}",
-        headline=first and headline(first.frontier),
+        opening=_opening(places),
         speeds=list(speed_tables(guide)),
-        maps=_maps(places[:MOST_PLACES]),
-        most_places=MOST_PLACES,
+    )
+
+
+def _opening(places: Sequence[Place]) -> str:
+    """The answer that the chooser opens with; empty without one."""
+    if not places:
+        return ""
+    place = next((each for each in places if each.longest_tokens is not None), places[0])
+    length = place.longest_tokens or place.answers[0].found.length_tokens
+    return next(
+        recommendation_answer(each.found)
+        for each in place.answers
+        if each.found.length_tokens == length
     )
 
 
@@ -83,32 +90,3 @@ def _bars(section: Section) -> list[Bar]:
         )
         for (table, name, _), (full, memory_only) in zip(found, reached, strict=True)
     ]
-
-
-def _maps(places: Sequence[Place]) -> dict[str, list[tuple[str, tuple[HeatMap, ...]]]]:
-    """Names and maps of places, by kind of GPU and of training."""
-    found: dict[str, list[tuple[str, tuple[HeatMap, ...]]]] = {}
-    for place in places:
-        maps = tuple(filter(None, (headroom_map(place), term_map(place))))
-        name = f"{place.model_name}, {counted_ranks(place.gpus, 'cuda')}"
-        found.setdefault(f"{place.device_name}: {place.basis}", []).append((name, maps))
-    return found
-
-
-def _heat_maps(section: Section) -> Iterator[HeatMap]:
-    rungs = list(guide_rungs.rungs(section.capacities))
-    longest = (
-        max((tokens for rung in rungs for row in rung.tokens for tokens in row), default=0) or 1
-    )
-    for table, tokens_found in rungs:
-        rows = (
-            (
-                row[:2],
-                tuple(
-                    Figure(text, round(tokens / longest, 3))
-                    for text, tokens in zip(row[2:], tokens_row, strict=True)
-                ),
-            )
-            for row, tokens_row in zip(table.rows, tokens_found, strict=True)
-        )
-        yield HeatMap(table, tuple(rows))

@@ -1,7 +1,6 @@
 """The capacities of a guide: how far each model gets, of all cells and by rung."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -24,15 +23,7 @@ _HF_WEIGHTS = {
 }
 
 
-class Rung(NamedTuple):
-    """The capacities of one rung."""
-
-    table: TextTable
-    tokens: tuple[tuple[int, ...], ...]
-    """The longest length of each figure in the table's columns of models; 0 where none is known."""
-
-
-def rungs(capacities: Sequence[Capacity]) -> Iterator[Rung]:
+def rungs(capacities: Sequence[Capacity]) -> Iterator[TextTable]:
     """The capacities of each rung, the simplest first, by number of GPUs and degree."""
     models = in_natural_order(each.model_name for each in capacities)
     settings_found = {each.cell.settings for each in capacities}
@@ -47,20 +38,13 @@ def rungs(capacities: Sequence[Capacity]) -> Iterator[Rung]:
             for layout in sorted(found, key=msgspec.structs.astuple)
         ]
         strategy, weights = _STRATEGIES[settings.strategy], _HF_WEIGHTS[settings.save_hf]
-        table = TextTable(
+        yield TextTable(
             title=f"{settings.label} ({strategy}, Hugging Face weights {weights})",
             columns=("GPUs", "SP", *models),
             rows=tuple(
                 (str(layout.gpus), layout.sharing, *map(_figure, own)) for layout, own in cells
             ),
             left_columns=0,
-        )
-        yield Rung(
-            table,
-            tuple(
-                tuple(max((c.capacity_tokens for c in each), default=0) for each in own)
-                for _, own in cells
-            ),
         )
 
 

@@ -150,12 +150,6 @@ WITHOUT_SCRIPT = (
     "tables below say which settings fit, "
     "and `highwater recommend MODEL --gpus 4xA100-80GB --length 64k` answers for any length."
 )
-FRONTIER = "Settings, the simplest first, and the longest length in tokens that each trains"
-HOW_TO_SEE = (
-    "Each bar is as long as the longest context that fits with those settings. Take the first "
-    "that reaches your length: those below save more memory and are slower or take more to set "
-    "up. `≥`: nobody asked about longer ones. Hatched: memory holds it, nothing was trained."
-)
 BEYOND = (
     "This page has no answer for a length as long as that. The command has, and says what would "
     "do where nothing fits."
@@ -173,17 +167,6 @@ AS_JSON = (
     "As `highwater recommend --json` has it, but for the list of candidates; the tables "
     "above show those."
 )
-MAPS = (
-    "Two tables for each model and number of GPUs. What each length leaves of a GPU, in GiB, at "
-    "least: the stronger the colour, "
-    "the fuller the GPU; hatched and below 0, it does not fit; `-`: it does not, and nobody knows "
-    "what it lacks; `?`: nobody "
-    "knows; `≥`: what a longer one left that was measured, so that this one leaves as much or "
-    "more, without a colour where that "
-    "is more than 5 % longer. And what "
-    "memory is taken by at the peak, term by term, predicted: the stronger the colour, the more."
-)
-NOT_ALL_MAPS = "The other models and GPUs have none here, so that the page stays small."
 
 
 def long_context(model_name: str, native_length_tokens: int) -> str:

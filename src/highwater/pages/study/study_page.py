@@ -1,26 +1,17 @@
-"""The report of a study as one HTML page that needs nothing else: no network, and its script is a
-part of it, which only redraws the answer for another length.
-"""
+"""The report of a study as one HTML page that needs nothing else: no network and no script."""
 
-from highwater.pages.frontier import frontier_data, headline
-from highwater.pages.page import digest, page_json, page_script, page_template
+from highwater.pages.page import page_template
 from highwater.pages.study import study_parts, study_predictions, study_question
-from highwater.pages.study.study_frontier import study_frontier
+from highwater.pages.study.study_answer import study_answer
 from highwater.pages.study.study_pictures import SHAPES, bracket_picture, memory_picture
 from highwater.pages.study.study_report import StudyReport
 
 
 def study_page(report: StudyReport) -> str:
     """Write the whole page. Everything in it is escaped but what is marked in our own text."""
-    frontier = study_frontier(report)
-    script = page_script("frontier.js", "report.js")
     return page_template("study.html.j2").render(
         report=report,
-        frontier=frontier,
-        headline=headline(frontier),
-        data=page_json(frontier_data(frontier)),
-        script=script,
-        script_digest=digest(script),
+        answer=study_answer(report.study),
         parts=study_parts,
         question=study_question,
         predictions=study_predictions,

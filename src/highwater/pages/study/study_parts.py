@@ -39,11 +39,6 @@ HEADINGS = {
     "notes": "Notes",
 }
 """The headings, in their order."""
-FRONTIER = "Settings in the order of the question, and the longest length in tokens that each fit"
-HOW_TO_SEE = (
-    "Each bar is as long as the longest context that fit; × is the shortest above it that did not. "
-    "≥: no longer one was tried. Hatched: memory holds it, nothing was trained."
-)
 NO_FAILURES = "Every trial that ended fit."
 WORDS = (
     "**fit**: every step was done, with a finite loss. **Memory-only fit**: memory holds the "

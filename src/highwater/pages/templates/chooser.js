@@ -1,9 +1,26 @@
+"use strict";
 /* The chooser of a guide's page: it looks answers up in the page's own JSON, computes none, and writes text only as text. */
 (() => {
   const { fields, chosen: chosenFields, values, places } = JSON.parse(document.getElementById("chooser-data").textContent);
-  const { at, element, grouped } = page;
+  const grouped = new Intl.NumberFormat("en");
+  const at = (id) => document.getElementById(id);
   const chosen = { model: null, gpu: null, gpus: null, basis: null };
   const NAMES = Object.keys(chosen);
+
+  const element = (name, text, attributes = {}) => {
+    const made = document.createElement(name);
+    if (text !== null) made.textContent = text;
+    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+    return made;
+  };
+
+  /* `65536`, `65,536`, `64k`, `1m`; null for anything else. */
+  const tokens = (text) => {
+    const found = /^\s*(\d[\d,_]*|\d*\.\d+)\s*([km]?)\s*$/i.exec(text);
+    if (found === null) return null;
+    const count = Number(found[1].replace(/[,_]/g, "")) * { "": 1, k: 1024, m: 1024 ** 2 }[found[2].toLowerCase()];
+    return Number.isInteger(count) && count > 0 ? count : null;
+  };
 
   /* `code` in our own sentences. */
   const marked = (name, text, attributes) => {
@@ -20,38 +37,31 @@
     }));
   };
 
-  const textsOf = (row) => row.map((each, index) => ([0, 1, 6, 8, 10].includes(index) ? values[each] : each));
-
   /* Each choice offers what the ones before it leave, first what the tables answer; what was chosen stays where it can, a length too. */
+  let place = null;
+  let wanted = null; /* null: the longest */
+
   const choose = () => {
     let left = places;
     for (const name of NAMES) {
       const offered = [...new Set(left.map((place) => place[name]))];
-      if (!offered.includes(chosen[name])) chosen[name] = (left.find((place) => place.opens !== null) || left[0])[name];
+      if (!offered.includes(chosen[name])) chosen[name] = (left.find((place) => place.longest !== null) || left[0])[name];
       fill(at(`choose-${name}`), offered.map((value) => [value, String(value)]), chosen[name]);
       left = left.filter((place) => place[name] === chosen[name]);
     }
     at("choice-basis").hidden = new Set(places.map((place) => place.basis)).size === 1;
-    const [place] = left;
-    at("answer-where").textContent = `${place.model} on ${place.gpus} x ${place.gpu}`;
-    page.onLength((length) => answered(place, length));
-    const { rows, opening: [first, ...said] } = place.frontier;
-    page.show({ ...place.frontier, rows: rows.map(textsOf), opening: [first, ...said.map((each) => values[each])] }, (length) => exactly(place, length));
-  };
-
-  /* What is chosen for this very length: undefined where the page has no answer for it, null where nothing fits. */
-  const exactly = (place, length) => {
-    const answer = place.answers.find((each) => each.length === length);
-    if (answer === undefined) return undefined;
-    const { chosen: found } = factsOf(answer);
-    return found === null ? null : { label: values[answer.label], words: values[answer.words], source: found.source, memoryOnly: found.is_memory_only };
+    [place] = left;
+    answered();
   };
 
   /* The whole answer, of this length or the next longer one that the page has. */
-  const answered = (place, length) => {
+  const answered = () => {
+    const length = wanted || place.longest || place.answers[0].length;
     const answer = place.answers.find((each) => each.length >= length);
+    if (document.activeElement !== at("choose-length")) at("choose-length").value = grouped.format(length);
     at("answer").hidden = answer === undefined;
     at("answer-beyond").hidden = answer !== undefined;
+    at("answer-said").hidden = answer === undefined;
     at("beyond-command").textContent = asking(place.answers[0], length);
     if (answer !== undefined) show(answer, length);
   };
@@ -94,6 +104,7 @@
 
   const show = (answer, length) => {
     const facts = factsOf(answer);
+    at("answer-said").textContent = values[answer.said];
     at("answer-for").textContent = `${facts.chosen === null ? "Nothing that is known fits" : values[answer.label]}, ${grouped.format(answer.length)} tokens${answer.length === length ? "" : `: the next length that this page answers in full. For ${grouped.format(length)} ask again`}.`;
     const entries = answer.entries.map((index) => values[index]);
     at("answer-entries").textContent = entries.length ? `In the tables of this guide: ${entries.join("; ")}.` : "";
@@ -135,6 +146,17 @@
       choose();
     });
   }
+  at("choose-length").addEventListener("input", ({ target }) => {
+    const length = tokens(target.value);
+    target.setAttribute("aria-invalid", String(length === null && target.value.trim() !== ""));
+    if (length === null && target.value.trim() !== "") return;
+    wanted = length;
+    answered();
+  });
+  at("choose-length").addEventListener("blur", () => {
+    at("choose-length").removeAttribute("aria-invalid");
+    answered();
+  });
   at("choose-configuration").addEventListener("change", showConfiguration);
   at("copy-configuration").addEventListener("click", () => copy("configuration", "copied-configuration"));
   at("copy-command").addEventListener("click", () => copy("command", "copied-command"));
