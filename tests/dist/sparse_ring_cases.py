@@ -18,7 +18,7 @@ from torch import Tensor
 from highwater.attention.block_gather import block_sparse_attention
 from highwater.attention.block_table import block_tables
 from highwater.attention.branch_attention import Sharing, branch_attention
-from highwater.attention.branches import Branch, dilated_branches, exchange, sent_tokens
+from highwater.attention.branches import Branch, dilated_branches, exchange
 from highwater.attention.modules import (
     BlockSparseAttention,
     BlockSparseRingDilatedAttention,
@@ -145,7 +145,13 @@ def run(case: Case, rank: int, world: int) -> dict[str, float | str]:
     }
     each = 2 * BATCH * HEAD_SIZE * 8  # a key and a value of one head of every sequence
     had_to = needed(pattern, lengths, heads, segments, layout, rank) * each
-    planned = sent_tokens(layout, branches, pattern, rank=rank)
+    whole = {"is_causal": True, "device": torch.device("cpu")}
+    planned = sum(
+        exchange(layout, branch, pattern, rank=other, source=rank, **whole).tokens
+        for branch in branches
+        for other in range(layout.degree)
+        if other != rank
+    )
     return deviations | {
         "sent beyond what is seen": forward - had_to,
         "sent otherwise than planned": 0 if bool(planned) == bool(forward) else 1,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from highwater.attention import block_gather
 from highwater.attention.block_gather import block_sparse_attention
-from highwater.attention.block_table import block_tables, kept_share
+from highwater.attention.block_table import block_tables
 from highwater.errors import UsageError
 from highwater.spec.sparse_costs import causal_pairs
 from highwater.spec.sparse_pattern import WINDOWED, PatternType, SparsePatternConfig
@@ -111,7 +111,7 @@ def test_a_ratio_is_what_is_kept(pattern_type: PatternType, ratio: float) -> Non
     tables = block_tables(pattern, length, CPU)
     rows = tables[0].rows
     # each row keeps whole blocks: half a block more in the mean
-    assert ratio <= kept_share(tables) <= ratio + 1.5 / rows
+    assert ratio <= tables[0].kept_pairs() / causal_pairs(length) <= ratio + 1.5 / rows
     columns, row = tables[0].columns[0].long(), tables[0].row_of_entry
     assert (columns <= row).all()
     pairs = row * rows + columns
@@ -119,18 +119,9 @@ def test_a_ratio_is_what_is_kept(pattern_type: PatternType, ratio: float) -> Non
     assert set(range(rows)) == set(row[columns == row].tolist()), "each row has its own block"
 
 
-def test_a_table_is_the_transpose_of_its_transpose() -> None:
-    for pattern_type in (*BY_RATIO, "local_window"):
-        (table,) = block_tables(config(pattern_type), 999, CPU)
-        starts, rows = table.transposed()
-        columns = torch.repeat_interleave(torch.arange(table.rows), starts[0].diff())
-        ours = set(zip(rows[0].tolist(), columns.tolist(), strict=True))
-        assert ours == set(zip(table.row_of_entry.tolist(), table.columns[0].tolist(), strict=True))
-        assert rows.dtype == table.columns.dtype == torch.int32
-
-
 def test_a_window_says_what_is_kept_and_a_ratio_that_contradicts_it_is_refused() -> None:
-    share = kept_share(block_tables(config("local_window"), 4096, CPU))
+    (table,) = block_tables(config("local_window"), 4096, CPU)
+    share = table.kept_pairs() / causal_pairs(4096)
     assert share == pytest.approx(2 * 19 / 4096, rel=0.01)
     block_tables(config("local_window", sparsity_ratio=round(share, 4)), 4096, CPU)
     with pytest.raises(UsageError, match=r"keeps 0\.93%"):
@@ -152,12 +143,11 @@ def test_numbers_that_cannot_be_are_refused(settings: dict[str, float]) -> None:
         SparsePatternConfig(**settings)
 
 
-def test_tables_of_a_million_tokens_take_three_numbers_for_each_pair_of_blocks() -> None:
+def test_tables_of_a_million_tokens_take_two_numbers_for_each_pair_of_blocks() -> None:
     (table,) = block_tables(SparsePatternConfig(sparsity_ratio="adaptive"), 2**20, CPU)
-    starts, rows = table.transposed()
-    taken = sum(t.nbytes for t in (table.starts, table.columns, starts, rows))
-    assert taken <= 3 * table.kept_blocks * 4
-    assert table.rows**2 > 50 * table.kept_blocks
+    kept_blocks = table.columns.shape[1]
+    assert table.starts.nbytes + table.columns.nbytes <= 2 * kept_blocks * 4
+    assert table.rows**2 > 50 * kept_blocks
 
 
 def test_memory_is_linear_in_the_length(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from highwater.spec.cluster import cluster
 from highwater.spec.hardware import gpu_catalog, kind_of, lacking
-from highwater.spec.host_memory import default_host, default_host_bytes, host_catalog
+from highwater.spec.host_memory import default_host, host_catalog
 from highwater.speed.rates import sheets
 from highwater.units import GIB
 
@@ -24,9 +24,9 @@ from highwater.units import GIB
 def test_host_memory_is_that_of_a_machine_with_as_many_gpus_or_a_share_of_it(
     device_name: str, gpus: int, gib: int
 ) -> None:
-    assert default_host_bytes(device_name, gpus) == gib * GIB
     found = default_host(device_name, gpus)
     assert found is not None
+    assert found.host_bytes == gib * GIB
     assert found.source
 
 

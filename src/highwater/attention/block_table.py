@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from highwater.spec import sparse_costs
-from highwater.spec.sparse_costs import causal_pairs
 from highwater.spec.sparse_pattern import SparsePatternConfig
 
 _SCORED_AT_ONCE = 2**22
@@ -51,11 +50,6 @@ class BlockTable:
         return len(self.starts) - 1
 
     @property
-    def kept_blocks(self) -> int:
-        """Pairs of blocks that are kept, of each table."""
-        return self.columns.shape[1]
-
-    @property
     def tables(self) -> int:
         """1, or the number of groups of heads."""
         return self.columns.shape[0]
@@ -68,17 +62,6 @@ class BlockTable:
     def kept_pairs(self) -> int:
         """Pairs of a token and a key that it sees, of one table: exact, by element."""
         return self._kept_pairs
-
-    def transposed(self) -> tuple[Tensor, Tensor]:
-        """Where the entries of each block of keys begin, M (R + 1) with their end, and the blocks
-        of queries that keep it, int32 and sorted; ME.
-        """
-        order = torch.argsort(self.columns.long(), dim=1, stable=True)
-        rows = self.row_of_entry.to(order.device, torch.int32)[order]
-        starts = torch.zeros(self.tables, self.rows + 1, dtype=torch.int64, device=order.device)
-        ones = torch.ones_like(self.columns, dtype=torch.int64)
-        starts[:, 1:].scatter_add_(1, self.columns.long(), ones)
-        return starts.cumsum(1), rows
 
     @cached_property
     def _kept_pairs(self) -> int:
@@ -110,11 +93,6 @@ def block_tables(
     if not pattern.is_windowed:
         return (_by_ratio(pattern, length_tokens, device),)
     return _windowed(pattern, length_tokens, device)
-
-
-def kept_share(tables: tuple[BlockTable, ...]) -> float:
-    """Share of the causal pairs of tokens that are kept: measured, by element."""
-    return sum(table.kept_pairs() for table in tables) / causal_pairs(tables[0].length_tokens)
 
 
 def _by_ratio(pattern: SparsePatternConfig, length_tokens: int, device: torch.device) -> BlockTable:

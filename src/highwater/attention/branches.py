@@ -150,26 +150,6 @@ def exchange(
     )
 
 
-def sent_tokens(
-    layout: SequenceLayout,
-    branches: Sequence[Branch],
-    pattern: SparsePatternConfig | None,
-    *,
-    rank: int,
-    is_causal: bool = True,
-) -> int:
-    """Tokens whose keys and values this rank sends in a forward pass, to all others."""
-    host = torch.device("cpu")
-    return sum(
-        exchange(
-            layout, branch, pattern, is_causal=is_causal, rank=other, source=rank, device=host
-        ).tokens
-        for branch in branches
-        for other in range(layout.degree)
-        if other != rank
-    )
-
-
 def _block_size(pattern: SparsePatternConfig | None) -> int:
     return _DENSE_BLOCK if pattern is None else pattern.block_size
 

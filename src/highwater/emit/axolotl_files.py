@@ -72,7 +72,7 @@ def _own(launched: FinetunerTrial, emitted: Mapping[str, Any]) -> dict[str, Any]
 
 def _settled(launched: FinetunerTrial, config: dict[str, Any], base: OwnFile) -> FinetunerFiles:
     """FSDP's section over the user's own, and one of both that recompute; on the CPU no FSDP."""
-    recomputes = of_recomputation(launched, base, name=_RECOMPUTES)
+    recomputes = of_recomputation(launched, base)
     if launched.is_on_cpu:
         own = dict.fromkeys(("fsdp_version", "fsdp_config", *_MESH))
         return FinetunerFiles({**config, **own, "bf16": False, _RECOMPUTES: recomputes})

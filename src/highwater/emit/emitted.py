@@ -152,21 +152,21 @@ Obstacle = Callable[[Objective, Layout], str | None]
 """Says why a trainer cannot train an objective in a layout, in words; None where it can."""
 
 
-def refuse_obstacle(cell: Cell, obstacle: Obstacle, *, objective: Objective = "sft") -> None:
+def refuse_obstacle(cell: Cell, obstacle: Obstacle) -> None:
     """Raise UsageError for what a trainer cannot train, with every way to change as little of it as
-    will do: degrees to 1, or the objective to ``objective``.
+    will do: degrees to 1, or the objective to ``sft``.
     """
     asked, layout = cell.settings.objective, cell.layout
     problem = obstacle(asked, layout)
     if problem is None:
         return
     changes: dict[str, object] = {name: 1 for name, n in layout.degree_settings.items() if n > 1}
-    changes |= {} if asked == objective else {"objective": objective}
+    changes |= {} if asked == "sft" else {"objective": "sft"}
     ways = (way for size in range(1, len(changes) + 1) for way in combinations(changes, size))
     works = [
         {name: changes[name] for name in way}
         for way in ways
-        if obstacle(objective if "objective" in way else asked, layout.without(way)) is None
+        if obstacle("sft" if "objective" in way else asked, layout.without(way)) is None
     ]
     least = [f"`{shlex.join(words_of(way))}`" for way in works if len(way) == len(works[0])]
     raise UsageError(problem, hint=f"use {' or '.join(least)}")

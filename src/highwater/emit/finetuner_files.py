@@ -168,11 +168,11 @@ def trial_files(trainer: Finetuner, launched: FinetunerTrial, base: OwnFile) -> 
     return found._replace(config=config, notes=(*notes, f"attention is {said}"))
 
 
-def of_recomputation(launched: FinetunerTrial, base: OwnFile, *, name: str) -> bool:
-    """Whether the trainer's own switch recomputes, called ``name``: the user's where it is there
-    and nobody named another. On GPUs FSDP recomputes where it does not; both at once are refused by
-    transformers.
+def of_recomputation(launched: FinetunerTrial, base: OwnFile) -> bool:
+    """Whether the trainer's own switch recomputes: the user's where it is there and nobody named
+    another. On GPUs FSDP recomputes where it does not; both at once are refused by transformers.
     """
+    name = "gradient_checkpointing"
     if name in base.config and not launched.has_named_recomputation:
         return bool(base.config[name])
     return launched.is_on_cpu and launched.spec.settings.recompute != "none"

@@ -72,7 +72,7 @@ def _own(launched: FinetunerTrial, emitted: Mapping[str, Any]) -> dict[str, Any]
 
 def _settled(launched: FinetunerTrial, config: dict[str, Any], base: OwnFile) -> FinetunerFiles:
     """FSDP2's file, and one of both that recompute; on the CPU one process without FSDP."""
-    recomputes = of_recomputation(launched, base, name=_RECOMPUTES)
+    recomputes = of_recomputation(launched, base)
     left = (*ALLOCATOR_VARIABLES, *_OF_A_LAUNCH)
     theirs = mapping_in(base.config, _VARIABLES)
     variables: dict[str, Any] = {n: value for n, value in theirs.items() if n not in left}

@@ -69,9 +69,3 @@ def default_host(device_name: str, gpus: int) -> HostMemory | None:
         machine=f"{gpus} of {host.gpus} GPUs of {host.machine}",
         source=host.source,
     )
-
-
-def default_host_bytes(device_name: str, gpus: int) -> int | None:
-    """Bytes of ``default_host``; None where nothing is known."""
-    found = default_host(device_name, gpus)
-    return None if found is None else found.host_bytes

@@ -103,7 +103,7 @@ def exhausted_memory(
         case RuntimeError() | ImportError() | OSError() if _MAYBE_HOST.search(text):
             return host if is_spent() else None
         case RuntimeError():
-            if _is_of_torch(error, "OutOfMemoryError"):
+            if _is_torchs(error):
                 return "device_memory"
             return _by_text(text, device)
         case _:
@@ -178,13 +178,13 @@ def _by_text(text: str, device: Device, *, lead: re.Pattern[str] = _ANY) -> Exha
     return None
 
 
-def _is_of_torch(error: BaseException, name: str) -> bool:
-    """Whether an exception is torch's of this name.
+def _is_torchs(error: BaseException) -> bool:
+    """Whether an exception is torch's ``OutOfMemoryError``.
 
     torch is not imported here, and may itself be what did not fit.
     """
     return any(
-        kind.__name__ == name and kind.__module__.split(".")[0] == "torch"
+        kind.__name__ == "OutOfMemoryError" and kind.__module__.split(".")[0] == "torch"
         for kind in type(error).__mro__
     )
 

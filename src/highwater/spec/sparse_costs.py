@@ -1,5 +1,6 @@
-"""What sparse and dilated attention keep and cost, by formula: pairs of a token and a key, FLOPs,
-bytes of tables. Exact; ``attention/block_table`` counts the same of the tables that it makes.
+"""What sparse and dilated attention keep, by formula: pairs of a token and a key.
+
+Exact; ``attention/block_table`` counts the same of the tables that it makes.
 """
 
 import math
@@ -10,10 +11,6 @@ from highwater.spec.sparse_pattern import SparsePatternConfig
 
 _CONTRADICTED = 0.1
 """Relative difference from which a window's share is another than the ratio that was asked for."""
-_ENTRY_BYTES = 4
-"""Of a pair of blocks that a table keeps, and of the same in the transposed one."""
-_START_BYTES = 8
-"""Of where a row's entries begin."""
 
 
 def causal_pairs(length_tokens: int) -> int:
@@ -52,42 +49,6 @@ def kept_share(pattern: SparsePatternConfig, length_tokens: int) -> float:
             hint="leave `sparsity_ratio` out, or set `local_window_size` to what gives it",
         )
     return share
-
-
-def kept_blocks(pattern: SparsePatternConfig, length_tokens: int) -> int:
-    """Pairs of blocks that a pattern's tables keep together, of one document."""
-    if not pattern.is_windowed:
-        return sum(_counts(pattern, length_tokens))
-    size, window = pattern.block_size, pattern.local_window_size
-    rows = -(-length_tokens // size)
-    local = sum(row - max(0, row * size - window + 1) // size + 1 for row in range(rows))
-    held = -(-_global_tokens(pattern, length_tokens) // size)
-    return local + sum(min(row + 1, held) for row in range(rows))
-
-
-def table_bytes(
-    pattern: SparsePatternConfig, length_tokens: int, *, groups: int = 1, with_transposed: bool
-) -> int:
-    """Bytes of a pattern's tables, of one document's length, with the transposed ones or not.
-
-    The same for all heads, but for ``block_top_k``, which has its own for each of ``groups``: of
-    every key/value head of every sequence.
-    """
-    rows = -(-length_tokens // pattern.block_size)
-    tables = 2 if pattern.is_windowed and _global_tokens(pattern, length_tokens) else 1
-    each = groups if pattern.follows_content else 1
-    entries = each * kept_blocks(pattern, length_tokens) * _ENTRY_BYTES
-    starts = tables * (rows + 1) * _START_BYTES
-    return entries + starts + (entries + each * starts if with_transposed else 0)
-
-
-def attention_flops(pairs: int, query_size: int, *, is_backward: bool) -> int:
-    """FLOPs of attention over so many pairs of each head, forward or backward.
-
-    Q.K and P.V are 2 FLOPs per product, and the backward pass has them twice; ``query_size`` is
-    query heads times head size. What a kernel computes again is overhead and not counted.
-    """
-    return (8 if is_backward else 4) * pairs * query_size
 
 
 def dilated_pairs(

@@ -6,7 +6,6 @@ is calls: those two are written out here as ``CachingAllocator`` has them, all e
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
 
 from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES
 from highwater.memory.trace.allocator import (
@@ -29,7 +28,6 @@ def replay_scaled(
     *,
     allocator: Allocator,
     capacity_bytes: int | None = None,
-    workspaces_bytes: Sequence[int] = CUBLAS_WORKSPACES_BYTES,
 ) -> tuple[Replayed, int]:
     """Replay a micro-batch of so many tokens on the rank, on an empty device that has room for the
     workspaces at least.
@@ -39,7 +37,7 @@ def replay_scaled(
     device = CachingAllocator(
         is_expandable=allocator == "expandable", capacity_bytes=capacity_bytes
     )
-    for size in workspaces_bytes:
+    for size in CUBLAS_WORKSPACES_BYTES:
         device.allocate(size)
     sizes = [round_size(size) if size else 0 for size in trace.sizes(tokens)]
     is_expandable, kinds, phases = device.is_expandable, len(sizes), trace.phases

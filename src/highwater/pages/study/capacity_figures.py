@@ -12,12 +12,11 @@ def capacity_text(
     answer: CellAnswer | None,
     *,
     none: str = "none",
-    unknown: str = "?",
     commas: bool = True,
 ) -> str:
     """A capacity in a table: ``65,536``, with ``*`` past the native length."""
     if answer is None or answer.capacity_tokens is None:
-        return unknown
+        return "?"
     if answer.capacity_tokens == 0:
         return none
     return length_text(question, answer.capacity_tokens, commas=commas)
