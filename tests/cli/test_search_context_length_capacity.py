@@ -69,6 +69,8 @@ def test_a_trial_is_the_original_one() -> None:
         4096,
     )
     assert (request.sequences_per_micro_batch, request.micro_batches, request.steps) == (2, 4, 2)
+    usual = request.hyperparameters
+    assert (usual.learning_rate, usual.max_grad_norm) == (1e-5, 1.0)
     assert (request.method, request.rope, request.device, request.loss) == (
         "bisect",
         "yarn",
