@@ -68,7 +68,7 @@ docs: documents
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/codespell src tests docs examples README.md CONTRIBUTING.md CHANGELOG.md
+	$(BIN)/codespell src benchmarks tests docs examples README.md CONTRIBUTING.md CHANGELOG.md
 	$(BIN)/deptry src
 
 types: $(READY)

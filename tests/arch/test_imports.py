@@ -110,7 +110,7 @@ def test_every_import_goes_down_the_rooms() -> None:
 
 def test_what_goes_up_or_sideways_or_to_the_other_plane_is_told() -> None:
     assert goes_down("highwater.pages.page", "highwater.units")
-    assert goes_down("highwater.bench.step", "highwater.parallel.mesh")
+    assert goes_down("highwater.bench.attention.benchmark", "highwater.parallel.mesh")
     for one, other in (
         ("highwater.spec.plan", "highwater.run.probe"),
         ("highwater.search.proof", "highwater.recommendation.queries"),

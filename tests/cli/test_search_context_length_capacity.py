@@ -69,6 +69,8 @@ def test_a_trial_is_the_original_one() -> None:
         4096,
     )
     assert (request.sequences_per_micro_batch, request.micro_batches, request.steps) == (2, 4, 2)
+    usual = request.hyperparameters
+    assert (usual.learning_rate, usual.max_grad_norm) == (1e-5, 1.0)
     assert (request.method, request.rope, request.device, request.loss) == (
         "bisect",
         "yarn",
@@ -289,6 +291,33 @@ def test_a_start_length_that_is_typed_is_tried_first_and_longer_ones_until_out_o
     answers = read_study(tmp_path / "study.jsonl").answers
     assert [answer.capacity_tokens for answer in answers] == capacities(done)
     assert all(answer.limit == "memory" for answer in answers)
+
+
+@pytest.mark.parametrize("method", ["bisect", "linear"])
+@pytest.mark.parametrize("start", ["110000", "262144", "400000"])
+def test_where_the_start_length_itself_does_not_fit_0_is_said_to_be_no_search_below(
+    simulated: Run, highwater: Run, tmp_path: Path, start: str, method: str
+) -> None:
+    words = ("--method", method, "--test_gpu_num", "1", "2")
+    done = simulated(*words, "--start_length", start)
+    assert (done.returncode, capacities(done)) == (1, [0, 0]), done.stderr
+    assert list(lengths_tried(tmp_path / "study.jsonl").values()) == [[int(start)]] * 2
+    lines = highwater("show", "study.jsonl", "--as", "lines")
+    for said in (done.stderr, lines.stderr):
+        notes = re.findall(r"^note: .*start length itself, ([\d,]+) tokens", said, re.MULTILINE)
+        assert notes == [f"{int(start):,}"] * 2
+    (tmp_path / "study.jsonl").unlink()
+    shorter = simulated(*words, "--start_length", "8192")
+    assert (shorter.returncode, "itself" in shorter.stderr) == (0, False), shorter.stderr
+    assert min(capacities(shorter)) >= 8192
+
+
+def test_a_start_length_that_fits_some_cells_answers_0_for_the_others_alone(simulated: Run) -> None:
+    words = ("--start_length", "110000", "--test_gpu_num", "1", "8", "--test_sp_num", "1", "8")
+    done = simulated(*words)
+    assert done.returncode == 0, done.stderr
+    assert [tokens > 0 for tokens in capacities(done)] == [False, False, True]
+    assert done.stderr.count("start length itself") == 2
 
 
 def test_without_a_typed_start_length_a_search_begins_near_its_predicted_end(

@@ -8,14 +8,14 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 
 from highwater.attention.dense import attend, select_kernel
 from highwater.attention.reference import reference_attention
-from highwater.bench.layer import measure as measure_layer
-from highwater.bench.loss import CONTENDERS, TOLERANCE, compare, measure
 from highwater.kernels import gates as gate_kernels
 from highwater.kernels import rotary as rotary_kernels
 from highwater.kernels import rows as row_kernels
 from highwater.models import loss as loss_module
 from highwater.models.row_proof import prove_rows
 from highwater.spec.logit_transform import PLAIN, LogitTransform
+from layer import measure as measure_layer
+from loss import CONTENDERS, TOLERANCE, compare, measure
 
 LAYER_BYTES = 52_500
 """Per token, Qwen3-0.6B: 35,500 in tensors and 16,400 that cuDNN takes for itself

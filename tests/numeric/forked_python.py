@@ -47,7 +47,8 @@ def _server() -> "subprocess.Popen[str]":
 
 
 def _serve() -> None:
-    from highwater.bench import layer
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    import layer
     from highwater.bench.attention import benchmark, contenders
     from highwater.tracer import tracer
 

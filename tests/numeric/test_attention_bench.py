@@ -466,6 +466,15 @@ def test_two_processes_share_a_sequence_or_have_one_each(tmp_path: Path) -> None
     assert (parallel.batch, parallel.after_qkv_bytes) == (2, (whole,) * 2)
 
 
+@pytest.mark.parametrize("name", ["dense_flex", "block_sparse_5", "block_sparse_ring_dilated"])
+def test_what_threads_cannot_compile_is_not_measured_in_data_parallel(name: str) -> None:
+    whole = replace(CPU, device=torch.device("cuda"), dtype=torch.bfloat16)
+    parallel = replace(whole, mode="data parallel", ranks=2)
+    assert CONTENDERS[name].obstacle(whole) is None
+    assert "threads" in (CONTENDERS[name].obstacle(parallel) or "")
+    assert CONTENDERS["dense"].obstacle(parallel) is None
+
+
 def test_heads_that_ulysses_cannot_share_are_told_and_the_ring_runs(tmp_path: Path) -> None:
     lines = run(tmp_path, gpus=2, heads=3, kv_heads=3, implementations=("ring", "ulysses"))
     (not_run,) = [line.not_run for line in lines if line.not_run is not None]

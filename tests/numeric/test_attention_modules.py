@@ -318,11 +318,14 @@ def test_what_is_not_computed_is_refused(make: object, said: str) -> None:
         make()
 
 
-def test_a_pattern_takes_the_published_fields_in_their_order() -> None:
+def test_a_pattern_takes_the_published_fields_in_their_order_with_their_defaults() -> None:
     pattern = SparsePatternConfig("global_local", None, 64, 256, 32)
     assert pattern == SparsePatternConfig(
         pattern_type="global_local", block_size=64, local_window_size=256, global_tokens=32
     )
+    usual = SparsePatternConfig()
+    assert usual.ratio_at(4096) == 0.1
+    assert (usual.block_size, usual.local_window_size, usual.global_tokens) == (128, 512, 64)
 
 
 def tiny_llama(attention: str, **settings: object) -> nn.Module:

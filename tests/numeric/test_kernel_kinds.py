@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-from highwater.bench.kernels import KINDS, REST, kind_of, table
+from step_kernels import KINDS, REST, kind_of, table
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "speed"
 RECORDS = sorted(RESULTS.glob("kernels-*.json"))

@@ -14,8 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from forked_python import forked
 
 MEASURE = (
-    "import json; from highwater.bench.layer import measure; "
-    "print(json.dumps(measure({model!r}, device='cpu')))"
+    "import json; from layer import measure; print(json.dumps(measure({model!r}, device='cpu')))"
 )
 """In a process of its own: it joins a process group."""
 

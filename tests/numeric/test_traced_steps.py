@@ -240,7 +240,7 @@ REAL_TOLERANCE = 0.001
 """Relative: beside a whole model, a few rows of numbers per token are less than that."""
 ON_THE_CPU = """
 import sys, torch
-from highwater.bench import layer
+import layer
 from highwater.engine.step import backward_of
 from highwater.parallel.mesh import join_alone
 

@@ -5,22 +5,30 @@ refused.
 import copy
 import dataclasses
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from tiny_training import trained
 from transformers import GPT2Config, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 
 from highwater.attention.registry import register
 from highwater.engine.data import UNTRAINED, Batch, Document, pack
 from highwater.engine.micro_batches import batches
+from highwater.engine.step import backward_of
 from highwater.errors import HighwaterError, ModelError, UsageError
 from highwater.models.build import build_on_meta, read_config
 from highwater.models.fused.fused import fuse_norms
 from highwater.models.rope import scale_rope
+from highwater.parallel import mesh as process_mesh
 from highwater.spec.layout import Layout
 from highwater.spec.settings import Settings
 from highwater.spec.trial import TrialSpec
@@ -227,6 +235,40 @@ def test_a_synthetic_sequence_has_the_length_and_trains_the_response_alone(
     assert len(batch.input_ids_T) == length
     assert len(batch.labels_N) == length - max(prompt, 1)
     assert int(batch.trained_positions_N[0]) == max(prompt, 1) - 1
+
+
+def test_a_trials_rewards_are_random_and_a_document_without_one_has_0() -> None:
+    """With rewards of 0 each advantage is 0, and the policy's term would train nothing."""
+    rewards = next(
+        batches(spec(settings=Settings(sequences_per_micro_batch=8)), vocab_size=11, data_rank=0)
+    ).rewards
+    assert len(set(rewards)) == 8
+    ids = torch.arange(4)
+    assert pack([Document(ids, ids)]).rewards == (0.0,)
+
+
+@pytest.mark.parametrize("objective", ["sft", "grpo", "ppo", "rw", "dpo"])
+def test_a_step_generates_nothing_each_model_goes_once_over_each_micro_batch(
+    objective: Any, tmp_path: Path
+) -> None:
+    given = batches(
+        spec(settings=Settings(sequences_per_micro_batch=2)), vocab_size=64, data_rank=0
+    )
+    micro_batches = [next(given) for _ in range(3)]
+    seen: dict[str, list[Sequence[int]]] = {}
+    with process_mesh.alone(torch.device("cpu")):
+        training = trained(tmp_path, objective)
+        for name in ("policy", "reference"):
+            model = getattr(training, name)
+            if model is not None:
+                seen[name] = []
+                model.register_forward_pre_hook(
+                    lambda _, inputs, kept=seen[name]: kept.append(inputs[0].tolist())
+                )
+        backward_of(training, micro_batches)
+    assert set(seen) == {"policy", *(["reference"] if objective in ("grpo", "dpo") else [])}
+    for tokens in seen.values():
+        assert tokens == [batch.input_ids_T.tolist() for batch in micro_batches]
 
 
 @pytest.mark.parametrize(("sequences", "seed"), [(1, 0), (2, 7)])

@@ -2,10 +2,10 @@
 
     python docs/results/attention/ratios.py docs/results/attention/layer/attention.json
 
-TFLOP/s of the pairs that are computed, by element, as a share of dense attention's on FlexAttention
-and on the fused kernel, and the peak beside what has to be there. A block on the diagonal or at a
-window's edge is computed whole and counted by what is seen of it, so that the share cannot reach
-one. Needs the train extra, for the tables.
+TFLOP/s of the pairs that are computed, by element, and as a share of dense attention's on
+FlexAttention and on the fused kernel; the peak beside what has to be there. A block on the diagonal
+or at a window's edge is computed whole and counted by what is seen of it, so that the share cannot
+reach one. Needs the train extra, for the tables.
 """
 
 import json
@@ -38,8 +38,8 @@ def main() -> None:
     rows = [row for row in document["rows"] if row["result"] == "fits" and row["batch"] == 1]
     print(f"{document['machine']['device_name']}, torch {document['machine']['versions']['torch']}")
     print(
-        f"{'implementation':22} {'tokens':>10} {'time':>10} {'blocks a row':>12} {'of flex':>8} "
-        f"{'of fused':>8} {'x dense':>8} {'peak':>11} {'of what must be':>15}"
+        f"{'implementation':22} {'tokens':>10} {'time':>10} {'TFLOP/s':>7} {'blocks a row':>12} "
+        f"{'of flex':>8} {'of fused':>8} {'x dense':>8} {'peak':>11} {'of what must be':>15}"
     )
     for row in rows:
         print(line(row, rows, order))
@@ -54,6 +54,7 @@ def line(row: dict[str, Any], rows: list[dict[str, Any]], order: dict[str, Any])
         if other["length_tokens"] == length and other["kept_share"] == 1.0
     }
     words = [f"{name:22}", f"{length:10,}", f"{1e3 * row['time_s']:7,.1f} ms"]
+    words.append(f"{tflop(row, order) / row['time_s']:7.0f}")
     blocks, tables_bytes = tables(name, length)
     words.append(f"{blocks:12.1f}" if blocks else " " * 12)
     for other in ("dense_flex", "dense"):
@@ -66,6 +67,13 @@ def line(row: dict[str, Any], rows: list[dict[str, Any]], order: dict[str, Any])
     words.append(f"{peak / MIB:7,.0f} MiB")
     words.append(f"{peak / needed:14.2f}x")
     return " ".join(words)
+
+
+def tflop(row: dict[str, Any], order: dict[str, Any]) -> float:
+    """Of one pass: two products of the pairs forward, five backward, as published rates count."""
+    pairs = row["kept_share"] * row["length_tokens"] ** 2 / 2
+    products = 7 if row["direction"] == "forward+backward" else 2
+    return products * 2 * pairs * order["heads"] * order["head_dim"] * row["batch"] / 1e12
 
 
 def tables(name: str, length: int) -> tuple[float, int]:

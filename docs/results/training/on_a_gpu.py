@@ -31,6 +31,7 @@ from highwater.spec.allocator_variables import ALLOCATOR_VARIABLES
 from highwater.units import GIB, MIB
 
 RECORD = Path(__file__).with_suffix(".ndjson")
+BENCHMARK = Path(__file__).resolve().parents[3] / "benchmarks/step.py"
 CHUNKED = ("--loss", "chunked", "--recompute", "all-but-attention")
 WARM = 2
 """Steps that are not timed: kernels are chosen in the first, and optimizer states made."""
@@ -214,14 +215,14 @@ def case_same_rows(place: Place) -> dict[str, Any]:
 
 
 def case_whole(place: Place) -> dict[str, Any]:
-    """Rows of one document of the whole length, beside ``bench.step``."""
+    """Rows of one document of the whole length, beside ``benchmarks/step.py``."""
     write_documents(place.folder / "whole.jsonl", [place.length] * 10)
     output, count = place.folder / "whole", 10
     words = ("--length", str(place.length), "--steps", str(count), *place.how)
     found = ran(train(place, output, place.folder / "whole.jsonl", *words))
     if place.device == "cpu":
         return found
-    bench = [sys.executable, "-P", "-m", "highwater.bench.step", place.model]
+    bench = [sys.executable, str(BENCHMARK), place.model]
     options = ["--alone", str(place.length), "--micro-batches", "1"]
     told = place.folder / "bench.json"
     kept = ["--contenders", "attention-kept"]

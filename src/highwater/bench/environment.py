@@ -10,8 +10,6 @@ import torch
 
 from highwater.version import __version__
 
-_PACKAGE = Path(__file__).resolve().parents[1]
-
 
 def environment() -> dict[str, object]:
     """Command, versions and GPU of this process."""
@@ -38,14 +36,9 @@ def environment() -> dict[str, object]:
 
 
 def _words(argv: list[str]) -> list[str]:
-    """The arguments with a file as it is named from here, one of this package's as ``-m`` names it:
-    no path of this machine is told.
-    """
+    """The arguments with a file as it is named from here: no path of this machine is told."""
     if not argv[0].endswith(".py"):
         return ["-m", *argv]
     file = Path(argv[0]).resolve()
-    if file.is_relative_to(_PACKAGE):
-        parts = file.relative_to(_PACKAGE.parent).with_suffix("").parts
-        return ["-m", ".".join(parts), *argv[1:]]
     is_below = file.is_relative_to(Path.cwd())
     return [str(file.relative_to(Path.cwd()) if is_below else file.name), *argv[1:]]

@@ -6,7 +6,7 @@ objectives are ordinary functions of the two (engine/objectives.py).
 Shapes:  N tokens whose log-probability is wanted  E hidden size  V vocabulary
 
 Bytes per N x V, forward and backward, at 2 bytes an element: ``full`` 2 (the logits, overwritten by
-their own gradient), ``chunked`` 0; the entropy adds none. Measured by bench/loss.py on a GPU.
+their own gradient), ``chunked`` 0; the entropy adds none. Measured by benchmarks/loss.py on a GPU.
 """
 
 import math

@@ -31,8 +31,7 @@ def bench_lines(order: BenchOrder) -> Generator[Iterator[BenchLine]]:
     environment = clean_environment("expandable")
     environment["OMP_NUM_THREADS"] = str(order.threads)
     if order.device == "cpu":
-        # threads that spin while they wait take the core of who else is here, and times with it
-        environment |= ON_THE_CPU | {"OMP_WAIT_POLICY": "passive"}
+        environment |= ON_THE_CPU
     with private_folder() as folder:
         path, log = folder / "order.json", folder / "log"
         path.write_text(to_json(order), encoding="utf-8")

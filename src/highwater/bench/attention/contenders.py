@@ -217,10 +217,19 @@ def _without_block_kernel(conditions: Conditions) -> str | None:
     )
 
 
-def _not_on_the_cpu(conditions: Conditions) -> str | None:
-    if conditions.device.type == "cuda":
+def _without_flex(conditions: Conditions) -> str | None:
+    if conditions.device.type == "cpu":
+        return "FlexAttention has no backward pass on the CPU"
+    return _in_replicas(conditions)
+
+
+def _in_replicas(conditions: Conditions) -> str | None:
+    if conditions.mode != "data parallel" or conditions.device.type == "cpu":
         return None
-    return "FlexAttention has no backward pass on the CPU"
+    return (
+        "DataParallel runs its replicas in threads, where PyTorch compiles no FlexAttention, and "
+        "gathered keys are no figure of it"
+    )
 
 
 PatternOf = Callable[[Conditions], SparsePatternConfig]
@@ -251,7 +260,9 @@ def _pattern(pattern: PatternOf) -> AttentionContender:
     """Block-sparse attention by a pattern."""
     own, short = (
         AttentionContender(
-            build=partial(_block_sparse, each), counts=partial(_counts, each, _whole)
+            build=partial(_block_sparse, each),
+            obstacle=_in_replicas,
+            counts=partial(_counts, each, _whole),
         )
         for each in (pattern, partial(_short, pattern, _CHECKED_RATIO))
     )
@@ -380,7 +391,9 @@ def _by_branches(pattern: PatternOf, branches: Branches) -> AttentionContender:
     ratio = _CHECKED_RATIO if branches is _whole else _CHECKED_RATIO_OF_SEGMENTS
     own, short = (
         AttentionContender(
-            build=partial(_branches, each, branches), counts=partial(_counts, each, branches)
+            build=partial(_branches, each, branches),
+            obstacle=_in_replicas,
+            counts=partial(_counts, each, branches),
         )
         for each in (pattern, partial(_short, pattern, ratio))
     )
@@ -443,7 +456,7 @@ CONTENDERS: Mapping[str, AttentionContender] = {
         # FlexAttention with every block kept: the mask PyTorch makes by itself has all pairs of
         # tokens once
         build=partial(_block_sparse, lambda _: SparsePatternConfig(sparsity_ratio=1.0)),
-        obstacle=_not_on_the_cpu,
+        obstacle=_without_flex,
     ),
     "window": _pattern(_window),
     **{

@@ -57,13 +57,18 @@ def published_line(question: Question, cell: Cell, answer: CellAnswer | None) ->
 
 
 def published_notes(question: Question, cell: Cell, answer: CellAnswer | None) -> tuple[str, ...]:
-    """What a cell's line does not say, a number alone: that a longer length may fit, or why there
-    is no line.
+    """What a cell's line does not say, a number alone: that a longer length may fit, or of 0 that
+    shorter ones were not tried, or why there is no line.
     """
     label = f"{plain(question.model.name)}, {cell.label_on(question.device)}"
     if answer is None or answer.capacity_tokens is None:
         why = "it has no answer" if answer is None else plain(answer.reason)
         return (f"{label}: no line, as no trial told its capacity: {why}",)
+    if answer.reach_tokens == 0:
+        return (
+            f"{label}: 0: the start length itself, {question.grid.start_tokens:,} tokens, did not "
+            f"fit, and nothing shorter was tried: ask again with a shorter start length",
+        )
     least = _least(answer)
     return (f"{label}: {least}{answer.reach_tokens}: {plain(answer.reason)}",) if least else ()
 

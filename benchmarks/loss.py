@@ -1,6 +1,6 @@
 """Bytes per token and vocabulary entry of the loss paths: ours beside Hugging Face's, in one run.
 
-``python -m highwater.bench.loss`` (one GPU, about a minute). The slope of the loss's own peak
+``python benchmarks/loss.py`` (one GPU, about a minute). The slope of the loss's own peak
 (forward and backward, inputs excluded) between two token counts is what a path costs per token;
 divided by the vocabulary it does not depend on the model. No memory is reported before the values
 and both gradients equal a float64 reference.

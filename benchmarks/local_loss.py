@@ -1,6 +1,6 @@
 """The loss of ranks that share a sequence: each from its own logits, against gathered logits.
 
-``python -m highwater.bench.local_loss`` (two GPUs, about a minute; ``--one-gpu`` has both ranks on
+``python benchmarks/local_loss.py`` (two GPUs, about a minute; ``--one-gpu`` has both ranks on
 one, where peaks are the same and times mean nothing; ``--device cpu --tokens 2048 --vocabulary 5003
 --hidden 64`` tries it with gloo). Each rank has the hidden states of its tokens
 and the head. ``gathered`` is what post-processing usually does: every rank gathers the logits of
@@ -77,7 +77,7 @@ def main() -> None:
             "WORLD_SIZE": str(arguments.ranks),
             STORE_VARIABLE: str(Path(folder) / "store"),
         }
-        command = [sys.executable, "-P", "-m", "highwater.bench.local_loss", *sys.argv[1:]]
+        command = [sys.executable, __file__, *sys.argv[1:]]
         ranks = [
             subprocess.Popen(command, env=variables | _place(rank, one_gpu=arguments.one_gpu))
             for rank in range(arguments.ranks)

@@ -1,6 +1,6 @@
 """Bytes per token alive at the peak of one decoder layer's recomputation and backward pass.
 
-``python -m highwater.bench.layer Qwen3-0.6B`` (the CPU, a minute; ``--device cuda``: the
+``python benchmarks/layer.py Qwen3-0.6B`` (the CPU, a minute; ``--device cuda``: the
 allocator's own peak) also says whose bytes they are. The engine's own model, its real widths, two
 layers and a small vocabulary, in bfloat16: one micro-batch forward and backward. The peak over the
 tokens, less the inputs of all layers, is what one layer's backward pass costs.

@@ -1,6 +1,6 @@
 """A training step of ours against Hugging Face's, plain or with Liger's kernels.
 
-``python -m highwater.bench.step Qwen3-0.6B --lengths 8192 32768 36864`` (one GPU). Time is measured
+``python benchmarks/step.py Qwen3-0.6B --lengths 8192 32768 36864`` (one GPU). Time is measured
 interleaved in one process, memory apart. All train on the same synthetic sequences, one sequence
 per micro-batch, ``--micro-batches`` of them per step. Losses are printed side by side: they start
 from the same weights, so that a ratio is only shown for the same work. ``--alone`` names lengths at
@@ -28,7 +28,6 @@ from torch import Tensor
 from highwater.attention.dense import select_kernel
 from highwater.attention.registry import register
 from highwater.bench.environment import environment
-from highwater.bench.peers import HuggingFacePeer, LigerPeer, LoraPeer
 from highwater.engine.data import UNTRAINED, Document, pack
 from highwater.engine.memory_log import divide_budget
 from highwater.engine.optimizers import make_optimizer
@@ -43,6 +42,7 @@ from highwater.spec.model import load_model
 from highwater.spec.settings import Loss, Recompute
 from highwater.spec.trial import PROMPT_TOKENS
 from highwater.units import parse_bytes
+from peers import HuggingFacePeer, LigerPeer, LoraPeer
 
 LOSS_TOLERANCE = 5e-4
 """Relative tolerance of losses.
@@ -341,7 +341,7 @@ def _in_own_process(contender: str, arguments: argparse.Namespace) -> dict[int, 
     words += [] if arguments.memory is None else ["--memory", str(arguments.memory)]
     for flag, lengths in (("--lengths", arguments.lengths), ("--alone", arguments.alone)):
         words += [flag, *map(str, lengths)] if lengths else []
-    command = [sys.executable, "-P", "-m", "highwater.bench.step", *words]
+    command = [sys.executable, __file__, *words]
     variables = os.environ | allocator_environment("expandable")
     done = subprocess.run(command, stdout=subprocess.PIPE, check=False, env=variables)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith(b'{"length"')]

@@ -1,6 +1,6 @@
 """Where the time of a training step goes on a GPU: seconds of its kernels by kind.
 
-``python -m highwater.bench.kernels Qwen3-1.7B --contenders liger chunked --length 32768`` (one GPU)
+``python benchmarks/step_kernels.py Qwen3-1.7B --contenders liger chunked --length 32768`` (one GPU)
 profiles one step of each contender in one process, of the same weights and sequences as
 ``bench.step``, after one that compiles. A kernel's kind is read off its name, by ``KINDS``; the
 JSON has every kernel's own seconds and calls, and ``--read`` prints the table of such a file.
@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from highwater.bench.environment import environment
-from highwater.bench.step import CONTENDERS, TimedStep, same_weights, sequences_of
 from highwater.spec.files import CONFIG_BYTES, read_file
+from step import CONTENDERS, TimedStep, same_weights, sequences_of
 
 KINDS: Mapping[str, str] = {
     "attention": r"flash|fmha|sdpa|cudnn::fusion",
