@@ -95,7 +95,9 @@ def _best(
     solutions = [
         found for powers in candidates if (found := _solved(powers, peaks)) and min(found) >= 0
     ]
-    return min(solutions, key=lambda each: _squares(each, peaks), default=None)
+    return min(
+        solutions, key=lambda each: sum(_error(each, peak) ** 2 for peak in peaks), default=None
+    )
 
 
 def _solved(powers: tuple[int, ...], peaks: Sequence[tuple[int, int]]) -> Solution | None:
@@ -121,10 +123,6 @@ def _solved(powers: tuple[int, ...], peaks: Sequence[tuple[int, int]]) -> Soluti
                 ]
     factors = {power: normal[at][-1] / normal[at][at] for at, power in enumerate(powers)}
     return tuple(factors.get(power, 0.0) for power in (0, 1, 2))
-
-
-def _squares(terms: Solution, peaks: Sequence[tuple[int, int]]) -> float:
-    return sum(_error(terms, peak) ** 2 for peak in peaks)
 
 
 def _largest_error(terms: Solution, peaks: Sequence[tuple[int, int]]) -> float:

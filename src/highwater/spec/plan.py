@@ -20,7 +20,7 @@ from highwater.spec.model import Model, load_model
 from highwater.spec.pieces import pieces
 from highwater.spec.plan_notes import (
     ON_THE_CPU_NOTE,
-    attention_notes,
+    SPARSE_NOTE,
     base_notes,
     foreign_notes,
     memory_notes,
@@ -131,7 +131,7 @@ def plan(
         *weights_notes(model, cells[0].settings, simulated=request.dry_run),
     )
     fallback = (ON_THE_CPU_NOTE,) if request.device is None and device == "cpu" else ()
-    of_attention = attention_notes(cells[0].settings)
+    of_attention = () if cells[0].settings.pattern is None else (SPARSE_NOTE,)
     of_cells = (*skipped, *too_small, *capped)
     notes = (*fallback, *of_memory, *of_cells, *of_attention, *of_settings, *of_model)
     return Plan(question=question, notes=notes, budget_s=budget_s, timeout_s=timeout_s)

@@ -19,7 +19,7 @@ _YARN_IN_USE = 8
 8."""
 ON_THE_CPU_NOTE = "no GPU is visible: trials run on the CPU, as with `--device cpu`"
 
-_SPARSE_NOTE = (
+SPARSE_NOTE = (
     "block-sparse attention changes the model: a token reads the blocks that a pattern keeps, not "
     "every earlier token"
 )
@@ -44,11 +44,6 @@ def foreign_notes(request: Request, foreign: ForeignTrainer, device: Device) -> 
     if foreign.done_pattern == "":
         notes.append("`--done-pattern ''`: exit status 0 is taken for all steps done")
     return tuple(notes)
-
-
-def attention_notes(settings: Settings) -> tuple[str, ...]:
-    """What sparse attention does to the model; nothing of dense."""
-    return () if settings.pattern is None else (_SPARSE_NOTE,)
 
 
 def optimizer_notes(settings: Settings) -> tuple[str, ...]:

@@ -66,7 +66,8 @@ class _Undecoded(Record, frozen=True, kw_only=True):
 
 def covers(shape: ModelShape, cell: Cell) -> bool:
     """Whether a bundled trace speaks of a model's cell."""
-    return _is_traced(cell) and (shape, cell.layout) in _logs()
+    is_whole = cell.settings.offload is False and cell.settings.lora is None
+    return is_whole and (shape, cell.layout) in _logs()
 
 
 def bundled_trace(shape: ModelShape, cell: Cell) -> ScaledTrace | None:
@@ -74,10 +75,6 @@ def bundled_trace(shape: ModelShape, cell: Cell) -> ScaledTrace | None:
     float32, all of the model trained.
     """
     return _log((shape, cell.layout)) if covers(shape, cell) else None
-
-
-def _is_traced(cell: Cell) -> bool:
-    return cell.settings.offload is False and cell.settings.lora is None
 
 
 def replay_cell(

@@ -122,7 +122,10 @@ def _generation(step: Step) -> Phase:
     kinds = [run.kind for run in shape.runs]
     own_head = 1 if shape.tied_embeddings else 2
     gathered = own_head * step.table + 2 * max(map(step.gathered, kinds)) if step.gathers else 0
-    kept = sum(run.count * _kept_tokens(run.kind, step) * _pair(run.kind) for run in shape.runs)
+    kept = sum(
+        run.count * _kept_tokens(run.kind, step) * 2 * run.kind.attention.key_size
+        for run in shape.runs
+    )
     prompt = max(map(_prompt_numbers, kinds))
     workspaces = sum(CUBLAS_WORKSPACES_BYTES) if step.device == "cuda" else 0
     return Phase(
@@ -144,11 +147,6 @@ def _kept_tokens(kind: LayerKind, step: Step) -> int:
     """Tokens of one sequence whose keys and values a layer keeps: of a window no more than that."""
     window = kind.attention.window_tokens
     return step.length_tokens if window is None else min(window, step.length_tokens)
-
-
-def _pair(kind: LayerKind) -> int:
-    """Numbers of a token's keys and values in one layer."""
-    return 2 * kind.attention.key_size
 
 
 def _prompt_numbers(kind: LayerKind) -> int:
