@@ -65,8 +65,8 @@ def _decisions() -> Iterator[str]:
     yield "# Decisions"
     yield ""
     yield (
-        "Half a page each: context, choice, price. They are not rewritten: a later one says "
-        "what it changes."
+        "Half a page each, of what stands: context, choice, price. One that no longer stands is "
+        "rewritten or goes; git has what it was."
     )
     yield ""
     for path in sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md")):

@@ -53,7 +53,7 @@ class Router:
         often as it has tokens.
 
         transformers has one value for each way to batch a step; which one a step has is
-        docs/decisions/028.
+        docs/decisions/008.
         """
         weights = [float(len(document.ids)) for document in documents]
         return self.coefficient * step_imbalance(

@@ -131,7 +131,7 @@ def test_every_rank_has_coordinates_of_its_own_which_a_profile_reads_again(
 ) -> None:
     layout = Layout(gpus=data * ring * ulysses, ring_degree=ring, ulysses_degree=ulysses)
     places = [coordinates(layout, rank) for rank in range(layout.gpus)]
-    # ranks that exchange heads are neighbours (docs/decisions/036)
+    # ranks that exchange heads are neighbours (docs/decisions/040)
     assert places == [
         f"d{d}r{r}u{u}" for d in range(data) for r in range(ring) for u in range(ulysses)
     ]

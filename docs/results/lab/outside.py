@@ -22,7 +22,7 @@ from highwater.units import MIB
 STUDIES = Path(__file__).parents[1] / "find"
 PATTERNS = ("grpo-*.jsonl", "edge-*.jsonl", "long-*.jsonl")
 SECOND_CHECK = Path(__file__).with_name("second_check.json")
-# Offloaded gradients pass through pinned memory of their own since decision 023; of which commit a
+# Offloaded gradients pass through pinned memory of their own since decision 005; of which commit a
 # trial is, no file says.
 STUDIES_BEFORE = (
     "edge-1.7b-1-full-offload",

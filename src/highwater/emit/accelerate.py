@@ -5,7 +5,7 @@ model nor length nor batch. It has two ways to share a sequence. Torch's context
 keys and values round a ring, where it is told ``alltoall``, and FSDP2 shards the states as they are
 predicted: it is taken wherever it can be, which is where every layer reads all earlier tokens.
 Ulysses is DeepSpeed's, with ZeRO-3 for the states: it is left for models with windows
-(docs/decisions/054).
+(docs/decisions/019).
 
 Source of the names: ``commands/config/config_args.py`` and ``launch.py`` of accelerate 1.15.0; of
 what a ring refuses: ``_attach_context_parallel_hooks`` in its ``big_modeling.py``.

@@ -2,7 +2,7 @@
 and settings, over the fields of the user's own file.
 
 A field of the user's stays unless it says how many processes there are and where, or a setting that
-was named. How states are shared is the user's too, if it is not by FSDP (docs/decisions/063).
+was named. How states are shared is the user's too, if it is not by FSDP (docs/decisions/059).
 Names: as in ``emit/accelerate.py``.
 """
 

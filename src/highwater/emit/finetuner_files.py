@@ -4,7 +4,7 @@ the user's own fields beside them, and what one trial needs of data, steps and o
 A user's field stays unless it says the length, the batch, how processes share the work, the data,
 the steps or the output: those are the trial's. What the user's file does not say is the trainer's
 default; without a file it is what ``highwater emit`` says. What would make a trial prove something
-else is refused by name (docs/decisions/066). What differs by trainer is its ``Finetuner``.
+else is refused by name (docs/decisions/059). What differs by trainer is its ``Finetuner``.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping

@@ -3,7 +3,7 @@
 One document's loss, over all its tokens and all layers together, is ``X * sum_e f_e P_e``: f_e is
 how many of the chosen experts are e, per token and layer, and P_e the routers' mean probability of
 e. A step's loss is the mean over its documents, weighted by their tokens: one value however
-documents are split into micro-batches and ranks (docs/decisions/028). For a single document it is
+documents are split into micro-batches and ranks (docs/decisions/008). For a single document it is
 what transformers adds to the loss; of several in one batch transformers takes f and P over all of
 them, and its value depends on the split.
 

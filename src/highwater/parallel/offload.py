@@ -5,7 +5,7 @@ parameter has no gradient yet. Where it has one, FSDP2 waits for the copy, into 
 is new every time, and adds before it launches anything more: the GPU stands still for each layer.
 Here, therefore, no parameter has a gradient while a backward pass runs. What FSDP2 leaves is taken
 away before the next layer but one goes backward, when its copy is done, and added to a sum that
-lies elsewhere until the pass ends: the same numbers, added in the same order (docs/decisions/023).
+lies elsewhere until the pass ends: the same numbers, added in the same order (docs/decisions/005).
 
 The pinned memory is PyTorch's, which keeps it for the next layer of the same shape. A few layers'
 gradients are in it, and at the end of the pass the embedding's and the head's:

@@ -12,7 +12,7 @@ that is expected to end in time, and its answer says that time ended it.
 
 What a study has recorded of a cell is taken before anything new is run but that first full trial,
 also where it was found in another order: under another time limit, or after the answer of an
-earlier cell that has changed since (docs/decisions/025).
+earlier cell that has changed since (docs/decisions/026).
 """
 
 from collections.abc import Callable

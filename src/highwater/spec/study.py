@@ -92,7 +92,7 @@ class Question(Record, frozen=True, kw_only=True):
     """Longest time for one trial, where the answer depends on it: with the proof ``memory``.
 
     It is how the question is asked, no part of it: with more time the same study goes further. In a
-    recorded study it is the limit when it was last opened (docs/decisions/025).
+    recorded study it is the limit when it was last opened (docs/decisions/026).
     """
     foreign: ForeignTrainer | None = None
     """The trainer that is tried; None: this package's engine."""

@@ -1,6 +1,6 @@
 """Support: whether the trials of a cell bear out its answer.
 
-A study is a file: what it says was found is believed of its trials (docs/decisions/030). Everything
+A study is a file: what it says was found is believed of its trials (docs/decisions/026). Everything
 that an answer says of lengths and memory follows from results, whatever order they came in: the
 longest length that fit, the next, which did not, what ended the search there, and the figures of
 the trial at the capacity.

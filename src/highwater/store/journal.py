@@ -99,7 +99,7 @@ class Journal:
         One that did not tell in less time than there is now is run again, unless another attempt
         told. A crash was tried again when it came, as often as is allowed: it is run once more only
         if whoever opened the study asks. Where time is no matter of the question, what ran out of
-        time is run again if it left its cell without a decision (docs/decisions/025).
+        time is run again if it left its cell without a decision (docs/decisions/026).
         """
         if trial.result is None:
             return False

@@ -2,7 +2,7 @@
 
 A line is on the disk when it is written, or the file is as long as before. Who deletes, replaces,
 cuts or writes the file while a search has it open stops that search: what it would append
-afterwards belonged to nothing (docs/decisions/030).
+afterwards belonged to nothing (docs/decisions/026).
 """
 
 import errno
