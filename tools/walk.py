@@ -2,7 +2,7 @@
 
 ``python tools/walk.py`` measures the tree that it stands in and prints a table; ``--json`` prints
 one document, and ``--tree`` names another checkout. Three commands are run, each in fresh
-processes, so that every cache is empty: ``predict``, ``find`` of one cell on the CPU, ``train``
+processes whose caches are empty: ``predict``, ``find`` of one cell on the CPU, ``train``
 of two steps. What their own processes start counts along: a ``sitecustomize`` in a temporary
 folder of this program watches every Python process below.
 
@@ -35,7 +35,7 @@ TINY = "examples/tiny --device cpu --gpus 1 --memory 1536MiB --loss full"
 COMMANDS = (
     "predict Qwen3-8B --gpus 4xA100-80GB",
     f"find {TINY} --start-length 256 --resolution 256 --max-length 512",
-    f"train {TINY} --data README.md --length 256 --steps 2",
+    f"train {TINY} --length 256 --steps 2",
 )
 WATCH = """
 import os, sys, threading
@@ -157,12 +157,15 @@ def walked(tree: Path, words: str) -> dict[str, int]:
         hook.mkdir()
         record.mkdir()
         (hook / "sitecustomize.py").write_text(WATCH)
+        text = Path(folder, "text.txt")
+        text.write_text("A line to train on, as good as any other.\n" * 200)
         own = {
             "find": ["--log-dir", f"{folder}/logs"],
-            "train": ["--output", f"{folder}/run"],
+            "train": ["--data", str(text), "--output", f"{folder}/run"],
         }
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join((str(hook), str(tree / "src"))),
+            "XDG_CACHE_HOME": f"{folder}/cache",
             "WALK_FOLDER": str(record),
             "WALK_PACKAGE": str(tree / "src" / "highwater"),
             "OMP_WAIT_POLICY": "passive",
