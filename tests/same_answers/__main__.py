@@ -24,6 +24,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import plain
+import processes
+import typed
+
 PROCESSES = 2
 """Questions in processes of their own that are answered at a time."""
 
@@ -36,13 +40,11 @@ def run() -> int:
     parser.add_argument("--runs", type=Path, help="folder of what is trained, kept")
     parser.add_argument("--only", default="", help="ask only what has these words")
     named = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="same-answers-") as folder:
-        settle(Path(folder, "home"))
-        found = dict(
-            sorted(
-                answers(Path(folder), (named.runs or Path(folder, "runs")).absolute(), named.only)
-            )
-        )
+    with tempfile.TemporaryDirectory(prefix="same-answers-") as name:
+        folder, runs = Path(name), (named.runs or Path(name, "runs")).absolute()
+        plain.PLACES.update({runs: "RUNS", folder: "ALL"})
+        settle(folder / "home")
+        found = dict(sorted(answers(folder, runs, named.only)))
     named.answers.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", "utf-8")
     sys.stdout.write(f"{len(found)} questions\n")
     if named.against is None:
@@ -74,9 +76,6 @@ def settle(home: Path) -> None:
 
 def answers(folder: Path, runs: Path, only: str) -> Iterator[tuple[str, Any]]:
     """Each question with its answer: typed ones in this process, others in their own meanwhile."""
-    import processes
-    import typed
-
     with ThreadPoolExecutor(PROCESSES) as pool:
         waiting = [
             pool.submit(ask)

@@ -11,28 +11,44 @@ import sys
 import warnings
 from array import array
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import plain
 from typed import signature, told
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "numeric"))
-
 DATA = Path("tests/data")
+END = "<|endoftext|>"
+WORDS = (
+    "the cat sat on the mat and the dog ran after the cat; user assistant system tool "
+    "Hello there! What is one and one? It is two. Why? Because. Thanks. "
+)
 CHAT = {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}
-ROLLOUT = {"prompt": "Why?", "responses": [" Two.", " No."], "rewards": [1.0, 0.0]}
-OTHERS: dict[str, tuple[str, list[Any]]] = {
-    "text.txt": ("sft", ["A text.\nAnother line."]),
-    "text.md": ("sft", ["# A text\n\nof two paragraphs"]),
-    "packed.jsonl.gz": ("sft", [CHAT]),
-    "chat.parquet": ("sft", [CHAT]),
-    "grpo.jsonl": ("grpo", [ROLLOUT]),
-    "ids.jsonl": ("grpo", [{"prompt": "Why?", "response_ids": [[21, 22], [23]], "rewards": [1, 0],
-                            "logprobs": [[-0.5, -1.5], [-0.25]]}]),
-    "ppo.jsonl": ("ppo", [{"prompt": "Why?", "response": " Two.", "reward": 1.0}]),
-}  # fmt: skip
+SAMPLED = {"prompt": "Why?", "response_ids": [[21, 22], [23]], "logprobs": [[-0.5, -1.5], [-0.25]]}
+OTHERS: dict[str, tuple[str, Any]] = {
+    "text.txt": ("sft", "A text.\nAnother line."),
+    "text.md": ("sft", "# A text\n\nof two paragraphs"),
+    "packed.jsonl.gz": ("sft", CHAT),
+    "chat.parquet": ("sft", CHAT),
+    "grpo.jsonl": ("grpo", {"prompt": "Why?", "responses": [" Two.", " No."], "rewards": [1, 0]}),
+    "ids.jsonl": ("grpo", {**SAMPLED, "rewards": [1, 0]}),
+    "ppo.jsonl": ("ppo", {"prompt": "Why?", "response": " Two.", "reward": 1.0}),
+}
 """Formats that no record of tests/data has."""
+TRAINERS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "fsdp, full loss, nothing recomputed": {
+        "strategy": "fsdp",
+        "loss": "full",
+        "recompute": "none",
+    },
+    "block sparse": {"attention": "block_sparse", "block_size": 16},
+    "lora": {"lora": 4},
+    "no such setting": {"no_such": 1},
+}
+
+Asked = tuple[str, Path, str | None, str, dict[str, Any]]
 
 
 # --- The one place that imports what is private: where it lies is found by its name. ------------
@@ -50,103 +66,95 @@ def private(name: str) -> Any:
 def corpus(data: Path, place: Path, tokenizer: Path | None, objective: str, **how: Any) -> Path:
     """The folder with the tokens of some data."""
     order = private("CorpusOrder")(
-        data=(str(data),),
+        data=(str(data.absolute()),),
         tokenizer=None if tokenizer is None else str(tokenizer),
         objective=objective,
         **{"length_tokens": 4096, "vocab_size": 512, **how},
     )
-    made = place / "corpora"
-    shutil.rmtree(made, ignore_errors=True)
-    (made / "scratch").mkdir(parents=True)
-    told = private("tokenise")(order, made, scratch=made / "scratch", on_phase=lambda _: None)
-    return Path(told.directory)
+    shutil.rmtree(place / "corpora", ignore_errors=True)
+    scratch = place / "corpora" / "scratch"
+    scratch.mkdir(parents=True)
+    made = private("tokenise")(order, scratch.parent, scratch=scratch, on_phase=lambda _: None)
+    return Path(made.directory)
 
 
 # ------------------------------------------------------------------------------------------------
 
 
-def tokens(*asked: Any, **how: Any) -> dict[str, Any]:
+def tokens(directory: Path, place: Path) -> dict[str, Any]:
     """Ids, and which of them are trained; of everything in the folder what it holds."""
-    place = asked[1]
-    directory = corpus(*asked, **how)
-    found: dict[str, Any] = {}
-    for name, kind in (("ids", "H"), ("trained", "B")):
-        numbers = array(kind, (directory / f"{name}.bin").read_bytes())
-        found[name] = plain.short(" ".join(map(str, numbers)))
-    held = plain.files(directory, place)
-    # Its digest is of the tokenizer's file, which another version of a library writes otherwise.
-    held = {name: each for name, each in held.items() if name != "manifest.json"}
-    return found | {"files": {re.sub(r"\b[0-9a-f]{16}\b", "D", k): v for k, v in held.items()}}
-
-
-def formats(place: Path) -> Iterator[tuple[str, Any]]:
-    """Yield a question for each record, each file of people's own data, and each other format."""
-    from corpora import write_tokenizer
-
-    templates = json.loads((DATA / "records/templates.json").read_text("utf-8"))
-    made = {None: None} | {
-        name: write_tokenizer(place / name, template)
-        for name, template in {**templates, "none": None}.items()
+    numbers = {
+        name: array(kind, (directory / f"{name}.bin").read_bytes())
+        for name, kind in (("ids", "H"), ("trained", "B"))
     }
+    found = {name: plain.short(" ".join(map(str, each))) for name, each in numbers.items()}
+    return {**found, "files": plain.files(directory, place)}
+
+
+def formats(place: Path) -> Iterator[Asked]:
+    """Yield a name, its data, a template and an objective for each record of tests/data, each file
+    of people's own data, and each other format.
+    """
     for line in (DATA / "records/records.jsonl").read_text("utf-8").splitlines():
         case = json.loads(line)
-        data = place / ("data.json" if isinstance(case["record"], list) else "data.jsonl")
+        data = place / f"{case['id']}.json{'' if isinstance(case['record'], list) else 'l'}"
         data.write_text(json.dumps(case["record"], ensure_ascii=False) + "\n", "utf-8")
-        tokenizer = made[case["template"] or "none"]
         for objective in ("dpo", "rw") if case["objective"] == "dpo" else ("sft",):
-            yield (
-                f"tokens: {case['id']} {objective}",
-                told(lambda d=data, t=tokenizer, o=objective: tokens(d, place, t, o)),
-            )
+            yield case["id"], data, case["template"] or "none", objective, {}
     for path in sorted((DATA / "own_data").iterdir()):
-        objective = "dpo" if "dpo" in path.name else "sft"
-        for name in ("chatml", "plain", "none", None):
+        for template in ("chatml", "plain", "none", None):
             for how in ({}, {"trained": "all"}, {"length_tokens": 32, "long_documents": "split"}):
-                yield (
-                    f"tokens: {path.name} {name} {how}",
-                    told(
-                        lambda p=path, n=name, o=objective, h=how: tokens(
-                            p.absolute(), place, made[n], o, **h
-                        )
-                    ),
-                )
-    for name, (objective, rows) in OTHERS.items():
-        data = written(place / name, rows)
+                yield path.name, path, template, "dpo" if "dpo" in path.name else "sft", how
+    for name, (objective, row) in OTHERS.items():
+        data = place / name
+        said = (row if isinstance(row, str) else json.dumps(row) + "\n").encode()
+        if data.suffix == ".parquet":
+            import pyarrow
+            from pyarrow import parquet
+
+            parquet.write_table(pyarrow.Table.from_pylist([row]), data)
+        else:
+            data.write_bytes(gzip.compress(said, mtime=0) if data.suffix == ".gz" else said)
         for template in ("chatml", None):
-            yield (
-                f"tokens: {name} {template}",
-                told(lambda d=data, t=template, o=objective: tokens(d, place, made[t], o)),
-            )
+            yield name, data, template, objective, {}
 
 
-def written(path: Path, rows: list[Any]) -> Path:
-    if path.suffix == ".parquet":
-        import pyarrow
-        from pyarrow import parquet
+def tokenised(place: Path) -> Iterator[tuple[str, Any]]:
+    templates = json.loads((DATA / "records/templates.json").read_text("utf-8")) | {"none": None}
+    made: dict[str | None, Path | None] = {None: None}
+    made |= {name: tokenizer(place / name, template) for name, template in templates.items()}
+    for name, data, template, objective, how in formats(place):
 
-        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-        return path
-    text = "".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
-    path.write_bytes(
-        gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text.encode()
+        def ask(named: Asked = (name, data, template, objective, how)) -> dict[str, Any]:
+            _, data, template, objective, how = named
+            return tokens(corpus(data, place, made[template], objective, **how), place)
+
+        yield f"tokens: {name}, {template}, {objective}, {how}", told(ask)
+
+
+def tokenizer(folder: Path, template: str | None) -> Path:
+    """A directory with a byte-level BPE of a few merges, and a template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=[END, "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
     )
-    return path
-
-
-def loops(place: Path, model: str) -> Iterator[tuple[str, Any]]:
-    """Yield two steps of a Trainer, with what it saves and what it says of a refusal."""
-    kinds: dict[str, dict[str, Any]] = {
-        "as it is": {},
-        "fsdp, full loss, recomputed": {"strategy": "fsdp", "loss": "full", "recompute": "none"},
-        "block sparse": {"attention": "block_sparse", "block_size": 16},
-        "lora": {"lora": 4},
-        "no such setting": {"no_such": 1},
-    }
-    for name, settings in kinds.items():
-        yield f"python: Trainer {name}", told(lambda n=name, s=settings: loop(place / n, model, s))
+    model.train_from_iterator([WORDS] * 4, trainer)
+    made = PreTrainedTokenizerFast(tokenizer_object=model, eos_token=END)
+    made.chat_template = template
+    made.save_pretrained(folder)
+    return folder
 
 
 def loop(place: Path, model: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Two steps of a Trainer, what it evaluates, and what it saves."""
     from highwater.engine import Trainer
 
     rows = [[[(3 * at + row) % 512 for at in range(100)]] for row in range(2)]
@@ -161,21 +169,27 @@ def names() -> Iterator[tuple[str, Any]]:
     import highwater
     import highwater.engine
 
-    yield "python: highwater.engine.__all__", list(highwater.engine.__all__)
-    for package, name in (
-        *((highwater, name) for name in highwater.__all__ if not name.startswith("_")),
-        *((highwater.engine, name) for name in highwater.engine.__all__),
-    ):
-        question = f"python: {package.__name__}.{name}"
-        yield question, told(lambda p=package, n=name: signature(getattr(p, n)))
+    for package in (highwater, highwater.engine):
+        yield f"python: {package.__name__}.__all__", list(package.__all__)
+        for name in package.__all__:
+            if not name.startswith("_"):
+                yield (
+                    f"python: {package.__name__}.{name}",
+                    told(lambda p=package, n=name: signature(getattr(p, n))),
+                )
 
 
 def main() -> None:
-    out, place, model = sys.argv[1:]
+    out, folder, model = sys.argv[1:]
+    place = Path(folder)
+    plain.PLACES[Path(model).parent] = "RUNS"
     warnings.simplefilter("ignore")
-    found = dict([*names(), *formats(Path(place)), *loops(Path(place), model)])
-    text = plain.text(json.dumps(found, ensure_ascii=False), Path(place))
-    Path(out).write_text(text, "utf-8")
+    loops = (
+        (f"python: Trainer {name}", told(partial(loop, place / name, model, settings)))
+        for name, settings in TRAINERS.items()
+    )
+    found = dict([*names(), *tokenised(place), *loops])
+    Path(out).write_text(plain.text(json.dumps(found, ensure_ascii=False), place), "utf-8")
 
 
 if __name__ == "__main__":

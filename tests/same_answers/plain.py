@@ -14,6 +14,8 @@ MEASURED = re.compile(
     r"|^(peak|available|free|rss|measured|context|others|used)_?\w*bytes\w*$|^versions$|_bytes_by_"
 )
 """Keys of figures that no two real trials have alike."""
+PLACES: dict[Path, str] = {}
+"""Folders of this run, and what they are called in every answer."""
 
 
 def text(said: str, folder: Path) -> str:
@@ -23,6 +25,7 @@ def text(said: str, folder: Path) -> str:
     package = Path(highwater.__file__).parent
     for path, name in (
         (folder, "FOLDER"),
+        *PLACES.items(),
         (package, "PACKAGE"),
         (Path.cwd(), "ROOT"),
         (Path(__file__).parents[2], "ROOT"),

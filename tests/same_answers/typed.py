@@ -231,32 +231,16 @@ def written(place: Path) -> dict[str, Any]:
 def in_python() -> Iterator[tuple[str, Callable[[], Any]]]:
     import highwater
 
-    yield "python: highwater.__all__", lambda: list(highwater.__all__)
-    for name in (
-        "find",
-        "predict",
-        "recommend",
-        "run_trial",
-        "open_study",
-        "guide",
-        "write_guide",
-        "study_report",
-        "write_report",
-        "train",
-        "SparsePatternConfig",
-    ):
-        yield f"python: highwater.{name}", lambda name=name: signature(getattr(highwater, name))
     for study in STUDIES:
         yield f"python: keys of {study}", lambda study=study: keys(highwater.open_study(study))
 
 
-def signature(named: Any) -> str:
-    """Names and defaults: where a type stands may change."""
-    return ", ".join(
-        f"{each.kind.name} {each.name}"
-        + ("" if each.default is each.empty else f"={each.default!r}")
+def signature(named: Any) -> list[str]:
+    """Names and defaults: where a type stands may change, and where a function lies."""
+    return [
+        f"{each.kind.name} {each.name} {getattr(each.default, '__name__', repr(each.default))}"
         for each in inspect.signature(named).parameters.values()
-    )
+    ]
 
 
 def keys(study: Any) -> dict[str, Any]:
