@@ -3,6 +3,7 @@ processes of its own, and all that one process can answer in Python (``data_plan
 """
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -44,12 +45,12 @@ TRAININGS = {
     "ppo with a critic": ("rollouts.jsonl", "--objective", "ppo", "--critic"),
 }
 """Checkpoints of each kind: the data, and the settings."""
-FOREIGN = """import sys
-print("step 1/2 loss 1.0", flush=True)
-if int(sys.argv[1]) > 256:
-    sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB.")
-print("step 2/2 loss 0.9", flush=True)
-"""
+FOREIGN = (
+    "import sys; print('step 1/2 loss 1.0', flush=True); int(sys.argv[1]) > 256 and "
+    "sys.exit('torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB.'); "
+    "print('step 2/2 loss 0.9')"
+)
+"""A trainer of somebody's: in the command itself, which names a study, and so without a path."""
 
 Answers = list[tuple[str, Any]]
 
@@ -63,7 +64,6 @@ def questions(folder: Path, runs: Path) -> Iterator[tuple[str, Callable[[], Answ
     (runs / "text.txt").write_text(TEXT)
     for name, rows in (("pairs", PAIRS), ("rollouts", ROLLOUTS)):
         (runs / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (runs / "foreign.py").write_text(FOREIGN)
     (runs / "short.yaml").write_text("max_length: 256\n")
     yield "python: the data plane", partial(data_plane, folder, runs)
     for name, (data, *words) in TRAININGS.items():
@@ -81,7 +81,7 @@ def trials(model: Path, runs: Path) -> Iterator[tuple[str, str, tuple[str, ...]]
     highwater = "highwater"
     yield "try", highwater, ("try", *here, "--length", "128", *saved, *logs, "--json")
     yield "find", highwater, ("find", *here, *grid, *logs, "--loss", "full", "--json")
-    foreign = f"{sys.executable} {runs / 'foreign.py'} {{length}}"
+    foreign = f"python3 -c {shlex.quote(FOREIGN)} {{length}}"
     words = ("--trainer", "command", "--command", foreign, "--start-length", "128")
     more = ("--resolution", "128", "--max-length", "512", *logs, "--json")
     yield "find --trainer command", highwater, ("find", *here, *words, *more)
@@ -160,5 +160,5 @@ def ended(words: list[str], place: Path) -> dict[str, Any]:
         [*program, *words[1:]], capture_output=True, text=True, check=False, timeout=900
     )
     said = plain.document(plain.text(done.stdout, place))
-    why = plain.text(done.stderr[-2000:], place) if done.returncode else ""
+    why = plain.text(done.stderr[-2000:], place) if done.returncode in (2, 3, 70) else ""
     return {"code": done.returncode, "stdout": said, "stderr": why}
