@@ -14,7 +14,7 @@ OLDEST := .venv-oldest
 EMIT := .venv-emit-
 TRAINERS := accelerate areal axolotl llamafactory ms-swift torchtitan trinity trl verl
 
-.PHONY: check demo documents docs test test-all test-pages test-emit test-ray test-oldest lint types contracts install clean-venv
+.PHONY: check demo documents docs walk test test-all test-pages test-emit test-ray test-oldest lint types contracts install clean-venv
 
 install: $(READY)
 
@@ -65,10 +65,14 @@ documents: $(READY)
 docs: documents
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# How large the source is, and how far one walks through it to follow a command.
+walk: $(READY)
+	$(BIN)/python tools/walk.py
+
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/codespell src benchmarks tests docs examples README.md CONTRIBUTING.md CHANGELOG.md
+	$(BIN)/codespell src benchmarks tools tests docs examples README.md CONTRIBUTING.md CHANGELOG.md
 	$(BIN)/deptry src
 
 types: $(READY)

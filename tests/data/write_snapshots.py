@@ -4,6 +4,10 @@ programs whose every allocation is known.
 ``.venv/bin/python tests/data/write_snapshots.py``. The form is that of ``torch/cuda/memory.py`` and
 ``torch/csrc/cuda/Module.cpp``, PyTorch 2.13: shared frames, a list of them for each allocation,
 sizes as they were asked for in the trace and as they were rounded in the blocks.
+
+``tests/data/engine_step.pickle`` is of this engine: two steps on the CPU, whose every storage a
+dispatch mode recorded with the stack that asked for it, when fused layers lay in ``models/fused``.
+Snapshots of that time are read as they were then, whatever the files are called now.
 """
 
 import pickle

@@ -36,12 +36,11 @@ TRACED_ACCURACY = (
 )
 PREDICTION_SCHEMA_VERSION = 1
 """Version of the document that ``highwater predict --json`` prints, as it is written and read."""
-NOT_TRACED = (
+NOT_MODELLED = (
     "tensor, pipeline and expert parallelism",
     "a rollout engine on the same GPU (`--reserved 20GiB` leaves room for one)",
     f"optimizers other than {', '.join(each.words for each in OPTIMIZERS.values())}",
 )
-NOT_MODELLED = NOT_TRACED
 
 
 class MemoryLimit(Record, frozen=True, kw_only=True):

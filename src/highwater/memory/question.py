@@ -9,8 +9,6 @@ import msgspec
 
 from highwater.errors import UsageError
 from highwater.memory.capacity import (
-    NOT_MODELLED,
-    NOT_TRACED,
     TRACED_ACCURACY,
     MemoryLimit,
     Prediction,
@@ -265,7 +263,6 @@ def unanswered(
         cells=(),
         method=method,
         accuracy=TRACED_ACCURACY if is_traced else MEMORY[trainer].accuracy_alone,
-        not_modelled=NOT_TRACED if is_traced else NOT_MODELLED,
     )
 
 
