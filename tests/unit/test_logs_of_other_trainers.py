@@ -223,6 +223,9 @@ FITS = {
     "step 2/2 loss 2.4 | skipped iterations: 0 | best loss: 2.4\n",
     "a checkpoint that was loaded first": f"loaded checkpoint shards, resume: False\n{STEPS}",
     "a checkpoint that is saved after them": f"{STEPS}saved checkpoint-2, best loss 2.4\n",
+    "glog": "I0101 10:00:01.123456 1234 train.py:88] step: 1, loss: 2.5\n"
+    "I0101 10:00:02.123456 1234 train.py:88] step: 2, loss: 2.4\n",
+    "seconds and a name": "[  1.2s] trainer: step 1 loss 2.5\n[  2.2s] trainer: step 2 loss 2.4\n",
     "figures before the step": "lr: 1e-5, loss: 2.5, step: 1\nlr: 9e-6, loss: 2.4, step: 2\n",
     "a figure that is an error": f"{STEPS}error: 0.02\nErrors: 0\n",
     "an exception that the interpreter ignored": f"{STEPS}Exception ignored in: <function f>\n"

@@ -37,7 +37,8 @@ _LOGGER = re.compile(
 )
 """What a logger or a bar wrote before the rest of a line."""
 _BEFORE_A_STEP = re.compile(
-    rf"(?:{_TRAINING}|rank|gpu|worker|node|loss|lr|step|iter(?:ation)?|\w{{1,40}}\.py|[\W\d_])*",
+    rf"(?:{_TRAINING}|trainer|rank|gpu|worker|node|loss|lr|step|iter(?:ation)?|\w{{1,40}}\.py"
+    r"|\b[IW]\d{4}\b|(?<=\d)m?s\b|[\W\d_])*",
     re.IGNORECASE,
 )
 """What else may stand before a step of training, figures aside. ``Preparation step``, ``Config:
