@@ -89,6 +89,33 @@ def test_a_trial_with_secrets_shows_them_nowhere(highwater: Run, place: Path) ->
     check_nothing_shows(place, done.stdout, done.stderr, json_too.stdout, json_too.stderr)
 
 
+@pytest.mark.parametrize(
+    "typed",
+    [
+        f"--password='correct {SECRET} battery'",
+        f"--password -{SECRET}",
+        f"'--password two {SECRET}'",
+        f"--gh-pat {SECRET} -u me:{KEY}",
+    ],
+)
+def test_a_trainer_that_prints_its_words_shows_no_secret(
+    typed: str, highwater: Run, place: Path
+) -> None:
+    (place / "train.py").write_text(
+        "import sys; sys.exit(f'train.py: error: unrecognized arguments: {sys.argv[1:]}')"
+    )
+    command = f"{shlex.quote(sys.executable)} train.py {{length}} {typed}"
+    how = ("--trainer", "command", "--command", command, *CPU, *LENGTHS)
+    done = highwater("find", "Qwen3-0.6B", *how)
+    assert done.returncode == 4, done.stderr
+    study = study_in(place)
+    assert "unrecognized arguments" in study.read_text()
+    assert stat.S_IMODE(study.stat().st_mode) == 0o600
+    for log in place.rglob("*.log"):  # the trainer's own words
+        log.unlink()
+    check_nothing_shows(place, done.stdout, done.stderr, highwater("report", str(study)).stdout)
+
+
 def test_another_secret_is_another_question_and_a_hidden_one_is_asked_for(
     highwater: Run, place: Path
 ) -> None:

@@ -66,8 +66,10 @@ GOOD = {
     "the trainer's summary": "{'train_runtime': '3.1', 'train_loss': '2.3', 'epoch': '1'}\n",
     "a bar that overwrites itself": "\r  0%|          | 0/2 [00:00<?, ?it/s]"
     "\r 50%|█████     | 1/2 [00:01<00:01, loss=2.5]\r100%|██████████| 2/2 [00:02<00:00, loss=2.4]",
-    "a bar of training": "Training: 100%|██████████| 2/2 [00:02<00:00,  1.0s/it]\nloss: 2.5\n",
-    "a bar in colour": "\x1b[32mEpoch 0: 100%|\x1b[0m██| 2/2 [00:02<00:00, train_loss=2.4]\n",
+    "a bar of training": "Training:  50%|█████     | 1/2 [00:01<00:01,  1.0s/it]\nloss: 2.5\n"
+    "Training: 100%|██████████| 2/2 [00:02<00:00,  1.0s/it]\nloss: 2.4\n",
+    "a bar in colour": "\x1b[32mEpoch 0:  50%|\x1b[0m█ | 1/2 [00:01<00:01, train_loss=2.5]\r"
+    "\x1b[32mEpoch 0: 100%|\x1b[0m██| 2/2 [00:02<00:00, train_loss=2.4]\n",
     "steps of all": "step 1/2: loss 2.5\nstep 2/2: loss 2.4\n",
     "torchtitan": "[titan] step:  1  loss:  8.2\n[titan] step:  2  loss:  7.9  memory: 10.1GiB\n",
     "counted from 0": "step 0 loss 8.2\nstep 1 loss 7.9\n",
@@ -82,6 +84,7 @@ GOOD = {
 @pytest.mark.parametrize("log", GOOD.values(), ids=GOOD)
 def test_a_trial_whose_log_shows_its_steps_fits(log: str) -> None:
     assert outcome(log, 0) is Outcome.FIT
+    assert outcome(log + "\nerror: could not start\n", 0) is Outcome.CRASHED
     assert outcome("", 0) is Outcome.CRASHED
 
 
@@ -307,6 +310,54 @@ def test_a_timeout_says_how_far_it_came() -> None:
     assert "1 of 2 steps" in verdict.reason
 
 
+@pytest.mark.parametrize(
+    ("before", "who"),
+    [
+        ("", ""),
+        ("[rank0]: ", "rank0: "),
+        ("(TrainWorker pid=123, ip=10.0.0.7) ", "TrainWorker pid=123, ip=10.0.0.7: "),
+        ("(pid=123) ", "pid=123: "),
+        ("[default1]:[rank1]: ", "default1 rank1: "),
+        ("3: ", "process 3: "),
+        ("[1,3]<stderr>: ", "process 1,3: "),
+        ("alpha: ", "alpha: "),
+        ("node7> ", "node7: "),
+    ],
+)
+def test_a_reason_names_whoever_ran_out_as_the_log_does(before: str, who: str) -> None:
+    log = "".join(f"{before}{line}\n" for line in RAN_OUT.splitlines())
+    verdict = classify_foreign(trial(), ForeignEnding(exit_code=1, timeout_s=60.0, log=log))
+    assert verdict == (Outcome.OUT_OF_MEMORY, f"{who}{OOM}")
+
+
+CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        *(
+            (each, each)
+            for each in (
+                f"WARNING: skipping batch: RuntimeError: [enforce fail] . {CPU_ALLOCATOR}",
+                f"WARNING skipping batch, {OOM}",
+                "| WARN | OOM on batch 17, dropped",
+                "MemoryError caught, falling back to 512 tokens",
+            )
+        ),
+        (
+            "WARNING  batch 3: CUDA out of\n  memory, next",
+            "WARNING  batch 3: CUDA out of memory, next",
+        ),
+    ],
+)
+def test_a_reason_names_the_line_of_the_allocator(line: str, said: str) -> None:
+    log = f"step 1/2 loss 2.5\n{line}\nstep 2/2 loss 2.4\n"
+    verdict = classify_foreign(trial(), ForeignEnding(exit_code=0, timeout_s=60.0, log=log))
+    assert verdict.outcome is Outcome.CRASHED
+    assert verdict.reason.endswith(f": {said}")
+
+
 def test_a_hang_after_an_error_is_judged_by_the_error_where_that_is_certain() -> None:
     assert outcome(by_rank(1, RAN_OUT), None) is Outcome.OUT_OF_MEMORY
     assert outcome(RAN_OUT, None, ended_for="hang", is_stuck=True) is Outcome.OUT_OF_MEMORY
@@ -376,7 +427,14 @@ def test_a_bound_is_the_allocators_share_and_whoever_is_far_past_it_is_seen() ->
 
 
 def test_a_log_of_one_endless_line_is_read_in_no_time() -> None:
-    for text in ("{", "a.", "[rank1]: ", "step 1 ", "ERROR ", "1%|", "\x1b["):
+    more = (
+        "1%|]INFO a:",
+        "step 1/2 loss 1 INFO a.py ",
+        "resumed a a=",
+        "{'loss': 1",
+        "1.py step 1",
+    )
+    for text in ("{", "a.", "[rank1]: ", "step 1 ", "ERROR ", "1%|", "\x1b[", *more):
         log = text * (2**21 // len(text))
         began = time.monotonic()
         assert not outcome(log, 1).tells

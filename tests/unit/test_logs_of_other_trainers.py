@@ -113,6 +113,7 @@ FRAMES = 'Traceback (most recent call last):\n  File "t.py", line 3, in <module>
 RAN_OUT = f"{FRAMES}{OOM}\n"
 DICTIONARIES = "{'loss': 2.5, 'epoch': 0.5}\n{'loss': 2.4, 'epoch': 1.0}\n"
 STEPS = "step 1/2 loss 2.5\nstep 2/2 loss 2.4\n"
+SUMMARY = "{'train_runtime': 3.1, 'train_loss': 2.4, 'epoch': 1.0}\n"
 BAR = "100%|██████████| 2/2 [00:02<00:00,  1.0s/it]\n"
 
 NO_FIT = {
@@ -152,6 +153,45 @@ NO_FIT = {
     "one step by each of two ranks": "[default0]:{'loss': 2.5, 'epoch': 0.5}\n"
     "[default1]:{'loss': 2.7, 'epoch': 0.5}\n",
     "one step, written twice": 2 * "{'loss': 2.5, 'epoch': 0.5}\n",
+    # another time's steps, each with a loss
+    "a loaded checkpoint's": "Loaded checkpoint: step=2 loss=2.31\ndone\n",
+    "a loaded checkpoint's, each": "Loaded: step=1 loss=2.4\nLoaded: step=2 loss=2.31\n",
+    "the best model's": "best model so far: step 2 loss 2.1\nskipped training\n",
+    "the end of a checkpoint's": "max_steps reached: step 2 of 2, loss 2.2 (loaded from "
+    "checkpoint-2)\n",
+    "a state's dictionaries": "".join(
+        f"trainer_state: {each}\n" for each in DICTIONARIES.splitlines()
+    ),
+    "a history's dictionaries": "".join(
+        f"last run: {each}\n" for each in DICTIONARIES.splitlines()
+    ),
+    "a state's summary": f"state: {SUMMARY}",
+    "a dry run's": "".join(f"{each} (dry run)\n" for each in STEPS.splitlines()),
+    "a dry run's, by its head": f"Dry run, nothing is trained:\n{STEPS}",
+    "a dry run's, by a mark": "".join(f"[dry-run] {each}\n" for each in STEPS.splitlines()),
+    "a setting's": "Config: step=2 loss=0.5 weights\nok\n",
+    "settings, each": "Config: step=1 loss=0.4\nConfig: step=2 loss=0.5\n",
+    "an estimate's": "Estimated: step: 2  loss: 10.99 at initialisation\n",
+    "an estimate's, each": "".join(f"Estimate, {each}\n" for each in STEPS.splitlines()),
+    "a replay's": f"Replaying the log of last run:\n{DICTIONARIES}{SUMMARY}",
+    "a replay's, then an error": f"old log:\n{DICTIONARIES}{SUMMARY}error: could not start\n",
+    "an error after them": f"{STEPS}ERROR: no such device\n",
+    "an exception after them": f"{STEPS}RuntimeError: no such device\n",
+    "a traceback after them": f"{STEPS}{SUMMARY}{FRAMES}KeyError: 'x'\n",
+    "an old log, searched": "".join(f"old.log:{each}\n" for each in STEPS.splitlines()),
+    "steps that are skipped": "".join(f"{each}, skipped\n" for each in STEPS.splitlines()),
+    "steps that were restored": "".join(f"restored {each}\n" for each in STEPS.splitlines()),
+    "steps of the run before": "".join(f"previous run: {each}\n" for each in STEPS.splitlines()),
+    "a plan": "".join(f"would do {each}\n" for each in STEPS.splitlines()),
+    # not every step, or not each with its loss
+    "the last step alone": "step 2/2 loss 2.4\n",
+    "the last step alone, often": 3 * "step 2/2 loss 2.4\n",
+    "steps backwards": "step 2/2 loss 2.4\nstep 1/2 loss 2.5\n",
+    "one loss for both": "step 1/2\nstep 2/2\nloss: 2.4\n",
+    "a bar's end": f"train loss 2.5\n{BAR}train loss 2.4\n",
+    "an epoch's bar's end": "Epoch 1: 100%|███| 2/2 [00:02<00:00, loss=2.4]\n",
+    "one of two ranks each": "[default0]:step 1/2 loss 2.5\n[default1]:step 2/2 loss 2.4\n",
+    "steps of two kinds": "iteration 1/2 loss 2.5\nstep 2/2 loss 2.4\n",
     # steps without a proof
     "a bar alone": BAR,
     "a bar of training alone": f"Training: {BAR}",
@@ -173,8 +213,23 @@ FITS = {
     "a table of no such failures": f"{STEPS}| CUDA OOMs: 0 | cudaMalloc retries: 0 |\n",
     "a good word at the end": f"{STEPS}done without out of memory errors; no OOM\n",
     "a loss on a line of its own": "step 1/2\nloss: 2.5\nstep 2/2\nloss: 2.4\n",
-    "a bar and losses beside it": f"train loss 2.5\n{BAR}train loss 2.4\n",
-    "an epoch's bar with its loss": "Epoch 1: 100%|███| 2/2 [00:02<00:00, loss=2.4]\n",
+    "a bar and a loss before each": f"train loss 2.5\n 50%|█ | 1/2 [00:01<00:01]\ntrain loss 2.4\n"
+    f"{BAR}",
+    "an epoch's bar with its loss": "Epoch 1:  50%|██ | 1/2 [00:01<00:01, loss=2.5]\r"
+    "Epoch 1: 100%|███| 2/2 [00:02<00:00, loss=2.4]\n",
+    "the trainer's own end": f"step 2/2\n{SUMMARY}",
+    "the end after a bar": f"{BAR.rstrip()}{SUMMARY}",
+    "figures that have such names": "step 1/2 loss 2.5 | skipped iterations: 0 | best loss: 2.5\n"
+    "step 2/2 loss 2.4 | skipped iterations: 0 | best loss: 2.4\n",
+    "a checkpoint that was loaded first": f"loaded checkpoint shards, resume: False\n{STEPS}",
+    "a checkpoint that is saved after them": f"{STEPS}saved checkpoint-2, best loss 2.4\n",
+    "glog": "I0101 10:00:01.123456 1234 train.py:88] step: 1, loss: 2.5\n"
+    "I0101 10:00:02.123456 1234 train.py:88] step: 2, loss: 2.4\n",
+    "seconds and a name": "[  1.2s] trainer: step 1 loss 2.5\n[  2.2s] trainer: step 2 loss 2.4\n",
+    "figures before the step": "lr: 1e-5, loss: 2.5, step: 1\nlr: 9e-6, loss: 2.4, step: 2\n",
+    "a figure that is an error": f"{STEPS}error: 0.02\nErrors: 0\n",
+    "an exception that the interpreter ignored": f"{STEPS}Exception ignored in: <function f>\n"
+    f"{FRAMES}ImportError: sys.meta_path is None\n",
     "LitGPT": "Epoch 1 | iter 1 step 1 | loss train: 2.512, val: n/a | iter time: 90.1 ms\n"
     "Epoch 1 | iter 2 step 2 | loss train: 2.401, val: n/a | iter time: 80.3 ms\n",
     "nanoGPT": "step 0: train loss 10.81, val loss 10.82\niter 0: loss 10.80, time 300.1ms\n"

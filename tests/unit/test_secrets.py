@@ -9,6 +9,7 @@ from studies import QUESTION, REAL, report_of, study_of, trial
 
 from highwater import study_report
 from highwater.cli.console import error
+from highwater.cli.grammar import commands
 from highwater.errors import UsageError
 from highwater.run.one_by_one import OneByOne
 from highwater.search.recorded_search import recorded_search
@@ -74,6 +75,34 @@ COMMANDS = (
     "bash -c 'train {length} --password \"S3cr3t and\" --api-key S3cr3t'",
     'train {length} --config \'{"password": "S3cr3t"}\'',
     "train {length} --password 'S3cr3t with S3cr3t in it'",
+    # a value with blanks within one word, to its end
+    "train {length} --password='correct horse S3cr3t'",
+    'train {length} --api-key="a S3cr3t b"',
+    "train {length} --env WANDB_API_KEY='x S3cr3t'",
+    "train {length} '--password two S3cr3t'",
+    "train {length} '--passphrase two S3cr3t --lr 1e-5'",
+    "train {length} -e'HF_TOKEN=x S3cr3t'",
+    "train {length} --env=DB_PASSWORD='x\tS3cr3t'",
+    "bash -c 'train {length} --password=\"two S3cr3t\"'",
+    "bash -c 'HF_TOKEN=\"two S3cr3t\" train {length}'",
+    # a value that begins as a flag does
+    *(f"train {{length}} {name} -S3cr3t" for name in ("--password", "--hf-token", "-api_key")),
+    "train {length} --password --1S3cr3t",
+    "bash -c 'train {length} --password -S3cr3t'",
+    # short names
+    *(
+        f"train {{length}} {name} S3cr3t"
+        for name in ("--pass", "--pwd", "--db-pass", "--session-key", "--session_key", "--pat")
+    ),
+    *(f"train {{length}} {name}=S3cr3t" for name in ("--pass", "db.pwd", "--gh-pat", "--cookie")),
+    *(f"env {name}=S3cr3t train {{length}}" for name in ("GH_PAT", "SMTP_PASS", "SESSION_KEY")),
+    "train {length} export:GH_PAT=S3cr3t",
+    "train {length} --cookie x=S3cr3t",
+    "curl {length} -H 'Cookie: a=b; x=S3cr3t'",
+    # a user with a password
+    *(f"curl {{length}} {name} me:S3cr3t" for name in ("-u", "--user", "--login", "--proxy-user")),
+    "curl {length} --login=me:S3cr3t",
+    "bash -c 'curl {length} -u \"me:two S3cr3t\"'",
 )
 
 
@@ -97,10 +126,23 @@ def test_no_secret_of_a_command_is_left_in_it_and_its_placeholder_is(command: st
         "train {length} --tokenizer a/b --max_new_tokens 5 --prompt-key question --sort-keys z",
         "train {length} --api-key {output} --author me --password-file /run/p --key value",
         "train {length} HF_HOME=/x model.path=/y --url https://host:80/x --use-auth-token --lr 1",
+        "train {length} --key-value-heads 8 --tokens-per-batch 4096 --pattern x --path x",
+        "train {length} --pass-through x --passes 2 --forward-pass y --pathlib p --patience 3",
+        "train {length} --token-type t --keys a --key-dim 64 --cookie-jar /c --bypass b --compat 1",
+        "env PWD=/work OLDPWD=/x train {length} --user me --login shell --compass n --session s",
+        "docker run -u 1000:1000 --user=1000:1000 image:1 {length} --secretary x --passenger y",
+        "python -u train.py {length} -u 2 --user-agent a:b --bypass=x --password-file=/run/p",
     ],
 )
 def test_words_of_a_command_that_are_no_secret_stay(command: str) -> None:
     assert hidden_words(shlex.split(command)) == tuple(shlex.split(command))
+
+
+def test_no_flag_of_ours_is_taken_for_a_secrets() -> None:
+    flags = {flag for each in commands().values() for flag in each._option_string_actions}
+    assert "--command" in flags
+    for flag in flags:
+        assert hidden_words((flag, "x", f"{flag}=x")) == (flag, "x", f"{flag}=x")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +150,12 @@ def test_words_of_a_command_that_are_no_secret_stay(command: str) -> None:
     [
         "error: unrecognized arguments: --password 123456 --api-key swordfish",
         "Command '['train', '--password', '123456', '--hf-token', 'swordfish']' returned 1",
+        "['--gh-pat', '123456', '-u', 'me:swordfish', '--session-key', '123456', '--pwd', 'x y']",
         "sent Authorization: Bearer 123456",
+        "train.py: error: unrecognized arguments: --password=correct 123456 swordfish --lr 1",
+        "error: unrecognized arguments: --pass 123456 --pwd swordfish --gh-pat 123456",
+        "unrecognized arguments: --session-key -123456 -u me:swordfish GH_PAT=123456",
+        "sent Cookie: a=123456; b=swordfish",
     ],
 )
 def test_a_command_that_an_error_quotes_is_quoted_without_its_secrets(text: str) -> None:
@@ -130,6 +177,8 @@ def test_a_command_that_an_error_quotes_is_quoted_without_its_secrets(text: str)
         "ValueError: a start length of 1 token: use 2 or more",
         "eos_token: <|im_end|>, max_token: 512, password=None, 'api_key': null",
         "--token-budget 16384 --per-token 3",
+        "--pass-through x --pattern 'a b' --path /x --key-value-heads 8 --cookie-jar /x",
+        "1 pass over the data, forward pass 3 ms, cookies are off, user: me, pat: x, PWD=/work",
     ],
 )
 def test_what_is_no_secret_stays(text: str) -> None:

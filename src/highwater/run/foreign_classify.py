@@ -10,6 +10,7 @@ import math
 import re
 import signal
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 from highwater.run.classify import Verdict
@@ -29,6 +30,9 @@ _KILLED = re.compile(
 )
 """How launchers and shells say that a process was killed."""
 
+_ERROR = re.compile(r"\W{0,8}(?:error|fatal|critical)\b(?!\W{0,4}(?:\d|none\b))", re.IGNORECASE)
+"""How a line of an error begins; ``error: 0.02`` is a figure."""
+_NOT_EACH = "not each in its turn with its own loss: `--done-pattern REGEX` says what does"
 _AGAIN = re.compile(r"\b(?:retr(?:y|ies|ying)|attempt|(?:try|trying) again|batch)\b", re.IGNORECASE)
 _SOON = 4
 """Lines from a failed allocation on in which another attempt is spoken of."""
@@ -131,7 +135,8 @@ def _exited_well(
     pattern = None if spec.foreign is None else spec.foreign.done_pattern
     takes_any = pattern == "" and ending.steps_done is None
     error = ending_error(errors, progress_at=done.at)
-    if not (takes_any or done.is_over or done.steps >= spec.steps):
+    is_counted = (ending.steps_done or 0) >= spec.steps
+    if not (takes_any or is_counted or done.is_over or done.steps >= spec.steps):
         return Verdict(Outcome.CRASHED, _unproven(spec, done, error))
     failed = _failed_allocation(done, lines, errors)
     if failed is not None:
@@ -139,9 +144,12 @@ def _exited_well(
         return Verdict(Outcome.CRASHED, said)
     if done.loss is not None and not math.isfinite(done.loss):
         return Verdict(Outcome.CRASHED, f"exited 0, with a loss of {done.loss}")
-    if done.loss is None and pattern is None and ending.steps_done is None and not done.is_over:
-        said = f"exited 0, {_steps(spec, done)}, and no loss: `--done-pattern REGEX` says what does"
-        return Verdict(Outcome.CRASHED, said)
+    if not (takes_any or is_counted):
+        if not (done.is_over or done.has_each):
+            return Verdict(Outcome.CRASHED, f"exited 0, {_steps(spec, done)}, {_NOT_EACH}")
+        if (late := _late_error(done, lines, errors)) is not None:
+            said = f"exited 0, {_steps(spec, done)}; yet an error came after them: {late}"
+            return Verdict(Outcome.CRASHED, said)
     loss = "" if done.loss is None else f", loss {done.loss:.3f}"
     if takes_any:
         return Verdict(Outcome.FIT, f"exited 0, which is taken for {spec.steps} steps{loss}")
@@ -164,12 +172,28 @@ def _failed_allocation(
     for at in range(len(lines)):
         is_begun = done.begins_at is not None and at >= done.begins_at
         in_steps = is_begun or (done.first_at is not None and at >= done.first_at)
-        together = f"{texts[at]} {texts[at + 1]}"  # a sentence may be broken
-        if at in said or tells_of_allocation(together, may_advise=not in_steps):
-            is_before = done.begins_at is not None and not is_begun
-            if not is_before or _AGAIN.search(" ".join(texts[at : at + _SOON])):
-                return said.get(at) or texts[at]
+        tells = partial(tells_of_allocation, may_advise=not in_steps)
+        text, following = texts[at : at + 2]
+        if at not in said and not tells(text):
+            text = f"{text} {following}"  # a sentence may be broken
+            if at + 1 in said or tells(following) or not tells(text):
+                continue
+        is_before = done.begins_at is not None and not is_begun
+        if not is_before or _AGAIN.search(" ".join(texts[at : at + _SOON])):
+            return said.get(at) or text
     return None
+
+
+def _late_error(
+    done: StepsShown, lines: Sequence[LogLine], errors: Sequence[LoggedError]
+) -> str | None:
+    """An error after what shows the last step; None where there is none. Whoever shows steps that
+    an earlier run did ends so.
+    """
+    after = (done.at or 0) + 1
+    own = {error.at: error.said for error in errors if not (error.went_on or error.is_consequence)}
+    texts = ((at, lines[at].text.strip()) for at in range(after, len(lines)))
+    return next((own.get(at, text) for at, text in texts if at in own or _ERROR.match(text)), None)
 
 
 def _unproven(spec: TrialSpec, done: StepsShown, error: LoggedError | None) -> str:
@@ -205,8 +229,9 @@ def _killed_by_the_kernel(
 def _ran_out(spec: TrialSpec, error: LoggedError) -> Verdict:
     is_device = error.memory == "device_memory" or spec.device == "cpu"
     outcome = Outcome.OUT_OF_MEMORY if is_device else Outcome.HOST_OUT_OF_MEMORY
-    who = f"{error.stream}: " if error.stream else ""
-    return Verdict(outcome, f"{who}{error.said}")
+    who = error.stream.strip(" :|>-")
+    who = f"process {who}" if who.replace(",", "").isdecimal() else who
+    return Verdict(outcome, f"{who}: {error.said}" if who else error.said)
 
 
 def _crash(

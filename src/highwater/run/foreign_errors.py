@@ -146,7 +146,9 @@ def _of_stream(
             in_traceback = True
             frame = lines[number + 1][1].text if number + 1 < len(lines) else ""
             is_caught = _FROM_THE_START.search(frame) is None
-            is_warned = bool(_WENT_ON.search(before) or (is_caught and _WARNED.search(before)))
+            is_warned = before.startswith("Exception ignored in") or bool(
+                _WENT_ON.search(before) or (is_caught and _WARNED.search(before))
+            )
         elif text.startswith(_CAUSES):
             is_caused = True
         elif text.startswith(_ABORTS):

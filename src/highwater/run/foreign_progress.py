@@ -2,15 +2,18 @@
 
 Known without being told: the dictionaries of Hugging Face's Trainer, progress bars of training
 (not those of loading, of tokenizing or of an evaluation), ``step 2/2``, and lines that have a
-step's number and a loss, as torchtitan's, verl's and Megatron's do.
+step's number and a loss, as torchtitan's, verl's and Megatron's do. They prove the steps where the
+trainer sums its training up (``train_runtime``), or where every step is shown, in order, each with
+a loss of its own: the last one alone may have been read from a checkpoint, or planned.
 """
 
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import islice, pairwise
 from typing import NamedTuple
 
-from highwater.run.foreign_log import LogLine
+from highwater.run.foreign_log import OF_ANOTHER_TIME, LogLine
 
 _HF_STEP = re.compile(r"\{.{0,400}?['\"]loss['\"]: ")
 _HF_END = re.compile(r"\{.{0,400}?['\"]train_runtime['\"]: ")
@@ -28,10 +31,28 @@ _NUMBERED = re.compile(
     r"(?: *?/ *(?P<all>\d+))?",
     re.IGNORECASE,
 )
-_CLAUSE = re.compile(r"[|:,;\])>/]\s*| - ")
-_BEFORE_A_STEP = re.compile(rf"(?:{_TRAINING}|[\s\d_({{'\"*=])*", re.IGNORECASE)
-"""What stands before a step of training, after the last mark of punctuation: ``Preparation step``
-and ``Resuming training from step`` are none."""
+_FIELD = re.compile(r"[\w/.-]{1,60}['\"]?[:=] {0,9}['\"]?[-+]?(?:\d[\d.e+-]*|nan|inf)")
+_LOGGER = re.compile(
+    r"^(?:.*\b(?:INFO|DEBUG|NOTICE)\b[\W_]*(?:[\w.:<>]{1,80}\s*(?:[:|\])>]| -)\s*)?|.*\d%\|.*\])"
+)
+"""What a logger or a bar wrote before the rest of a line."""
+_BEFORE_A_STEP = re.compile(
+    rf"(?:{_TRAINING}|trainer|rank|gpu|worker|node|loss|lr|step|iter(?:ation)?|\w{{1,40}}\.py"
+    r"|\b[IW]\d{4}\b|(?<=\d)m?s\b|[\W\d_])*",
+    re.IGNORECASE,
+)
+"""What else may stand before a step of training, figures aside. ``Preparation step``, ``Config:
+step`` and ``trainer_state: {`` are none."""
+_DOUBTED = re.compile(rf"{OF_ANOTHER_TIME}(?!['\"\s\w()/-]{{0,24}}[:=]\s{{0,12}}['\"]?[-+\d.])")
+"""What makes of a step's line one about another time, if it is not the name of a figure."""
+_NOT_NOW = re.compile(
+    r"\bdry[ -]run\b(?!\W{1,4}(?:false|no|off|0)\b)|\breplay(?:ing|ed)\b"
+    r"|\b(?:log|output|history) of (?:\w+ ){0,2}(?:last|previous|earlier|old)\b",
+    re.IGNORECASE,
+)
+"""What makes every line after it one about another time."""
+_LABELS = 4
+"""Labels of a line that are looked at: it may count epochs and iterations beside its steps."""
 _ELSEWHERE = re.compile(r"\b(?:eval|valid|val\b|test|infer|predict|warm-?up|calibr|sanity)", re.I)
 """What has steps and losses too, and is no training."""
 _LOSS = re.compile(
@@ -61,6 +82,8 @@ class StepsShown(NamedTuple):
     """Index of the line before those that says that training begins; None where none does."""
     is_over: bool = False
     """Whether the trainer said that its training is over, or the user's pattern that it is."""
+    has_each: bool = False
+    """Whether every step was shown, in order, with a loss of its own."""
     loss: float | None = None
     """The last loss of training that the log has; None: it has none."""
 
@@ -76,6 +99,8 @@ class _Mark(NamedTuple):
     at: int
     steps: int
     is_over: bool = False
+    series: tuple[str, str] = ("", "")
+    """Its stream, and what counts in it."""
 
 
 def progress_of(lines: Sequence[LogLine], *, steps: int, pattern: str | None = None) -> StepsShown:
@@ -97,8 +122,27 @@ def progress_of(lines: Sequence[LogLine], *, steps: int, pattern: str | None = N
         first_at=first_at,
         begins_at=begins_at,
         is_over=any(mark.is_over for mark in done),
+        has_each=pattern is None and _has_each(lines, usual, steps, begins_at or 0),
         loss=losses[-1] if losses else None,
     )
+
+
+def _has_each(lines: Sequence[LogLine], marks: Sequence[_Mark], steps: int, begins_at: int) -> bool:
+    """Whether one series of marks goes through all the steps, with a loss after each, or before."""
+    series: defaultdict[tuple[str, str], list[_Mark]] = defaultdict(list)
+    for mark in marks:
+        series[mark.series].append(mark)
+    for (stream, _), own in series.items():
+        counts = [0, *(mark.steps for mark in own)]
+        if counts[-1] < steps or any(b - a not in (0, 1) for a, b in pairwise(counts)):
+            continue
+        has_loss = [line.stream == stream and _loss(line.text) is not None for line in lines]
+        at = [next(mark.at for mark in own if mark.steps == step) for step in range(1, steps + 1)]
+        after = pairwise((*at, len(lines)))
+        before = pairwise((own[0].at if own[0].steps == 0 else begins_at, *(end + 1 for end in at)))
+        if any(all(any(has_loss[a:b]) for a, b in spans) for spans in (after, before)):
+            return True
+    return False
 
 
 def _matched(lines: Sequence[LogLine], pattern: str, steps: int) -> Iterator[_Mark]:
@@ -120,39 +164,53 @@ def _usual(lines: Sequence[LogLine], steps: int) -> Iterator[_Mark]:
     dictionaries: defaultdict[str, set[str]] = defaultdict(set)
     has_dictionaries = any(_HF_STEP.search(line.text) for line in lines)
     first, is_resumed = None, False
-    for at, line in enumerate(lines):
-        text = line.text
+    for at, (stream, text, _) in enumerate(lines):
         is_resumed |= first is None and _RESUMED.search(text) is not None
-        if _HF_END.search(text):
-            yield _Mark(at, steps, is_over=True) if _loss(text) else _Mark(at, 0)
-        elif (told := _HF_STEP.search(text)) is not None:
-            if not _ELSEWHERE.search(told[0]):
-                dictionaries[line.stream].add(text)
-                yield _Mark(at, len(dictionaries[line.stream]))
+        if _NOT_NOW.search(text):
+            return
+        if (told := _HF_END.search(text) or _HF_STEP.search(text)) is not None:
+            if _is_elsewhere(text, told.start()) or _ELSEWHERE.search(told[0]):
+                continue
+            if told.re is _HF_END:
+                yield _Mark(at, steps, is_over=True) if _loss(text) else _Mark(at, 0)
+            else:
+                dictionaries[stream].add(text)
+                yield _Mark(at, len(dictionaries[stream]), series=(stream, "dictionaries"))
         elif (bar := _BAR.match(text)) is not None:
             what = bar["what"].strip()
             if _OF_TRAINING.fullmatch(what) or not (what or has_dictionaries):
-                yield _Mark(at, int(bar["step"]))
+                yield _Mark(at, int(bar["step"]), series=(stream, f"bar of {bar['all']}"))
         elif (told := _numbered(text)) is not None:
             number, has_all = int(told["step"]), told["all"] is not None
             first = number if first is None else min(first, number)
             counted_from_0 = int(told["all"]) < steps if has_all else first == 0
-            yield _Mark(at, number + counted_from_0 - (max(first - 1, 0) if is_resumed else 0))
+            done = number + counted_from_0 - (max(first - 1, 0) if is_resumed else 0)
+            yield _Mark(at, done, series=(stream, told["what"].lower()))
+
+
+def _is_elsewhere(text: str, at: int) -> bool:
+    """Whether what a line says from here on is said of another time, or is no training's."""
+    before = _LOGGER.sub("", _FIELD.sub("", text[:at]))
+    return bool(
+        _BEFORE_A_STEP.fullmatch(before) is None
+        or _ELSEWHERE.search(before)
+        or _DOUBTED.search(text)
+    )
 
 
 def _numbered(text: str) -> re.Match[str] | None:
     """The number of a step of training in a line that says of how many it is, or has its loss."""
     found = [
         told
-        for told in _NUMBERED.finditer(text)
-        if _BEFORE_A_STEP.fullmatch(_CLAUSE.split(text[: told.start()])[-1])
-        and not _ELSEWHERE.search(text[: told.start()])
-        and (told["all"] is not None or _LOSS.search(text))
+        for told in islice(_NUMBERED.finditer(text), _LABELS)
+        if (told["all"] is not None or _LOSS.search(text)) and not _is_elsewhere(text, told.start())
     ]
     steps = (told for told in found if told["what"].lower() == "step")
     return next(steps, None) or next(iter(found), None)
 
 
 def _loss(text: str) -> float | None:
-    found = None if _ELSEWHERE.match(text) else _LOSS.search(text)
-    return None if found is None else float(found["loss"])
+    found = _LOSS.search(text)
+    if found is None or _ELSEWHERE.match(text) or _DOUBTED.search(text):
+        return None
+    return float(found["loss"])

@@ -26,12 +26,21 @@ _LONGEST_SECRET = 1_000
 
 _NAME = (
     r"[\w-]{0,40}(?:token|secret|passw(?:or)?d|passphrase|credentials?"
-    r"|(?:api|access|private|secret)[_-]?key|authorization)"
+    r"|(?:api|access|private|secret|session)[_-]?key|authorization)"
 )
-_HIDING = r"(?:secret|passw(?:or)?d|passphrase|(?:api|access|private)[_-]?key)"
+_HIDING = r"(?:secret|passw(?:or)?d|passphrase|(?:api|access|private|session)[_-]?key)"
 """Names of nothing but secrets: whatever stands after them is one."""
+_SHORT = r"(?:(?<![a-z])(?:pass|pwd|pat|cookie))"
+"""Names that are secrets' where a flag or a variable has them."""
 _NO_VALUE = r"(?![\"']?(?:none|null|true|false)\b)"
 _VALUE = r"(?:\"[^\"\n]+\"|'[^'\n]+'|[^\s\"',;&}]+)"
+_WORDS = rf"{_VALUE}(?:[ \t]+(?!-)[^\s\"'`,;&}})\]]+)*"
+"""A value and the words after it up to the next flag: whoever printed it left out its quotes."""
+_LOGIN = re.compile(
+    r"(?i)((?<![\w-])(?:-u|--(?:[\w-]{0,40}-)?(?:user|login))(?:[ \t=]+|[\"'],[ \t]*[\"']))"
+    r"(?!\d+:\d)[^\s:/\"']+:(?!/)[^\s\"']+"
+)
+"""A user with a password, as curl takes them; ``1000:1000`` are ids."""
 _PATTERNS = (
     re.compile(rf"(?i)({_HIDING}[\"']?[ \t]*[:=][ \t]*){_NO_VALUE}{_VALUE}"),
     # "token": abc, but not `1 token: use 2`
@@ -43,8 +52,16 @@ _PATTERNS = (
     # "api_key": "...", of prose nothing
     re.compile(rf"(?i)({_NAME}[\"']?\s*:\s*[\"']?)(?=[a-z_.+/=-]*\d)[\w.+/=-]{{12,}}"),
     # --password 1234; and of a list of words, ['--password', '1234']
-    re.compile(rf"(?i)(--?[\w.-]{{0,40}}{_HIDING}[ \t]+)(?!-){_NO_VALUE}{_VALUE}"),
-    re.compile(rf"(?i)([\"']--?{_NAME}[\"'],[ \t]*)(?:\"[^\"\n]*\"|'[^'\n]*')"),
+    re.compile(
+        rf"(?i)((?<![\w-])--?[\w.-]{{0,40}}(?:{_HIDING}|{_SHORT})(?:[ \t]+|=))"
+        rf"(?!--[a-z]){_NO_VALUE}{_WORDS}"
+    ),
+    re.compile(rf"(\b(?:[A-Z]{{1,20}}_){{1,4}}(?:PASS|PWD|PAT|COOKIE)=){_VALUE}"),
+    re.compile(r"(?i)(\bcookie[\"']?:[ \t]*)[^\s\"'][^\"'\n]*"),
+    _LOGIN,
+    re.compile(
+        rf"(?i)([\"']--?(?:{_NAME}|[\w.-]{{0,40}}{_SHORT})[\"'],[ \t]*)(?:\"[^\"\n]*\"|'[^'\n]*')"
+    ),
     re.compile(r"(?i)(authorization[\"']?\s*[:=]\s*[\"']?(?:bearer|basic|token)\s+)[^\s\"',;&]+"),
     re.compile(r"(?i)(\b(?:bearer|basic)\s+)[\w.~+/=-]{8,}"),
     re.compile(
@@ -58,17 +75,19 @@ _PATTERNS = (
 )
 """Patterns of secrets; a match keeps its first group alone, the name that goes before."""
 _SECRETS = re.compile(
-    r"(?:secret|passw(?:or)?d|passphrase|credential|bearer|authorization|auth|.pwd)s?$"
-    r"|(?:api|access|private|secret|auth|ssh|wandb|account|storage|signing|encryption|license)keys?$"
-    r"|token$"
+    r"(?:secret|passw(?:or)?d|passphrase|passcode|credential|bearer|authorization|auth|cookie)s?$"
+    r"|(?:api|access|private|secret|session|auth|ssh|wandb|account|storage|signing|encryption"
+    r"|license)keys?$|token$|pass$|pwd$|(?<![a-z])pat$"
 )
-"""Ends of names of secrets, of letters alone."""
+"""Ends of names of secrets, of letters alone but for what stands between words."""
 _VOCABULARY = re.compile(
     r"(?:pad|eos|bos|eot|eod|unk|sep|cls|mask|image|img|video|audio|special|start|begin|end|stop"
     r"|think|tool|assistant|placeholder|ignore|first|last|next|new|max|min|per)token$"
+    r"|(?:forward|backward|first|second|last|one|two|single|multi|per|by|com|high|low|band)pass$"
 )
-"""Ends of names of tokens that a model knows."""
+"""Ends of names of tokens that a model knows, and of passes over data."""
 _FLAG = re.compile(r"--?[\w.-]+")
+_LONG_FLAG = re.compile(r"--[A-Za-z][\w.-]*(?:=.*)?", re.DOTALL)
 _ASSIGNED = re.compile(r"[\w.+-]+(?==)")
 _PLACEHOLDER = re.compile(r"\{\w+\}")
 
@@ -88,24 +107,41 @@ def hidden_words(words: Iterable[str]) -> tuple[str, ...]:
 
 
 def _hidden_word(word: str, before: str) -> str:
-    is_value = not word.startswith("-") and not _PLACEHOLDER.fullmatch(word)
-    if is_value and _FLAG.fullmatch(before) and _is_secret(before):
+    if _is_value(word, before) or _LOGIN.match(f"{before} {word}"):
         return HIDDEN
+    for name in _ASSIGNED.finditer(word.split(maxsplit=1)[0] if word.strip() else ""):
+        value = word[name.end() + 1 :]
+        # `HF_TOKEN=x train {length}` is a command, `--password='two words'` has a value to its end
+        is_command = not word.startswith("-") and _PLACEHOLDER.search(value) and " " in value
+        if _is_secret(name[0]) and not (is_command or _PLACEHOLDER.fullmatch(value)):
+            return f"{word[: name.end()]}={HIDDEN}"
     with suppress(ValueError):
         parts = shlex.split(word)
+        if len(parts) > 1 and _is_value(parts[1], parts[0]):  # a flag and all of its value
+            at = next((at for at, each in enumerate(parts) if at and _ends_value(each)), len(parts))
+            return shlex.join((parts[0], HIDDEN, *hidden_words(parts[at:])))
         if len(parts) > 1 and (hidden := hidden_words(parts)) != tuple(parts):
             return shlex.join(hidden)
-    if len(word.split()) == 1:
-        for name in _ASSIGNED.finditer(word):
-            if _is_secret(name[0]) and not _PLACEHOLDER.fullmatch(word[name.end() + 1 :]):
-                return f"{word[: name.end()]}={HIDDEN}"
     return without_secrets(word)
+
+
+def _is_value(word: str, before: str) -> bool:
+    """Whether a word is the value of a secret's flag."""
+    return bool(_FLAG.fullmatch(before)) and _is_secret(before) and not _ends_value(word)
+
+
+def _ends_value(word: str) -> bool:
+    return bool(_LONG_FLAG.fullmatch(word) or _PLACEHOLDER.fullmatch(word))
 
 
 def _is_secret(name: str) -> bool:
     """Whether a flag or a variable has this name for a secret, however its words are joined."""
+    if name in ("PWD", "OLDPWD"):  # a shell's directories
+        return False
     letters = re.sub(r"[^a-z]", "", name.lower())
-    return bool(_SECRETS.search(letters)) and not _VOCABULARY.search(letters)
+    return not _VOCABULARY.search(letters) and any(
+        _SECRETS.search(each) for each in (letters, name.lower())
+    )
 
 
 def kept(text: str, *, most: int = KEPT) -> str:
