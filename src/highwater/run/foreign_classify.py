@@ -16,6 +16,7 @@ from highwater.run.classify import Verdict
 from highwater.run.foreign_errors import LoggedError, ending_error, errors_of
 from highwater.run.foreign_log import LogLine, log_lines
 from highwater.run.foreign_progress import StepsShown, progress_of
+from highwater.run.trial_process import how_ended
 from highwater.spec.codec import Record
 from highwater.spec.oom import tells_of_allocation
 from highwater.spec.trial import Outcome, TrialSpec
@@ -213,10 +214,7 @@ def _crash(
     exit_code: int, done: StepsShown, error: LoggedError | None, errors: Sequence[LoggedError]
 ) -> str:
     """A crash in words: how it exited, and the error that says most."""
-    if exit_code > _SIGNALLED and (name := _signal_name(exit_code - _SIGNALLED)) is not None:
-        how = f"ended by signal {exit_code - _SIGNALLED} ({name})"
-    else:
-        how = f"exited with {exit_code}"
+    how = how_ended(exit_code)
     after = f" after {counted(done.steps, 'step')}" if done.steps else ""
     said = error or next(reversed(errors), None)
     return f"{how}{after}" if said is None else f"{how}{after}; its last error: {said.said}"
@@ -227,10 +225,3 @@ def _steps(spec: TrialSpec, done: StepsShown) -> str:
     if not done.is_shown and not done.steps:
         return "no step seen in its log"
     return f"{min(done.steps, spec.steps)} of {spec.steps} steps seen in its log"
-
-
-def _signal_name(number: int) -> str | None:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return None
