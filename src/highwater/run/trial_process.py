@@ -17,8 +17,8 @@ from highwater.spec.protocols import TOLD_S, TrialEndedError
 
 _END_S = 30.0
 _LAST_LINES = 3
-_SIGNALLED = 128
-"""What a reaper adds to the signal that ended what it ran."""
+SIGNALLED = 128
+"""Exit statuses above it are signals, as shells and a reaper tell them."""
 
 
 def exit_code_of(
@@ -65,7 +65,7 @@ def end_reaper(process: subprocess.Popen[bytes]) -> None:
 
 def failed(what: str, log: Path, status: int | None) -> MachineError:
     """The error of a process that left no answer; ``what`` could not be done, in words."""
-    is_exit = status is not None and status <= _SIGNALLED
+    is_exit = status is not None and status <= SIGNALLED
     return MachineError(
         f"{what}: {last_words(log, status)}",
         hint=INSTALL_HINT if is_exit else "see whether memory is left, `free -h`, and try again",
@@ -83,7 +83,7 @@ def last_words(log: Path, status: int | None) -> str:
 
 def how_ended(status: int) -> str:
     """``exited with 3``, or ``ended by signal 9 (SIGKILL)``, also of what a reaper ran."""
-    number = -status if status < 0 else status - _SIGNALLED
+    number = -status if status < 0 else status - SIGNALLED
     try:
         return f"ended by signal {number} ({signal.Signals(number).name})"
     except ValueError:

@@ -49,7 +49,7 @@ LIMIT_S = 30.0
 """Seconds of the processor's time in which a template has to write what one record has."""
 _MOST_CHARACTERS, _MOST_TIMES = 4 * MIB, 16
 """A template writes at most this, and so many times what it is given."""
-_MOST_BYTES = 512 * MIB
+_ROOM_BYTES = 512 * MIB
 """Memory that a template may take beside four bytes for each character it may write."""
 _ENDLESS = (
     "see whether it has a loop without an end: it is `chat_template.jinja`, or `chat_template` in "
@@ -276,7 +276,7 @@ class ChatTemplate:
         given = sum(len(str(each)) for each in (template, *conversation))
         most = _MOST_CHARACTERS + _MOST_TIMES * given
         try:
-            with self._limited(conversation.name), _memory_of(_MOST_BYTES + 4 * most):
+            with self._limited(conversation.name), _memory_of(_ROOM_BYTES + 4 * most):
                 rendered, found = cast(Any, render_jinja_template)(
                     conversations=[[_as_given(message) for message in conversation.messages]],
                     tools=list(conversation.tools) or None,
@@ -290,7 +290,7 @@ class ChatTemplate:
         except MemoryError:
             raise UsageError(
                 f"{conversation.name}: the chat template makes more than {most:,} characters, or "
-                f"takes more than {format_bytes(_MOST_BYTES + 4 * most)} of memory, for a "
+                f"takes more than {format_bytes(_ROOM_BYTES + 4 * most)} of memory, for a "
                 f"conversation of {given:,} with the template's own",
                 hint=_ENDLESS,
             ) from None
