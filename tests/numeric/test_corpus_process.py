@@ -72,6 +72,21 @@ def test_nothing_is_left_of_one_that_is_ended(cache: Path, tmp_path: Path) -> No
     assert not [each for each in left if each.is_running()]
 
 
+def test_a_process_that_is_killed_without_a_word_is_told_by_its_signal(tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "d.jsonl", [{"text": "a" * 99}] * 100_000)
+
+    def kill_soon(phase: str) -> None:
+        if phase.startswith("tokenising"):
+            below = psutil.Process().children(recursive=True)
+            next(each for each in reversed(below) if not each.children()).kill()
+
+    problem = r"^the data could not be tokenised: ended by signal 9 \(SIGKILL\)"
+    with pytest.raises(MachineError, match=problem) as refused:
+        tokenised(order(data), on_phase=kill_soon)
+    assert not refused.value.problem.endswith(": ")
+    assert "free -h" in refused.value.hint
+
+
 def test_a_cache_that_cannot_be_written_is_the_machines(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,8 @@ CALL_ALONE = TOOLED.replace(
 
 ASKED = {"role": "user", "content": "Weather in Oslo?"}
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+CITY = {"city": "Oslo"}
+CITED = {"name": "weather", "parameters": json.dumps(CITY), "id": "a"}
 CALLED = {"role": "assistant", "tool_calls": [CALL]}
 RETURNED = {"role": "tool", "content": "3"}
 ANSWERED = {"role": "assistant", "content": "It is 3."}
@@ -179,6 +181,16 @@ def test_what_was_thought_is_trained(tell: Telling) -> None:
         {"role": "tool_call", "content": '{"name": "weather", "arguments": {"city": "Oslo"}}'},
         {"from": "function_call", "value": '[{"name": "weather", "arguments": {"city": "Oslo"}}]'},
         {"role": "assistant", "content": "", "tool_calls": [CALL["function"]]},
+        {"from": "function_call", "value": '{"name": "weather", "parameters": {"city": "Oslo"}}'},
+        {"role": "tool_call", "content": '[{"name": "weather", "args": {"city": "Oslo"}}]'},
+        {"role": "assistant", "function_call": {"name": "weather", "input": {"city": "Oslo"}}},
+        {"role": "assistant", "function_call": {"name": "weather", "args": '{"city": "Oslo"}'}},
+        {
+            "role": "assistant",
+            "tool_calls": [{"function": {"name": "weather", "parameters": {"city": "Oslo"}}}],
+        },
+        {"role": "assistant", "tool_calls": [{"id": "a", "name": "weather", "args": CITY}]},
+        {"role": "assistant", "tool_calls": [{"type": "function", "index": 0, "function": CITED}]},
     ],
 )
 @pytest.mark.parametrize("template", [TOOLED, CONCATENATED, PRINTED, NULL_CALLS])
@@ -201,6 +213,14 @@ UNWRITTEN: list[tuple[str, list[dict[str, Any]], int, str]] = [
     (CALL_ALONE, [ASKED, {**CALLED, "content": "Oslo"}, RETURNED, ANSWERED], 2, "content"),
     (CAREFUL, [ASKED, {**ANSWERED, "reasoning_content": "3"}, ASKED, ANSWERED], 2, "reasoning_c"),
     (TOOLED, [ASKED, {**ANSWERED, "annotations": [{"quote": "It is"}]}], 2, "annotations"),
+    (TOOLED, [ASKED, {**CALLED, "tool_calls": [{**CALL, "thought": "In Oslo?"}]}], 2, "thought"),
+    (TOOLED, [ASKED, {**CALLED, "tool_calls": [{"name": "weather", "kwargs": CITY}]}], 2, "kwargs"),
+    (TOOLED, [ASKED, {"role": "assistant", "function_call": {"name": "f", "q": "Oslo"}}], 2, "q"),
+    (TOOLED, [ASKED, {**CALLED, "tool_calls": [{**CALL, "arguments": CITY}]}], 2, "arguments"),
+    (TOOLED, [{**ASKED, "name": "Alice Smith"}, ANSWERED], 1, "name"),
+    (TOOLED, [{**ASKED, "name": "爱丽丝"}, ANSWERED], 1, "name"),
+    (TOOLED, [{**ASKED, "source": "Guten Tag"}, ANSWERED], 1, "source"),
+    (TOOLED, [ASKED, {**ANSWERED, "loss_mask": "0"}], 2, "loss_mask"),
 ]
 
 
@@ -212,6 +232,44 @@ def test_what_a_template_does_not_write_is_refused_by_message_and_field(
     assert error.problem.startswith("d.jsonl:1: ")
     assert f"`{field}" in error.problem
     assert f"message {number}" in error.problem
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"name": "f", "arguments": CITY, "parameters": CITY},
+        {"function": {"name": "f", "parameters": {}, "args": CITY}},
+        {"name": "f", "input": '{"n": 1}', "arguments": "{}"},
+        {"name": "f", "arguments": 0},
+        {"name": "f", "parameters": False},
+        {"name": "f", "args": [1]},
+    ],
+)
+def test_a_call_whose_arguments_are_not_told_is_refused_and_not_without_any(
+    call: dict[str, Any], tell: Telling
+) -> None:
+    for message in (
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "assistant", "function_call": call},
+        {"from": "function_call", "value": json.dumps(call)},
+    ):
+        error = tell.refusal({"messages": [ASKED, message]}, TOOLED)
+        assert "message 2 of `messages`: `" in error.problem
+
+
+def test_a_call_in_a_role_and_another_in_a_field_are_refused(tell: Telling) -> None:
+    message = {"role": "tool_call", "content": json.dumps(CALL["function"]), "tool_calls": [CALL]}
+    assert "`tool_calls`" in tell.refusal({"messages": [ASKED, message]}, TOOLED).problem
+
+
+def test_a_name_that_a_template_writes_is_trained_and_one_of_one_word_may_be_left_out(
+    tell: Telling,
+) -> None:
+    named = {"messages": [{**ASKED, "name": "alice_1"}, ANSWERED]}
+    assert tell(named) == tell({"messages": [ASKED, ANSWERED]})
+    named["messages"][0]["name"] = "Alice Smith"
+    writing = TOOLED.replace("message.role + '", "(message.name or message.role) + '")
+    assert tell(named, writing)[0][0].startswith("<|im_start|>Alice Smith\n")
 
 
 def test_thoughts_of_earlier_turns_are_trained_in_records_of_their_own(
@@ -363,6 +421,22 @@ UNREAD: list[tuple[str, dict[str, Any], str]] = [
     ("rw", {"chosen": "a b", "rejected": "a c", "system": "d"}, "system"),
     ("ppo", {"prompt": "a", "response": "b", "reward": 1, "solution": "c"}, "solution"),
     ("grpo", {"prompt": "a", "responses": ["b"], "rewards": [1], "answer": "c"}, "answer"),
+    ("sft", {"prompt": "Translate:", "source": "Guten Tag", "completion": "Good day"}, "source"),
+    ("sft", {"prompt": "Translate:", "Source": "你好，世界", "completion": "Hello"}, "Source"),
+    ("sft", {"prompt": "What?", "file": "def f():\n    pass", "completion": "f"}, "file"),
+    ("sft", {"instruction": "Write on:", "topic": "the sea", "output": "Blue."}, "topic"),
+    ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c", "origin": ["New York"]}, "origin"),
+    ("sft", {"prompt": "a", "completion": "b", "passage": "Oslo"}, "passage"),
+    ("sft", {"messages": [ASKED, ANSWERED], "label": False}, "label"),
+    ("sft", {"messages": [ASKED, ANSWERED], "loss_weight": 0}, "loss_weight"),
+    ("sft", {"text": "a", "ignore": True}, "ignore"),
+    ("sft", {"text": "a", "weight": 0.5}, "weight"),
+    ("sft", {"text": "a", "train": "no"}, "train"),
+    ("sft", {"prompt": "a", "completion": "b", "labels": [-100, 3]}, "labels"),
+    ("sft", {"messages": [ASKED, ANSWERED], "train_mask": [[False], [True]]}, "train_mask"),
+    ("sft", {"input_ids": [1, 2], "Trainable": False}, "Trainable"),
+    ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c", "is_masked": 1}, "is_masked"),
+    ("ppo", {"prompt": "a", "response": "b", "reward": 1, "advantage": 0}, "advantage"),
 ]
 
 
@@ -376,10 +450,11 @@ def test_a_text_that_nobody_read_is_refused_and_the_hint_leaves_it_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     beside = {"id": "a-1", "source": "b", "Language": "en", "doc_id": "c", "turns": 2, "ok": True}
+    beside |= {"tokenCount": 3, "weight": 1, "masked": False, "url": "https://a.b/c?d=e%20f"}
     given = {name: value for name, value in record.items() if name != field}
     for place in (tmp_path / "lines" / "d.jsonl", tmp_path / "list" / "d e.json"):
         place.parent.mkdir()
-        whole = {**record, **beside}
+        whole = {**beside, **record}
         place.write_text(json.dumps([whole, whole] if place.suffix == ".json" else whole))
         error = tell.refusal(place, TOOLED, objective=objective)
         assert f"`{field}`" in error.problem
@@ -440,6 +515,7 @@ MASKS: list[dict[str, Any]] = [
     {"loss": False},
     {"masked": True},
     {"weight": 0, "train": True},
+    {"Weight": 0},
 ]
 
 
@@ -476,6 +552,20 @@ def test_a_masked_user_is_not_trained_with_everything_else(tell: Telling) -> Non
         ({**ANSWERED, "loss": 2}, "loss"),
         ({**ANSWERED, "train_detail": [{"begin_offset": 0}]}, "train_detail"),
         ({**ASKED, "train": True}, "train"),
+        ({**ANSWERED, "loss_scale": 0}, "loss_scale"),
+        ({**ANSWERED, "loss_weight": 0.0}, "loss_weight"),
+        ({**ANSWERED, "trainable": False}, "trainable"),
+        ({**ANSWERED, "loss_mask": 0}, "loss_mask"),
+        ({**ANSWERED, "Train_On": False}, "Train_On"),
+        ({**ANSWERED, "ignore": True}, "ignore"),
+        ({**ANSWERED, "no_loss": 1}, "no_loss"),
+        ({**ANSWERED, "tokens_mask": [0, 1]}, "tokens_mask"),
+        ({**ANSWERED, "content": [{"type": "text", "text": "a", "train": False}]}, "content"),
+        ({**ANSWERED, "content": [{"type": "text", "text": "a", "weight": 0}]}, "content"),
+        ({**ANSWERED, "content": [{"type": "text", "text": "a", "mask": 1}]}, "mask"),
+        ({**ANSWERED, "content": {"type": "text", "text": "a", "citations": ["b"]}}, "content"),
+        ({**CALLED, "tool_calls": [{**CALL, "weight": 0}]}, "weight"),
+        ({**CALLED, "tool_calls": [{"name": "f", "arguments": {}, "train": False}]}, "train"),
     ],
 )
 def test_a_mask_that_is_no_yes_or_no_is_refused(
@@ -484,6 +574,47 @@ def test_a_mask_that_is_no_yes_or_no_is_refused(
     error = tell.refusal({"messages": [ASKED, ANSWERED, message]}, TOOLED)
     assert f"`{field}`" in error.problem
     assert "message 3" in error.problem
+
+
+def test_what_is_about_a_message_or_a_part_masks_nothing(tell: Telling) -> None:
+    part = {"type": "text", "text": ANSWERED["content"], "id": 3, "train": True, "annotations": []}
+    about = {"id": 7, "turn": 1, "token_count": 3, "rating": 0, "model": "a-1", "weight": 1}
+    told = tell({"messages": [ASKED, {**ANSWERED, "content": [part], **about}]})
+    assert told == tell({"messages": [ASKED, ANSWERED]})
+
+
+MASKED: list[tuple[str, dict[str, Any], str]] = [
+    ("sft", {"messages": [ASKED, ANSWERED], "weight": 0}, "weight"),
+    ("sft", {"messages": [ASKED, ANSWERED], "train": False}, "train"),
+    ("sft", {"prompt": "p", "completion": "c", "weight": 0.0}, "weight"),
+    ("sft", {"text": "t", "loss": False}, "loss"),
+    ("sft", {"text": "t", "masked": True}, "masked"),
+    ("sft", {"input_ids": [1, 2], "Trained": 0}, "Trained"),
+    ("sft", {"instruction": "p", "output": "c", "training": False, "weight": 1}, "training"),
+    ("dpo", {"prompt": "p", "chosen": "b", "rejected": "c", "train": False}, "train"),
+    ("ppo", {"prompt": "p", "response": "b", "reward": 1, "weight": 0}, "weight"),
+]
+
+
+@pytest.mark.parametrize(("objective", "record", "field"), MASKED)
+def test_a_record_that_says_that_it_is_not_trained_is_refused(
+    objective: str, record: dict[str, Any], field: str, tell: Telling, tmp_path: Path
+) -> None:
+    without = {name: value for name, value in record.items() if name != field}
+    data = write_lines(tmp_path / "two.jsonl", [without, record])
+    error = tell.refusal(data, TOOLED, objective=objective)
+    assert error.problem.startswith(f"two.jsonl:2: `{field}` is ")
+
+
+def test_a_masked_record_is_refused_beside_a_function_that_gives_rewards(
+    tell: Telling, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kind_judge.py").write_text("def one(**_):\n    return 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    record = {"prompt": "p", "response": "b", "difficulty": 3, "hint": "c", "train": False}
+    how = {"objective": "ppo", "reward": "kind_judge:one"}
+    assert "`train` is " in tell.refusal(record, TOOLED, **how).problem
+    assert len(tell({**record, "train": True}, **how)) == 1
 
 
 def test_a_response_of_a_pair_cannot_be_masked_in_part(tell: Telling) -> None:

@@ -321,6 +321,7 @@ def test_sampled_ids_and_their_logprobs_are_kept_to_the_bit(chatml: Path, tmp_pa
     assert logprobs[-2:].tolist() == [-0.5, -1.5]
     assert corpus.document(2).old_logprobs_L is None
     assert "1 prompt with a single response" in corpus.summary.notes[0]
+    assert corpus.summary.notes[0].endswith("its advantage is its reward / (1 + 1e-6)")
 
 
 def test_a_function_gives_the_rewards_and_ppo_has_units_of_one(

@@ -4,9 +4,12 @@ loops.
 
 import json
 import os
+import resource
 import shlex
 import signal
 import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,12 +17,14 @@ import pytest
 
 pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-from corpora import made, write_lines, write_tokenizer
+from corpora import made, order, write_lines, write_tokenizer
 
 from highwater.engine.corpus import conversations, render_processes
 from highwater.engine.corpus.data_files import data_files
 from highwater.engine.corpus.readers import records
 from highwater.errors import MachineError, UsageError
+from highwater.spec.codec import from_json, to_json
+from highwater.spec.corpus import Tokenised
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -125,20 +130,74 @@ def test_a_template_that_does_not_end_is_refused_with_its_record(
     with pytest.raises(UsageError, match=rf"^d\.jsonl:{line}: the chat template") as refused:
         made(tmp_path / "made", data, tokenizer=tokenizer)
     assert "in 1 s" in refused.value.problem, refused.value.problem
-    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
+    assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    "template",
-    ["{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "{{ 'a' * 10 ** 15 }}"],
-)
-def test_a_template_that_wants_more_than_there_is_is_refused_with_its_record(
-    template: str, tmp_path: Path
-) -> None:
-    tokenizer = write_tokenizer(tmp_path / "tokenizer", template)
+def test_a_template_that_calls_itself_is_refused_with_its_record(tmp_path: Path) -> None:
+    again = "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", again)
     data = write_lines(tmp_path / "d.jsonl", [CHAT])
-    with pytest.raises(UsageError, match=r"^d\.jsonl:1: the chat template refuses .*Error|depth"):
+    with pytest.raises(UsageError, match=r"^d\.jsonl:1: the chat template refuses .*depth"):
         made(tmp_path / "made", data, tokenizer=tokenizer)
+
+
+def test_all_that_a_template_writes_of_a_record_has_one_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversations, "LIMIT_S", 0.5)
+    slow = "{% for a in range(99) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+    write = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    begin = "{% if add_generation_prompt %}<assistant>{% endif %}"
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", slow + write + begin)
+    records = [{"messages": CHAT["messages"] * 40}]
+    begin_s = time.process_time()
+    with pytest.raises(UsageError, match=r"^d\.jsonl:1: the chat template has not written"):
+        made(tmp_path / "made", write_lines(tmp_path / "d.jsonl", records), tokenizer=tokenizer)
+    assert time.process_time() - begin_s < 2
+
+
+DOUBLED = (
+    "{{% set all = namespace(text='x') %}}{{% for a in range({}) %}}"
+    "{{% set all.text = all.text + all.text %}}{{% endfor %}}"
+).format
+GROWN = {
+    "a text doubled 60 times": DOUBLED(60) + "{{ all.text }}",
+    "a text doubled 60 times and not written": DOUBLED(60),
+    "a text that is tokenised for hours": DOUBLED(24) + "{{ all.text }}",
+    "a list of lists": "{% set all = namespace(of=[]) %}{% for a in range(60000) %}"
+    "{% set all.of = all.of + [all.of] %}{% endfor %}{{ all.of }}",
+    "a list of numbers": "{{ range(99999) | list * 99999 }}",
+    "a number with a billion blanks": "{{ '%9999999999d' | format(3) }}",
+    "what no machine has": "{{ 'a' * 10 ** 15 }}",
+}
+
+
+@pytest.mark.parametrize("name", GROWN)
+def test_a_template_that_grows_is_refused_with_its_record_and_takes_no_memory(
+    name: str, tmp_path: Path
+) -> None:
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", GROWN[name])
+    data = write_lines(tmp_path / "d.jsonl", [CHAT])
+    order_file, answer = tmp_path / "order.json", tmp_path / "made" / "answer.json"
+    answer.parent.mkdir()
+    order_file.write_text(to_json(order(data, tokenizer=tokenizer)))
+    module = "highwater.engine.corpus.tokenise"
+    command = [sys.executable, "-m", module, *map(str, (order_file, answer, tmp_path))]
+    limits = (4 << 30, 4 << 30)  # a test that fails takes no machine with it
+    subprocess.run(
+        command, check=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, limits)
+    )
+    refused = from_json(answer.read_bytes(), Tokenised).refused
+    assert refused.problem.startswith("d.jsonl:1: the chat template makes more than ")
+    assert "chat_template.jinja" in refused.hint
+
+
+def test_the_limit_of_a_templates_memory_ends_with_it(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", GROWN["a text doubled 60 times"])
+    with pytest.raises(UsageError):
+        made(tmp_path / "made", write_lines(tmp_path / "d.jsonl", [CHAT]), tokenizer=tokenizer)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
 def test_a_long_conversation_is_within_the_limit(tmp_path: Path) -> None:

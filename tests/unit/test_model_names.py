@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from places import write_model
+from studies import fifo
 
 from highwater.errors import ModelError
 from highwater.spec.hub import cache_folder, is_hub_id
@@ -158,3 +159,23 @@ def test_a_name_that_is_nearly_one_is_offered(cache: Path) -> None:
     with pytest.raises(ModelError) as refusal:
         load_model("Qwen3-8")
     assert "did you mean `Qwen3-8B`" in refusal.value.hint
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors"]
+)
+@pytest.mark.parametrize("kind", ["pipe", "/dev/zero"])
+def test_a_pipe_or_a_device_in_a_models_directory_is_refused_by_its_name(
+    name: str, kind: str, tmp_path: Path
+) -> None:
+    directory = write_model(tmp_path / "model")
+    (directory / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        fifo(directory / name)
+    else:
+        (directory / name).symlink_to(kind)
+    named = [directory, directory / name] if name == "config.json" else [directory]
+    for each in named:
+        with pytest.raises(ModelError, match=f"{name} is no regular file") as refused:
+            load_model(str(each))
+        assert str(directory / name) in refused.value.hint

@@ -8,11 +8,11 @@ from typing import IO
 import msgspec
 
 from highwater.errors import MachineError
-from highwater.run.private_folder import last_lines, private_folder
+from highwater.run.private_folder import private_folder
 from highwater.run.probe import INSTALL_HINT, package_obstacles, probe
 from highwater.run.reaper import module, under_reaper
 from highwater.run.trial_environment import ON_THE_CPU, clean_environment
-from highwater.run.trial_process import end_reaper
+from highwater.run.trial_process import end_reaper, last_words
 from highwater.spec.attention_bench import BenchLine, BenchOrder
 from highwater.spec.codec import from_json, to_json
 
@@ -47,8 +47,8 @@ def bench_lines(order: BenchOrder) -> Generator[Iterator[BenchLine]]:
             )
             try:
                 yield _read(process.stdout)
-                if process.wait() != 0:
-                    problem = f"the benchmark ended with {process.returncode}: {last_lines(log)}"
+                if (status := process.wait()) != 0:
+                    problem = f"the benchmark failed: {last_words(log, status)}"
                     raise MachineError(
                         problem, hint="`highwater doctor` says what this machine lacks"
                     )

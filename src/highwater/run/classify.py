@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from highwater.run.ranks import RankExit
+from highwater.run.trial_process import how_ended
 from highwater.spec.codec import Record
 from highwater.spec.oom import memory_aborted
 from highwater.spec.trial import Failure, Outcome, RankReport, TrialSpec
@@ -115,8 +116,7 @@ def _classify_silence(
             return memory
     signalled = next((each for each in exits if each.status < 0), None)
     if signalled is not None:
-        number = -signalled.status
-        reason = f"rank {signalled.rank} was ended by signal {number} ({_signal_name(number)})"
+        reason = f"rank {signalled.rank} was {how_ended(signalled.status)}"
         return Verdict(Outcome.CRASHED, reason)
     if failures:
         return Verdict(Outcome.CRASHED, _say(*_first(failures)))
@@ -178,10 +178,3 @@ def _last_error(output: str) -> str:
     """The last line that names an error, in words; empty where there is none."""
     errors = _ERROR_LINE.findall(output)
     return f"; the last error in the log: {errors[-1]}" if errors else ""
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "unknown"

@@ -9,11 +9,10 @@ from pathlib import Path
 from threading import Event
 
 from highwater.errors import MachineError, UsageError
-from highwater.run.private_folder import last_lines, private_folder
-from highwater.run.probe import INSTALL_HINT
+from highwater.run.private_folder import private_folder
 from highwater.run.reaper import module, under_reaper
 from highwater.run.trial_environment import ON_THE_CPU, clean_environment
-from highwater.run.trial_process import exit_code_of
+from highwater.run.trial_process import exit_code_of, failed
 from highwater.spec.codec import from_json, to_json
 from highwater.spec.corpus import Corpus, CorpusOrder, Tokenised
 from highwater.spec.protocols import OnPhase, unheard
@@ -84,7 +83,7 @@ def _answer(
             tell=lambda: on_phase(_phase(folder / PHASE_FILE)),
         )
     if status != 0 or not target.is_file():
-        raise MachineError(f"the data could not be tokenised: {last_lines(log)}", hint=INSTALL_HINT)
+        raise failed("the data could not be tokenised", log, status)
     return from_json(target.read_bytes(), Tokenised)
 
 

@@ -17,13 +17,12 @@ from highwater.run.classify import Verdict
 from highwater.run.foreign_errors import LoggedError, ending_error, errors_of
 from highwater.run.foreign_log import LogLine, log_lines
 from highwater.run.foreign_progress import StepsShown, progress_of
+from highwater.run.trial_process import SIGNALLED, how_ended
 from highwater.spec.codec import Record
 from highwater.spec.oom import tells_of_allocation
 from highwater.spec.trial import Outcome, TrialSpec
 from highwater.units import counted, format_seconds
 
-_SIGNALLED = 128
-"""Exit statuses above it are signals, as shells tell them."""
 _KILLED = re.compile(
     r"exitcode\s*:\s*-9\b|Signal 9 \(SIGKILL\)|terminated with signal SIGKILL"
     r"|killed by signal: Killed|return code = -9\b|^(?:.*\d\s+)?Killed\b"
@@ -99,7 +98,7 @@ def classify_foreign(spec: TrialSpec, ending: ForeignEnding) -> Verdict:
     # what runs out after the last step, as an evaluation, says nothing of the steps
     is_done = done.is_over or (done.steps >= spec.steps and done.loss is not None)
     if error is not None and error.memory is not None and not is_done:
-        is_signalled = ending.exit_code > _SIGNALLED
+        is_signalled = ending.exit_code > SIGNALLED
         if error.is_uncaught or not is_signalled:
             return _ran_out(spec, error)
     return Verdict(Outcome.CRASHED, _crash(ending.exit_code, done, error, errors))
@@ -219,7 +218,7 @@ def _killed_by_the_kernel(
     if not ending.kernel_kills or ending.exit_code == 0:
         return None
     is_ended_stuck = ending.exit_code is None and ending.is_stuck
-    is_killed = ending.exit_code == _SIGNALLED + signal.SIGKILL or is_ended_stuck
+    is_killed = ending.exit_code == SIGNALLED + signal.SIGKILL or is_ended_stuck
     if not is_killed and not any(_KILLED.search(line.text) for line in lines):
         return None
     outcome = Outcome.OUT_OF_MEMORY if spec.device == "cpu" else Outcome.HOST_OUT_OF_MEMORY
@@ -238,10 +237,7 @@ def _crash(
     exit_code: int, done: StepsShown, error: LoggedError | None, errors: Sequence[LoggedError]
 ) -> str:
     """A crash in words: how it exited, and the error that says most."""
-    if exit_code > _SIGNALLED and (name := _signal_name(exit_code - _SIGNALLED)) is not None:
-        how = f"ended by signal {exit_code - _SIGNALLED} ({name})"
-    else:
-        how = f"exited with {exit_code}"
+    how = how_ended(exit_code)
     after = f" after {counted(done.steps, 'step')}" if done.steps else ""
     said = error or next(reversed(errors), None)
     return f"{how}{after}" if said is None else f"{how}{after}; its last error: {said.said}"
@@ -252,10 +248,3 @@ def _steps(spec: TrialSpec, done: StepsShown) -> str:
     if not done.is_shown and not done.steps:
         return "no step seen in its log"
     return f"{min(done.steps, spec.steps)} of {spec.steps} steps seen in its log"
-
-
-def _signal_name(number: int) -> str | None:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return None

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 from highwater.errors import MachineError
-from highwater.run.private_folder import last_lines, private_folder
+from highwater.run.private_folder import private_folder
 from highwater.run.probe import (
     INSTALL_HINT,
     package_obstacles,
@@ -18,6 +18,7 @@ from highwater.run.probe import (
 from highwater.run.ranks import RankShare
 from highwater.run.reaper import module, under_reaper
 from highwater.run.trial_environment import clean_environment
+from highwater.run.trial_process import last_words
 from highwater.spec.codec import from_json
 from highwater.spec.machine_constants import Constants
 
@@ -39,15 +40,18 @@ def read_constants(gpus: int) -> Constants:
     with private_folder() as folder:
         target, log = folder / "constants.json", folder / "log"
         readings = module("highwater.engine.machine_readings", str(target))
-        _run(under_reaper(readings, inherit=[folder], ranks=RankShare(gpus, folder)), gpus, log)
+        command = under_reaper(readings, inherit=[folder], ranks=RankShare(gpus, folder))
+        status = _run(command, gpus, log)
         if not target.is_file():
-            problem = f"nothing was read on {gpus} GPUs: {last_lines(log)}"
+            problem = f"nothing was read on {gpus} GPUs: {last_words(log, status)}"
             raise MachineError(problem, hint=_TRY_A_TRIAL)
         return from_json(target.read_bytes(), Constants)
 
 
-def _run(command: list[str], gpus: int, log: Path) -> None:
-    """Run a command to its end, what it says in the log; raises MachineError when time is up."""
+def _run(command: list[str], gpus: int, log: Path) -> int:
+    """Run a command to its end, what it says in the log, and return its exit status; raises
+    MachineError when time is up.
+    """
     environment = clean_environment("expandable")
     with (
         log.open("w") as talk,
@@ -56,7 +60,7 @@ def _run(command: list[str], gpus: int, log: Path) -> None:
         ) as process,
     ):
         try:
-            process.wait(_TIMEOUT_S)
+            return process.wait(_TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
             problem = f"reading {gpus} GPUs took more than {_TIMEOUT_S:.0f} s"
             raise MachineError(problem, hint=_TRY_A_TRIAL) from error

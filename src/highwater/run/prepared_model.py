@@ -12,11 +12,10 @@ from threading import Event
 import msgspec
 
 from highwater.errors import HighwaterError, MachineError
-from highwater.run.private_folder import last_lines, private_folder
-from highwater.run.probe import INSTALL_HINT
+from highwater.run.private_folder import private_folder
 from highwater.run.reaper import module, under_reaper
 from highwater.run.trial_environment import ON_THE_CPU, clean_environment
-from highwater.run.trial_process import exit_code_of
+from highwater.run.trial_process import exit_code_of, failed
 from highwater.spec.codec import from_json, to_json
 from highwater.spec.model import load_model
 from highwater.spec.preparation import (
@@ -133,6 +132,4 @@ def _run(folder: Path, scratch: Path, ended: Event, on_phase: OnPhase) -> None:
             process, timeout_s=_PREPARE_S, ended=ended, tell=lambda: on_phase("preparing")
         )
     if status != 0:
-        raise MachineError(
-            f"what is trained on could not be prepared: {last_lines(log)}", hint=INSTALL_HINT
-        )
+        raise failed("what is trained on could not be prepared", log, status)

@@ -17,7 +17,6 @@ from pathlib import Path
 
 _PREFIX = "highwater-"
 _LOCK = ".made-by-highwater"
-_LAST_LINES = 3
 
 
 @contextmanager
@@ -38,12 +37,6 @@ def private_folder(parent: Path | None = None, *, kind: str = "") -> Generator[P
         shutil.rmtree(folder, ignore_errors=True)  # the reaper may be at it, too
         if lock is not None:
             os.close(lock)
-
-
-def last_lines(log: Path) -> str:
-    """The last three lines of a log in such a folder, as an error quotes them: in one line."""
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return " / ".join(lines[-_LAST_LINES:])
 
 
 def _locked(folder: Path) -> int | None:

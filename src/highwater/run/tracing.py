@@ -15,7 +15,7 @@ import msgspec
 
 from highwater.errors import MachineError
 from highwater.run.imported_files import imported_digest
-from highwater.run.private_folder import last_lines, private_folder
+from highwater.run.private_folder import private_folder
 from highwater.run.probe import (
     INSTALL_HINT,
     package_obstacles,
@@ -25,6 +25,7 @@ from highwater.run.probe import (
 )
 from highwater.run.reaper import module, under_reaper
 from highwater.run.trial_environment import trial_environment
+from highwater.run.trial_process import last_words
 from highwater.spec.codec import digest, from_json, to_json
 from highwater.spec.events import EventLog, TraceOrder
 from highwater.spec.files import INDEX_BYTES, read_file
@@ -123,7 +124,7 @@ class CachedTracer:
             log = folder / "log"
             exit_code = self._run(command, environment, log)
             if not target.is_file():
-                problem = f"the tracer ended with exit code {exit_code}: {last_lines(log)}"
+                problem = f"the tracer failed: {last_words(log, exit_code)}"
                 raise MachineError(problem, hint=_FORMULA_HINT)
             return target.read_bytes()
 

@@ -1,15 +1,24 @@
-"""A trial's processes under a reaper, from the side of whoever started it: awaited, and ended."""
+"""A trial's processes under a reaper, from the side of whoever started it: awaited, and ended,
+and how they ended in words.
+"""
 
+import signal
 import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from threading import Event
 
+from highwater.errors import MachineError
+from highwater.run.probe import INSTALL_HINT
 from highwater.run.reaper import END_AT_ONCE
 from highwater.spec.protocols import TOLD_S, TrialEndedError
 
 _END_S = 30.0
+_LAST_LINES = 3
+SIGNALLED = 128
+"""Exit statuses above it are signals, as shells and a reaper tell them."""
 
 
 def exit_code_of(
@@ -52,3 +61,30 @@ def end_reaper(process: subprocess.Popen[bytes]) -> None:
             interrupt = error
     if interrupt is not None:
         raise interrupt
+
+
+def failed(what: str, log: Path, status: int | None) -> MachineError:
+    """The error of a process that left no answer; ``what`` could not be done, in words."""
+    is_exit = status is not None and status <= SIGNALLED
+    return MachineError(
+        f"{what}: {last_words(log, status)}",
+        hint=INSTALL_HINT if is_exit else "see whether memory is left, `free -h`, and try again",
+    )
+
+
+def last_words(log: Path, status: int | None) -> str:
+    """How a process ended, and its last three lines in a log, in one; ``status``: None where time
+    was up.
+    """
+    how = "time was up" if status is None else how_ended(status)
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return f"{how}: {' / '.join(lines[-_LAST_LINES:])}" if lines else f"{how}, without a word"
+
+
+def how_ended(status: int) -> str:
+    """``exited with 3``, or ``ended by signal 9 (SIGKILL)``, also of what a reaper ran."""
+    number = -status if status < 0 else status - SIGNALLED
+    try:
+        return f"ended by signal {number} ({signal.Signals(number).name})"
+    except ValueError:
+        return f"ended by signal {number}" if status < 0 else f"exited with {status}"

@@ -4,6 +4,7 @@ They are looked at in this order, and the first that has a ``config.json`` is th
 """
 
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
 from highwater.errors import ModelError
@@ -62,11 +63,14 @@ def model_place(name: str) -> ModelPlace:
 def _named_directory(name: str) -> Path | None:
     """The absolute directory of a name that is a path with a ``config.json``; None of any other.
 
-    Raises ModelError for a directory without one, and for another file.
+    Raises ModelError for a directory without one or with a pipe or a device in it, and for another
+    file.
     """
     path = Path(name).expanduser()
-    if path.name == CONFIG and path.is_file():
+    if path.name == CONFIG and path.exists() and not path.is_dir():
         path = path.parent
+    if (path / CONFIG).exists():
+        _refuse_irregular(path)
     if (path / CONFIG).is_file():
         return _of_utf_8(path.resolve())
     if path.is_dir() and catalog_model(name) is None:
@@ -80,6 +84,16 @@ def _named_directory(name: str) -> Path | None:
             hint="give the directory of a Hugging Face model, or its config.json",
         )
     return None
+
+
+def _refuse_irregular(directory: Path) -> None:
+    """Raise ModelError for a pipe or a device where a model's files are: who opens it waits."""
+    for path in sorted(directory.iterdir()):
+        if path.is_fifo() or path.is_char_device() or path.is_block_device():
+            raise ModelError(
+                f"{path} is no regular file",
+                hint=f"see what it is, `ls -lL {quote(str(path))}`, and put the model's file there",
+            )
 
 
 def _of_utf_8(directory: Path) -> Path:

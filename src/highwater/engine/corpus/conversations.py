@@ -8,9 +8,12 @@ A template that does not write all of a conversation is refused by the message a
 """
 
 import re
+import resource
 import signal
+import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import jinja2
@@ -29,6 +32,7 @@ from highwater.engine.corpus.messages import (
     with_system_for_developer,
 )
 from highwater.errors import UsageError
+from highwater.units import MIB, format_bytes
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _BY_THE_TEMPLATE = (
@@ -36,14 +40,21 @@ _BY_THE_TEMPLATE = (
     ArithmeticError,
     AttributeError,
     LookupError,
-    MemoryError,
     RecursionError,
     TypeError,
     ValueError,
 )
 """What a template raises on a conversation that it is not for."""
 LIMIT_S = 30.0
-"""Seconds of the processor's time in which a template has to write one conversation."""
+"""Seconds of the processor's time in which a template has to write what one record has."""
+_MOST_CHARACTERS, _MOST_TIMES = 4 * MIB, 16
+"""A template writes at most this, and so many times what it is given."""
+_ROOM_BYTES = 512 * MIB
+"""Memory that a template may take beside four bytes for each character it may write."""
+_ENDLESS = (
+    "see whether it has a loop without an end: it is `chat_template.jinja`, or `chat_template` in "
+    "`tokenizer_config.json`, of the tokenizer's folder"
+)
 _WRITES_IT = "train with a tokenizer whose chat template does, or leave it out of the record"
 _STAND_IN = "HIGHWATER0STANDS0IN"
 """Stands in the place of a turn's content, to see what the template puts after it."""
@@ -67,6 +78,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any) -> None:
         """Take the tokenizer's template; it is compiled once, by transformers."""
         self._tokenizer = tokenizer
+        self._record, self._left_s = "", LIMIT_S
 
     @property
     def writes_the_date(self) -> bool:
@@ -260,16 +272,28 @@ class ChatTemplate:
     def _rendered(
         self, conversation: Conversation, *, prompts: bool = False, spans: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
+        template = self._template(conversation)
+        given = sum(len(str(each)) for each in (template, *conversation))
+        most = _MOST_CHARACTERS + _MOST_TIMES * given
         try:
-            with _limited(conversation.name):
+            with self._limited(conversation.name), _memory_of(_ROOM_BYTES + 4 * most):
                 rendered, found = cast(Any, render_jinja_template)(
                     conversations=[[_as_given(message) for message in conversation.messages]],
                     tools=list(conversation.tools) or None,
-                    chat_template=self._template(conversation),
+                    chat_template=template,
                     return_assistant_tokens_mask=spans,
                     add_generation_prompt=prompts,
                     **{**self._tokenizer.special_tokens_map, **conversation.options},
                 )
+            if len(rendered[0]) > most:
+                raise MemoryError
+        except MemoryError:
+            raise UsageError(
+                f"{conversation.name}: the chat template makes more than {most:,} characters, or "
+                f"takes more than {format_bytes(_ROOM_BYTES + 4 * most)} of memory, for a "
+                f"conversation of {given:,} with the template's own",
+                hint=_ENDLESS,
+            ) from None
         except _BY_THE_TEMPLATE as error:
             raise UsageError(
                 f"{conversation.name}: the chat template refuses the conversation: "
@@ -279,6 +303,35 @@ class ChatTemplate:
             ) from error
         return rendered[0], found[0] if spans else []
 
+    @contextmanager
+    def _limited(self, record: str) -> Generator[None]:
+        """Run the block in what the record has left of ``LIMIT_S`` of this process's time, however
+        busy the machine is.
+
+        Raises UsageError, with the record's name.
+        """
+        if record != self._record:
+            self._record, self._left_s = record, LIMIT_S
+
+        def end(*_: object) -> None:
+            raise _LateError
+
+        before = signal.signal(signal.SIGPROF, end)
+        begin_s = time.process_time()
+        signal.setitimer(signal.ITIMER_PROF, max(self._left_s, 0.001))  # 0 would set no limit
+        try:
+            yield
+        except _LateError:
+            raise UsageError(
+                f"{record}: the chat template has not written all of the record in {LIMIT_S:g} s "
+                "of the processor's time",
+                hint=f"{_ENDLESS}; of a conversation of a thousand turns make several",
+            ) from None
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.signal(signal.SIGPROF, before)
+            self._left_s -= time.process_time() - begin_s
+
 
 class _LateError(BaseException):
     """A template's time is up; no Exception, which jinja2 takes for a refusal of its own to compute
@@ -287,28 +340,17 @@ class _LateError(BaseException):
 
 
 @contextmanager
-def _limited(name: str) -> Generator[None]:
-    """Run the block in at most ``LIMIT_S`` of this process's time, however busy the machine is.
-
-    Raises UsageError, with the record's name.
-    """
-
-    def end(*_: object) -> None:
-        raise _LateError
-
-    before = signal.signal(signal.SIGVTALRM, end)
-    signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
+def _memory_of(most_bytes: int) -> Generator[None]:
+    """Run the block with at most so much more memory than is taken now; MemoryError past it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    taken_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5])
+    bound = taken_pages * resource.getpagesize() + most_bytes
+    limits = [each for each in (soft, hard) if each != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(bound, *limits, bound), hard))
     try:
         yield
-    except _LateError:
-        raise UsageError(
-            f"{name}: the chat template has not written the conversation in {LIMIT_S:g} s",
-            hint="see whether it has a loop without an end: it is `chat_template.jinja`, or "
-            "`chat_template` in `tokenizer_config.json`, of the tokenizer's folder",
-        ) from None
     finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def _as_given(message: Message) -> dict[str, Any]:

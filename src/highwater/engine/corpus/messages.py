@@ -6,11 +6,11 @@ from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
-from highwater.engine.corpus.record_fields import is_beside
+from highwater.engine.corpus.unread_fields import is_about, is_label
 
 Message = Mapping[str, Any]
-_UNSPOKEN = ("role", "name", "tool_call_id", "trained")
-"""Fields of a message that a template need not write."""
+_UNSPOKEN = ("role", "trained")
+"""Fields of a message that a template need not write, beside those about it."""
 
 
 class Conversation(NamedTuple):
@@ -105,18 +105,25 @@ def _with_texts(message: Message, change: Callable[[str, str], str]) -> Message:
             return {name: changed(field, each) for name, each in value.items()}
         return [changed(field, each) for each in value] if isinstance(value, list) else value
 
-    def called(function: Message) -> Message:
+    def others(fields: Message, *unspoken: str) -> Message:
+        return {
+            field: each if field in unspoken or is_about(field, each) else changed(field, each)
+            for field, each in fields.items()
+        }
+
+    def called(call: Message) -> Message:
+        function = call["function"]
         arguments = function["arguments"]
         field = "arguments" if isinstance(arguments, str) else "tool_calls"
         name = changed("tool_calls", function["name"])
-        return {**function, "name": name, "arguments": changed(field, arguments)}
+        new = {"name": name, "arguments": changed(field, arguments)}
+        new = {**others(function, *new), **new}
+        return {**others(call, "type", "function"), "function": new}
 
-    new = dict(message)
-    for field, value in message.items():
-        if field == "tool_calls":
-            new[field] = [{**call, "function": called(call["function"])} for call in value]
-        elif field not in _UNSPOKEN and not is_beside(field):
-            new[field] = changed(field, value)
+    names = ["name"] if is_label(message.get("name")) else []
+    new = others(message, *_UNSPOKEN, *names, "tool_calls")
+    if "tool_calls" in message:
+        new = {**new, "tool_calls": [called(call) for call in message["tool_calls"]]}
     return new
 
 

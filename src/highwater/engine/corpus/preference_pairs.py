@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from highwater.engine.corpus.readers import DataRecord
-from highwater.engine.corpus.record_fields import first_of, has, refuse_unread
+from highwater.engine.corpus.record_fields import first_of, has
 from highwater.engine.corpus.record_messages import (
     Said,
     messages_of,
@@ -25,6 +25,7 @@ from highwater.engine.corpus.rendering import (
     Unit,
     without_fields,
 )
+from highwater.engine.corpus.unread_fields import refuse_unread
 from highwater.errors import UsageError
 
 _EXAMPLE = '`{"prompt": "...", "chosen": "...", "rejected": "..."}`'

@@ -3,28 +3,16 @@ name and the field's, and nothing is rounded or guessed.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from highwater.engine.corpus.readers import DataRecord, command_without
+from highwater.engine.corpus.readers import DataRecord
 from highwater.engine.data import UNTRAINED
 from highwater.engine.user_documents import seen
 from highwater.errors import UsageError
-
-_BESIDE = frozenset(
-    {
-        *("category", "chosen_model", "config", "created", "created_at", "data_source", "dataset"),
-        *("dataset_name", "date", "difficulty", "domain", "dump", "file", "file_path", "filename"),
-        *("generator", "hash", "id", "index", "lang", "language", "license", "md5", "meta"),
-        *("metadata", "model", "model_name", "origin", "path", "rejected_model", "repo", "score"),
-        *("sha256", "source", "split", "subset", "tags", "task_type", "timestamp", "topic"),
-        *("updated_at", "url", "uuid", "version"),
-    }
-)
-"""Fields about a record, which are passed over; so are those whose names end in ``_id``."""
 
 
 def has(record: DataRecord, *names: str) -> bool:
@@ -123,50 +111,6 @@ def _numbers(record: DataRecord, name: str, value: Any) -> NDArray[Any]:
     if not isinstance(value, list | tuple) or numbers.ndim != 1 or numbers.dtype.kind not in "iuf":
         raise wrong(record, name, value, "a list of numbers", "`[1, 2, 3]`")
     return numbers
-
-
-def refuse_unread(record: DataRecord) -> None:
-    """Raise UsageError for texts of a record in fields that nobody read, unless the fields are
-    about the record, or say again what was read; and for a mask beside token ids, unless all is 1.
-    """
-    known = {text for name in record.read for text in _texts(record.fields.get(name))}
-    has_ids = "input_ids" in record.read
-    unread = [
-        name
-        for name, value in record.fields.items()
-        if name not in record.read
-        and not is_beside(name)
-        and (
-            not known.issuperset(_texts(value))
-            or (has_ids and isinstance(value, list) and any(each != 1 for each in value))
-        )
-    ]
-    if unread:
-        read = " and ".join(f"`{name}`" for name in record.fields if name in record.read)
-        raise UsageError(
-            f"{record.name}: {read} would be trained without what stands in "
-            + " and ".join(f"`{name}`" for name in unread),
-            hint="write it into a field that is read, or leave it out: "
-            f"`{command_without(record.file, unread)}`",
-        )
-
-
-def is_beside(name: str) -> bool:
-    """Whether a field of this name is about a record and no part of it."""
-    plain = name.lower().replace("-", "_")
-    return plain in _BESIDE or plain.endswith("_id")
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """All texts of a value but empty ones, without the space around them."""
-    if isinstance(value, str):
-        yield from (text for text in (value.strip(),) if text)
-    elif isinstance(value, Mapping):
-        for name, each in cast(Mapping[str, Any], value).items():
-            yield from () if is_beside(name) else _texts(each)
-    elif isinstance(value, list | tuple):
-        for each in cast(Sequence[Any], value):
-            yield from _texts(each)
 
 
 def wrong(record: DataRecord, name: str, value: Any, meant: str, example: str) -> UsageError:

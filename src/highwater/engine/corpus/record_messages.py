@@ -19,6 +19,7 @@ from highwater.engine.corpus.record_fields import (
     value_of,
     wrong,
 )
+from highwater.engine.corpus.unread_fields import is_about, refuse_flags, taken_mask
 from highwater.errors import UsageError
 
 _ROLES = {
@@ -30,14 +31,10 @@ _ROLES = {
 """Who speaks, as people write it; None: as chat templates do."""
 _CALLS = ("function_call", "tool_call")
 """Roles of ShareGPT and ms-swift whose text is the JSON of a tool call, or of a list of them."""
-_MASKS = {
-    **dict.fromkeys(("weight", "train", "training", "trained", "loss"), True),
-    "masked": False,
-}
-"""Fields of a message that say whether it is trained, and which of their values does."""
-_PARTIAL_MASKS = ("mask", "train_detail", "training_detail")
 _MESSAGES_EXAMPLE = '`[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]`'
 _CALL_EXAMPLE = '`{"name": "add", "arguments": {"a": 1}}`'
+_ARGUMENTS = ("arguments", "parameters", "args", "input")
+"""What the arguments of a call are called: by OpenAI, by Llama 3.1, and by others."""
 _QUESTIONS = ("instruction", "question", "query")
 """Fields that a user asks in, beside ``prompt``; ``input`` goes on with them."""
 
@@ -145,13 +142,15 @@ def _message(record: DataRecord, name: str, value: Any) -> Message:
         known = ", ".join(f"`{name}`" for name in _ROLES)
         raise wrong(record, role_field, role, "a role that is known", known)
     message: dict[str, Any] = {"role": _ROLES[told] or told}
+    if told in _CALLS and calls:
+        raise wrong(record, "tool_calls", calls, f"nothing, and `{told}` a call", _CALL_EXAMPLE)
     if told in _CALLS:
         message["tool_calls"] = _calls(record, told, content)
     elif content is not None:
         message["content"] = _content(record, content_field, content)
     if calls:
         message["tool_calls"] = _calls(record, "tool_calls", calls)
-    trained = _is_trained(record, given)
+    trained = taken_mask(record, given)
     return {**given, **message, **({} if trained is None else {"trained": trained})}
 
 
@@ -165,15 +164,19 @@ def _content(record: DataRecord, name: str, value: Any) -> str:
         return value
     texts: list[str] = []
     for part in value if isinstance(value, list | tuple) else [value]:
-        kind, text = (part.get(key) if isinstance(part, Mapping) else None for key in _PART)
+        beside = dict(part) if isinstance(part, Mapping) else {}
+        kind, text = beside.pop("type", None), beside.pop("text", None)
         if kind != "text" or not isinstance(text, str):
-            example = '`[{"type": "text", "text": "Hi"}]`'
-            raise wrong(record, name, part, "a text or parts that are texts", example)
+            raise wrong(record, name, part, "a text or parts that are texts", _PART_EXAMPLE)
+        if taken_mask(record, beside) is False:
+            raise wrong(record, name, part, "trained as a whole, or not at all", _PART_EXAMPLE)
+        if any(each and not is_about(field, each) for field, each in beside.items()):
+            raise wrong(record, name, part, "parts that are texts alone", _PART_EXAMPLE)
         texts.append(text)
     return "".join(texts)
 
 
-_PART = ("type", "text")
+_PART_EXAMPLE = '`[{"type": "text", "text": "Hi"}]`'
 
 
 def _calls(record: DataRecord, name: str, value: Any) -> list[Mapping[str, Any]]:
@@ -183,15 +186,25 @@ def _calls(record: DataRecord, name: str, value: Any) -> list[Mapping[str, Any]]
 
 def _call(record: DataRecord, name: str, value: Any) -> Mapping[str, Any]:
     """A call as templates want it, whose arguments may be a text of JSON, as OpenAI has them."""
-    call = value if isinstance(value, Mapping) else {}
-    function = call.get("function", {key: call.get(key) for key in ("name", "arguments")})
+    call = dict(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else {}
+    fields = ("name", *_ARGUMENTS)
+    function = call.pop("function", None) or {
+        field: call.pop(field) for field in fields if field in call
+    }
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise wrong(record, name, value, "a call of a function by its name", _CALL_EXAMPLE)
-    arguments = _from_json(record, "arguments", function.get("arguments") or {})
+    given = [field for field in _ARGUMENTS if field in function]
+    if len(given) > 1:
+        raise wrong(record, name, value, "a call with its arguments in one field", _CALL_EXAMPLE)
+    field = given[0] if given else "arguments"
+    stated = function.get(field)
+    arguments = {} if stated in (None, "", []) else _from_json(record, field, stated)
     if not isinstance(arguments, Mapping):
-        raise wrong(record, "arguments", arguments, "an object", _CALL_EXAMPLE)
-    beside = {key: call[key] for key in call if key not in ("name", "arguments")}
-    return {"type": "function", **beside, "function": {**function, "arguments": arguments}}
+        raise wrong(record, field, arguments, "an object", _CALL_EXAMPLE)
+    for beside in (call, {each: function[each] for each in function if each not in fields}):
+        refuse_flags(record, beside)
+    renamed = {"arguments" if each == field else each: function[each] for each in function}
+    return {"type": "function", **call, "function": {**renamed, "arguments": arguments}}
 
 
 def _tools(record: DataRecord) -> tuple[Mapping[str, Any], ...]:
@@ -222,19 +235,3 @@ def _from_json(record: DataRecord, name: str, value: Any) -> Any:
         return json.loads(value)
     except ValueError as error:
         raise wrong(record, name, value, "JSON", _CALL_EXAMPLE) from error
-
-
-def _is_trained(record: DataRecord, given: dict[str, Any]) -> bool | None:
-    """Whether a message is trained, as those of its fields say that are taken out; None: none
-    does.
-    """
-    for name in _PARTIAL_MASKS:
-        if name in given:
-            raise wrong(record, name, given[name], "a field that is read", '`"weight": 0`')
-    told = {name: given.pop(name) for name in _MASKS if name in given}
-    for name, value in told.items():
-        if not isinstance(value, int | float) or value not in (0, 1):
-            raise wrong(record, name, value, "0, 1, false or true", f'`"{name}": 0`')
-    if not told:
-        return None
-    return all(bool(value) == _MASKS[name] for name, value in told.items())

@@ -21,7 +21,6 @@ from highwater.engine.corpus.record_fields import (
     has,
     ids_of,
     labels_of,
-    refuse_unread,
     text_of,
     value_of,
 )
@@ -35,6 +34,7 @@ from highwater.engine.corpus.record_messages import (
     with_system,
 )
 from highwater.engine.corpus.text_tokens import TextTokens, encode_parts
+from highwater.engine.corpus.unread_fields import refuse_unread
 from highwater.errors import UsageError
 from highwater.spec.corpus import TrainedTokens
 

@@ -22,7 +22,6 @@ from highwater.engine.corpus.record_fields import (
     list_of,
     logprobs_of,
     number_of,
-    refuse_unread,
     value_of,
 )
 from highwater.engine.corpus.record_messages import Said, prompt_of, said_of
@@ -33,6 +32,7 @@ from highwater.engine.corpus.rendering import (
     Unit,
     without_fields,
 )
+from highwater.engine.corpus.unread_fields import refuse_masked, refuse_unread
 from highwater.engine.user_code import refuse_uncallable, user_function
 from highwater.engine.user_documents import seen
 from highwater.errors import UsageError
@@ -95,8 +95,8 @@ def rollouts(rendering: Rendering, *, grouped: bool, reward: RewardFunction | No
             documents = [_raw(rendering, record, reward)]
         else:
             documents = [_document(rendering, record, each, reward) for each in _responses(record)]
-        if reward is None:  # else it is given all of the record
-            refuse_unread(record)
+        # A function is given all of the record.
+        (refuse_masked if reward else refuse_unread)(record)
         if not grouped:
             yield from (Unit((document,)) for document in documents)
         elif _has_several(record):

@@ -214,7 +214,7 @@ def _notes(
     if TRAITS[order.objective].advantages == "groups" and (alone := writer.units_of_one):
         notes.append(
             f"{counted(alone, 'prompt')} with a single response: with no other to compare it with, "
-            "its advantage is its reward"
+            "its advantage is its reward / (1 + 1e-6)"
         )
     return tuple(notes)
 
