@@ -33,7 +33,7 @@ SNAPSHOTS = (
 )
 VERBS = (
     *("predict", "recommend", "find", "try", "train", "guide", "emit", "show", "report"),
-    *("profile", "models", "gpus", "doctor", "completion", "bench", "schema", "compare-search"),
+    *("profile", "models", "gpus", "doctor", "completion", "bench", "schema"),
 )
 VARIANTS = (
     (),
@@ -101,7 +101,6 @@ def tables() -> Iterator[Words]:
         yield ("guide", table, "--json")
         yield ("guide", table)
         yield ("guide", table, "-o", "FOLDER/guide.html")
-        yield ("compare-search", table, "--json")
     yield ("guide", *STUDIES, "--json")
     yield ("guide", *STUDIES, *TABLES)
     yield ("guide", *STUDIES, "-o", "FOLDER/guide.html")
