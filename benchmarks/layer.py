@@ -28,16 +28,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from highwater.attention.dense import select_kernel
-from highwater.attention.registry import register
-from highwater.bench.environment import environment
-from highwater.engine.data import Batch, Document, pack
-from highwater.engine.step import Training, backward_of
-from highwater.models.build import build, read_config
-from highwater.models.decoder import Decoder
-from highwater.parallel import mesh as process_mesh
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
+from highwater.engine.attention.dense import select_kernel
+from highwater.engine.attention.registry import register
+from highwater.engine.bench.environment import environment
+from highwater.engine.data.batches import Batch, Document, pack
+from highwater.engine.models.build import build, read_config
+from highwater.engine.models.decoder import Decoder
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.training.step import Training, backward_of
+from highwater.model.model import load_model
+from highwater.nouns.layout import Layout
 
 LAYERS = 2
 VOCABULARY = 1024

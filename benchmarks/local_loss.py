@@ -31,13 +31,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from highwater.bench.environment import environment
-from highwater.kernels import rows as row_kernels
-from highwater.models.loss import token_statistics
-from highwater.parallel import mesh as process_mesh
-from highwater.parallel.collectives import gather_rows
-from highwater.spec.rank import STORE_VARIABLE
-from highwater.spec.settings import Loss
+from highwater.engine.bench.environment import environment
+from highwater.engine.kernels import rows as row_kernels
+from highwater.engine.models.loss import token_statistics
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.parallel.collectives import gather_rows
+from highwater.nouns.rank import STORE_VARIABLE
+from highwater.nouns.settings import Loss
 
 TOLERANCE: Mapping[torch.dtype, float] = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 """Norm-relative tolerance against float64; bfloat16 keeps 8 bits, and rounds logits and their

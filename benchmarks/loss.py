@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from highwater.bench.environment import environment
-from highwater.models.loss import token_statistics
-from highwater.spec.settings import Loss
+from highwater.engine.bench.environment import environment
+from highwater.engine.models.loss import token_statistics
+from highwater.nouns.settings import Loss
 
 VOCABULARY = 151_936
 HIDDEN = 1024

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from highwater.spec.hyperparameters import Hyperparameters
-from highwater.spec.lora import Lora
+from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.lora import Lora
 
 
 class HuggingFacePeer:

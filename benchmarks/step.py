@@ -25,22 +25,22 @@ from typing import NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from highwater.attention.dense import select_kernel
-from highwater.attention.registry import register
-from highwater.bench.environment import environment
-from highwater.engine.data import UNTRAINED, Document, pack
-from highwater.engine.memory_log import divide_budget
-from highwater.engine.optimizers import make_optimizer
-from highwater.engine.step import Training, train_step
-from highwater.models.build import build, read_config
-from highwater.parallel import mesh as process_mesh
-from highwater.spec.allocator_variables import allocator_environment
-from highwater.spec.hyperparameters import Hyperparameters
-from highwater.spec.layout import Layout
-from highwater.spec.lora import Lora, LoraBase
-from highwater.spec.model import load_model
-from highwater.spec.settings import Loss, Recompute
-from highwater.spec.trial import PROMPT_TOKENS
+from highwater.engine.attention.dense import select_kernel
+from highwater.engine.attention.registry import register
+from highwater.engine.bench.environment import environment
+from highwater.engine.data.batches import UNTRAINED, Document, pack
+from highwater.engine.models.build import build, read_config
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.training.memory_log import divide_budget
+from highwater.engine.training.optimizers import make_optimizer
+from highwater.engine.training.step import Training, train_step
+from highwater.model.model import load_model
+from highwater.nouns.allocator_variables import allocator_environment
+from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.layout import Layout
+from highwater.nouns.lora import Lora, LoraBase
+from highwater.nouns.settings import Loss, Recompute
+from highwater.nouns.trial import PROMPT_TOKENS
 from highwater.units import parse_bytes
 from peers import HuggingFacePeer, LigerPeer, LoraPeer
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from highwater.bench.environment import environment
-from highwater.spec.files import CONFIG_BYTES, read_file
+from highwater.engine.bench.environment import environment
+from highwater.nouns.files import CONFIG_BYTES, read_file
 from step import CONTENDERS, TimedStep, same_weights, sequences_of
 
 KINDS: Mapping[str, str] = {

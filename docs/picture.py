@@ -12,11 +12,11 @@ from templates import environment
 
 from highwater import open_study
 from highwater.memory.capacity import Prediction
+from highwater.nouns.capacities import Capacity, study_capacities
+from highwater.nouns.codec import from_json
+from highwater.nouns.ladder import simplicity
+from highwater.nouns.study import counted_ranks
 from highwater.pages.guide.guide import cell_label
-from highwater.spec.capacities import Capacity, study_capacities
-from highwater.spec.codec import from_json
-from highwater.spec.ladder import simplicity
-from highwater.spec.study import counted_ranks
 from highwater.units import format_bytes, format_tokens
 
 HERE = Path(__file__).parent

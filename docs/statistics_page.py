@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from highwater.spec.quantities import DOCUMENT, QUANTITIES, Group, Quantity
+from highwater.nouns.quantities import DOCUMENT, QUANTITIES, Group, Quantity
 
 _TEXT = """\
 # Statistics of a step
@@ -82,7 +82,8 @@ declared is refused with those that were; so is a mean to whose denominator a ra
 
 ## Other ranks, other denominators
 
-From Python, `highwater.engine.statistics.Statistics(mesh, sequence, groups={"nll": "context"})` \
+From Python, \
+`highwater.engine.training.statistics.Statistics(mesh, sequence, groups={"nll": "context"})` \
 puts a number together from other ranks: `rank`, this one; `context`, those that share its \
 sequences; `data`, those in its place in other sequences; `all`. `denominators={"nll": \
 "n_tokens"}` divides a mean by another sum. What cannot be put together so is refused by name.

@@ -22,11 +22,11 @@ from pydoc_data.topics import topics
 import msgspec
 
 import highwater
-from highwater.spec.codec import from_json
-from highwater.spec.model import load_model
-from highwater.spec.study import Cell, Study
-from highwater.spec.training import TrainingSpec
-from highwater.spec.trial import Outcome
+from highwater.model.model import load_model
+from highwater.nouns.codec import from_json
+from highwater.nouns.study import Cell, Study
+from highwater.nouns.training import TrainingSpec
+from highwater.nouns.trial import Outcome
 from highwater.units import counted
 
 STEP = 256

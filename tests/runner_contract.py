@@ -9,8 +9,8 @@ from concurrent.futures import Future, wait
 
 import pytest
 
-from highwater.spec.protocols import Launch, Runner, TrialEndedError
-from highwater.spec.trial import Outcome, TrialResult, TrialSpec
+from highwater.nouns.protocols import Launch, Runner, TrialEndedError
+from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 
 ENDS_S = 200
 """Bound on the time of a trial that ends by itself, on a machine that is busy."""

@@ -12,22 +12,22 @@ if TYPE_CHECKING:
     from highwater.api import open_study as open_study
     from highwater.api import predict as predict
     from highwater.api import run_trial as run_trial
-    from highwater.attention.modules import BlockSparseAttention as BlockSparseAttention
-    from highwater.attention.modules import (
+    from highwater.engine.attention.modules import BlockSparseAttention as BlockSparseAttention
+    from highwater.engine.attention.modules import (
         BlockSparseRingDilatedAttention as BlockSparseRingDilatedAttention,
     )
-    from highwater.attention.modules import DilatedAttention as DilatedAttention
-    from highwater.attention.transformers_interface import (
+    from highwater.engine.attention.modules import DilatedAttention as DilatedAttention
+    from highwater.engine.attention.transformers_interface import (
         register_block_sparse as register_block_sparse,
     )
-    from highwater.engine.memory_profiler import MemoryProfiler as MemoryProfiler
+    from highwater.engine.training.memory_profiler import MemoryProfiler as MemoryProfiler
     from highwater.errors import HighwaterError as HighwaterError
+    from highwater.nouns.sparse_pattern import SparsePatternConfig as SparsePatternConfig
     from highwater.pages.guide.build import guide as guide
     from highwater.pages.guide.build import write_guide as write_guide
     from highwater.pages.study.build import study_report as study_report
     from highwater.pages.study.build import write_report as write_report
     from highwater.recommendation.recommend import recommend as recommend
-    from highwater.spec.sparse_pattern import SparsePatternConfig as SparsePatternConfig
     from highwater.training import train as train
 
 _PUBLIC = {
@@ -42,12 +42,12 @@ _PUBLIC = {
     "write_report": "highwater.pages.study.build",
     "train": "highwater.training",
     "HighwaterError": "highwater.errors",
-    "MemoryProfiler": "highwater.engine.memory_profiler",
-    "SparsePatternConfig": "highwater.spec.sparse_pattern",
-    "DilatedAttention": "highwater.attention.modules",
-    "BlockSparseAttention": "highwater.attention.modules",
-    "BlockSparseRingDilatedAttention": "highwater.attention.modules",
-    "register_block_sparse": "highwater.attention.transformers_interface",
+    "MemoryProfiler": "highwater.engine.training.memory_profiler",
+    "SparsePatternConfig": "highwater.nouns.sparse_pattern",
+    "DilatedAttention": "highwater.engine.attention.modules",
+    "BlockSparseAttention": "highwater.engine.attention.modules",
+    "BlockSparseRingDilatedAttention": "highwater.engine.attention.modules",
+    "register_block_sparse": "highwater.engine.attention.transformers_interface",
 }
 __all__ = [
     "BlockSparseAttention",

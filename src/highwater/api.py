@@ -32,23 +32,20 @@ from highwater.memory.table_accuracy import TableAccuracy, memory_limits_of, tab
 from highwater.memory.trace.exact import predict_exactly
 from highwater.memory.trace.timeline import timeline as draw_timeline
 from highwater.memory.trainers import by_formula, calibration_of
+from highwater.model.model import load_model
+from highwater.nouns.foreign_request import command_of
+from highwater.nouns.foreign_trainer import foreign_name
+from highwater.nouns.hardware import Kernel, Machine, kernels
+from highwater.nouns.plan import Plan, plan, plan_trial
+from highwater.nouns.protocols import Launcher
+from highwater.nouns.published import read_capacity_table
+from highwater.nouns.request import Request, request_from
+from highwater.nouns.study import Question, Study
+from highwater.nouns.trainer import OURS, TRAINERS, TrainerName
+from highwater.nouns.trial import TrialResult, TrialSpec
+from highwater.nouns.trial_hardware import used_gpus
 from highwater.recommendation.trainer_question import trainer_question
 from highwater.recommendation.user_measurements import OnCalibrate, own_constants, own_residuals
-from highwater.run import node_place, ray_search
-from highwater.run.diagnosis import diagnose, undiagnosed
-from highwater.run.engine_ranks import RunRanks, run_ranks_here
-from highwater.run.engine_trial import EngineLauncher
-from highwater.run.foreign_commands import check_foreign
-from highwater.run.foreign_trial import ForeignLauncher
-from highwater.run.local import LocalRunner
-from highwater.run.node_place import MachineShare, meeting, of_all_nodes
-from highwater.run.nodes import RanksOnNodes
-from highwater.run.probe import environment, gpus_meant, host_meant, probe
-from highwater.run.ray_runner import RayRunner
-from highwater.run.readiness import check_directories, check_machine, check_request
-from highwater.run.simulated import FormulaLaw, SimulatedRunner
-from highwater.run.tracing import CachedTracer, trace_directory
-from highwater.run.trial_log import LogLayout
 from highwater.search.budget import Budget
 from highwater.search.completed import completed_study, gone_on
 from highwater.search.outlook import time_notes
@@ -56,24 +53,27 @@ from highwater.search.predicted_start import check_prediction, expectation, pred
 from highwater.search.recorded_search import recorded_search
 from highwater.search.scheduler import BudgetSpentError
 from highwater.search.search_events import SearchEvent
-from highwater.spec.foreign_request import command_of
-from highwater.spec.foreign_trainer import foreign_name
-from highwater.spec.hardware import Kernel, Machine, kernels
-from highwater.spec.model import load_model
-from highwater.spec.plan import Plan, plan, plan_trial
-from highwater.spec.protocols import Launcher
-from highwater.spec.published import read_capacity_table
-from highwater.spec.request import Request, request_from
-from highwater.spec.study import Question, Study
-from highwater.spec.trainer import OURS, TRAINERS, TrainerName
-from highwater.spec.trial import TrialResult, TrialSpec
-from highwater.spec.trial_hardware import used_gpus
 from highwater.store.directory import (
     check_new_file,
     study_path,
     write_new_file,
 )
 from highwater.store.journal import open_journal, read_study
+from highwater.trials import node_place, ray_search
+from highwater.trials.diagnosis import diagnose, undiagnosed
+from highwater.trials.engine_ranks import RunRanks, run_ranks_here
+from highwater.trials.engine_trial import EngineLauncher
+from highwater.trials.foreign_commands import check_foreign
+from highwater.trials.foreign_trial import ForeignLauncher
+from highwater.trials.local import LocalRunner
+from highwater.trials.node_place import MachineShare, meeting, of_all_nodes
+from highwater.trials.nodes import RanksOnNodes
+from highwater.trials.probe import environment, gpus_meant, host_meant, probe
+from highwater.trials.ray_runner import RayRunner
+from highwater.trials.readiness import check_directories, check_machine, check_request
+from highwater.trials.simulated import FormulaLaw, SimulatedRunner
+from highwater.trials.tracing import CachedTracer, trace_directory
+from highwater.trials.trial_log import LogLayout
 from highwater.units import format_seconds, parse_memory, parse_tokens
 
 Listener = Callable[[SearchEvent], None]

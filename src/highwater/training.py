@@ -20,42 +20,33 @@ import msgspec
 
 from highwater.errors import HighwaterError, MachineError, UsageError
 from highwater.memory.capacity import CellPrediction
+from highwater.model.footprint import checkpoint_bytes
+from highwater.model.model import load_model
+from highwater.nouns.codec import Record
+from highwater.nouns.corpus import Corpus, CorpusOrder
+from highwater.nouns.declared_settings import DECLARED
+from highwater.nouns.hardware import Machine
+from highwater.nouns.objective import TRAITS
+from highwater.nouns.plan import gpus_hint
+from highwater.nouns.preparation import missing_files
+from highwater.nouns.profiling import SnapshotOrder
+from highwater.nouns.protocols import OnPhase, unheard
+from highwater.nouns.request import Request, request_from
+from highwater.nouns.trainer import OURS
+from highwater.nouns.training import RunState, Schedule, TrainingProgress, TrainingSpec
+from highwater.nouns.training_request import TrainingRequest, TrainingResult, training_request_from
+from highwater.nouns.trial import Device, RankReport, StatisticsFiles, TrialSpec
 from highwater.recommendation.training_notes import training_notes
 from highwater.recommendation.training_settings import ChosenTrial, chosen_trial
-from highwater.run.corpus import tokenised
-from highwater.run.node_folder import NodeFolder
-from highwater.run.node_place import MachineShare, meeting, serve_node
-from highwater.run.probe import probe
-from highwater.run.readiness import check_machine, check_request
-from highwater.run.training_ranks import OnProgress, own_folder, run_ranks
-from highwater.spec.codec import Record
-from highwater.spec.corpus import Corpus, CorpusOrder
-from highwater.spec.declared_settings import DECLARED
-from highwater.spec.footprint import checkpoint_bytes
-from highwater.spec.hardware import Machine
-from highwater.spec.model import load_model
-from highwater.spec.objective import TRAITS
-from highwater.spec.plan import gpus_hint
-from highwater.spec.preparation import missing_files
-from highwater.spec.profiling import SnapshotOrder
-from highwater.spec.protocols import OnPhase, unheard
-from highwater.spec.request import Request, request_from
-from highwater.spec.trainer import OURS
-from highwater.spec.training import (
-    RunState,
-    Schedule,
-    TrainingProgress,
-    TrainingSpec,
-)
-from highwater.spec.training_request import (
-    TrainingRequest,
-    TrainingResult,
-    training_request_from,
-)
-from highwater.spec.trial import Device, RankReport, StatisticsFiles, TrialSpec
 from highwater.speed.step_seconds import predicted_step
 from highwater.store.directory import check_run_directory
 from highwater.store.training_folder import TrainingFolder
+from highwater.trials.corpus import tokenised
+from highwater.trials.node_folder import NodeFolder
+from highwater.trials.node_place import MachineShare, meeting, serve_node
+from highwater.trials.probe import probe
+from highwater.trials.readiness import check_machine, check_request
+from highwater.trials.training_ranks import OnProgress, own_folder, run_ranks
 
 
 class PreparedTraining(Record, frozen=True, kw_only=True):

@@ -45,7 +45,7 @@ def run(code: str, *words: str, cwd: Path | None = None) -> subprocess.Completed
         "highwater.api",
         "highwater.cli.commands",
         "highwater.cli.search_context_length_capacity",
-        "highwater.run.local",
+        "highwater.trials.local",
         "highwater.engine",
         "highwater.engine.ranks",
     ],

@@ -14,7 +14,7 @@ from conftest import Run, following, offered, refusal
 
 from highwater.cli.bench import bench_dtype
 from highwater.errors import MachineError
-from highwater.spec.cluster import Cluster
+from highwater.nouns.cluster import Cluster
 from highwater.units import GIB, MIB
 
 pytestmark = pytest.mark.timeout(600)
@@ -88,12 +88,12 @@ def test_json_is_one_document_with_a_row_for_each_implementation_mode_and_length
 
 def test_a_terminal_of_any_width_has_every_figure_whole(highwater: Run, tmp_path: Path) -> None:
     """Drawn for a terminal as the command draws it, of the same figures."""
+    from highwater.nouns.attention_bench import AttentionBench
+    from highwater.nouns.codec import from_builtins
     from highwater.pages.attention.attention_tables import longest_table
     from highwater.pages.terminal_table import terminal_table
     from highwater.pages.text_table import plain_table
     from highwater.recommendation.attention_summary import attention_summary
-    from highwater.spec.attention_bench import AttentionBench
-    from highwater.spec.codec import from_builtins
 
     done = highwater(*BENCH, "--lengths", "256", "--json")
     document = json.loads(done.stdout)

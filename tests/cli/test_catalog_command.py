@@ -5,8 +5,8 @@ import json
 import pytest
 from conftest import Run, following, offered, refusal
 
-from highwater.spec.hardware import gpu_catalog
-from highwater.spec.model_catalog import catalog_names, model_catalog
+from highwater.model.model_catalog import catalog_names, model_catalog
+from highwater.nouns.hardware import gpu_catalog
 
 
 def test_every_model_is_listed_with_its_id_and_its_source(highwater: Run) -> None:

@@ -14,7 +14,7 @@ from conftest import Run
 
 from highwater import study_report
 from highwater.api import open_study
-from highwater.spec.study import Study
+from highwater.nouns.study import Study
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TIME_LIMIT_S = 420

@@ -13,8 +13,8 @@ import pytest
 import yaml
 from conftest import BIN, SIMULATED, Run, following, offered, refusal
 
-from highwater.spec.codec import from_json
-from highwater.spec.study import Study
+from highwater.nouns.codec import from_json
+from highwater.nouns.study import Study
 
 
 def test_a_dry_run_answers_every_rung_and_leaves_nothing_behind(

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from conftest import SIMULATED, Run, following, offered, refusal
 
+from highwater.nouns.codec import from_json
+from highwater.nouns.study import Cell
 from highwater.pages.guide.guide import cell_label
-from highwater.spec.codec import from_json
-from highwater.spec.study import Cell
 
 DATA = Path(__file__).parents[1] / "data"
 TABLE = str(DATA / "published_capacity_a100_80gb.csv")

@@ -15,7 +15,7 @@ import pytest
 from conftest import Run, Typed, followed
 
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO
-from highwater.spec.cluster import cluster
+from highwater.nouns.cluster import cluster
 from highwater.units import GIB, parse_bytes
 
 ROWS: list[dict[str, Any]] = json.loads(

@@ -9,8 +9,8 @@ import pytest
 from conftest import Run, offered, refusal
 
 from highwater.api import prepare
-from highwater.spec.request import request_from
-from highwater.spec.trial import PROMPT_TOKENS
+from highwater.nouns.request import request_from
+from highwater.nouns.trial import PROMPT_TOKENS
 from highwater.units import MIB
 
 VOCABULARY = {"Qwen3-0.6B": 151_936, "Qwen3-8B": 151_936, "Llama-3.1-8B": 128_256}

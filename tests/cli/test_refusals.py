@@ -11,7 +11,7 @@ import pytest
 from conftest import SIMULATED, Run, following, offered, refusal
 
 from highwater.errors import UsageError
-from highwater.spec.hardware import CPU_FLAGS, CPU_SEARCH
+from highwater.nouns.hardware import CPU_FLAGS, CPU_SEARCH
 from highwater.store.directory import check_log_directory
 
 CPU = ("--device", "cpu", "--memory", "2GiB")

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from highwater.engine.agreement import agreed, gathered
-from highwater.engine.checkpoint_manifest import FileRecord
+from highwater.engine.data.folder_manifest import FileRecord
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.parallel.mesh import every_ranks
+from highwater.engine.training.agreement import agreed, gathered
 from highwater.errors import HighwaterError, MachineError, UsageError
-from highwater.parallel import mesh as process_mesh
-from highwater.parallel.mesh import every_ranks
-from highwater.spec.layout import Layout
+from highwater.nouns.layout import Layout
 
 
 class Touch:

@@ -19,20 +19,20 @@ import torch.distributed as dist
 from reference import Documents, reference_gradients, reference_training
 from torch import Tensor, nn
 
-from highwater.attention.registry import register
-from highwater.engine.data import Batch, Document, pack, share_of
-from highwater.engine.optimizers import make_optimizer
-from highwater.engine.step import Training, train_step
-from highwater.models import random_weights
-from highwater.models.build import build, build_on_meta, read_config
-from highwater.models.decoder import LanguageModel
-from highwater.models.fill import Fill
-from highwater.models.weight_names import name_in_files
-from highwater.parallel import mesh as process_mesh
-from highwater.parallel.fsdp1 import shard_flat
-from highwater.parallel.fsdp2 import local_shard
-from highwater.spec.hyperparameters import Hyperparameters
-from highwater.spec.layout import Layout
+from highwater.engine.attention.registry import register
+from highwater.engine.data.batches import Batch, Document, pack, share_of
+from highwater.engine.models import random_weights
+from highwater.engine.models.build import build, build_on_meta, read_config
+from highwater.engine.models.decoder import LanguageModel
+from highwater.engine.models.fill import Fill
+from highwater.engine.models.weight_names import name_in_files
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.parallel.fsdp1 import shard_flat
+from highwater.engine.parallel.fsdp2 import local_shard
+from highwater.engine.training.optimizers import make_optimizer
+from highwater.engine.training.step import Training, train_step
+from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.layout import Layout
 
 MICRO_BATCHES = 2
 VOCABULARY = 97

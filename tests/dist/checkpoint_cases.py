@@ -34,19 +34,19 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from highwater.attention.registry import register
-from highwater.engine.checkpoint import load_sharded, save_pretrained, save_sharded
-from highwater.engine.data import Batch, Document, pack
-from highwater.engine.optimizers import make_optimizer
-from highwater.engine.step import Training, train_step
-from highwater.models import pretrained
-from highwater.models.build import build, read_config
-from highwater.models.decoder import Decoder
-from highwater.models.weight_names import name_in_files
-from highwater.parallel import mesh as process_mesh
-from highwater.parallel.fsdp2 import local_shard
-from highwater.spec.hyperparameters import Hyperparameters
-from highwater.spec.layout import Layout
+from highwater.engine.attention.registry import register
+from highwater.engine.data.batches import Batch, Document, pack
+from highwater.engine.models import pretrained
+from highwater.engine.models.build import build, read_config
+from highwater.engine.models.decoder import Decoder
+from highwater.engine.models.weight_names import name_in_files
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.parallel.fsdp2 import local_shard
+from highwater.engine.training.checkpoint import load_sharded, save_pretrained, save_sharded
+from highwater.engine.training.optimizers import make_optimizer
+from highwater.engine.training.step import Training, train_step
+from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.layout import Layout
 
 REWARD = "reward"
 """A ScalarModel on the weights of ``tied``."""

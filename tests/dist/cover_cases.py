@@ -31,17 +31,17 @@ from transformers import (
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from highwater.attention.registry import register
-from highwater.engine import data
-from highwater.engine.step import Training, backward_of
-from highwater.models.build import build, read_config
-from highwater.models.decoder import Decoder
-from highwater.models.weight_names import name_in_files
-from highwater.parallel import mesh as process_mesh
-from highwater.parallel.fsdp2 import local_shard
-from highwater.spec.hyperparameters import Hyperparameters
-from highwater.spec.layout import Layout
-from highwater.spec.settings import Settings
+from highwater.engine.attention.registry import register
+from highwater.engine.data import batches as data
+from highwater.engine.models.build import build, read_config
+from highwater.engine.models.decoder import Decoder
+from highwater.engine.models.weight_names import name_in_files
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.parallel.fsdp2 import local_shard
+from highwater.engine.training.step import Training, backward_of
+from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
 from references import objectives as plain
 from references.documents import Document
 from references.wide import lift_float32_casts
@@ -366,7 +366,9 @@ def run(
 def train(
     case: Case, weights: Path, mesh: dist.DeviceMesh, shared: process_mesh.SequenceGroups | None
 ) -> Training:
-    """As highwater.engine.assemble does, in float64, and each model with weights of its own."""
+    """As highwater.engine.training.assemble does, in float64, and each model with weights of its
+    own.
+    """
     settings = case.settings
     loss = "full" if settings.holds_logits else "chunked"
 

@@ -28,13 +28,13 @@ from transformers import (
     PreTrainedModel,
 )
 
-from highwater.attention.registry import register
-from highwater.engine.data import Document, pack, share_of
-from highwater.engine.step import Training, train_step
-from highwater.models.build import build, read_config
-from highwater.parallel import mesh as process_mesh
-from highwater.spec.hyperparameters import Hyperparameters
-from highwater.spec.layout import Layout
+from highwater.engine.attention.registry import register
+from highwater.engine.data.batches import Document, pack, share_of
+from highwater.engine.models.build import build, read_config
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.training.step import Training, train_step
+from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.layout import Layout
 
 VOCABULARY = 97
 BORDER_TOKENS = 16

@@ -21,16 +21,16 @@ from float64 import Lifted
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from highwater.attention.registry import register
-from highwater.engine.data import Document, pack, share_of
-from highwater.engine.step import Training, train_step
+from highwater.engine.attention.registry import register
+from highwater.engine.data.batches import Document, pack, share_of
+from highwater.engine.models.build import build, read_config
+from highwater.engine.models.weight_names import name_in_files
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.parallel.fsdp2 import local_shard
+from highwater.engine.training.step import Training, train_step
 from highwater.errors import HighwaterError
-from highwater.models.build import build, read_config
-from highwater.models.weight_names import name_in_files
-from highwater.parallel import mesh as process_mesh
-from highwater.parallel.fsdp2 import local_shard
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
+from highwater.model.model import load_model
+from highwater.nouns.layout import Layout
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "alone": {"processes": 1, "strategy": "fsdp2"},

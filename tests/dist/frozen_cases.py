@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from highwater.attention.registry import register
-from highwater.engine.data import Document, pack
-from highwater.engine.optimizers import make_optimizer
-from highwater.engine.step import Training, train_step
-from highwater.models.build import build, read_config
-from highwater.models.weight_names import name_in_files
-from highwater.parallel import mesh as process_mesh
-from highwater.parallel.fsdp2 import local_shard
-from highwater.spec.hyperparameters import Hyperparameters
-from highwater.spec.layout import Layout
+from highwater.engine.attention.registry import register
+from highwater.engine.data.batches import Document, pack
+from highwater.engine.models.build import build, read_config
+from highwater.engine.models.weight_names import name_in_files
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.parallel.fsdp2 import local_shard
+from highwater.engine.training.optimizers import make_optimizer
+from highwater.engine.training.step import Training, train_step
+from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.layout import Layout
 
 CASES = {
     f"{strategy}{' offload' * offload}": (strategy, offload)

@@ -26,20 +26,20 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from highwater.engine.assemble import assemble
-from highwater.engine.checkpoint import save_sharded
-from highwater.engine.data import Batch, Document, pack
-from highwater.engine.host_states import MOMENTS, HostStateAdamW
-from highwater.engine.rank_context import RankContext
-from highwater.engine.step import Training, train_step
-from highwater.parallel import mesh as process_mesh
-from highwater.parallel.fsdp2 import local_shard
-from highwater.spec.footprint import device_state_bytes, update_bytes
-from highwater.spec.hyperparameters import Hyperparameters
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.settings import Settings
-from highwater.spec.trial import TrialSpec
+from highwater.engine.data.batches import Batch, Document, pack
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.parallel.fsdp2 import local_shard
+from highwater.engine.training.assemble import assemble
+from highwater.engine.training.checkpoint import save_sharded
+from highwater.engine.training.host_states import MOMENTS, HostStateAdamW
+from highwater.engine.training.rank_context import RankContext
+from highwater.engine.training.step import Training, train_step
+from highwater.model.footprint import device_state_bytes, update_bytes
+from highwater.model.model import load_model
+from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import TrialSpec
 
 CASES: dict[str, dict[str, Any]] = {
     "several micro-batches": {},

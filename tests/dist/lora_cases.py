@@ -25,17 +25,17 @@ from float64 import Lifted
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from highwater.attention.registry import register
-from highwater.engine.data import Document, pack, share_of
-from highwater.engine.step import Training, train_step
-from highwater.models.adapters import is_adapter, name_for_peft
-from highwater.models.build import build, read_config
-from highwater.models.weight_names import name_in_files
-from highwater.parallel import mesh as process_mesh
-from highwater.parallel.fsdp2 import local_shard, own_rows
-from highwater.spec.hyperparameters import Hyperparameters
-from highwater.spec.layout import Layout
-from highwater.spec.lora import Lora
+from highwater.engine.attention.registry import register
+from highwater.engine.data.batches import Document, pack, share_of
+from highwater.engine.models.adapters import is_adapter, name_for_peft
+from highwater.engine.models.build import build, read_config
+from highwater.engine.models.weight_names import name_in_files
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.parallel.fsdp2 import local_shard, own_rows
+from highwater.engine.training.step import Training, train_step
+from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.layout import Layout
+from highwater.nouns.lora import Lora
 
 SIZES = {
     "vocab_size": 97,

@@ -24,20 +24,20 @@ from reference import SHAPE
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
-from highwater.attention.registry import register
-from highwater.engine.data import pack, share_of
-from highwater.engine.step import Training, backward_of
-from highwater.models.adapters import A, B, is_adapter
-from highwater.models.build import build, read_config
-from highwater.models.decoder import Decoder
-from highwater.models.weight_names import name_in_files
-from highwater.parallel import mesh as process_mesh
-from highwater.parallel.fsdp2 import local_shard, own_rows
-from highwater.parallel.mesh import total
-from highwater.spec.hyperparameters import Hyperparameters
-from highwater.spec.layout import Layout
-from highwater.spec.lora import Lora
-from highwater.spec.objective import TRAITS
+from highwater.engine.attention.registry import register
+from highwater.engine.data.batches import pack, share_of
+from highwater.engine.models.adapters import A, B, is_adapter
+from highwater.engine.models.build import build, read_config
+from highwater.engine.models.decoder import Decoder
+from highwater.engine.models.weight_names import name_in_files
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.parallel.fsdp2 import local_shard, own_rows
+from highwater.engine.parallel.mesh import total
+from highwater.engine.training.step import Training, backward_of
+from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.layout import Layout
+from highwater.nouns.lora import Lora
+from highwater.nouns.objective import TRAITS
 
 LORA = Lora(rank=3, alpha=6)
 NUMBERS = Hyperparameters(kl_coefficient=0.5)

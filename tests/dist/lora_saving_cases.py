@@ -23,20 +23,20 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from highwater.attention.registry import register
-from highwater.engine.checkpoint import save_pretrained, save_sharded
-from highwater.engine.data import Document, pack
-from highwater.engine.optimizers import make_optimizer
-from highwater.engine.step import Training, train_step
-from highwater.models.adapters import is_adapter, name_for_peft
-from highwater.models.build import build, read_config
-from highwater.models.decoder import Decoder
-from highwater.models.weight_names import name_in_files
-from highwater.parallel import mesh as process_mesh
-from highwater.parallel.fsdp2 import local_shard, own_rows
-from highwater.spec.hyperparameters import Hyperparameters
-from highwater.spec.layout import Layout
-from highwater.spec.lora import Lora
+from highwater.engine.attention.registry import register
+from highwater.engine.data.batches import Document, pack
+from highwater.engine.models.adapters import is_adapter, name_for_peft
+from highwater.engine.models.build import build, read_config
+from highwater.engine.models.decoder import Decoder
+from highwater.engine.models.weight_names import name_in_files
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.parallel.fsdp2 import local_shard, own_rows
+from highwater.engine.training.checkpoint import save_pretrained, save_sharded
+from highwater.engine.training.optimizers import make_optimizer
+from highwater.engine.training.step import Training, train_step
+from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.layout import Layout
+from highwater.nouns.lora import Lora
 
 LORA = Lora(rank=4, alpha=8)
 PACKED = Lora(rank=4, alpha=8, base="nf4")

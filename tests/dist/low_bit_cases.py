@@ -23,20 +23,20 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from highwater.attention.registry import register
-from highwater.engine.checkpoint import save_sharded
-from highwater.engine.data import Batch, Document, pack
-from highwater.engine.optimizers import fill_missing_gradients, make_optimizer
-from highwater.engine.step import Training, backward_of, train_step
-from highwater.models.build import build, read_config
-from highwater.models.decoder import Decoder
-from highwater.parallel import mesh as process_mesh
-from highwater.parallel.fsdp2 import local_shard
-from highwater.spec.footprint import device_state_bytes
-from highwater.spec.hyperparameters import Hyperparameters
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.settings import Settings
+from highwater.engine.attention.registry import register
+from highwater.engine.data.batches import Batch, Document, pack
+from highwater.engine.models.build import build, read_config
+from highwater.engine.models.decoder import Decoder
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.parallel.fsdp2 import local_shard
+from highwater.engine.training.checkpoint import save_sharded
+from highwater.engine.training.optimizers import fill_missing_gradients, make_optimizer
+from highwater.engine.training.step import Training, backward_of, train_step
+from highwater.model.footprint import device_state_bytes
+from highwater.model.model import load_model
+from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
 
 LOSSY = {
     f"{optimizer}, {parameters}": Settings(

@@ -15,19 +15,19 @@ import torch
 from plain_objectives import Plain, plain
 from torch import Tensor, nn
 
-from highwater.attention.registry import register
-from highwater.engine.data import Document, pack, share_of
-from highwater.engine.step import Training, backward_of
-from highwater.models.build import build, read_config
-from highwater.models.decoder import Decoder
-from highwater.models.weight_names import name_in_files
-from highwater.parallel import mesh as process_mesh
-from highwater.parallel.fsdp2 import local_shard
-from highwater.parallel.mesh import total
-from highwater.spec.hyperparameters import Hyperparameters
-from highwater.spec.layout import Layout
-from highwater.spec.objective import TRAITS
-from highwater.tracer import trinity_step
+from highwater.engine.attention.registry import register
+from highwater.engine.data.batches import Document, pack, share_of
+from highwater.engine.models.build import build, read_config
+from highwater.engine.models.decoder import Decoder
+from highwater.engine.models.weight_names import name_in_files
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.parallel.fsdp2 import local_shard
+from highwater.engine.parallel.mesh import total
+from highwater.engine.tracer import trinity_step
+from highwater.engine.training.step import Training, backward_of
+from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.layout import Layout
+from highwater.nouns.objective import TRAITS
 
 MICRO_BATCHES = 2
 VOCABULARY = 97

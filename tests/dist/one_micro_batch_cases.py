@@ -16,17 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from highwater.attention.registry import register
-from highwater.engine.data import Batch, Document, pack, share_of
-from highwater.engine.optimizers import make_optimizer
-from highwater.engine.rank_run import rehearse
-from highwater.engine.step import Training, train_step
-from highwater.models.build import build, read_config
-from highwater.models.decoder import Decoder
-from highwater.parallel import mesh as process_mesh
-from highwater.parallel.fsdp2 import local_shard
-from highwater.spec.hyperparameters import Hyperparameters
-from highwater.spec.layout import Layout
+from highwater.engine.attention.registry import register
+from highwater.engine.data.batches import Batch, Document, pack, share_of
+from highwater.engine.models.build import build, read_config
+from highwater.engine.models.decoder import Decoder
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.parallel.fsdp2 import local_shard
+from highwater.engine.training.optimizers import make_optimizer
+from highwater.engine.training.rank_run import rehearse
+from highwater.engine.training.step import Training, train_step
+from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.layout import Layout
 
 STEPS = 3
 HYPERPARAMETERS = Hyperparameters(learning_rate=0.01, max_grad_norm=0.5)

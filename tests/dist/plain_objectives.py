@@ -16,8 +16,8 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
-from highwater.engine.data import Document
-from highwater.spec.hyperparameters import Hyperparameters
+from highwater.engine.data.batches import Document
+from highwater.nouns.hyperparameters import Hyperparameters
 
 Ranks = list[list[list[Document]]]
 """Documents by data-parallel rank and micro-batch."""

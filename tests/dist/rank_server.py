@@ -23,10 +23,10 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from highwater.engine import checkpoint, trial
-from highwater.models import build
-from highwater.spec.rank import STORE_VARIABLE
-from highwater.tracer import trinity_step
+from highwater.engine.models import build
+from highwater.engine.tracer import trinity_step
+from highwater.engine.training import checkpoint, trial
+from highwater.nouns.rank import STORE_VARIABLE
 
 IMPORTED = (
     *(safetensors.torch, torch, transformers, build, trinity_step, checkpoint, trial),

@@ -19,8 +19,8 @@ from transformers import (
     Trainer,
 )
 
-from highwater.attention.reference import reference_attention
-from highwater.spec.hyperparameters import Hyperparameters
+from highwater.engine.attention.reference import reference_attention
+from highwater.nouns.hyperparameters import Hyperparameters
 
 Documents = list[tuple[Tensor, Tensor]]
 

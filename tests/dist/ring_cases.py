@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from highwater.attention import kept, ring
-from highwater.attention.reference import reference_attention
-from highwater.attention.ring import Ring, attend_in_ring
-from highwater.attention.ulysses import attend_sharded
-from highwater.parallel import mesh as process_mesh
-from highwater.parallel.collectives import pass_on
-from highwater.parallel.sequence_layout import PADDING, SequenceLayout
+from highwater.engine.attention import kept, ring
+from highwater.engine.attention.reference import reference_attention
+from highwater.engine.attention.ring import Ring, attend_in_ring
+from highwater.engine.attention.ulysses import attend_sharded
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.parallel.collectives import pass_on
+from highwater.engine.parallel.sequence_layout import PADDING, SequenceLayout
 
 ROWS = {
     "one": (17,),

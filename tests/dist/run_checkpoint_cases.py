@@ -20,21 +20,21 @@ from host_state_cases import CONFIG
 from safetensors.torch import save_file
 from torch import Tensor
 
-from highwater.engine.assemble import assemble
-from highwater.engine.data import Document, pack
-from highwater.engine.export import export
-from highwater.engine.rank_context import RankContext
-from highwater.engine.run_checkpoints import RunCheckpoints
-from highwater.engine.step import Training, train_step
+from highwater.engine.data.batches import Document, pack
+from highwater.engine.models.weight_names import name_in_files
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.parallel.fsdp2 import local_shard
+from highwater.engine.training.assemble import assemble
+from highwater.engine.training.export import export
+from highwater.engine.training.rank_context import RankContext
+from highwater.engine.training.run_checkpoints import RunCheckpoints
+from highwater.engine.training.step import Training, train_step
 from highwater.errors import HighwaterError
-from highwater.models.weight_names import name_in_files
-from highwater.parallel import mesh as process_mesh
-from highwater.parallel.fsdp2 import local_shard
-from highwater.spec.hyperparameters import Hyperparameters
-from highwater.spec.layout import Layout
-from highwater.spec.settings import Settings
-from highwater.spec.training import RunState
-from highwater.spec.trial import TrialSpec
+from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.training import RunState
+from highwater.nouns.trial import TrialSpec
 
 CASES: dict[str, dict[str, Any]] = {
     "tied": {},

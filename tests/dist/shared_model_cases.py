@@ -17,17 +17,17 @@ from cover_cases import VOCABULARY, lift_float32_casts, save_models
 from torch import Tensor
 from transformers import SeedOssConfig
 
-from highwater.activations.dropout import seeded
-from highwater.attention.registry import register
-from highwater.engine.data import Batch, Document, pack, share_of
-from highwater.engine.experience import forward_batch
-from highwater.engine.step import Training, backward_of, train_step
-from highwater.models.build import build, read_config
-from highwater.models.decoder import Decoder
-from highwater.parallel import mesh as process_mesh
-from highwater.parallel.fsdp2 import local_shard
-from highwater.parallel.mesh import SequenceGroups
-from highwater.spec.layout import Layout
+from highwater.engine.activations.dropout import seeded
+from highwater.engine.attention.registry import register
+from highwater.engine.data.batches import Batch, Document, pack, share_of
+from highwater.engine.models.build import build, read_config
+from highwater.engine.models.decoder import Decoder
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.parallel.fsdp2 import local_shard
+from highwater.engine.parallel.mesh import SequenceGroups
+from highwater.engine.training.experience import forward_batch
+from highwater.engine.training.step import Training, backward_of, train_step
+from highwater.nouns.layout import Layout
 
 __all__ = ["save_models"]
 

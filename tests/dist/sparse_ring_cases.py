@@ -15,21 +15,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from highwater.attention.block_gather import block_sparse_attention
-from highwater.attention.block_table import block_tables
-from highwater.attention.branch_attention import Sharing, branch_attention
-from highwater.attention.branches import Branch, dilated_branches, exchange
-from highwater.attention.modules import (
+from highwater.engine.attention.block_gather import block_sparse_attention
+from highwater.engine.attention.block_table import block_tables
+from highwater.engine.attention.branch_attention import Sharing, branch_attention
+from highwater.engine.attention.branches import Branch, dilated_branches, exchange
+from highwater.engine.attention.modules import (
     BlockSparseAttention,
     BlockSparseRingDilatedAttention,
     DilatedAttention,
 )
-from highwater.attention.ulysses import attend_sharded
+from highwater.engine.attention.ulysses import attend_sharded
+from highwater.engine.parallel import collectives
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.parallel.sequence_layout import PADDING, SequenceLayout
 from highwater.errors import UsageError
-from highwater.parallel import collectives
-from highwater.parallel import mesh as process_mesh
-from highwater.parallel.sequence_layout import PADDING, SequenceLayout
-from highwater.spec.sparse_pattern import PatternType, SparsePatternConfig
+from highwater.nouns.sparse_pattern import PatternType, SparsePatternConfig
 
 BLOCK, WINDOW, GLOBAL = 8, 19, 11
 PATTERNS: tuple[PatternType | None, ...] = (

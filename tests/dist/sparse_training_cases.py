@@ -24,15 +24,15 @@ from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from highwater.attention.registry import register
-from highwater.engine.data import Document, pack, share_of
-from highwater.engine.step import Training, train_step
-from highwater.models.build import build, read_config
-from highwater.parallel import mesh as process_mesh
-from highwater.spec.hyperparameters import Hyperparameters
-from highwater.spec.layout import Layout
-from highwater.spec.settings import Settings
-from highwater.spec.sparse_pattern import PatternType, SparsePatternConfig
+from highwater.engine.attention.registry import register
+from highwater.engine.data.batches import Document, pack, share_of
+from highwater.engine.models.build import build, read_config
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.training.step import Training, train_step
+from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.sparse_pattern import PatternType, SparsePatternConfig
 from references.sparse_masks import mask
 
 BLOCK = 4

@@ -22,15 +22,15 @@ from cover_cases import ALONE, VOCABULARY, Case, Place, _ours, _plain_model, sav
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from highwater.engine import data
-from highwater.engine.evaluation import evaluate
-from highwater.engine.statistics import Statistics
-from highwater.engine.step import train_step
-from highwater.models.decoder import LanguageModel
-from highwater.models.loss import LogitRange
-from highwater.parallel import mesh as process_mesh
-from highwater.spec.layout import Layout
-from highwater.spec.quantities import Group, Quantity
+from highwater.engine.data import batches as data
+from highwater.engine.models.decoder import LanguageModel
+from highwater.engine.models.loss import LogitRange
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.training.evaluation import evaluate
+from highwater.engine.training.statistics import Statistics
+from highwater.engine.training.step import train_step
+from highwater.nouns.layout import Layout
+from highwater.nouns.quantities import Group, Quantity
 from references import objectives as plain
 from references.advantages import generalised, standardised_in_groups, whitened
 from references.documents import Document, predictions

@@ -27,16 +27,16 @@ from transformers import (
 
 TOLERANCE = {"float64": 1e-10, "float32": 2e-5}
 """Norm-relative. In float32 both sides round, and of A's gradient both of its products."""
-from highwater.attention.registry import register
+from highwater.engine.attention.registry import register
+from highwater.engine.models.adapters import is_adapter
+from highwater.engine.models.build import build, read_config
+from highwater.engine.models.decoder import Decoder
+from highwater.engine.models.weight_names import name_in_files
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.parallel.fsdp2 import local_shard
 from highwater.errors import ModelError
-from highwater.models.adapters import is_adapter
-from highwater.models.build import build, read_config
-from highwater.models.decoder import Decoder
-from highwater.models.weight_names import name_in_files
-from highwater.parallel import mesh as process_mesh
-from highwater.parallel.fsdp2 import local_shard
-from highwater.spec.layout import Layout
-from highwater.spec.lora import Lora
+from highwater.nouns.layout import Layout
+from highwater.nouns.lora import Lora
 
 KINDS = ("went-on", "resumed")
 

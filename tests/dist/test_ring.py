@@ -9,7 +9,7 @@ import pytest
 from rank_groups import RankGroups
 from ring_cases import cases_for
 
-from highwater.attention.ring import Pairing, pairing_of
+from highwater.engine.attention.ring import Pairing, pairing_of
 
 TOLERANCE = {"float64": 1e-13, "float32": 2e-5}
 """Of numbers around one: a few roundings of each."""

@@ -22,9 +22,9 @@ from family_models import WINDOW, families, save_tiny, tiny_config
 from rank_groups import RankGroups
 
 from highwater.errors import HighwaterError
-from highwater.spec.families import WITH_CAPS
-from highwater.spec.model import load_model
-from highwater.spec.trained_families import REFUSED, TRAINED
+from highwater.model.families import WITH_CAPS
+from highwater.model.model import load_model
+from highwater.model.trained_families import REFUSED, TRAINED
 
 PARTS = 8
 """Days until every family was in the part that always runs."""

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import highwater
-from highwater.run.trl_log import logged_steps
-from highwater.spec.trial import Outcome, TrialResult
+from highwater.nouns.trial import Outcome, TrialResult
+from highwater.trials.trl_log import logged_steps
 
 pytestmark = [pytest.mark.emit, pytest.mark.timeout(1200)]
 

@@ -16,17 +16,17 @@ from typing import Any
 
 import pytest
 
-from highwater.emit.accelerate import accelerate
-from highwater.emit.emitted import Emitted, Target
-from highwater.emit.folder import LAUNCH, launch_script
-from highwater.emit.llamafactory import FUSED as LLAMAFACTORY_FUSES
-from highwater.emit.logits import CUT_CROSS_ENTROPY, LIGER
-from highwater.emit.targets import TARGETS
+from highwater.model.model import load_model
+from highwater.model.trained_families import TRAINED
+from highwater.nouns.recommendation import Candidate, Recommendation
+from highwater.nouns.trainer import TrainerName
 from highwater.recommendation.recommend import recommend
-from highwater.spec.model import load_model
-from highwater.spec.recommendation import Candidate, Recommendation
-from highwater.spec.trained_families import TRAINED
-from highwater.spec.trainer import TrainerName
+from highwater.trainers.accelerate import accelerate
+from highwater.trainers.emitted import Emitted, Target
+from highwater.trainers.folder import LAUNCH, launch_script
+from highwater.trainers.llamafactory import FUSED as LLAMAFACTORY_FUSES
+from highwater.trainers.logits import CUT_CROSS_ENTROPY, LIGER
+from highwater.trainers.targets import TARGETS
 
 pytestmark = [pytest.mark.emit, pytest.mark.timeout(600)]
 

@@ -12,12 +12,12 @@ import pytest
 
 import highwater
 from highwater.errors import HighwaterError
-from highwater.run.foreign_trial import ForeignLauncher
-from highwater.run.trl_log import logged_steps
-from highwater.spec.model import load_model
-from highwater.spec.protocols import Launch, TrialEndedError
-from highwater.spec.request import request_from
-from highwater.spec.trial import Outcome, TrialResult
+from highwater.model.model import load_model
+from highwater.nouns.protocols import Launch, TrialEndedError
+from highwater.nouns.request import request_from
+from highwater.nouns.trial import Outcome, TrialResult
+from highwater.trials.foreign_trial import ForeignLauncher
+from highwater.trials.trl_log import logged_steps
 
 pytestmark = [pytest.mark.emit, pytest.mark.timeout(900)]
 

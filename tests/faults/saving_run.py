@@ -19,9 +19,9 @@ sys.path.append(str(Path(__file__).parents[1] / "numeric"))
 
 from run_folders import state, step_of, training
 
-from highwater.engine.run_checkpoints import RunCheckpoints, checkpoint_bytes
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.training.run_checkpoints import RunCheckpoints, checkpoint_bytes
 from highwater.errors import HighwaterError
-from highwater.parallel import mesh as process_mesh
 
 
 def main() -> None:

@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 import highwater
-from highwater.emit.accelerate_files import launcher_file
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.settings import Settings
-from highwater.spec.trial import Outcome, TrialSpec
+from highwater.model.model import load_model
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import Outcome, TrialSpec
+from highwater.trainers.accelerate_files import launcher_file
 
 pytestmark = pytest.mark.timeout(300)
 

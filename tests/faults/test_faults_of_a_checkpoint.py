@@ -21,9 +21,9 @@ sys.path.append(str(Path(__file__).parents[1] / "numeric"))
 from processes import wait_until
 from run_folders import are_equal, numbers_of, state, step_of, training
 
-from highwater.engine.checkpoint_manifest import check_files, read_manifest
-from highwater.engine.run_checkpoints import RunCheckpoints
-from highwater.parallel import mesh as process_mesh
+from highwater.engine.data.folder_manifest import check_files, read_manifest
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.training.run_checkpoints import RunCheckpoints
 from highwater.units import parse_bytes
 
 pytestmark = pytest.mark.timeout(300)

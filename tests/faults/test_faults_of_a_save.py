@@ -15,7 +15,7 @@ import pytest
 from processes import marked, wait_until
 
 import highwater
-from highwater.spec.trial import Outcome, TrialResult
+from highwater.nouns.trial import Outcome, TrialResult
 
 pytestmark = pytest.mark.timeout(600)
 

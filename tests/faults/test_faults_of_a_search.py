@@ -280,7 +280,7 @@ def test_what_a_search_leaves_that_is_killed_with_its_reaper_the_next_start_remo
     (reaper,) = (
         child
         for child in psutil.Process(hanging.pid).children()
-        if "highwater.run.reaper" in child.cmdline()
+        if "highwater.trials.reaper" in child.cmdline()
     )
     reaper.suspend()
     hanging.send_signal(signal.SIGKILL)

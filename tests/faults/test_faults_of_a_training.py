@@ -28,17 +28,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import highwater
-from highwater.engine.checkpoint_manifest import (
+from highwater.engine.data.folder_manifest import (
     check_files,
     read_manifest,
     record_of,
     write_manifest,
 )
 from highwater.errors import EXIT_ANSWERED, EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_TERMINATED
+from highwater.nouns.request import request_from
+from highwater.nouns.training_request import TrainingResult, training_request_from
 from highwater.recommendation.training_settings import chosen_trial
-from highwater.run.probe import probe
-from highwater.spec.request import request_from
-from highwater.spec.training_request import TrainingResult, training_request_from
+from highwater.trials.probe import probe
 from highwater.units import MIB
 
 pytestmark = pytest.mark.timeout(600)
@@ -175,8 +175,8 @@ def frozen(trained: Trained, mark: str, output: Path, *more: str) -> Frozen:
     (rank,) = (
         process
         for pid in marked(mark)
-        if "highwater.engine.training_worker" in (process := psutil.Process(pid)).cmdline()
-        and "highwater.run.reaper" not in process.cmdline()
+        if "highwater.engine.training.training_worker" in (process := psutil.Process(pid)).cmdline()
+        and "highwater.trials.reaper" not in process.cmdline()
     )
     rank.suspend()
     assert wait_until(lambda: rank.status() == psutil.STATUS_STOPPED, within_s=WITHIN_S)

@@ -13,8 +13,8 @@ import pytest
 from processes import marked
 
 import highwater
-from highwater.spec.codec import from_json
-from highwater.spec.trial import Outcome, TrialResult
+from highwater.nouns.codec import from_json
+from highwater.nouns.trial import Outcome, TrialResult
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -226,7 +226,7 @@ def attempt_in(group: Path, model: Path, data: str, gpus: int) -> TrialResult:
     code = f"""
 open({str(group / "cgroup.procs")!r}, "w").write("0")
 import highwater
-from highwater.spec.codec import to_json
+from highwater.nouns.codec import to_json
 words = dict(device="cpu", memory="1GiB", gpus=[{gpus}], data="faulty_batches:{data}")
 words.update(timeout="2m", log_dir="logs")
 print(to_json(highwater.run_trial({str(model)!r}, 32, **words)))

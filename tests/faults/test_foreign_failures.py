@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from processes import marked
 
-from highwater.run.foreign_trial import ForeignLauncher
-from highwater.run.local import LocalRunner
-from highwater.spec.codec import from_json
-from highwater.spec.foreign_trainer import ForeignTrainer
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.protocols import Launch, TrialEndedError, unheard
-from highwater.spec.settings import Settings
-from highwater.spec.trial import Device, Outcome, TrialResult, TrialSpec
+from highwater.model.model import load_model
+from highwater.nouns.codec import from_json
+from highwater.nouns.foreign_trainer import ForeignTrainer
+from highwater.nouns.layout import Layout
+from highwater.nouns.protocols import Launch, TrialEndedError, unheard
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import Device, Outcome, TrialResult, TrialSpec
+from highwater.trials.foreign_trial import ForeignLauncher
+from highwater.trials.local import LocalRunner
 from highwater.units import GIB, MIB
 from runner_contract import RunnerContract
 
@@ -367,7 +367,7 @@ def test_a_process_that_the_kernel_kills_for_want_of_memory_is_found(
     code = f"""
 open({str(groups(512 * MIB) / "cgroup.procs")!r}, "w").write("0")
 import highwater
-from highwater.spec.codec import to_json
+from highwater.nouns.codec import to_json
 words = dict(device="cpu", memory="4GiB", trainer="command", log_dir="logs")
 words["command"] = "{sys.executable} {script} {{length}}"
 print(to_json(highwater.run_trial({str(tiny)!r}, 32, **words)))

@@ -18,8 +18,8 @@ import pytest
 from processes import marked, wait_until
 from test_faults_of_a_search import ENDS_S, GONE_S, HANGS_S, lines
 
-from highwater.run.node_folder import LOST_S
 from highwater.store.journal import read_study
+from highwater.trials.node_folder import LOST_S
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(300)
 ENDS_S = 60
 """Bound on every wait, on a machine that is busy."""
 
-REAPER = (sys.executable, "-m", "highwater.run.reaper")
+REAPER = (sys.executable, "-m", "highwater.trials.reaper")
 DEAF = "trap '' TERM; touch started-0; sleep 600"
 """Does not hear SIGTERM, once its file ``started-`` is there."""
 DAEMONS = (

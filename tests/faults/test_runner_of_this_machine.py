@@ -11,12 +11,12 @@ import pytest
 from processes import marked, wait_until
 from test_faults_of_a_search import ENDS_S, GONE_S, HANGS_S, lines
 
-from highwater.run.engine_trial import EngineLauncher
-from highwater.run.local import LocalRunner
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.settings import Settings
-from highwater.spec.trial import TrialSpec
+from highwater.model.model import load_model
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import TrialSpec
+from highwater.trials.engine_trial import EngineLauncher
+from highwater.trials.local import LocalRunner
 from highwater.units import GIB, MIB
 from runner_contract import RunnerContract
 

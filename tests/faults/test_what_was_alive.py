@@ -9,9 +9,9 @@ from processes import marked
 
 import highwater
 from highwater.api import prepare_trial
-from highwater.spec.profiling import Profiling
-from highwater.spec.request import request_from
-from highwater.spec.trial import Outcome, TrialResult
+from highwater.nouns.profiling import Profiling
+from highwater.nouns.request import request_from
+from highwater.nouns.trial import Outcome, TrialResult
 from highwater.store.trial_snapshots import snapshot_lines
 
 pytestmark = pytest.mark.timeout(300)

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from highwater.attention import ring
-from highwater.attention.dense import attend
-from highwater.attention.reference import reference_attention
-from highwater.attention.ring import Ring, attend_in_ring
-from highwater.parallel.collectives import pass_on
-from highwater.parallel.sequence_layout import PADDING, SequenceLayout
+from highwater.engine.attention import ring
+from highwater.engine.attention.dense import attend
+from highwater.engine.attention.reference import reference_attention
+from highwater.engine.attention.ring import Ring, attend_in_ring
+from highwater.engine.parallel.collectives import pass_on
+from highwater.engine.parallel.sequence_layout import PADDING, SequenceLayout
 
 ROWS = {"one": (1021,), "packed": (5, 130, 130, 700), "short": (1, 2, 65)}
 HEADS, KV_HEADS, SIZE, SCALING = 8, 2, 128, 128**-0.5

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from highwater import BlockSparseAttention, BlockSparseRingDilatedAttention, SparsePatternConfig
-from highwater.attention import block_flex
-from highwater.attention.block_flex import (
+from highwater.engine.attention import block_flex
+from highwater.engine.attention.block_flex import (
     attend_by_flex,
     attend_table_of,
     block_mask,
@@ -21,10 +21,10 @@ from highwater.attention.block_flex import (
     mask_bytes,
     obstacle,
 )
-from highwater.attention.block_gather import block_sparse_attention
-from highwater.attention.block_table import block_tables
-from highwater.attention.flex_proof import ProofSizes
-from highwater.spec.sparse_pattern import PatternType
+from highwater.engine.attention.block_gather import block_sparse_attention
+from highwater.engine.attention.block_table import block_tables
+from highwater.engine.attention.flex_proof import ProofSizes
+from highwater.nouns.sparse_pattern import PatternType
 
 EVERY: tuple[PatternType, ...] = (
     *("dilated_sparse", "strided", "random"),

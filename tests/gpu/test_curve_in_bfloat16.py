@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "numeric"))
 
 from curve import STEPS, hugging_face_curve, our_curve, save_model
 
-from highwater.parallel.mesh import alone
+from highwater.engine.parallel.mesh import alone
 
 TOLERANCE = 1e-3
 """Norm-relative, in bfloat16: both round activations to 8 bits, at different places."""

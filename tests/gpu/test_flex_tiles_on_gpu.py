@@ -7,10 +7,10 @@ import pytest
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
 from highwater import BlockSparseRingDilatedAttention, SparsePatternConfig
-from highwater.attention.branch_kernel import branch_deviations
-from highwater.attention.branches import Branch, dilated_branches
-from highwater.attention.flex_proof import ProofSizes
-from highwater.spec.sparse_pattern import PatternType
+from highwater.engine.attention.branch_kernel import branch_deviations
+from highwater.engine.attention.branches import Branch, dilated_branches
+from highwater.engine.attention.flex_proof import ProofSizes
+from highwater.nouns.sparse_pattern import PatternType
 
 EVERY: tuple[PatternType | None, ...] = (
     *("dilated_sparse", "strided", "random"),

@@ -13,20 +13,20 @@ from msgspec.structs import replace
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-from highwater.attention.dense import select_kernel
-from highwater.attention.registry import register
-from highwater.engine import step
-from highwater.engine.data import Batch, Document, pack
-from highwater.engine.optimizers import make_optimizer
-from highwater.engine.step import Training, backward_of
-from highwater.models.build import build, read_config
-from highwater.parallel import mesh as process_mesh
-from highwater.parallel.fsdp2 import local_shard
-from highwater.spec.footprint import STAGED_LAYERS, staged_gradient_bytes
-from highwater.spec.hyperparameters import Hyperparameters
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.settings import Settings
+from highwater.engine.attention.dense import select_kernel
+from highwater.engine.attention.registry import register
+from highwater.engine.data.batches import Batch, Document, pack
+from highwater.engine.models.build import build, read_config
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.parallel.fsdp2 import local_shard
+from highwater.engine.training import step
+from highwater.engine.training.optimizers import make_optimizer
+from highwater.engine.training.step import Training, backward_of
+from highwater.model.footprint import STAGED_LAYERS, staged_gradient_bytes
+from highwater.model.model import load_model
+from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
 from highwater.units import MIB
 
 GRADIENT_TOLERANCE = 0.02

@@ -24,20 +24,20 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from highwater.attention.registry import register
-from highwater.engine.checkpoint import save_sharded
-from highwater.engine.host_states import MOMENTS, VECTOR, HostStateAdamW
-from highwater.engine.optimizers import make_optimizer
-from highwater.models.build import build, read_config
-from highwater.models.decoder import Decoder
-from highwater.parallel import mesh as process_mesh
-from highwater.parallel.fsdp2 import local_shard
-from highwater.spec.footprint import pinned_state_bytes, update_bytes
-from highwater.spec.hyperparameters import Hyperparameters
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.optimizer import STREAMED
-from highwater.spec.settings import Settings
+from highwater.engine.attention.registry import register
+from highwater.engine.models.build import build, read_config
+from highwater.engine.models.decoder import Decoder
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.parallel.fsdp2 import local_shard
+from highwater.engine.training.checkpoint import save_sharded
+from highwater.engine.training.host_states import MOMENTS, VECTOR, HostStateAdamW
+from highwater.engine.training.optimizers import make_optimizer
+from highwater.model.footprint import pinned_state_bytes, update_bytes
+from highwater.model.model import load_model
+from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.layout import Layout
+from highwater.nouns.optimizer import STREAMED
+from highwater.nouns.settings import Settings
 from highwater.units import GIB, MIB
 
 DEVICE = "cuda:0"

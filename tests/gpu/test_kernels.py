@@ -6,14 +6,14 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-from highwater.attention.dense import attend, select_kernel
-from highwater.attention.reference import reference_attention
-from highwater.kernels import gates as gate_kernels
-from highwater.kernels import rotary as rotary_kernels
-from highwater.kernels import rows as row_kernels
-from highwater.models import loss as loss_module
-from highwater.models.row_proof import prove_rows
-from highwater.spec.logit_transform import PLAIN, LogitTransform
+from highwater.engine.attention.dense import attend, select_kernel
+from highwater.engine.attention.reference import reference_attention
+from highwater.engine.kernels import gates as gate_kernels
+from highwater.engine.kernels import rotary as rotary_kernels
+from highwater.engine.kernels import rows as row_kernels
+from highwater.engine.models import loss as loss_module
+from highwater.engine.models.row_proof import prove_rows
+from highwater.model.logit_transform import PLAIN, LogitTransform
 from layer import measure as measure_layer
 from loss import CONTENDERS, TOLERANCE, compare, measure
 

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from highwater.run.measured_constants import read_constants
-from highwater.run.probe import probe
+from highwater.trials.measured_constants import read_constants
+from highwater.trials.probe import probe
 from highwater.units import GIB, MIB
 
 

@@ -10,14 +10,14 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-from highwater.attention.dense import Kernel, attend
-from highwater.run.engine_trial import EngineLauncher
-from highwater.run.local import LocalRunner
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.pieces import pieces
-from highwater.spec.settings import Allocator, Loss, Settings
-from highwater.spec.trial import Outcome, TrialResult, TrialSpec
+from highwater.engine.attention.dense import Kernel, attend
+from highwater.model.model import load_model
+from highwater.nouns.layout import Layout
+from highwater.nouns.pieces import pieces
+from highwater.nouns.settings import Allocator, Loss, Settings
+from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
+from highwater.trials.engine_trial import EngineLauncher
+from highwater.trials.local import LocalRunner
 from highwater.units import MIB
 
 TRIAL_TOLERANCE = 0.002

@@ -13,10 +13,10 @@ sys.path.insert(0, str(ROOT / "docs" / "results" / "context_parallel"))
 
 import one_gpu
 
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.settings import Objective, Settings
-from highwater.spec.trial import RankReport, TrialSpec
+from highwater.model.model import load_model
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Objective, Settings
+from highwater.nouns.trial import RankReport, TrialSpec
 
 TOLERANCE = 1e-3
 """Relative, in bfloat16: kernels see other blocks, and sums have another order."""

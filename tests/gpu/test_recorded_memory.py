@@ -9,15 +9,15 @@ import pytest
 
 from highwater import find
 from highwater.memory.snapshot.memory_profile import MemoryProfile, memory_profile
+from highwater.model.model import load_model
+from highwater.nouns.layout import Layout
+from highwater.nouns.profiling import Profiling
+from highwater.nouns.settings import Loss, Settings
+from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.pages.study.failed_request import request_line, sizes_of
-from highwater.run.engine_trial import EngineLauncher
-from highwater.run.local import LocalRunner
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.profiling import Profiling
-from highwater.spec.settings import Loss, Settings
-from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 from highwater.store.trial_snapshots import snapshot_folder, snapshot_lines
+from highwater.trials.engine_trial import EngineLauncher
+from highwater.trials.local import LocalRunner
 from highwater.units import parse_bytes
 
 UNATTRIBUTED_SHARE = 0.05

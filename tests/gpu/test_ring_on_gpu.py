@@ -14,9 +14,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-from highwater.attention.block_attention import Block
-from highwater.spec.hardware import Kernel
-from highwater.tracer.kernel_workspaces import WORKSPACES
+from highwater.engine.attention.block_attention import Block
+from highwater.engine.tracer.kernel_workspaces import WORKSPACES
+from highwater.nouns.hardware import Kernel
 
 SCALING = 0.11
 TOLERANCE = 1e-2

@@ -5,12 +5,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from highwater.run.engine_trial import EngineLauncher
-from highwater.run.local import LocalRunner
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.settings import Settings
-from highwater.spec.trial import Outcome, TrialSpec
+from highwater.model.model import load_model
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import Outcome, TrialSpec
+from highwater.trials.engine_trial import EngineLauncher
+from highwater.trials.local import LocalRunner
 from highwater.units import GIB
 
 BYTES_TOLERANCE = 0.01

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from highwater.run.engine_trial import EngineLauncher
-from highwater.run.local import LocalRunner
-from highwater.run.probe import probe
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.settings import Objective, Settings, Strategy
-from highwater.spec.trial import Outcome, RankReport, TrialSpec
+from highwater.model.model import load_model
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Objective, Settings, Strategy
+from highwater.nouns.trial import Outcome, RankReport, TrialSpec
+from highwater.trials.engine_trial import EngineLauncher
+from highwater.trials.local import LocalRunner
+from highwater.trials.probe import probe
 from highwater.units import GIB
 
 GPUS = [count for count in (1, 2, 4) if count <= max(1, len(probe().gpus))]

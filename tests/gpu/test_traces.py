@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from highwater.memory.trace.replay import replay
-from highwater.run.engine_trial import EngineLauncher
-from highwater.run.local import LocalRunner
-from highwater.run.tracing import CachedTracer
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.settings import Settings
-from highwater.spec.trial import Outcome, TrialSpec
+from highwater.model.model import load_model
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import Outcome, TrialSpec
+from highwater.trials.engine_trial import EngineLauncher
+from highwater.trials.local import LocalRunner
+from highwater.trials.tracing import CachedTracer
 from highwater.units import GIB
 
 TOLERANCE = 0.001

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from highwater.errors import MachineError
-from highwater.run.engine_trial import EngineLauncher
-from highwater.run.local import LocalRunner
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.settings import Allocator, Loss, Settings
-from highwater.spec.trial import Outcome, TrialResult, TrialSpec
+from highwater.model.model import load_model
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Allocator, Loss, Settings
+from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
+from highwater.trials.engine_trial import EngineLauncher
+from highwater.trials.local import LocalRunner
 from highwater.units import GIB, parse_bytes
 
 BUDGET = "20GiB"

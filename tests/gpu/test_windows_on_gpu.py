@@ -7,14 +7,14 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-from highwater.attention import patterned, window_proof
-from highwater.attention.block_attention import WindowedBlock
-from highwater.attention.pattern import Pattern
-from highwater.attention.patterned import Documents, attend_in_pattern
-from highwater.attention.plain_block import PlainBlock
-from highwater.attention.window_proof import computes_windows
-from highwater.spec.hardware import Kernel
-from highwater.tracer.kernel_workspaces import WORKSPACES
+from highwater.engine.attention import patterned, window_proof
+from highwater.engine.attention.block_attention import WindowedBlock
+from highwater.engine.attention.pattern import Pattern
+from highwater.engine.attention.patterned import Documents, attend_in_pattern
+from highwater.engine.attention.plain_block import PlainBlock
+from highwater.engine.attention.window_proof import computes_windows
+from highwater.engine.tracer.kernel_workspaces import WORKSPACES
+from highwater.nouns.hardware import Kernel
 
 SCALING = 0.11
 TOLERANCE = 1e-2

@@ -8,9 +8,9 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from highwater.engine.corpus.store import OpenCorpus, open_corpus
-from highwater.engine.corpus.tokenise import tokenise
-from highwater.spec.corpus import CorpusOrder
+from highwater.engine.data.store import OpenCorpus, open_corpus
+from highwater.engine.data.tokenise import tokenise
+from highwater.nouns.corpus import CorpusOrder
 
 END, START_TURN, END_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 BEGIN = "<|begin|>"

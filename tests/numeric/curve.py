@@ -10,16 +10,16 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from highwater.attention.dense import select_kernel
-from highwater.attention.registry import register
-from highwater.engine.data import Document, pack
-from highwater.engine.optimizers import make_optimizer
-from highwater.engine.step import Training, train_step
-from highwater.models.build import build, read_config
-from highwater.parallel import mesh as process_mesh
-from highwater.spec.hyperparameters import Hyperparameters
-from highwater.spec.layout import Layout
-from highwater.spec.settings import Settings
+from highwater.engine.attention.dense import select_kernel
+from highwater.engine.attention.registry import register
+from highwater.engine.data.batches import Document, pack
+from highwater.engine.models.build import build, read_config
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.training.optimizers import make_optimizer
+from highwater.engine.training.step import Training, train_step
+from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
 
 STEPS = 200
 HYPERPARAMETERS = Hyperparameters(learning_rate=1e-4)

@@ -17,7 +17,7 @@ import traceback
 from functools import cache
 from pathlib import Path
 
-from highwater.run.trial_environment import ON_THE_CPU
+from highwater.trials.trial_environment import ON_THE_CPU
 
 
 def forked(code: str, *words: str) -> "subprocess.CompletedProcess[str]":
@@ -49,8 +49,8 @@ def _server() -> "subprocess.Popen[str]":
 def _serve() -> None:
     sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
     import layer
-    from highwater.bench.attention import benchmark, contenders
-    from highwater.tracer import tracer
+    from highwater.engine.bench.attention import benchmark, contenders
+    from highwater.engine.tracer import tracer
 
     assert all((layer, benchmark, contenders, tracer)), "nobody has to import them"
     assert threading.active_count() == 1, "a thread would be missing in every child"

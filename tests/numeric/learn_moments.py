@@ -38,21 +38,15 @@ from highwater.memory.formula.moments import (
     kind_name,
     products,
 )
-from highwater.run.tracing import fullest_rank
-from highwater.spec.column_sums import RESIDENT_THREADS, column_sums
-from highwater.spec.events import Allocate, Enter, Free, GiveBack, TraceOrder
-from highwater.spec.families import (
-    EXPERT_COUNTS,
-    EXPERTS,
-    EXPERTS_PER_TOKEN,
-    NEEDED,
-    WITH_CAPS,
-)
-from highwater.spec.layer_kind import AttentionKind, LayerKind, MlpKind
-from highwater.spec.model import load_model
-from highwater.spec.settings import Settings
-from highwater.spec.trial import TrialSpec
-from highwater.spec.windows import slides
+from highwater.model.column_sums import RESIDENT_THREADS, column_sums
+from highwater.model.families import EXPERT_COUNTS, EXPERTS, EXPERTS_PER_TOKEN, NEEDED, WITH_CAPS
+from highwater.model.layer_kind import AttentionKind, LayerKind, MlpKind
+from highwater.model.model import load_model
+from highwater.model.windows import slides
+from highwater.nouns.events import Allocate, Enter, Free, GiveBack, TraceOrder
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import TrialSpec
+from highwater.trials.tracing import fullest_rank
 
 LAYERS = 2
 MORE = 4

@@ -9,13 +9,13 @@ import torch
 from tiny_training import trained
 from torch import Tensor
 
-from highwater.engine.checkpoint_manifest import MANIFEST_FILE, record_of, write_manifest
-from highwater.engine.data import Document, pack
-from highwater.engine.optimizers import make_optimizer
-from highwater.engine.run_checkpoints import RunCheckpoints
-from highwater.engine.step import Training, train_step
-from highwater.spec.hyperparameters import Hyperparameters
-from highwater.spec.training import RunState
+from highwater.engine.data.batches import Document, pack
+from highwater.engine.data.folder_manifest import MANIFEST_FILE, record_of, write_manifest
+from highwater.engine.training.optimizers import make_optimizer
+from highwater.engine.training.run_checkpoints import RunCheckpoints
+from highwater.engine.training.step import Training, train_step
+from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.training import RunState
 
 EVALUATIONS = {1: 1.5, 2: 1.0, 3: 2.0}
 """Losses by step: of three checkpoints the second is the best, and the first is not kept."""

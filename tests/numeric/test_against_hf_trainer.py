@@ -27,7 +27,7 @@ from transformers import (
 from transformers import Trainer as HuggingFaceTrainer
 
 from highwater.engine import Trainer
-from highwater.spec.training import Schedule
+from highwater.nouns.training import Schedule
 
 STEPS, MICRO_BATCHES, WARMUP_STEPS = 36, 2, 6
 LENGTHS = (64, 33, 95)

@@ -6,11 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-from highwater.attention.dense import attend, select_kernel
-from highwater.attention.reference import reference_attention
-from highwater.attention.registry import register
+from highwater.engine.attention.dense import attend, select_kernel
+from highwater.engine.attention.reference import reference_attention
+from highwater.engine.attention.registry import register
+from highwater.engine.parallel.sequence_layout import SequenceLayout
 from highwater.errors import ModelError
-from highwater.parallel.sequence_layout import SequenceLayout
 
 TOLERANCE = 1e-12
 """Norm-relative in float64: only the order of summation differs."""

@@ -19,18 +19,22 @@ import msgspec
 from forked_python import forked
 from test_attention_modules import BLOCK, meetings
 
-from highwater.attention.reference import reference_attention
-from highwater.bench.attention.contenders import CONTENDERS, Conditions, fused_kernel
-from highwater.bench.attention.correctness import OFF_AT_THE_MOST, differences, naive_attention
-from highwater.pages.attention.attention_report import CODE_PREAMBLES
-from highwater.spec.attention_bench import (
+from highwater.engine.attention.reference import reference_attention
+from highwater.engine.bench.attention.contenders import CONTENDERS, Conditions, fused_kernel
+from highwater.engine.bench.attention.correctness import (
+    OFF_AT_THE_MOST,
+    differences,
+    naive_attention,
+)
+from highwater.nouns.attention_bench import (
     IMPLEMENTATIONS,
     BenchLine,
     BenchOrder,
     implementations_named,
 )
-from highwater.spec.codec import from_json, to_json
-from highwater.spec.sparse_pattern import SparsePatternConfig
+from highwater.nouns.codec import from_json, to_json
+from highwater.nouns.sparse_pattern import SparsePatternConfig
+from highwater.pages.attention.attention_report import CODE_PREAMBLES
 from highwater.units import GIB, MIB
 
 pytestmark = pytest.mark.timeout(300)
@@ -41,10 +45,10 @@ from pathlib import Path
 
 import torch
 
-from highwater.bench.attention.benchmark import benchmark
-from highwater.bench.attention.contenders import CONTENDERS
-from highwater.spec.attention_bench import BenchOrder
-from highwater.spec.codec import from_json, to_json
+from highwater.engine.bench.attention.benchmark import benchmark
+from highwater.engine.bench.attention.contenders import CONTENDERS
+from highwater.nouns.attention_bench import BenchOrder
+from highwater.nouns.codec import from_json, to_json
 
 contenders = dict(CONTENDERS)
 {wrong}
@@ -78,11 +82,11 @@ from pathlib import Path
 
 import torch
 
-from highwater.bench.attention.case_processes import CaseProcesses
-from highwater.bench.attention.contenders import CONTENDERS
-from highwater.bench.attention.correctness import differences
-from highwater.spec.attention_bench import BenchOrder
-from highwater.spec.codec import from_json
+from highwater.engine.bench.attention.case_processes import CaseProcesses
+from highwater.engine.bench.attention.contenders import CONTENDERS
+from highwater.engine.bench.attention.correctness import differences
+from highwater.nouns.attention_bench import BenchOrder
+from highwater.nouns.codec import from_json
 
 order = from_json(Path(sys.argv[1]).read_bytes(), BenchOrder)
 

@@ -18,8 +18,8 @@ from highwater import (
     SparsePatternConfig,
     register_block_sparse,
 )
-from highwater.attention import block_gather, modules
-from highwater.attention.block_gather import block_sparse_attention
+from highwater.engine.attention import block_gather, modules
+from highwater.engine.attention.block_gather import block_sparse_attention
 from highwater.errors import ModelError, UsageError
 
 TOLERANCE = 1e-10

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
-from highwater.attention import block_flex
-from highwater.attention.block_flex import (
+from highwater.engine.attention import block_flex
+from highwater.engine.attention.block_flex import (
     attend_mask,
     attend_table_of,
     block_mask,
@@ -22,10 +22,10 @@ from highwater.attention.block_flex import (
     mask_bytes,
     may_compile,
 )
-from highwater.attention.block_gather import attend_by_gather
-from highwater.attention.block_table import BlockTable, block_tables
-from highwater.attention.registry import register
-from highwater.spec.sparse_pattern import PatternType, SparsePatternConfig
+from highwater.engine.attention.block_gather import attend_by_gather
+from highwater.engine.attention.block_table import BlockTable, block_tables
+from highwater.engine.attention.registry import register
+from highwater.nouns.sparse_pattern import PatternType, SparsePatternConfig
 
 CPU = torch.device("cpu")
 BLOCK = 32

@@ -14,12 +14,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from torch import Tensor
 
-from highwater.attention import block_gather
-from highwater.attention.block_gather import block_sparse_attention
-from highwater.attention.block_table import block_tables
+from highwater.engine.attention import block_gather
+from highwater.engine.attention.block_gather import block_sparse_attention
+from highwater.engine.attention.block_table import block_tables
 from highwater.errors import UsageError
-from highwater.spec.sparse_costs import causal_pairs
-from highwater.spec.sparse_pattern import WINDOWED, PatternType, SparsePatternConfig
+from highwater.nouns.sparse_costs import causal_pairs
+from highwater.nouns.sparse_pattern import WINDOWED, PatternType, SparsePatternConfig
 from references.sparse_masks import mask
 
 TOLERANCE = 1e-10

@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-from highwater.engine.memory_log import past_budget
-from highwater.spec.trial import MemoryBudget, RankMemory
+from highwater.engine.training.memory_log import past_budget
+from highwater.nouns.trial import MemoryBudget, RankMemory
 
 MIB = 2**20
 BUDGET = MemoryBudget(

@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 transformers = pytest.importorskip("transformers")
 
-from highwater.models.buffers import fill_buffers
+from highwater.engine.models.buffers import fill_buffers
 
 
 def test_the_activation_of_apertus_has_the_numbers_that_its_class_gives_it() -> None:

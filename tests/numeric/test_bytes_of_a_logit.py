@@ -19,11 +19,11 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 
 from torch import Tensor
 
-from highwater.spec.events import Allocate, Enter, Free, TraceEvent
-from highwater.tracer import fake_cuda
-from highwater.tracer.allocation_recorder import AllocationRecorder
-from highwater.tracer.fake_dispatch import QuickFakeMode
-from highwater.tracer.inplace_accumulation import InplaceAccumulation
+from highwater.engine.tracer import fake_cuda
+from highwater.engine.tracer.allocation_recorder import AllocationRecorder
+from highwater.engine.tracer.fake_dispatch import QuickFakeMode
+from highwater.engine.tracer.inplace_accumulation import InplaceAccumulation
+from highwater.nouns.events import Allocate, Enter, Free, TraceEvent
 
 TOKENS, VOCABULARY, HIDDEN = 16_384, 151_936, 1024
 """The published measurement's."""

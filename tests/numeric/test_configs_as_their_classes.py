@@ -20,16 +20,16 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
 
 from family_models import VOCABULARY, save_tiny
 
-from highwater.attention.registry import register
-from highwater.engine.data import Document, pack
-from highwater.engine.step import Training, train_step
+from highwater.engine.attention.registry import register
+from highwater.engine.data.batches import Document, pack
+from highwater.engine.models.build import build, read_config
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.training.step import Training, train_step
 from highwater.errors import HighwaterError
-from highwater.models.build import build, read_config
-from highwater.parallel import mesh as process_mesh
-from highwater.spec.families import ROPE_BY_LAYER
-from highwater.spec.layout import Layout
-from highwater.spec.model import WITHOUT_ROPE, load_model
-from highwater.spec.trained_families import TRAINED
+from highwater.model.families import ROPE_BY_LAYER
+from highwater.model.model import WITHOUT_ROPE, load_model
+from highwater.model.trained_families import TRAINED
+from highwater.nouns.layout import Layout
 
 FAMILIES = sorted(TRAINED & {*CONFIG_MAPPING})
 """Those that the installed transformers has."""

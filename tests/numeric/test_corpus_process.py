@@ -12,10 +12,10 @@ pytest.importorskip("torch", reason="the data plane needs the train extra")
 
 from corpora import ids_of, order, write_lines
 
-from highwater.engine.corpus.store import open_corpus
+from highwater.engine.data.store import open_corpus
 from highwater.errors import MachineError, UsageError
-from highwater.run.corpus import corpus_directory, tokenised
-from highwater.spec.protocols import TrialEndedError, unheard
+from highwater.nouns.protocols import TrialEndedError, unheard
+from highwater.trials.corpus import corpus_directory, tokenised
 
 
 @pytest.fixture(autouse=True)

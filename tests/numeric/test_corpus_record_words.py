@@ -30,8 +30,8 @@ from corpora import (
 from pyarrow import parquet
 from transformers import AutoTokenizer
 
-from highwater.engine.corpus import readers
-from highwater.engine.corpus.store import OpenCorpus
+from highwater.engine.data import readers
+from highwater.engine.data.store import OpenCorpus
 from highwater.errors import UsageError
 
 DATA = Path(__file__).parents[1] / "data" / "own_data"

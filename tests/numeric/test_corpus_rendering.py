@@ -25,11 +25,11 @@ from corpora import (
 )
 from transformers import AutoTokenizer
 
-from highwater.engine.corpus.data_files import data_files
-from highwater.engine.corpus.readers import records
-from highwater.engine.corpus.render_processes import PlacedRecord, rendered
-from highwater.engine.corpus.rendering import Rendering, supervised
-from highwater.engine.corpus.text_tokens import Tokenizer
+from highwater.engine.data.data_files import data_files
+from highwater.engine.data.readers import records
+from highwater.engine.data.render_processes import PlacedRecord, rendered
+from highwater.engine.data.rendering import Rendering, supervised
+from highwater.engine.data.text_tokens import Tokenizer
 from highwater.errors import UsageError
 
 CHAT = [

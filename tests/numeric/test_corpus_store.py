@@ -20,12 +20,12 @@ import pyarrow as pa
 from corpora import ids_of, made, order, trained_of, write_lines, write_tokenizer
 from pyarrow import parquet
 
-from highwater.engine.checkpoint_manifest import read_manifest, write_manifest
-from highwater.engine.corpus.data_files import data_files
-from highwater.engine.corpus.readers import records
-from highwater.engine.corpus.store import CorpusWriter, open_corpus
-from highwater.engine.corpus.text_tokens import BYTE_VOCABULARY
-from highwater.engine.corpus.tokenise import tokenise
+from highwater.engine.data.data_files import data_files
+from highwater.engine.data.folder_manifest import read_manifest, write_manifest
+from highwater.engine.data.readers import records
+from highwater.engine.data.store import CorpusWriter, open_corpus
+from highwater.engine.data.text_tokens import BYTE_VOCABULARY
+from highwater.engine.data.tokenise import tokenise
 from highwater.errors import HighwaterError, MachineError, UsageError
 
 RECORDS: list[dict[str, Any]] = [
@@ -430,7 +430,7 @@ def test_a_package_that_is_missing_is_named_with_what_installs_it(
     name: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = KINDS[name](tmp_path / name, RECORDS)
-    from highwater.engine.corpus import readers
+    from highwater.engine.data import readers
 
     def found(asked: str) -> object | None:
         return None if asked == package else object()

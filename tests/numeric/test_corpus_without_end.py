@@ -19,12 +19,12 @@ pytest.importorskip("torch", reason="the data plane needs the train extra")
 
 from corpora import made, order, write_lines, write_tokenizer
 
-from highwater.engine.corpus import conversations, render_processes
-from highwater.engine.corpus.data_files import data_files
-from highwater.engine.corpus.readers import records
+from highwater.engine.data import conversations, render_processes
+from highwater.engine.data.data_files import data_files
+from highwater.engine.data.readers import records
 from highwater.errors import MachineError, UsageError
-from highwater.spec.codec import from_json, to_json
-from highwater.spec.corpus import Tokenised
+from highwater.nouns.codec import from_json, to_json
+from highwater.nouns.corpus import Tokenised
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -181,7 +181,7 @@ def test_a_template_that_grows_is_refused_with_its_record_and_takes_no_memory(
     order_file, answer = tmp_path / "order.json", tmp_path / "made" / "answer.json"
     answer.parent.mkdir()
     order_file.write_text(to_json(order(data, tokenizer=tokenizer)))
-    module = "highwater.engine.corpus.tokenise"
+    module = "highwater.engine.data.tokenise"
     command = [sys.executable, "-m", module, *map(str, (order_file, answer, tmp_path))]
     limits = (4 << 30, 4 << 30)  # a test that fails takes no machine with it
     subprocess.run(

@@ -26,11 +26,11 @@ from run_folders import (
     training,
 )
 
-from highwater.engine.checkpoint import load_sharded, save_sharded
-from highwater.engine.run_checkpoints import RunCheckpoints
-from highwater.engine.step import Training
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.training.checkpoint import load_sharded, save_sharded
+from highwater.engine.training.run_checkpoints import RunCheckpoints
+from highwater.engine.training.step import Training
 from highwater.errors import UsageError
-from highwater.parallel import mesh as process_mesh
 
 BEST, LATEST = "step-000002", "step-000003"
 FILES = ("model/__0_0.distcp", "model/.metadata", "model/index.json", "state.json", "manifest.json")

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 
 from torch import Tensor
 
-from highwater.attention.dilated import dilated_attention
+from highwater.engine.attention.dilated import dilated_attention
 from highwater.errors import UsageError
 
 TOLERANCE = 1e-10

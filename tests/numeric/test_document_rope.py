@@ -15,11 +15,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.phimoe.modeling_phimoe import PhimoeRotaryEmbedding
 
-from highwater.attention.registry import register
+from highwater.engine.attention.registry import register
+from highwater.engine.models.build import build_on_meta, read_config
+from highwater.engine.models.document_rope import DocumentRope, PhimoeRope, follow_documents
+from highwater.engine.parallel.sequence_layout import Part, SequenceLayout
 from highwater.errors import ModelError
-from highwater.models.build import build_on_meta, read_config
-from highwater.models.document_rope import DocumentRope, PhimoeRope, follow_documents
-from highwater.parallel.sequence_layout import Part, SequenceLayout
 
 SHAPE = {
     "hidden_size": 32,

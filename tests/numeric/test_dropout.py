@@ -9,14 +9,14 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 from torch import nn
 from transformers import Phi3Config, PreTrainedConfig, Qwen3Config, SeedOssConfig
 
-from highwater.activations.dropout import draws_in_training, seeded
-from highwater.activations.recompute import recompute_layers
-from highwater.attention.registry import register
-from highwater.engine.data import Document, pack
-from highwater.engine.experience import forward_batch
-from highwater.models.build import build_on_meta
-from highwater.models.decoder import Decoder
-from highwater.models.fill import Fill
+from highwater.engine.activations.dropout import draws_in_training, seeded
+from highwater.engine.activations.recompute import recompute_layers
+from highwater.engine.attention.registry import register
+from highwater.engine.data.batches import Document, pack
+from highwater.engine.models.build import build_on_meta
+from highwater.engine.models.decoder import Decoder
+from highwater.engine.models.fill import Fill
+from highwater.engine.training.experience import forward_batch
 
 CPU = torch.device("cpu")
 SHAPE = {

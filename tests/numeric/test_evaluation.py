@@ -11,11 +11,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from tiny_training import trained
 
-from highwater.engine.data import Document, pack
-from highwater.engine.evaluation import evaluate
-from highwater.engine.step import Training
+from highwater.engine.data.batches import Document, pack
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.training.evaluation import evaluate
+from highwater.engine.training.step import Training
 from highwater.errors import UsageError
-from highwater.parallel import mesh as process_mesh
 
 
 @pytest.fixture(params=["sft", "dpo", "rw"])

@@ -19,17 +19,17 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from highwater.engine.assemble import assemble
-from highwater.engine.data import Document, pack
-from highwater.engine.export import export
-from highwater.engine.rank_context import RankContext
-from highwater.engine.step import Training, train_step
+from highwater.engine.data.batches import Document, pack
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.training.assemble import assemble
+from highwater.engine.training.export import export
+from highwater.engine.training.rank_context import RankContext
+from highwater.engine.training.step import Training, train_step
 from highwater.errors import UsageError
-from highwater.parallel import mesh as process_mesh
-from highwater.spec.hyperparameters import Hyperparameters
-from highwater.spec.layout import Layout
-from highwater.spec.settings import Settings
-from highwater.spec.trial import TrialSpec
+from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import TrialSpec
 
 FLOAT32 = 5e-6
 """Norm-relative: attention and norms of the engine in another order."""

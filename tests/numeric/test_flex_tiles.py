@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from highwater.attention import branch_attention as branch_attention_module
-from highwater.attention import branch_kernel, flex_tiles
-from highwater.attention.branch_attention import Sharing, branch_attention
-from highwater.attention.branch_kernel import attend_branches, branches_obstacle
-from highwater.attention.branches import Branch, dilated_branches, exchange
-from highwater.attention.flex_tiles import tile_mask
-from highwater.attention.tiles import TilePairs
-from highwater.parallel.sequence_layout import SequenceLayout
-from highwater.spec.sparse_pattern import PatternType, SparsePatternConfig
+from highwater.engine.attention import branch_attention as branch_attention_module
+from highwater.engine.attention import branch_kernel, flex_tiles
+from highwater.engine.attention.branch_attention import Sharing, branch_attention
+from highwater.engine.attention.branch_kernel import attend_branches, branches_obstacle
+from highwater.engine.attention.branches import Branch, dilated_branches, exchange
+from highwater.engine.attention.flex_tiles import tile_mask
+from highwater.engine.attention.tiles import TilePairs
+from highwater.engine.parallel.sequence_layout import SequenceLayout
+from highwater.nouns.sparse_pattern import PatternType, SparsePatternConfig
 
 CPU = torch.device("cpu")
 BLOCK = 32

@@ -22,15 +22,15 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-from highwater.activations.recompute import PREFIX, recompute_layers
-from highwater.attention.registry import register
+from highwater.engine.activations.recompute import PREFIX, recompute_layers
+from highwater.engine.attention.registry import register
+from highwater.engine.kernels import gates as gate_kernels
+from highwater.engine.models.build import build_on_meta, tile_mlps
+from highwater.engine.models.fused import fused as fused_module
+from highwater.engine.models.fused import gated_mlp
+from highwater.engine.models.fused.fused import RmsNorm, fuse_mlps
+from highwater.engine.models.fused.gated_mlp import GatedMlp, tile_rows
 from highwater.errors import ModelError
-from highwater.kernels import gates as gate_kernels
-from highwater.models.build import build_on_meta, tile_mlps
-from highwater.models.fused import fused as fused_module
-from highwater.models.fused import gated_mlp
-from highwater.models.fused.fused import RmsNorm, fuse_mlps
-from highwater.models.fused.gated_mlp import GatedMlp, tile_rows
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 1e-2}
 """Norm-relative against the family's own in float64; in bfloat16 each product of matrices is

@@ -20,12 +20,12 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutput
 
-from highwater.attention.registry import register
+from highwater.engine.attention.registry import register
+from highwater.engine.models.build import build_on_meta
+from highwater.engine.models.head_proof import prove_head
 from highwater.errors import ModelError
-from highwater.models.build import build_on_meta
-from highwater.models.head_proof import prove_head
-from highwater.spec.logit_transform import PLAIN, LogitTransform, logit_transform_of
-from highwater.spec.trained_families import TRAINED, refuse_features
+from highwater.model.logit_transform import PLAIN, LogitTransform, logit_transform_of
+from highwater.model.trained_families import TRAINED, refuse_features
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,

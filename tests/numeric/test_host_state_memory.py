@@ -16,12 +16,12 @@ from traces import alive_at, requested_bytes, traced, trial
 
 from highwater.memory.formula.formula import footprint
 from highwater.memory.trace.replay import replay
-from highwater.spec.events import EventLog
-from highwater.spec.footprint import device_state_bytes, gradient_bytes, update_bytes
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.settings import Settings
-from highwater.spec.trial import TrialSpec
+from highwater.model.footprint import device_state_bytes, gradient_bytes, update_bytes
+from highwater.model.model import load_model
+from highwater.nouns.events import EventLog
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import TrialSpec
 
 SHAPE = json.loads(Path(load_model("tiny").directory, "config.json").read_text()) | {
     "model_type": "llama",

@@ -14,9 +14,9 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 
 from torch import nn
 
-from highwater.engine.host_states import MOMENTS, VECTOR, HostStateAdamW
-from highwater.engine.optimizers import make_optimizer
-from highwater.spec.hyperparameters import Hyperparameters
+from highwater.engine.training.host_states import MOMENTS, VECTOR, HostStateAdamW
+from highwater.engine.training.optimizers import make_optimizer
+from highwater.nouns.hyperparameters import Hyperparameters
 
 NUMBERS = Hyperparameters(learning_rate=0.01, weight_decay=0.1)
 DTYPES = (torch.float32, torch.float64)

@@ -8,19 +8,24 @@ import pytest
 
 pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-from highwater.engine.checkpoint_manifest import (
+from highwater.engine.data.folder_manifest import (
     FileRecord,
     check_files,
     read_manifest,
     write_manifest,
 )
-from highwater.engine.export import _dtype_of
-from highwater.engine.run_checkpoints import RunCheckpoints, read_state
-from highwater.engine.shard_index import IndexedPiece, IndexedTensor, ShardIndex, read_index
-from highwater.engine.shard_reader import FlatRange, ShardReader
-from highwater.engine.training_run import keep_lines_up_to
+from highwater.engine.training.export import _dtype_of
+from highwater.engine.training.run_checkpoints import RunCheckpoints, read_state
+from highwater.engine.training.shard_index import (
+    IndexedPiece,
+    IndexedTensor,
+    ShardIndex,
+    read_index,
+)
+from highwater.engine.training.shard_reader import FlatRange, ShardReader
+from highwater.engine.training.training_run import keep_lines_up_to
 from highwater.errors import UsageError
-from highwater.spec.codec import to_json
+from highwater.nouns.codec import to_json
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-from highwater.tracer.kernel_workspaces import WORKSPACES, aten, in_column_sums
+from highwater.engine.tracer.kernel_workspaces import WORKSPACES, aten, in_column_sums
 
 H200, A100 = 132 * 2048, 108 * 2048
 """Threads at once."""

@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-from highwater.spec.codec import from_json
-from highwater.spec.events import Allocate, Enter, EventLog, Free, GiveBack
+from highwater.nouns.codec import from_json
+from highwater.nouns.events import Allocate, Enter, EventLog, Free, GiveBack
 
 COMPUTE, SIDE = 0, 7
 """Streams: of the backward pass, and of what took the vector apart in the forward pass."""
@@ -24,11 +24,11 @@ import os
 from types import SimpleNamespace
 import torch
 from torch.distributed.fsdp._flat_param import FlatParamHandle
-from highwater.tracer import fake_cuda
-from highwater.tracer.fake_dispatch import QuickFakeMode
-from highwater.tracer.allocation_recorder import AllocationRecorder
-from highwater.spec.codec import to_json
-from highwater.spec.events import EventLog
+from highwater.engine.tracer import fake_cuda
+from highwater.engine.tracer.fake_dispatch import QuickFakeMode
+from highwater.engine.tracer.allocation_recorder import AllocationRecorder
+from highwater.nouns.codec import to_json
+from highwater.nouns.events import EventLog
 
 fake_cuda.install()
 side = fake_cuda.Stream()

@@ -19,15 +19,15 @@ from tiny_training import trained
 from torch.utils._python_dispatch import TorchDispatchMode
 from traces import traced, trial
 
-from highwater.engine.data import Document, pack
-from highwater.engine.step import backward_of
-from highwater.parallel import mesh as process_mesh
-from highwater.spec.events import Allocate, EventLog
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.settings import Settings
-from highwater.spec.trial import PROMPT_TOKENS
-from highwater.spec.working_sizes import CHUNK_BYTES
+from highwater.engine.data.batches import Document, pack
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.training.step import backward_of
+from highwater.model.model import load_model
+from highwater.nouns.events import Allocate, EventLog
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import PROMPT_TOKENS
+from highwater.nouns.working_sizes import CHUNK_BYTES
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks/local_loss.py"
 aten: Any = torch.ops.aten

@@ -18,13 +18,13 @@ from traces import alive_at, traced, trial
 
 from highwater.memory.formula.formula import footprint
 from highwater.memory.trace.replay import replay
-from highwater.spec.events import EventLog
-from highwater.spec.footprint import device_state_bytes
-from highwater.spec.layout import Layout
-from highwater.spec.lora import adapter_parameters
-from highwater.spec.model import load_model
-from highwater.spec.settings import Settings
-from highwater.spec.trial import TrialSpec
+from highwater.model.footprint import device_state_bytes
+from highwater.model.model import load_model
+from highwater.nouns.events import EventLog
+from highwater.nouns.layout import Layout
+from highwater.nouns.lora import adapter_parameters
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import TrialSpec
 
 SHAPE = json.loads(Path(load_model("tiny").directory, "config.json").read_text()) | {
     "vocab_size": 2048,

@@ -14,14 +14,14 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from highwater.engine.data import Document, pack
-from highwater.engine.objectives import sft, sft_logprob_gradient
-from highwater.engine.step import Training, backward_of
-from highwater.kernels import rows as row_kernels
-from highwater.models import loss as loss_module
-from highwater.models.decoder import MicroBatchStatistics
-from highwater.models.loss import LogitRange, chunk_rows, token_statistics
-from highwater.spec.logit_transform import PLAIN, LogitTransform
+from highwater.engine.data.batches import Document, pack
+from highwater.engine.kernels import rows as row_kernels
+from highwater.engine.models import loss as loss_module
+from highwater.engine.models.decoder import MicroBatchStatistics
+from highwater.engine.models.loss import LogitRange, chunk_rows, token_statistics
+from highwater.engine.training.objectives import sft, sft_logprob_gradient
+from highwater.engine.training.step import Training, backward_of
+from highwater.model.logit_transform import PLAIN, LogitTransform
 
 TOLERANCE = {"float64": 1e-12, "float32": 5e-6, "bfloat16": 1e-2}
 """Norm-relative against float64 on the same inputs; bfloat16 keeps 8 bits and rounds logits and

@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from torchao.optim import AdamW8bit
 from torchao.optim.subclass_8bit import OptimState8bit
 
-from highwater.engine import low_bit
-from highwater.engine.optimizers import make_optimizer
-from highwater.engine.out_of_memory import _stored
-from highwater.spec.hyperparameters import Hyperparameters
-from highwater.spec.optimizer import OPTIMIZERS, QUANTIZED_BLOCK
+from highwater.engine.training import low_bit
+from highwater.engine.training.optimizers import make_optimizer
+from highwater.engine.training.out_of_memory import _stored
+from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.optimizer import OPTIMIZERS, QUANTIZED_BLOCK
 
 LOSSY = ("adamw-8bit", "adamw-bf16")
 RATE, DECAY = 1e-3, 0.1

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import highwater
-from highwater.activations.recompute import recompute_layers
-from highwater.engine.layer_watch import LayerWatch
-from highwater.engine.memory_profiler import TrialProfiler
+from highwater.engine.activations.recompute import recompute_layers
+from highwater.engine.training.layer_watch import LayerWatch
+from highwater.engine.training.memory_profiler import TrialProfiler
 from highwater.errors import MachineError
-from highwater.spec.profiling import Profiling, SnapshotOrder
+from highwater.nouns.profiling import Profiling, SnapshotOrder
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from highwater.attention.kept import kept_in_recompute
-from highwater.attention.mixed_lengths import attend_mixed, calls_of, front_tokens
-from highwater.attention.reference import reference_attention
-from highwater.spec.hardware import Kernel
+from highwater.engine.attention.kept import kept_in_recompute
+from highwater.engine.attention.mixed_lengths import attend_mixed, calls_of, front_tokens
+from highwater.engine.attention.reference import reference_attention
+from highwater.nouns.hardware import Kernel
 
 TOLERANCE = 1e-12
 LONG = 32

@@ -20,12 +20,12 @@ from highwater.memory.formula.breakdown import WORKSPACES
 from highwater.memory.formula.formula import footprint
 from highwater.memory.formula.moments import families
 from highwater.memory.trace.replay import replay
-from highwater.run.tracing import fullest_rank
-from highwater.spec.events import TraceOrder
-from highwater.spec.families import EXPERT_COUNTS, EXPERTS, EXPERTS_PER_TOKEN, WITH_CAPS
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.settings import Settings
+from highwater.model.families import EXPERT_COUNTS, EXPERTS, EXPERTS_PER_TOKEN, WITH_CAPS
+from highwater.model.model import load_model
+from highwater.nouns.events import TraceOrder
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.trials.tracing import fullest_rank
 
 LENGTH = 16_384
 TINY = json.loads(Path(load_model("tiny").directory, "config.json").read_text())

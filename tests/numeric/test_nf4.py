@@ -8,7 +8,7 @@ pytest.importorskip("bitsandbytes", reason="a model in NF4 needs the qlora extra
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from torch import nn
 
-from highwater.models.fused.nf4 import Nf4Linear, Nf4Weight, halves, packed, scale_table
+from highwater.engine.models.fused.nf4 import Nf4Linear, Nf4Weight, halves, packed, scale_table
 
 CPU = torch.device("cpu")
 

@@ -9,9 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-from highwater.engine import objectives
-from highwater.engine.data import Document, pack, shard
-from highwater.parallel.sequence_layout import SequenceLayout
+from highwater.engine.data.batches import Document, pack, shard
+from highwater.engine.parallel.sequence_layout import SequenceLayout
+from highwater.engine.training import objectives
 
 CLIPPED = {"low": 0.2, "high": 0.2, "dual": 3.0, "trained_tokens": 1}
 

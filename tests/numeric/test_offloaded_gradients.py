@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-from highwater.attention.registry import register
-from highwater.engine import step
-from highwater.engine.data import Batch, Document, pack
-from highwater.engine.optimizers import make_optimizer
-from highwater.engine.step import Training, backward_of, clip, train_step
-from highwater.models.build import build, read_config
-from highwater.models.decoder import LanguageModel
-from highwater.parallel import mesh as process_mesh
-from highwater.parallel.fsdp2 import local_shard, release
-from highwater.parallel.offload import LAYERS_BEHIND
-from highwater.spec.footprint import STAGED_LAYERS
-from highwater.spec.hyperparameters import Hyperparameters
-from highwater.spec.layout import Layout
+from highwater.engine.attention.registry import register
+from highwater.engine.data.batches import Batch, Document, pack
+from highwater.engine.models.build import build, read_config
+from highwater.engine.models.decoder import LanguageModel
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.parallel.fsdp2 import local_shard, release
+from highwater.engine.parallel.offload import LAYERS_BEHIND
+from highwater.engine.training import step
+from highwater.engine.training.optimizers import make_optimizer
+from highwater.engine.training.step import Training, backward_of, clip, train_step
+from highwater.model.footprint import STAGED_LAYERS
+from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.layout import Layout
 
 LAYERS = 6
 MICRO_BATCHES = 3

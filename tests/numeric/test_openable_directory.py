@@ -12,10 +12,10 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from highwater.engine.exact_documents import exact_texts
+from highwater.engine.data.exact_documents import exact_texts
+from highwater.engine.models.openable_directory import openable_directory, write_tokenizer
 from highwater.errors import ModelError
-from highwater.models.openable_directory import openable_directory, write_tokenizer
-from highwater.spec.preparation import MissingFiles, missing_files
+from highwater.nouns.preparation import MissingFiles, missing_files
 
 VOCABULARY = 200
 SMALL: dict[str, Any] = {

@@ -17,13 +17,13 @@ from transformers import (
     Trainer,
 )
 
-from highwater.attention.registry import register
-from highwater.engine.optimizers import make_optimizer
-from highwater.engine.step import clip
-from highwater.models.build import build_on_meta
-from highwater.parallel import mesh as process_mesh
-from highwater.spec.hyperparameters import Hyperparameters
-from highwater.spec.layout import Layout
+from highwater.engine.attention.registry import register
+from highwater.engine.models.build import build_on_meta
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.training.optimizers import make_optimizer
+from highwater.engine.training.step import clip
+from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.layout import Layout
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 32,

@@ -11,11 +11,11 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from highwater.engine.statistics import Statistics
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.training.statistics import Statistics
 from highwater.errors import UsageError
-from highwater.parallel import mesh as process_mesh
-from highwater.spec.layout import Layout
-from highwater.spec.quantities import QUANTITIES, Quantity
+from highwater.nouns.layout import Layout
+from highwater.nouns.quantities import QUANTITIES, Quantity
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 
 from torch import nn
 
-from highwater.models.random_weights import CHUNK_NUMBERS, draw, fill_random
+from highwater.engine.models.random_weights import CHUNK_NUMBERS, draw, fill_random
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 2100, 1000

@@ -5,11 +5,11 @@ import json
 import pytest
 from transformers import AutoConfig
 
+from highwater.engine.models.rope import scale_rope
 from highwater.errors import UsageError
-from highwater.models.rope import scale_rope
-from highwater.spec.model import load_model
-from highwater.spec.model_catalog import catalog_names
-from highwater.spec.rope import yarn
+from highwater.model.model import load_model
+from highwater.model.model_catalog import catalog_names
+from highwater.model.rope import yarn
 
 _BY_KIND_OF_LAYER = ("gemma3_text", "olmo3")
 """Families whose kinds of layers have each their own RoPE, which YaRN does not stretch here."""

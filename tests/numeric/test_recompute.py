@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from highwater.activations.recompute import recompute_layers
-from highwater.attention.registry import register
-from highwater.models.fused.fused import fuse_attentions, fuse_mlps, fuse_norms
-from highwater.parallel.sequence_layout import SequenceLayout
+from highwater.engine.activations.recompute import recompute_layers
+from highwater.engine.attention.registry import register
+from highwater.engine.models.fused.fused import fuse_attentions, fuse_mlps, fuse_norms
+from highwater.engine.parallel.sequence_layout import SequenceLayout
 
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 LAYERS, TOKENS, HEADS, SIZE = 3, 24, 4, 8

@@ -16,7 +16,7 @@ pytest.importorskip("torch", reason="the data plane needs the train extra")
 from corpora import END, made, write_tokenizer
 from transformers import AutoTokenizer
 
-from highwater.engine.corpus.store import OpenCorpus
+from highwater.engine.data.store import OpenCorpus
 from highwater.errors import UsageError
 
 RECORDS = Path(__file__).parents[1] / "data" / "records"

@@ -12,9 +12,9 @@ import transformers
 from torch import nn
 from transformers import AttentionInterface
 
-from highwater.kernels import rotary as rotary_kernels
-from highwater.models.fused.fused import RmsNorm, fuse_attentions, fuse_norms
-from highwater.models.fused.rotary_attention import RotaryAttention
+from highwater.engine.kernels import rotary as rotary_kernels
+from highwater.engine.models.fused.fused import RmsNorm, fuse_attentions, fuse_norms
+from highwater.engine.models.fused.rotary_attention import RotaryAttention
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6}
 """Norm-relative against the family's own in float64."""

@@ -19,17 +19,17 @@ from transformers import (
 )
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from highwater.activations.recompute import recompute_layers
-from highwater.attention.registry import register
-from highwater.engine.data import Batch, Document, pack, shard
-from highwater.engine.step import Training, backward_of
+from highwater.engine.activations.recompute import recompute_layers
+from highwater.engine.attention.registry import register
+from highwater.engine.data.batches import Batch, Document, pack, shard
+from highwater.engine.models.build import build_on_meta
+from highwater.engine.models.decoder import LanguageModel
+from highwater.engine.models.router import follow_routers
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.parallel.sequence_layout import SequenceLayout
+from highwater.engine.training.step import Training, backward_of
 from highwater.errors import ModelError
-from highwater.models.build import build_on_meta
-from highwater.models.decoder import LanguageModel
-from highwater.models.router import follow_routers
-from highwater.parallel import mesh as process_mesh
-from highwater.parallel.sequence_layout import SequenceLayout
-from highwater.spec.layout import Layout
+from highwater.nouns.layout import Layout
 
 ROUNDING = 5e-6
 """Norm-relative, float32: transformers sums layer by layer."""

@@ -28,14 +28,14 @@ from transformers import (
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from highwater.attention.registry import register
+from highwater.engine.attention.registry import register
+from highwater.engine.models import weights
+from highwater.engine.models.build import build_on_meta, read_config
+from highwater.engine.models.decoder import Decoder
+from highwater.engine.models.fill import Fill
+from highwater.engine.models.pretrained import config_of
+from highwater.engine.models.weights import SavedWeights, dequantised
 from highwater.errors import ModelError
-from highwater.models import weights
-from highwater.models.build import build_on_meta, read_config
-from highwater.models.decoder import Decoder
-from highwater.models.fill import Fill
-from highwater.models.pretrained import config_of
-from highwater.models.weights import SavedWeights, dequantised
 
 SHAPE = {
     "vocab_size": 64,

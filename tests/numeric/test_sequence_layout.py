@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from highwater.parallel.sequence_layout import PADDING, SequenceLayout
+from highwater.engine.parallel.sequence_layout import PADDING, SequenceLayout
 
 LENGTHS = st.lists(st.integers(1, 70), min_size=1, max_size=9).map(tuple)
 DEGREES = st.integers(1, 5)

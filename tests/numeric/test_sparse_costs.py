@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-from highwater.attention.block_table import BlockTable, block_tables, top_k_table
+from highwater.engine.attention.block_table import BlockTable, block_tables, top_k_table
 from highwater.errors import UsageError
-from highwater.spec import sparse_costs
-from highwater.spec.sparse_costs import causal_pairs, dilated_pairs
-from highwater.spec.sparse_pattern import PatternType, SparsePatternConfig
+from highwater.nouns import sparse_costs
+from highwater.nouns.sparse_costs import causal_pairs, dilated_pairs
+from highwater.nouns.sparse_pattern import PatternType, SparsePatternConfig
 
 CPU = torch.device("cpu")
 BY_TABLE: tuple[PatternType, ...] = (

@@ -14,15 +14,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from tiny_training import trained
 
-from highwater.engine.data import Document, pack
-from highwater.engine.statistics_log import StatisticsLog
-from highwater.engine.step import Training, train_step
-from highwater.parallel import mesh as process_mesh
-from highwater.spec.flops import step_flops
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.settings import Settings
-from highwater.spec.trial import RankMemory, StatisticsFiles, TrialSpec
+from highwater.engine.data.batches import Document, pack
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.training.statistics_log import StatisticsLog
+from highwater.engine.training.step import Training, train_step
+from highwater.model.flops import step_flops
+from highwater.model.model import load_model
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import RankMemory, StatisticsFiles, TrialSpec
 
 LENGTHS = (40, 7, 40)
 H200_FLOPS_PER_S = 989e12

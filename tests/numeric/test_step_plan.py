@@ -13,7 +13,7 @@ np = pytest.importorskip("numpy", reason="the data plane needs the train extra")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from highwater.engine.corpus.step_plan import StepPlan
+from highwater.engine.data.step_plan import StepPlan
 from highwater.errors import UsageError
 
 ROW = 64

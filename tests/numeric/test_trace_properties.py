@@ -15,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from traces import Kind, alive_at, requested_bytes, traced, trial
 
 from highwater.memory.trace.replay import Alive, replay
-from highwater.spec.events import EventLog
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.settings import Allocator, Settings
+from highwater.model.model import load_model
+from highwater.nouns.events import EventLog
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Allocator, Settings
 
 CONFIG = {
     **json.loads(Path(load_model("tiny").directory, "config.json").read_text()),

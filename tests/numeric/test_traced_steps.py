@@ -17,15 +17,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 from torch._subclasses.fake_tensor import FakeTensorMode
 from traces import alive_at, requested_bytes, traced, trial
 
+from highwater.engine.tracer.allocation_recorder import AllocationRecorder
 from highwater.memory.formula.formula import footprint
 from highwater.memory.trace.replay import replay
-from highwater.spec.events import Allocate, Enter, EventLog, Free, GiveBack
-from highwater.spec.footprint import device_state_bytes, gradient_bytes
-from highwater.spec.layout import Layout
-from highwater.spec.model import ModelShape, load_model
-from highwater.spec.settings import Settings
-from highwater.spec.trial import TrialSpec
-from highwater.tracer.allocation_recorder import AllocationRecorder
+from highwater.model.footprint import device_state_bytes, gradient_bytes
+from highwater.model.model import ModelShape, load_model
+from highwater.nouns.events import Allocate, Enter, EventLog, Free, GiveBack
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import TrialSpec
 
 TINY = json.loads(Path(load_model("tiny").directory, "config.json").read_text()) | {
     "vocab_size": 20_000
@@ -241,8 +241,8 @@ REAL_TOLERANCE = 0.001
 ON_THE_CPU = """
 import sys, torch
 import layer
-from highwater.engine.step import backward_of
-from highwater.parallel.mesh import join_alone
+from highwater.engine.training.step import backward_of
+from highwater.engine.parallel.mesh import join_alone
 
 join_alone(torch.device("cpu"))
 model, mesh = layer._model(sys.argv[1], torch.device("cpu", 0), None)

@@ -20,12 +20,12 @@ from traces import trace
 import highwater
 from highwater.memory.trace.replay import Replayed, replay
 from highwater.memory.trace.scaled_trace import scaled_trace
-from highwater.spec.events import Allocate, EventLog, Free, GiveBack, TraceOrder
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.settings import Settings
-from highwater.spec.trainer import TrainerName
-from highwater.spec.trial import RankMemory, TrialResult, TrialSpec
+from highwater.model.model import load_model
+from highwater.nouns.events import Allocate, EventLog, Free, GiveBack, TraceOrder
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.trainer import TrainerName
+from highwater.nouns.trial import RankMemory, TrialResult, TrialSpec
 from highwater.units import GIB, MIB
 
 STUDIES = Path(__file__).parents[2] / "docs" / "results" / "find"

@@ -21,15 +21,15 @@ from highwater.errors import MachineError, UsageError
 from highwater.memory.capacity import Prediction
 from highwater.memory.trace.replay import replay
 from highwater.memory.trace.timeline import timeline
-from highwater.run import tracing
-from highwater.run.imported_files import imported_files
-from highwater.run.tracing import CachedTracer, fullest_rank
-from highwater.spec.codec import to_json
-from highwater.spec.events import Allocate, TraceOrder
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.settings import Settings
-from highwater.spec.trial import TrialSpec
+from highwater.model.model import load_model
+from highwater.nouns.codec import to_json
+from highwater.nouns.events import Allocate, TraceOrder
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import TrialSpec
+from highwater.trials import tracing
+from highwater.trials.imported_files import imported_files
+from highwater.trials.tracing import CachedTracer, fullest_rank
 from highwater.units import GIB
 
 TINY = load_model("tiny")
@@ -97,10 +97,12 @@ def test_the_tracer_imports_nothing_that_its_key_does_not_name(tmp_path: Path) -
         ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
         for path in imported_files(tracing._TRACER, package)
     }
-    assert {"highwater", "highwater.models.loss", "highwater.spec.trial"} <= imported
+    assert {"highwater", "highwater.engine.models.loss", "highwater.nouns.trial"} <= imported
     assert imported <= digested
-    on_a_gpu_only = {f"highwater.kernels.{name}_triton" for name in ("gates", "rotary", "rows")}
-    with_few_bits_only = {"highwater.engine.low_bit"}
+    on_a_gpu_only = {
+        f"highwater.engine.kernels.{name}_triton" for name in ("gates", "rotary", "rows")
+    }
+    with_few_bits_only = {"highwater.engine.training.low_bit"}
     not_here = on_a_gpu_only | with_few_bits_only
     assert digested - imported - not_here == {tracing._TRACER}, "which runs as __main__"
 

@@ -20,18 +20,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 from tiny_training import trained
 from transformers import GPT2Config, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 
-from highwater.attention.registry import register
-from highwater.engine.data import UNTRAINED, Batch, Document, pack
-from highwater.engine.micro_batches import batches
-from highwater.engine.step import backward_of
+from highwater.engine.attention.registry import register
+from highwater.engine.data.batches import UNTRAINED, Batch, Document, pack
+from highwater.engine.data.micro_batches import batches
+from highwater.engine.models.build import build_on_meta, read_config
+from highwater.engine.models.fused.fused import fuse_norms
+from highwater.engine.models.rope import scale_rope
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.training.step import backward_of
 from highwater.errors import HighwaterError, ModelError, UsageError
-from highwater.models.build import build_on_meta, read_config
-from highwater.models.fused.fused import fuse_norms
-from highwater.models.rope import scale_rope
-from highwater.parallel import mesh as process_mesh
-from highwater.spec.layout import Layout
-from highwater.spec.settings import Settings
-from highwater.spec.trial import TrialSpec
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import TrialSpec
 
 LLAMA_3 = {
     "rope_type": "llama3",

@@ -21,11 +21,11 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from highwater.api import prepare_trial
 from highwater.engine import Quantity, Trainer, train_step
-from highwater.engine.memory_profiler import TrialProfiler
-from highwater.engine.trainer_keywords import KEYWORDS, trial_of
+from highwater.engine.training.memory_profiler import TrialProfiler
+from highwater.engine.training.trainer_keywords import KEYWORDS, trial_of
 from highwater.errors import HighwaterError, UsageError
-from highwater.spec.profiling import Profiling, SnapshotOrder
-from highwater.spec.request import request_from
+from highwater.nouns.profiling import Profiling, SnapshotOrder
+from highwater.nouns.request import request_from
 from highwater.units import GIB
 
 ROOT = Path(__file__).parents[2]

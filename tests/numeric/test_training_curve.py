@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from curve import STEPS, hugging_face_curve, our_curve, save_model
 
-from highwater.parallel.mesh import alone
-from highwater.spec.settings import Settings
+from highwater.engine.parallel.mesh import alone
+from highwater.nouns.settings import Settings
 
 TOLERANCE = 1e-6
 """Norm-relative, in float32: 200 updates have rounded in another order of summation."""

@@ -14,13 +14,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
 from family_models import TINY, VOCABULARY, randomise
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from highwater.engine.kernels import rows as row_kernels
+from highwater.engine.kernels.rows import RowStatistics
+from highwater.engine.models import loss as loss_module
+from highwater.engine.models.loss import token_statistics
+from highwater.engine.models.row_proof import prove_rows
 from highwater.errors import MachineError
-from highwater.kernels import rows as row_kernels
-from highwater.kernels.rows import RowStatistics
-from highwater.models import loss as loss_module
-from highwater.models.loss import token_statistics
-from highwater.models.row_proof import prove_rows
-from highwater.spec.logit_transform import PLAIN, LogitTransform, logit_transform_of
+from highwater.model.logit_transform import PLAIN, LogitTransform, logit_transform_of
 
 TOLERANCE = {"float64": 1e-10, "float32": 5e-6}
 """Norm-relative: the order of summation alone differs."""

@@ -14,12 +14,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from highwater.attention.pattern import Pattern
-from highwater.attention.patterned import Documents, attend_in_pattern
-from highwater.attention.plain_block import PlainBlock
-from highwater.attention.registry import Attention, register
-from highwater.parallel.sequence_layout import SequenceLayout
-from highwater.spec import working_sizes
+from highwater.engine.attention.pattern import Pattern
+from highwater.engine.attention.patterned import Documents, attend_in_pattern
+from highwater.engine.attention.plain_block import PlainBlock
+from highwater.engine.attention.registry import Attention, register
+from highwater.engine.parallel.sequence_layout import SequenceLayout
+from highwater.nouns import working_sizes
 
 TOLERANCE = 1e-12
 """Norm-relative in float64: only the order of summation differs."""

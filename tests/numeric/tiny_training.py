@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from highwater.attention.registry import register
-from highwater.engine.step import Training
-from highwater.models.build import build, read_config
-from highwater.parallel import mesh as process_mesh
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
+from highwater.engine.attention.registry import register
+from highwater.engine.models.build import build, read_config
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.training.step import Training
+from highwater.model.model import load_model
+from highwater.nouns.layout import Layout
 
 
 def trained(folder: Path, objective: Any) -> Training:

@@ -14,7 +14,7 @@ import threading
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-from highwater.tracer import tracer, trinity_step
+from highwater.engine.tracer import tracer, trinity_step
 
 IMPORTED = (modeling_qwen3, modeling_qwen3_moe, trinity_step)
 """What a trace imports of the models that are traced here."""

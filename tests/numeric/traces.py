@@ -10,13 +10,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from highwater.run.tracing import fullest_rank
-from highwater.spec.codec import from_json, to_json
-from highwater.spec.events import Allocate, Enter, EventLog, Free, GiveBack, TraceOrder
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.settings import Settings
-from highwater.spec.trial import TrialSpec
+from highwater.model.model import load_model
+from highwater.nouns.codec import from_json, to_json
+from highwater.nouns.events import Allocate, Enter, EventLog, Free, GiveBack, TraceOrder
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import TrialSpec
+from highwater.trials.tracing import fullest_rank
 
 Kind = tuple[str, str, str]
 

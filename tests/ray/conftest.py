@@ -11,16 +11,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from highwater.run.engine_trial import EngineLauncher
-from highwater.run.model_files import model_files
-from highwater.run.ray_cluster import RayCluster
-from highwater.run.ray_node import Needs
-from highwater.run.ray_placement import choose
-from highwater.run.ray_runner import RayRunner
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.settings import Settings
-from highwater.spec.trial import TrialSpec
+from highwater.model.model import load_model
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import TrialSpec
+from highwater.trials.engine_trial import EngineLauncher
+from highwater.trials.model_files import model_files
+from highwater.trials.ray_cluster import RayCluster
+from highwater.trials.ray_node import Needs
+from highwater.trials.ray_placement import choose
+from highwater.trials.ray_runner import RayRunner
 from highwater.units import GIB
 
 FAULTS = Path(__file__).parents[1] / "faults"
@@ -74,7 +74,7 @@ def trials(mark: str) -> Iterator[None]:
 
 def processes_of_trials(mark: str) -> list[str]:
     """The commands of what runs trials, of all that was started under the mark."""
-    of_trials = ("highwater.run.reaper", "highwater.engine", "TrialOnNode", "time.sleep(600)")
+    of_trials = ("highwater.trials.reaper", "highwater.engine", "TrialOnNode", "time.sleep(600)")
     found = commands_under(mark).values()
     return [words for words in found if any(part in words for part in of_trials)]
 

@@ -11,16 +11,16 @@ from places import machine_with, question_of, write_model
 from processes import wait_until
 from told_gpus import GO, ToldGpus
 
-from highwater.run.model_files import model_files
-from highwater.run.ray_cluster import RayCluster
-from highwater.run.ray_node import Needs
-from highwater.run.ray_placement import Node
-from highwater.run.ray_runner import RayRunner
-from highwater.spec.layout import Layout
-from highwater.spec.protocols import Launch
-from highwater.spec.settings import Settings
-from highwater.spec.study import Cell
-from highwater.spec.trial import TrialSpec
+from highwater.nouns.layout import Layout
+from highwater.nouns.protocols import Launch
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell
+from highwater.nouns.trial import TrialSpec
+from highwater.trials.model_files import model_files
+from highwater.trials.ray_cluster import RayCluster
+from highwater.trials.ray_node import Needs
+from highwater.trials.ray_placement import Node
+from highwater.trials.ray_runner import RayRunner
 from runner_contract import ENDS_S
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]

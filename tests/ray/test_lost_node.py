@@ -9,9 +9,9 @@ from conftest import GONE_S, holder_of_the_trial, node_of, paused, processes_of_
 from local_cluster import LocalCluster
 from processes import wait_until
 
-from highwater.run.ray_runner import RayRunner
-from highwater.spec.protocols import Launch
-from highwater.spec.trial import Outcome
+from highwater.nouns.protocols import Launch
+from highwater.nouns.trial import Outcome
+from highwater.trials.ray_runner import RayRunner
 from runner_contract import ENDS_S
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("trials")]

@@ -24,10 +24,10 @@ from local_cluster import LocalCluster
 from processes import wait_until
 
 from highwater.errors import MachineError
-from highwater.run.ray_cluster import RayCluster
-from highwater.run.ray_runner import RayRunner
-from highwater.spec.protocols import Launch
-from highwater.spec.trial import Outcome, TrialSpec
+from highwater.nouns.protocols import Launch
+from highwater.nouns.trial import Outcome, TrialSpec
+from highwater.trials.ray_cluster import RayCluster
+from highwater.trials.ray_runner import RayRunner
 from highwater.units import GIB
 from runner_contract import ENDS_S, RunnerContract
 
@@ -111,7 +111,7 @@ def test_when_the_process_that_drives_ray_dies_the_trial_ends_and_the_search_hea
     assert wait_until(pause.with_name("hangs").exists, within_s=ENDS_S)
     # The youngest is this test's: others' clusters were joined before.
     driver = max(
-        pid for pid, words in commands_under(mark).items() if "highwater.run.ray_driver" in words
+        pid for pid, words in commands_under(mark).items() if "highwater.trials.ray_driver" in words
     )
     os.kill(driver, signal.SIGKILL)
     with pytest.raises(MachineError, match="connection to the Ray cluster was lost"):

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 
-from highwater.spec.protocols import Launch, OnPhase, TrialEndedError
-from highwater.spec.trial import Outcome, TrialResult
+from highwater.nouns.protocols import Launch, OnPhase, TrialEndedError
+from highwater.nouns.trial import Outcome, TrialResult
 
 GO = "go"
 """File in the folder of ``FAULTS``: the trials end once it is there."""

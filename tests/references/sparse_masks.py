@@ -9,8 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-from highwater.attention.block_table import block_tables
-from highwater.spec.sparse_pattern import SparsePatternConfig
+from highwater.engine.attention.block_table import block_tables
+from highwater.nouns.sparse_pattern import SparsePatternConfig
 
 
 def mask(pattern: SparsePatternConfig, query_BHSD: Tensor, key_BKSD: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from highwater.spec.attention_bench import (
+from highwater.nouns.attention_bench import (
     AttentionBench,
     BenchCheck,
     BenchMachine,

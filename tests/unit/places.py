@@ -13,10 +13,10 @@ from typing import Any
 import hypothesis
 import msgspec
 
-from highwater.spec.hardware import Gpu, Machine
-from highwater.spec.plan import plan
-from highwater.spec.request import request_from
-from highwater.spec.study import Question
+from highwater.nouns.hardware import Gpu, Machine
+from highwater.nouns.plan import plan
+from highwater.nouns.request import request_from
+from highwater.nouns.study import Question
 from highwater.units import GIB
 
 TINY = {

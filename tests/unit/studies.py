@@ -10,10 +10,8 @@ from pathlib import Path
 import msgspec
 from places import question_of
 
-from highwater.pages.study.study_report import StudyReport, assembled
-from highwater.search.predicted_study import predictions_of
-from highwater.spec.study import STUDY_SCHEMA_VERSION, RecordedTrial, Study
-from highwater.spec.trial import (
+from highwater.nouns.study import STUDY_SCHEMA_VERSION, RecordedTrial, Study
+from highwater.nouns.trial import (
     Failure,
     LogEnd,
     MemoryBudget,
@@ -22,6 +20,8 @@ from highwater.spec.trial import (
     RankReport,
     TrialResult,
 )
+from highwater.pages.study.study_report import StudyReport, assembled
+from highwater.search.predicted_study import predictions_of
 from highwater.store.journal import read_study
 from highwater.units import GIB
 

@@ -15,21 +15,21 @@ from places import machine_with
 
 from highwater.cli.config import request_of
 from highwater.cli.grammar import parse
-from highwater.emit.accelerate_files import LauncherFile, launcher_file
 from highwater.errors import HighwaterError, UsageError
+from highwater.model.model import load_model
+from highwater.nouns.foreign_request import program_of
+from highwater.nouns.launched_command import launched_command
+from highwater.nouns.layout import Layout
+from highwater.nouns.plan import plan, plan_trial
+from highwater.nouns.protocols import unheard
+from highwater.nouns.request import Request, request_from
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Question
+from highwater.nouns.trial import Device, TrialSpec
 from highwater.pages.study.study_commands import find_words, try_words
-from highwater.run.foreign_commands import PREPARE, check_foreign
-from highwater.run.readiness import check_machine
-from highwater.spec.foreign_request import program_of
-from highwater.spec.launched_command import launched_command
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.plan import plan, plan_trial
-from highwater.spec.protocols import unheard
-from highwater.spec.request import Request, request_from
-from highwater.spec.settings import Settings
-from highwater.spec.study import Question
-from highwater.spec.trial import Device, TrialSpec
+from highwater.trainers.accelerate_files import LauncherFile, launcher_file
+from highwater.trials.foreign_commands import PREPARE, check_foreign
+from highwater.trials.readiness import check_machine
 from highwater.units import GIB
 
 COMMAND = "train.py --model {model} --max-len {length} --steps {steps}"

@@ -3,12 +3,12 @@
 import msgspec
 import pytest
 
+from highwater.nouns.request import request_from
+from highwater.nouns.training_request import TrainingRequest
+from highwater.nouns.trial import TrialSpec
 from highwater.recommendation.training_notes import adapter_notes
 from highwater.recommendation.training_settings import chosen_trial
-from highwater.run.probe import probe
-from highwater.spec.request import request_from
-from highwater.spec.training_request import TrainingRequest
-from highwater.spec.trial import TrialSpec
+from highwater.trials.probe import probe
 
 NATIVE = 32_768
 """Positions of the tiny model."""

@@ -13,7 +13,7 @@ from places import script
 from highwater.memory.trace import allocator
 from highwater.memory.trace.allocator import CachingAllocator, segment_size
 from highwater.memory.trace.replay import replay
-from highwater.spec.events import EventLog
+from highwater.nouns.events import EventLog
 from highwater.units import MIB
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "results" / "lab" / "histories.py"

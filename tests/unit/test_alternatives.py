@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from highwater.errors import UsageError
+from highwater.nouns.bounds import MOST_GPUS_OF_A_MACHINE
+from highwater.nouns.hardware import gpu_catalog
 from highwater.pages.recommendation_tables import recommendation_tables
 from highwater.pages.text_table import plain_table
 from highwater.recommendation.recommend import recommend
-from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE
-from highwater.spec.hardware import gpu_catalog
 
 
 def test_where_nothing_fits_the_fewest_more_gpus_a_larger_one_and_a_technique_are_named():

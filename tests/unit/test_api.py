@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 import highwater
+from highwater.nouns.trial import Outcome
 from highwater.search.search_events import CellAnswered, SearchEvent, TrialFinished
-from highwater.spec.trial import Outcome
 
 
 def test_a_search_from_python_answers_every_cell_and_can_be_followed(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ import highwater
 from highwater.cli.flags import typed_values
 from highwater.cli.grammar import parse
 from highwater.errors import UsageError
+from highwater.nouns.request import request_from
+from highwater.nouns.settings import Settings
 from highwater.pages.study.study_commands import find_words, try_words
 from highwater.recommendation.queries import query_of_prediction
-from highwater.spec.request import request_from
-from highwater.spec.settings import Settings
 
 
 def test_the_question_of_one_micro_batch_is_another_one_whose_rungs_say_so():

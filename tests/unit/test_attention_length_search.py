@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from highwater.bench.attention.length_search import LEAST_TOKENS, LengthSearch, NamedLengths
+from highwater.engine.bench.attention.length_search import LEAST_TOKENS, LengthSearch, NamedLengths
 
 LONGEST = 1 << 24
 

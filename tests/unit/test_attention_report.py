@@ -8,6 +8,8 @@ import re
 import pytest
 from attention_figures import BOTH, bench, card, measured, row
 
+from highwater.nouns.attention_bench import AttentionBench, BenchCheck, NotRun
+from highwater.nouns.codec import to_json
 from highwater.pages.attention.attention_conclusions import advice, answer, conclusions, labels
 from highwater.pages.attention.attention_plots import plots
 from highwater.pages.attention.attention_report import (
@@ -18,8 +20,6 @@ from highwater.pages.attention.attention_report import (
 )
 from highwater.pages.attention.attention_tables import predicted_table
 from highwater.recommendation.attention_summary import attention_summary
-from highwater.spec.attention_bench import AttentionBench, BenchCheck, NotRun
-from highwater.spec.codec import to_json
 from highwater.units import GIB, KIB, MIB
 
 LENGTHS = (16_384, 32_768, 65_536, 131_072)

@@ -12,10 +12,10 @@ import pytest
 from highwater.memory.trace.replay import replay
 from highwater.memory.trinity.bundled_traces import bundled_trace
 from highwater.memory.trinity.closed_form import tokens_of_a_gpu
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.settings import Settings
-from highwater.spec.study import Cell
+from highwater.model.model import load_model
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell
 from highwater.units import GIB, MIB
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "lab"

@@ -7,9 +7,9 @@ import pytest
 
 from highwater.memory.formula.breakdown import Footprint
 from highwater.memory.formula.formula import likely_footprint
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.settings import Settings
+from highwater.model.model import load_model
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
 from highwater.units import GIB
 
 SFT = Settings(allocator="expandable", loss="chunked")

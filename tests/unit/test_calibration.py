@@ -33,8 +33,8 @@ from highwater.memory.interval.residuals import (
     traced_residual,
     worth_tracing,
 )
-from highwater.spec.events import Allocate, Enter, EventLog
-from highwater.spec.trial import MemoryBudget, Outcome, RankMemory, RankReport, TrialResult
+from highwater.nouns.events import Allocate, Enter, EventLog
+from highwater.nouns.trial import MemoryBudget, Outcome, RankMemory, RankReport, TrialResult
 from highwater.units import GIB
 
 ROOT = Path(__file__).parents[2]

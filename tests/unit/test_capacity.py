@@ -12,8 +12,8 @@ from highwater.memory.interval.calibration import calibrate
 from highwater.memory.interval.residuals import bundled_residuals
 from highwater.memory.trace.scaled_trace import ScaledTrace
 from highwater.memory.trinity import bundled_traces
-from highwater.spec.cluster import cluster
-from highwater.spec.hardware import gpu_catalog
+from highwater.nouns.cluster import cluster
+from highwater.nouns.hardware import gpu_catalog
 from highwater.units import GIB
 
 PUBLISHED_A100 = Path(__file__).parents[1] / "data" / "published_capacity_a100_80gb.csv"

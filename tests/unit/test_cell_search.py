@@ -10,18 +10,18 @@ from places import examples
 
 from highwater.errors import MachineError
 from highwater.memory.formula.constants import CONTEXT_BYTES
-from highwater.run.one_by_one import OneByOne
-from highwater.run.simulated import FormulaLaw, Law, SimulatedRunner
+from highwater.model.model import load_model
+from highwater.nouns.grid import Grid
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell, CellAnswer, Question
+from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.search.bracket import HINT_COST
 from highwater.search.memory_line import MemoryLine
 from highwater.search.scheduler import search_cells
 from highwater.search.search_events import CellAnswered, SearchEvent, TrialFinished, TrialStarted
-from highwater.spec.grid import Grid
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.settings import Settings
-from highwater.spec.study import Cell, CellAnswer, Question
-from highwater.spec.trial import Outcome, TrialResult, TrialSpec
+from highwater.trials.one_by_one import OneByOne
+from highwater.trials.simulated import FormulaLaw, Law, SimulatedRunner
 from highwater.units import GIB, MIB
 
 STEP = 1000

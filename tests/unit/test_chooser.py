@@ -17,9 +17,10 @@ from places import question_of, write_model
 from highwater import guide, predict, recommend
 from highwater.cli.grammar import parse
 from highwater.cli.recommend import found_for
-from highwater.emit.emitted import answered_first
-from highwater.emit.trinity import trinity
-from highwater.emit.verl import verl
+from highwater.model.model import load_model
+from highwater.nouns.capacities import study_capacities
+from highwater.nouns.recommendation import Recommendation
+from highwater.nouns.study import Study
 from highwater.pages.answer_sentence import recommendation_answer
 from highwater.pages.guide.answers import places
 from highwater.pages.guide.chooser import Place, chooser_json
@@ -27,13 +28,12 @@ from highwater.pages.guide.guide import Guide, guide_tables
 from highwater.pages.guide.guide_page import guide_page
 from highwater.pages.guide.guide_rows import guide_rows
 from highwater.pages.recommendation_tables import recommendation_tables
-from highwater.run.simulated import SimulatedRunner
 from highwater.search.recorded_search import recorded_search
-from highwater.spec.capacities import study_capacities
-from highwater.spec.model import load_model
-from highwater.spec.recommendation import Recommendation
-from highwater.spec.study import Study
 from highwater.store.journal import open_journal
+from highwater.trainers.emitted import answered_first
+from highwater.trainers.trinity import trinity
+from highwater.trainers.verl import verl
+from highwater.trials.simulated import SimulatedRunner
 from highwater.units import GIB
 
 ROOT = Path(__file__).parents[2]

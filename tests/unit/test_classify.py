@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from places import question_of
 
-from highwater.run.classify import Ending, Verdict, classify
-from highwater.run.ranks import RankExit
-from highwater.spec.layout import Layout
-from highwater.spec.oom import exhausted_memory, memory_aborted
-from highwater.spec.trial import Device, Failure, FailureKind, Outcome, RankReport, TrialSpec
+from highwater.nouns.layout import Layout
+from highwater.nouns.oom import exhausted_memory, memory_aborted
+from highwater.nouns.trial import Device, Failure, FailureKind, Outcome, RankReport, TrialSpec
+from highwater.trials.classify import Ending, Verdict, classify
+from highwater.trials.ranks import RankExit
 
 QUESTION = question_of(loss="full", allocator="native")
 

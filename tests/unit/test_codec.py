@@ -5,10 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from highwater.spec.codec import digest, from_builtins, from_json, json_schema, to_builtins, to_json
-from highwater.spec.layout import Layout
-from highwater.spec.settings import Settings
-from highwater.spec.trial import (
+from highwater.nouns.codec import (
+    digest,
+    from_builtins,
+    from_json,
+    json_schema,
+    to_builtins,
+    to_json,
+)
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import (
     Failure,
     Outcome,
     RankMemory,

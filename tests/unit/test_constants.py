@@ -25,14 +25,14 @@ from highwater.memory.formula.constants import (
 from highwater.memory.interval.residuals import study_residuals
 from highwater.memory.question import predicted_question
 from highwater.memory.trace.exact import predict_exactly
+from highwater.nouns.cluster import Cluster
+from highwater.nouns.codec import from_builtins, from_json, to_json
+from highwater.nouns.events import Allocate, Enter, EventLog
+from highwater.nouns.machine_constants import CUBLAS_WORKSPACES, Constants, Reading
+from highwater.nouns.trial import TrialSpec
 from highwater.pages.prediction_tables import prediction_table
 from highwater.recommendation.user_measurements import own_constants
-from highwater.run.probe import probe
-from highwater.spec.cluster import Cluster
-from highwater.spec.codec import from_builtins, from_json, to_json
-from highwater.spec.events import Allocate, Enter, EventLog
-from highwater.spec.machine_constants import CUBLAS_WORKSPACES, Constants, Reading
-from highwater.spec.trial import TrialSpec
+from highwater.trials.probe import probe
 from highwater.units import GIB, MIB
 
 ROOT = Path(__file__).parents[2]

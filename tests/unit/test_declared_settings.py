@@ -12,11 +12,11 @@ import pytest
 from highwater.cli.config import config_schema
 from highwater.cli.flags import typed_values
 from highwater.cli.grammar import commands, parse
-from highwater.spec.declaration import SWITCH, CommandName, Setting, words_of
-from highwater.spec.declared_settings import DECLARED, TOPICS, taken_by
-from highwater.spec.hyperparameters import Hyperparameters
-from highwater.spec.request import Request, choices, request_from, setting_flags
-from highwater.spec.settings import PATTERN_FIELDS, Settings
+from highwater.nouns.declaration import SWITCH, CommandName, Setting, words_of
+from highwater.nouns.declared_settings import DECLARED, TOPICS, taken_by
+from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.request import Request, choices, request_from, setting_flags
+from highwater.nouns.settings import PATTERN_FIELDS, Settings
 
 ROWS = list(DECLARED.values())
 FIELDS = {field.name: field for field in msgspec.structs.fields(Request)}

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 from studies import CELL, study_of, trial
 
-from highwater.run.diagnosis import MemoryDiagnosis, undiagnosed
-from highwater.run.trial_log import log_path_of
-from highwater.spec.request import request_from
-from highwater.spec.trial import Failure, Outcome, RankReport
+from highwater.nouns.request import request_from
+from highwater.nouns.trial import Failure, Outcome, RankReport
 from highwater.store.trial_snapshots import recorded_snapshots, snapshot_folder
+from highwater.trials.diagnosis import MemoryDiagnosis, undiagnosed
+from highwater.trials.trial_log import log_path_of
 
 REPORTS = tuple(
     RankReport(

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from highwater.errors import MachineError, UsageError
-from highwater.spec.footprint import CheckpointBytes, checkpoint_bytes
-from highwater.spec.model import load_model
-from highwater.spec.settings import Settings
+from highwater.model.footprint import CheckpointBytes, checkpoint_bytes
+from highwater.model.model import load_model
+from highwater.nouns.settings import Settings
 from highwater.store.directory import check_checkpoint_directory
 from highwater.units import MIB
 

@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from places import examples
 from trainers import recorded
 
-from highwater.emit import trinity as trinity_file
-from highwater.emit import verl as verl_file
-from highwater.emit.emitted import Emitted, nested
-from highwater.emit.trinity import trinity
-from highwater.emit.verl import verl
 from highwater.errors import UsageError
+from highwater.nouns.codec import from_json, to_json
+from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.recommendation.recommend import recommend
-from highwater.spec.codec import from_json, to_json
-from highwater.spec.recommendation import Candidate, Recommendation
+from highwater.trainers import trinity as trinity_file
+from highwater.trainers import verl as verl_file
+from highwater.trainers.emitted import Emitted, nested
+from highwater.trainers.trinity import trinity
+from highwater.trainers.verl import verl
 
 DATA = Path(__file__).parents[1] / "data"
 _TYPES = {

@@ -8,13 +8,13 @@ import pytest
 from test_emitted_others import goal, is_a
 from trainers import recorded
 
-from highwater.emit import areal as areal_file
-from highwater.emit import torchtitan as torchtitan_file
-from highwater.emit import trinity as trinity_file
-from highwater.emit import trl as trl_file
-from highwater.emit import verl as verl_file
-from highwater.emit.targets import TARGETS, configured, refuse_unknown_settings
 from highwater.errors import UsageError
+from highwater.trainers import areal as areal_file
+from highwater.trainers import torchtitan as torchtitan_file
+from highwater.trainers import trinity as trinity_file
+from highwater.trainers import trl as trl_file
+from highwater.trainers import verl as verl_file
+from highwater.trainers.targets import TARGETS, configured, refuse_unknown_settings
 
 MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
 EXPECTED = {

@@ -13,13 +13,13 @@ import yaml
 from test_emitted_others import goal, is_a, rung
 from trainers import recorded
 
-from highwater.emit import axolotl as axolotl_file
-from highwater.emit import llamafactory as llamafactory_file
-from highwater.emit import ms_swift as ms_swift_file
-from highwater.emit.emitted import DATASET, Emitted, nested
-from highwater.emit.targets import TARGETS, configured, configured_choice, hub_id_of
 from highwater.errors import UsageError
 from highwater.recommendation.recommend import recommend
+from highwater.trainers import axolotl as axolotl_file
+from highwater.trainers import llamafactory as llamafactory_file
+from highwater.trainers import ms_swift as ms_swift_file
+from highwater.trainers.emitted import DATASET, Emitted, nested
+from highwater.trainers.targets import TARGETS, configured, configured_choice, hub_id_of
 
 FILES = {
     "axolotl": axolotl_file,

@@ -14,26 +14,26 @@ import pytest
 import yaml
 from trainers import recorded
 
-from highwater.emit import accelerate as accelerate_file
-from highwater.emit import areal as areal_file
-from highwater.emit import torchtitan as torchtitan_file
-from highwater.emit import trl as trl_file
-from highwater.emit.accelerate import accelerate
-from highwater.emit.areal import areal
-from highwater.emit.emitted import Emitted, nested
-from highwater.emit.targets import TARGETS, configured
-from highwater.emit.torchtitan import FLAVORS, torchtitan
-from highwater.emit.trl import trl
 from highwater.errors import UsageError
+from highwater.model.model import load_model
+from highwater.model.model_catalog import catalog_names
+from highwater.nouns.codec import from_json, to_json
+from highwater.nouns.completions import GENERATIONS
+from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.layout import Layout
+from highwater.nouns.recommendation import Candidate, Recommendation
+from highwater.nouns.trainer import OURS
 from highwater.recommendation.recommend import recommend
-from highwater.spec.codec import from_json, to_json
-from highwater.spec.completions import GENERATIONS
-from highwater.spec.hyperparameters import Hyperparameters
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.model_catalog import catalog_names
-from highwater.spec.recommendation import Candidate, Recommendation
-from highwater.spec.trainer import OURS
+from highwater.trainers import accelerate as accelerate_file
+from highwater.trainers import areal as areal_file
+from highwater.trainers import torchtitan as torchtitan_file
+from highwater.trainers import trl as trl_file
+from highwater.trainers.accelerate import accelerate
+from highwater.trainers.areal import areal
+from highwater.trainers.emitted import Emitted, nested
+from highwater.trainers.targets import TARGETS, configured
+from highwater.trainers.torchtitan import FLAVORS, torchtitan
+from highwater.trainers.trl import trl
 
 ROOT = Path(__file__).parents[2]
 FILES = {

@@ -22,13 +22,13 @@ from highwater.memory.interval.calibration import (
 from highwater.memory.interval.residuals import bundled_residuals
 from highwater.memory.trace.exact import predict_exactly
 from highwater.memory.trace.replay import replay
-from highwater.spec.events import Allocate, Enter, EventLog
-from highwater.spec.grid import Grid
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.settings import Settings
-from highwater.spec.study import Cell, Question
-from highwater.spec.trial import TrialSpec
+from highwater.model.model import load_model
+from highwater.nouns.events import Allocate, Enter, EventLog
+from highwater.nouns.grid import Grid
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell, Question
+from highwater.nouns.trial import TrialSpec
 from highwater.units import GIB, MIB
 
 MODEL = load_model("Qwen3-0.6B")

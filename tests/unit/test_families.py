@@ -12,20 +12,20 @@ from places import write_model
 
 from highwater.errors import ModelError
 from highwater.memory.formula.formula import FAMILIES
-from highwater.spec.families import (
+from highwater.model.families import (
     CLASS_DEFAULTS,
     DROPOUT_BY_DEFAULT,
     EXPERTS,
     NEEDED,
     ROPE_BY_LAYER,
 )
-from highwater.spec.footprint import matrices
-from highwater.spec.logit_transform import logit_transform_of
-from highwater.spec.model import load_model, shape_of
-from highwater.spec.model_config import MIN_FIELDS
-from highwater.spec.rope import unscalable, yarn
-from highwater.spec.rope_block import rope_block
-from highwater.spec.trained_families import TRAINED
+from highwater.model.footprint import matrices
+from highwater.model.logit_transform import logit_transform_of
+from highwater.model.model import load_model, shape_of
+from highwater.model.model_config import MIN_FIELDS
+from highwater.model.rope import unscalable, yarn
+from highwater.model.rope_block import rope_block
+from highwater.model.trained_families import TRAINED
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
@@ -374,7 +374,7 @@ def test_a_config_with_nothing_but_sizes_has_the_parameters_of_transformers_own_
     tmp_path: Path, family: str
 ) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    from highwater.models.build import read_config
+    from highwater.engine.models.build import read_config
 
     more: dict[str, Any] = (
         {"num_attention_heads": 20, "hidden_size": 2560} if family in ("bitnet", "helium") else {}
@@ -575,7 +575,7 @@ def test_a_config_without_a_head_size_is_read_past_its_native_length(
     tmp_path: Path, family: str
 ) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    from highwater.models.build import read_config
+    from highwater.engine.models.build import read_config
 
     sizes = {**SMALL, **(SMALL_EXPERTS if family == "mixtral" else {}), "head_dim": None}
     model = load_model(str(write_model(tmp_path, model_type=family, **sizes)))

@@ -11,9 +11,19 @@ import pytest
 from places import machine_with
 from trainers import recorded
 
-from highwater.emit import axolotl, llamafactory, ms_swift
-from highwater.emit.axolotl_files import AXOLOTL
-from highwater.emit.finetuner_files import (
+from highwater.errors import HighwaterError, UsageError
+from highwater.model.model import load_model
+from highwater.model.rope import yarn
+from highwater.nouns.foreign_request import config_digest
+from highwater.nouns.foreign_trainer import BY_COMMAND, FOREIGN, PAGE, ForeignTrainer
+from highwater.nouns.layout import Layout
+from highwater.nouns.plan import plan
+from highwater.nouns.request import request_from
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import TrialSpec
+from highwater.trainers import axolotl, llamafactory, ms_swift
+from highwater.trainers.axolotl_files import AXOLOTL
+from highwater.trainers.finetuner_files import (
     DOCUMENTS,
     Finetuner,
     FinetunerFiles,
@@ -22,22 +32,12 @@ from highwater.emit.finetuner_files import (
     TrialPlace,
     trial_files,
 )
-from highwater.emit.llamafactory_files import LLAMAFACTORY
-from highwater.emit.ms_swift_files import MS_SWIFT
-from highwater.emit.targets import TARGETS
-from highwater.errors import HighwaterError, UsageError
-from highwater.run.finetuner_trial import base_of, check_finetuner
-from highwater.run.foreign_commands import PREPARE
-from highwater.run.trl_log import steps_of
-from highwater.spec.foreign_request import config_digest
-from highwater.spec.foreign_trainer import BY_COMMAND, FOREIGN, PAGE, ForeignTrainer
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.plan import plan
-from highwater.spec.request import request_from
-from highwater.spec.rope import yarn
-from highwater.spec.settings import Settings
-from highwater.spec.trial import TrialSpec
+from highwater.trainers.llamafactory_files import LLAMAFACTORY
+from highwater.trainers.ms_swift_files import MS_SWIFT
+from highwater.trainers.targets import TARGETS
+from highwater.trials.finetuner_trial import base_of, check_finetuner
+from highwater.trials.foreign_commands import PREPARE
+from highwater.trials.trl_log import steps_of
 from highwater.units import GIB
 
 LENGTH = 16384

@@ -16,20 +16,20 @@ from highwater.cli.config import request_of, to_yaml
 from highwater.cli.flags import typed_values
 from highwater.cli.grammar import parse
 from highwater.errors import HighwaterError, UsageError
-from highwater.pages.study.study_commands import find_words, try_words
-from highwater.spec.command_template import (
+from highwater.nouns.command_template import (
     PLACEHOLDERS,
     filled_command,
     placeholders_of,
     split_command,
 )
-from highwater.spec.declared_settings import DECLARED
-from highwater.spec.foreign_request import base_config, foreign_of
-from highwater.spec.foreign_trainer import FOREIGN, ForeignTrainer
-from highwater.spec.plan import plan, plan_trial
-from highwater.spec.request import Request, request_from
-from highwater.spec.study import Question
-from highwater.spec.trial import TrialSpec
+from highwater.nouns.declared_settings import DECLARED
+from highwater.nouns.foreign_request import base_config, foreign_of
+from highwater.nouns.foreign_trainer import FOREIGN, ForeignTrainer
+from highwater.nouns.plan import plan, plan_trial
+from highwater.nouns.request import Request, request_from
+from highwater.nouns.study import Question
+from highwater.nouns.trial import TrialSpec
+from highwater.pages.study.study_commands import find_words, try_words
 
 COMMAND = "torchrun --nproc-per-node {gpus} train.py --len {length} --sp {ulysses} --steps {steps}"
 ASKED: dict[str, Any] = {"model": "Qwen3-0.6B", "trainer": "command", "command": COMMAND}

@@ -13,6 +13,18 @@ from studies import report_of
 import highwater
 from highwater.errors import UsageError
 from highwater.memory.interval.residuals import study_residuals
+from highwater.nouns.capacities import study_capacities
+from highwater.nouns.plan import plan
+from highwater.nouns.request import request_from
+from highwater.nouns.study import Study
+from highwater.nouns.trial import (
+    MemoryBudget,
+    Outcome,
+    RankMemory,
+    RankReport,
+    TrialResult,
+    TrialSpec,
+)
 from highwater.pages.answer_sentence import recommendation_answer
 from highwater.pages.guide.answers import places
 from highwater.pages.guide.build import guide
@@ -24,22 +36,10 @@ from highwater.pages.study.study_markdown import study_markdown
 from highwater.pages.study.study_page import study_page
 from highwater.pages.study.tables import answer_table, trial_table
 from highwater.pages.text_table import plain_table
-from highwater.run.one_by_one import OneByOne
 from highwater.search.outlook import outlook
 from highwater.search.recorded_search import recorded_search
-from highwater.spec.capacities import study_capacities
-from highwater.spec.plan import plan
-from highwater.spec.request import request_from
-from highwater.spec.study import Study
-from highwater.spec.trial import (
-    MemoryBudget,
-    Outcome,
-    RankMemory,
-    RankReport,
-    TrialResult,
-    TrialSpec,
-)
 from highwater.store.journal import open_journal, read_study
+from highwater.trials.one_by_one import OneByOne
 from highwater.units import GIB
 
 COMMAND = "python train.py --max-len {length}"

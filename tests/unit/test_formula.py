@@ -10,10 +10,10 @@ import highwater
 from highwater.memory.formula.breakdown import Footprint, Term
 from highwater.memory.formula.constants import PAGE_TABLE_BYTES
 from highwater.memory.formula.formula import footprint
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.settings import Settings
-from highwater.spec.trial import Outcome
+from highwater.model.model import load_model
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import Outcome
 from highwater.units import MIB
 
 STUDIES = Path(__file__).parents[2] / "docs" / "results" / "find"

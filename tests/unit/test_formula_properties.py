@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from highwater.memory.formula.breakdown import Footprint
 from highwater.memory.formula.formula import FAMILIES, footprint, likely_footprint
-from highwater.spec.footprint import gradient_bytes, policy_parameters
-from highwater.spec.layout import Layout
-from highwater.spec.model import ModelShape, load_model
-from highwater.spec.model_catalog import catalog_names
-from highwater.spec.objective import TRAITS
-from highwater.spec.settings import Settings
+from highwater.model.footprint import gradient_bytes, policy_parameters
+from highwater.model.model import ModelShape, load_model
+from highwater.model.model_catalog import catalog_names
+from highwater.nouns.layout import Layout
+from highwater.nouns.objective import TRAITS
+from highwater.nouns.settings import Settings
 
 FORMULAS = [pytest.param(footprint, id="enough"), pytest.param(likely_footprint, id="likely")]
 DEVICES = st.sampled_from(["cuda", "cuda", "cpu"])

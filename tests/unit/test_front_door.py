@@ -15,8 +15,8 @@ import pytest
 
 from highwater.memory.formula.formula import FAMILIES
 from highwater.memory.formula.moments import families
-from highwater.spec.model_catalog import catalog_names
-from highwater.spec.trained_families import REFUSED, TRAINED
+from highwater.model.model_catalog import catalog_names
+from highwater.model.trained_families import REFUSED, TRAINED
 
 FOLDER = Path(__file__).parents[2] / "docs" / "results" / "families"
 ROWS: list[dict[str, Any]] = json.loads((FOLDER / "front_door.json").read_text())["configs"]

@@ -8,13 +8,13 @@ import msgspec
 import pytest
 
 from highwater.errors import UsageError
-from highwater.spec.codec import from_json, to_json
-from highwater.spec.corpus import Corpus
-from highwater.spec.hyperparameters import DEFAULTS, Hyperparameters
-from highwater.spec.layout import Layout
-from highwater.spec.settings import Settings
-from highwater.spec.training import RunState, Schedule, TrainingSpec, differences, run_digest
-from highwater.spec.trial import TrialSpec
+from highwater.nouns.codec import from_json, to_json
+from highwater.nouns.corpus import Corpus
+from highwater.nouns.hyperparameters import DEFAULTS, Hyperparameters
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.training import RunState, Schedule, TrainingSpec, differences, run_digest
+from highwater.nouns.trial import TrialSpec
 
 CORPUS = Corpus(
     directory="/corpora/a",

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from highwater.errors import UsageError
-from highwater.spec.grid import Grid
+from highwater.nouns.grid import Grid
 
 
 @st.composite

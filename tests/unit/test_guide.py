@@ -19,17 +19,17 @@ from places import question_of, write_model
 
 from highwater import api, guide, predict, write_guide
 from highwater.errors import UsageError
+from highwater.nouns.capacities import Capacity, study_capacities
+from highwater.nouns.codec import to_json
+from highwater.nouns.ladder import simplicity
+from highwater.nouns.layout import Layout
+from highwater.nouns.published import PUBLISHED_SETTINGS, published_grid
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell, CellAnswer, MemoryOnlyFit, Study
 from highwater.pages.guide.guide import Guide, cell_label, guide_tables
 from highwater.pages.guide.guide_markdown import guide_markdown
 from highwater.pages.guide.guide_rows import guide_rows
 from highwater.pages.markdown import escaped
-from highwater.spec.capacities import Capacity, study_capacities
-from highwater.spec.codec import to_json
-from highwater.spec.ladder import simplicity
-from highwater.spec.layout import Layout
-from highwater.spec.published import PUBLISHED_SETTINGS, published_grid
-from highwater.spec.settings import Settings
-from highwater.spec.study import Cell, CellAnswer, MemoryOnlyFit, Study
 
 DATA = Path(__file__).parents[1] / "data"
 FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"

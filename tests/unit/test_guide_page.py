@@ -11,13 +11,13 @@ from markup import LARGEST_BYTES, Page
 from places import question_of
 
 from highwater import guide, write_guide
+from highwater.nouns.capacities import study_capacities
+from highwater.nouns.study import Study
 from highwater.pages.guide.answers import places
 from highwater.pages.guide.guide import Guide, guide_tables
 from highwater.pages.guide.guide_markdown import guide_markdown
 from highwater.pages.guide.guide_page import guide_page
 from highwater.pages.guide.guide_rows import guide_rows
-from highwater.spec.capacities import study_capacities
-from highwater.spec.study import Study
 
 TABLE = Path(__file__).parents[1] / "data" / "published_capacity_a100_80gb.csv"
 STUDIES = Path(__file__).parents[2] / "docs" / "results" / "find"

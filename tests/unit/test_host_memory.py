@@ -2,9 +2,9 @@
 
 import pytest
 
-from highwater.spec.cluster import cluster
-from highwater.spec.hardware import gpu_catalog, kind_of, lacking
-from highwater.spec.host_memory import default_host, host_catalog
+from highwater.nouns.cluster import cluster
+from highwater.nouns.hardware import gpu_catalog, kind_of, lacking
+from highwater.nouns.host_memory import default_host, host_catalog
 from highwater.speed.rates import sheets
 from highwater.units import GIB
 

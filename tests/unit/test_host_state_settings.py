@@ -12,15 +12,11 @@ from places import machine_with
 from highwater.api import predict
 from highwater.cli.flags import typed_values
 from highwater.cli.grammar import parse
-from highwater.emit.targets import TARGETS, configured, configured_choice, refuse_unknown_settings
 from highwater.errors import MachineError, UsageError
 from highwater.memory.formula.formula import footprint
 from highwater.memory.snapshot.attribution import category_of
 from highwater.memory.snapshot.snapshot import Frame
-from highwater.pages.recommendation_tables import costs
-from highwater.recommendation.recommend import recommend
-from highwater.spec.codec import from_json, to_json
-from highwater.spec.footprint import (
+from highwater.model.footprint import (
     checkpoint_bytes,
     device_state_bytes,
     host_state_bytes,
@@ -28,16 +24,25 @@ from highwater.spec.footprint import (
     staged_gradient_bytes,
     update_bytes,
 )
-from highwater.spec.identity import key_of
-from highwater.spec.ladder import simplicity
-from highwater.spec.layout import Layout
-from highwater.spec.model import ModelShape, load_model
-from highwater.spec.optimizer import STREAMED
-from highwater.spec.plan import plan
-from highwater.spec.plan_notes import offload_notes
-from highwater.spec.request import request_from, setting_flags
-from highwater.spec.settings import Settings
-from highwater.spec.study import Cell
+from highwater.model.model import ModelShape, load_model
+from highwater.nouns.codec import from_json, to_json
+from highwater.nouns.identity import key_of
+from highwater.nouns.ladder import simplicity
+from highwater.nouns.layout import Layout
+from highwater.nouns.optimizer import STREAMED
+from highwater.nouns.plan import plan
+from highwater.nouns.plan_notes import offload_notes
+from highwater.nouns.request import request_from, setting_flags
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell
+from highwater.pages.recommendation_tables import costs
+from highwater.recommendation.recommend import recommend
+from highwater.trainers.targets import (
+    TARGETS,
+    configured,
+    configured_choice,
+    refuse_unknown_settings,
+)
 
 STATES = Settings(offload="states")
 MODEL = "Qwen3-0.6B"

@@ -11,13 +11,13 @@ from places import question_of
 from studies import report_of
 
 from highwater.errors import UsageError
+from highwater.nouns.declared_settings import TOPICS, taken_by
+from highwater.nouns.hyperparameters import DEFAULTS, NAMES, Hyperparameters
+from highwater.nouns.request import request_from
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Question, Study
 from highwater.pages.study.study_commands import find_words, try_words
 from highwater.pages.study.study_question import question_table
-from highwater.spec.declared_settings import TOPICS, taken_by
-from highwater.spec.hyperparameters import DEFAULTS, NAMES, Hyperparameters
-from highwater.spec.request import request_from
-from highwater.spec.settings import Settings
-from highwater.spec.study import Question, Study
 
 NUMBERS = [name for name in NAMES if name != "kl_estimator"]
 CRITIC = {"objective": "ppo", "critic": True, "entropy": "full"}

@@ -15,12 +15,12 @@ from places import question_of
 from highwater.cli.config import request_of
 from highwater.cli.grammar import parse
 from highwater.errors import MachineError
+from highwater.nouns.codec import Record, digest
+from highwater.nouns.ladder import simplicity
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell, Question
 from highwater.search.completed import completed_study
-from highwater.spec.codec import Record, digest
-from highwater.spec.ladder import simplicity
-from highwater.spec.layout import Layout
-from highwater.spec.settings import Settings
-from highwater.spec.study import Cell, Question
 from highwater.store.directory import study_path
 from highwater.store.journal import read_study
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from highwater.run.imported_files import imported_digest, imported_files
+from highwater.trials.imported_files import imported_digest, imported_files
 
 SOURCE = Path(__file__).parents[2] / "src" / "highwater"
-TRACER = "highwater.tracer.tracer"
+TRACER = "highwater.engine.tracer.tracer"
 FILES = {
     "__init__.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import own.typed\n",
     "start.py": "import os\nfrom own.room import first\nfrom own.room.second import value\n",
@@ -51,12 +51,12 @@ def test_what_is_imported_is_followed_into_functions_and_not_into_what_only_type
         ("cli/commands.py", False),
         ("search/bracket.py", False),
         ("memory/formula/formula.py", False),
-        ("spec/published.py", False),
-        ("models/loss.py", True),
-        ("kernels/rows_triton.py", True),
-        ("attention/__init__.py", True),
-        ("spec/trial.py", True),
-        ("spec/events.py", True),
+        ("nouns/published.py", False),
+        ("engine/models/loss.py", True),
+        ("engine/kernels/rows_triton.py", True),
+        ("engine/attention/__init__.py", True),
+        ("nouns/trial.py", True),
+        ("nouns/events.py", True),
         ("units.py", True),
     ],
 )

@@ -17,15 +17,15 @@ from studies import without_checksums
 
 from highwater.cli.app import main
 from highwater.errors import EXIT_MACHINE, StudyError
-from highwater.run.probe import environment
-from highwater.run.simulated import FormulaLaw, SimulatedRunner
+from highwater.nouns.environment import RECORDED_VARIABLES
+from highwater.nouns.protocols import Runner
+from highwater.nouns.study import Question, Study
+from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.search.recorded_search import recorded_search
 from highwater.search.search_events import TrialFinished
-from highwater.spec.environment import RECORDED_VARIABLES
-from highwater.spec.protocols import Runner
-from highwater.spec.study import Question, Study
-from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 from highwater.store.journal import Journal, open_journal, read_study
+from highwater.trials.probe import environment
+from highwater.trials.simulated import FormulaLaw, SimulatedRunner
 
 FIT = TrialResult(outcome=Outcome.FIT, reason="2 steps done")
 QUESTION = question_of(loss="chunked", allocator="expandable")

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 from studies import FOUND
 
-from highwater.spec.codec import to_json
-from highwater.spec.layout import Layout
-from highwater.spec.study import STUDY_SCHEMA_VERSION, Cell, CellAnswer
+from highwater.nouns.codec import to_json
+from highwater.nouns.layout import Layout
+from highwater.nouns.study import STUDY_SCHEMA_VERSION, Cell, CellAnswer
 from highwater.store.journal import read_study
 from highwater.store.lines import AnsweredLine, FinishedLine, HeaderLine, Line, StartedLine, sealed
 from highwater.units import GIB

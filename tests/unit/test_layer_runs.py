@@ -16,9 +16,8 @@ from highwater.errors import ModelError
 from highwater.memory.formula import layer_bytes as formula
 from highwater.memory.formula.formula import footprint, likely_footprint
 from highwater.memory.formula.layers import busiest_step
-from highwater.spec.codec import from_json, to_json
-from highwater.spec.flops import step_flops
-from highwater.spec.footprint import (
+from highwater.model.flops import step_flops
+from highwater.model.footprint import (
     checkpoint_bytes,
     device_state_bytes,
     host_state_bytes,
@@ -27,11 +26,12 @@ from highwater.spec.footprint import (
     pinned_state_bytes,
     staged_gradient_bytes,
 )
-from highwater.spec.layer_kind import AttentionKind, LayerKind, LayerRun, MlpKind, runs_of
-from highwater.spec.layout import Layout
-from highwater.spec.model import ModelShape, load_model
-from highwater.spec.model_catalog import catalog_names
-from highwater.spec.settings import Settings
+from highwater.model.layer_kind import AttentionKind, LayerKind, LayerRun, MlpKind, runs_of
+from highwater.model.model import ModelShape, load_model
+from highwater.model.model_catalog import catalog_names
+from highwater.nouns.codec import from_json, to_json
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
 
 HIDDEN = 512
 FULL = AttentionKind(query_heads=16, kv_heads=4, head_dim=64)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from highwater.memory.formula.formula import likely_footprint
-from highwater.spec.layout import Layout
-from highwater.spec.model import ModelShape
-from highwater.spec.settings import Settings
+from highwater.model.model import ModelShape
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
 from highwater.units import GIB
 
 TOLERANCE = 0.003

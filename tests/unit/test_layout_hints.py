@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from highwater.errors import UsageError
-from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE
-from highwater.spec.cells import cells_of
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.request import request_from
-from highwater.spec.settings import Strategy
+from highwater.model.model import load_model
+from highwater.nouns.bounds import MOST_GPUS_OF_A_MACHINE
+from highwater.nouns.cells import cells_of
+from highwater.nouns.layout import Layout
+from highwater.nouns.request import request_from
+from highwater.nouns.settings import Strategy
 
 MOST = 8
 """The most of each number that is asked for."""

@@ -10,15 +10,15 @@ import pytest
 from places import question_of
 
 from highwater.errors import MachineError
-from highwater.run.engine_ranks import read_reports
-from highwater.run.engine_trial import EngineLauncher
-from highwater.run.local import LocalRunner
-from highwater.run.trial_environment import trial_environment
-from highwater.run.trial_log import log_path_of
-from highwater.spec.codec import to_json
-from highwater.spec.layout import Layout
-from highwater.spec.settings import Allocator, Settings
-from highwater.spec.trial import Outcome, RankReport, TrialSpec
+from highwater.nouns.codec import to_json
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Allocator, Settings
+from highwater.nouns.trial import Outcome, RankReport, TrialSpec
+from highwater.trials.engine_ranks import read_reports
+from highwater.trials.engine_trial import EngineLauncher
+from highwater.trials.local import LocalRunner
+from highwater.trials.trial_environment import trial_environment
+from highwater.trials.trial_log import log_path_of
 
 AT_ONCE_S = 0.01
 """A timeout that ends a trial before its first process has read a line."""

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from places import write_model
 
 from highwater.errors import ModelError
-from highwater.spec.logit_transform import PLAIN, LogitTransform, logit_transform_of, transforms
-from highwater.spec.model import load_model
-from highwater.spec.trained_families import TRAINED
+from highwater.model.logit_transform import PLAIN, LogitTransform, logit_transform_of, transforms
+from highwater.model.model import load_model
+from highwater.model.trained_families import TRAINED
 
 FACTORS = {
     "cohere": "logit_scale",

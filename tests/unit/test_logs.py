@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from studies import fifo
 
-from highwater.spec.trial import LogEnd
+from highwater.nouns.trial import LogEnd
 from highwater.store.logs import LINES, log_end
 
 

@@ -6,11 +6,11 @@ import pytest
 
 import highwater
 from highwater.errors import UsageError
-from highwater.spec.flops import step_flops
-from highwater.spec.lora import Lora, adapter_parameters, nf4_bytes, saved_by_base
-from highwater.spec.model import load_model
-from highwater.spec.request import request_from
-from highwater.spec.settings import Settings
+from highwater.model.flops import step_flops
+from highwater.model.model import load_model
+from highwater.nouns.lora import Lora, adapter_parameters, nf4_bytes, saved_by_base
+from highwater.nouns.request import request_from
+from highwater.nouns.settings import Settings
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from places import write_model
 from studies import fifo
 
 from highwater.errors import ModelError
-from highwater.spec.hub import cache_folder, is_hub_id
-from highwater.spec.model import load_model
-from highwater.spec.model_catalog import catalog_model, model_catalog, near_names
-from highwater.spec.model_place import model_place
+from highwater.model.hub import cache_folder, is_hub_id
+from highwater.model.model import load_model
+from highwater.model.model_catalog import catalog_model, model_catalog, near_names
+from highwater.model.model_place import model_place
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 

@@ -8,10 +8,10 @@ from threading import Thread
 import pytest
 
 from highwater.errors import MachineError, UsageError
-from highwater.run.node_folder import NodeFolder, NodeReady
-from highwater.run.node_place import MachineShare, meeting
-from highwater.run.node_share import serve
-from highwater.spec.request import Request
+from highwater.nouns.request import Request
+from highwater.trials.node_folder import NodeFolder, NodeReady
+from highwater.trials.node_place import MachineShare, meeting
+from highwater.trials.node_share import serve
 
 READY = NodeReady(host="a", highwater_version="1", device_name="CPU", config_digest="d")
 

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from highwater.spec.flops import step_flops
-from highwater.spec.footprint import host_state_bytes
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.objective import TRAITS, without_reference
-from highwater.spec.settings import Settings
+from highwater.model.flops import step_flops
+from highwater.model.footprint import host_state_bytes
+from highwater.model.model import load_model
+from highwater.nouns.layout import Layout
+from highwater.nouns.objective import TRAITS, without_reference
+from highwater.nouns.settings import Settings
 
 SOURCE = Path(__file__).parents[2] / "src" / "highwater"
-FORMULAS = SOURCE / "engine" / "step.py"
+FORMULAS = SOURCE / "engine/training/step.py"
 """Where each objective's own formula is chosen."""
 
 

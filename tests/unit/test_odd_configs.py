@@ -12,9 +12,9 @@ from places import TINY, write_model
 
 from highwater.api import predict
 from highwater.errors import HighwaterError, ModelError
-from highwater.spec import rope_block
-from highwater.spec.codec import to_json
-from highwater.spec.model import load_model
+from highwater.model import rope_block
+from highwater.model.model import load_model
+from highwater.nouns.codec import to_json
 
 SLIDING = ["sliding_attention", "full_attention"]
 FULL: dict[str, Any] = {

@@ -5,20 +5,20 @@ from typing import Any
 import pytest
 
 from highwater.api import predict
-from highwater.emit.targets import configured
 from highwater.errors import MachineError, UsageError
 from highwater.memory.formula.formula import footprint
 from highwater.memory.snapshot.attribution import category_of
 from highwater.memory.snapshot.snapshot import Frame
+from highwater.model.footprint import checkpoint_bytes, device_state_bytes, gradient_bytes
+from highwater.model.model import ModelShape, load_model
+from highwater.nouns.declaration import words_of
+from highwater.nouns.layout import Layout
+from highwater.nouns.optimizer import LEAST_QUANTIZED, OPTIMIZERS, QUANTIZED_BLOCK, TABLE_BYTES
+from highwater.nouns.settings import Settings
 from highwater.pages.recommendation_tables import costs
 from highwater.recommendation.recommend import recommend
-from highwater.run import probe
-from highwater.spec.declaration import words_of
-from highwater.spec.footprint import checkpoint_bytes, device_state_bytes, gradient_bytes
-from highwater.spec.layout import Layout
-from highwater.spec.model import ModelShape, load_model
-from highwater.spec.optimizer import LEAST_QUANTIZED, OPTIMIZERS, QUANTIZED_BLOCK, TABLE_BYTES
-from highwater.spec.settings import Settings
+from highwater.trainers.targets import configured
+from highwater.trials import probe
 
 EIGHT_BITS = OPTIMIZERS["adamw-8bit"]
 

@@ -11,24 +11,24 @@ from hypothesis import strategies as st
 from places import H200, NO_GPU, machine_with, write_model, write_safetensors
 
 from highwater.errors import MachineError, ModelError, UsageError
-from highwater.spec.footprint import (
+from highwater.model.footprint import (
     STAGED_LAYERS,
     host_state_bytes,
     matrices,
     staged_gradient_bytes,
 )
-from highwater.spec.hardware import CPU_SEARCH, Machine
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.model_catalog import catalog_names
-from highwater.spec.pieces import pieces
-from highwater.spec.plan import Plan, plan, plan_trial
-from highwater.spec.request import request_from
-from highwater.spec.rope import yarn
-from highwater.spec.settings import Settings
-from highwater.spec.small_parameters import small_parameters
-from highwater.spec.trained_families import TRAINED
-from highwater.spec.trial import Device
+from highwater.model.model import load_model
+from highwater.model.model_catalog import catalog_names
+from highwater.model.rope import yarn
+from highwater.model.small_parameters import small_parameters
+from highwater.model.trained_families import TRAINED
+from highwater.nouns.hardware import CPU_SEARCH, Machine
+from highwater.nouns.layout import Layout
+from highwater.nouns.pieces import pieces
+from highwater.nouns.plan import Plan, plan, plan_trial
+from highwater.nouns.request import request_from
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import Device
 from highwater.units import GIB, MIB
 
 

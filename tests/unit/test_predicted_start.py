@@ -17,21 +17,21 @@ import highwater
 from highwater.errors import UsageError
 from highwater.memory.capacity import MemoryLimit, Prediction, predict_cells
 from highwater.memory.formula.formula import likely_footprint
-from highwater.run.simulated import SimulatedRunner
+from highwater.model.model import load_model
+from highwater.nouns.codec import from_json, to_json
+from highwater.nouns.events import Allocate, Enter, EventLog
+from highwater.nouns.grid import Grid
+from highwater.nouns.hardware import Gpu
+from highwater.nouns.layout import Layout
+from highwater.nouns.request import Request
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell, Question, Study
+from highwater.nouns.trial import Outcome, TrialSpec
 from highwater.search import predicted_start
 from highwater.search.bracket import HINT_COST
 from highwater.search.scheduler import search_cells
 from highwater.search.search_events import CellAnswered
-from highwater.spec.codec import from_json, to_json
-from highwater.spec.events import Allocate, Enter, EventLog
-from highwater.spec.grid import Grid
-from highwater.spec.hardware import Gpu
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.request import Request
-from highwater.spec.settings import Settings
-from highwater.spec.study import Cell, Question, Study
-from highwater.spec.trial import Outcome, TrialSpec
+from highwater.trials.simulated import SimulatedRunner
 from highwater.units import GIB
 
 FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"

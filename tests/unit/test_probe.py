@@ -15,7 +15,8 @@ from places import H200, NO_GPU, machine_with
 
 from highwater.cli.doctor import diagnose
 from highwater.errors import MachineError
-from highwater.run.probe import (
+from highwater.nouns.hardware import CPU_SEARCH, Machine, kind_of, refuse_unfit_gpu
+from highwater.trials.probe import (
     _NEEDED,
     OLDEST,
     busy_gpus,
@@ -27,7 +28,6 @@ from highwater.run.probe import (
     refuse_unreadable_gpus,
     visible_indices,
 )
-from highwater.spec.hardware import CPU_SEARCH, Machine, kind_of, refuse_unfit_gpu
 from highwater.units import GIB
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +63,7 @@ def test_this_machine_can_be_probed_and_knows_its_versions() -> None:
 
 
 def test_with_every_gpu_hidden_none_is_seen() -> None:
-    code = "from highwater.run.probe import probe; print(len(probe().gpus))"
+    code = "from highwater.trials.probe import probe; print(len(probe().gpus))"
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     assert (
         subprocess.run(

@@ -16,16 +16,16 @@ from highwater.cli.config import request_of, to_yaml
 from highwater.cli.grammar import parse
 from highwater.errors import UsageError
 from highwater.memory.snapshot.memory_profile import _coordinates
-from highwater.run.readiness import check_request
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.plan import plan
-from highwater.spec.profiling import Profiling, SnapshotOrder, coordinates, snapshot_name
-from highwater.spec.request import request_from
-from highwater.spec.settings import Settings
-from highwater.spec.study import RecordedTrial
-from highwater.spec.trial import Outcome, RankReport, TrialResult, TrialSpec
+from highwater.model.model import load_model
+from highwater.nouns.layout import Layout
+from highwater.nouns.plan import plan
+from highwater.nouns.profiling import Profiling, SnapshotOrder, coordinates, snapshot_name
+from highwater.nouns.request import request_from
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import RecordedTrial
+from highwater.nouns.trial import Outcome, RankReport, TrialResult, TrialSpec
 from highwater.store.trial_snapshots import snapshot_folder, snapshot_lines, study_snapshot_lines
+from highwater.trials.readiness import check_request
 
 MODEL = load_model("Qwen3-0.6B")
 SPEC = TrialSpec(

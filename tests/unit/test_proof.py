@@ -12,25 +12,25 @@ from places import examples
 
 from highwater.cli.commands import exit_code
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, EXIT_INCONCLUSIVE
+from highwater.model.flops import step_flops
+from highwater.model.model import STATE_BYTES_PER_PARAMETER, load_model
+from highwater.nouns.grid import Grid
+from highwater.nouns.layout import Layout
+from highwater.nouns.protocols import Runner
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell, CellAnswer, Question, Study
+from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.pages.study.published_layout import published_line, published_tables, published_text
 from highwater.pages.study.tables import answer_table
 from highwater.pages.text_table import plain_table
-from highwater.run.one_by_one import OneByOne
-from highwater.run.simulated import Law, SimulatedRunner, TimeLaw
 from highwater.search.memory_line import MemoryLine
 from highwater.search.proof import FULL_SHARE, TOLD_WITHIN, FullTrials
 from highwater.search.recorded_search import recorded_search
 from highwater.search.scheduler import search_cells
 from highwater.search.search_events import CellAnswered, SearchEvent, TrialFinished, TrialStarted
-from highwater.spec.flops import step_flops
-from highwater.spec.grid import Grid
-from highwater.spec.layout import Layout
-from highwater.spec.model import STATE_BYTES_PER_PARAMETER, load_model
-from highwater.spec.protocols import Runner
-from highwater.spec.settings import Settings
-from highwater.spec.study import Cell, CellAnswer, Question, Study
-from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 from highwater.store.journal import open_journal, read_study
+from highwater.trials.one_by_one import OneByOne
+from highwater.trials.simulated import Law, SimulatedRunner, TimeLaw
 from highwater.units import GIB
 
 STEP = 4096

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from highwater.errors import HighwaterError
-from highwater.spec.published import read_capacity_table, table_capacities
+from highwater.nouns.published import read_capacity_table, table_capacities
 
 
 @pytest.mark.parametrize(

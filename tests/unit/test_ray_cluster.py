@@ -7,11 +7,11 @@ import pytest
 from places import write_model
 
 from highwater.errors import MachineError, UsageError
-from highwater.run.model_files import model_files
-from highwater.run.ray_cluster import RayCluster
-from highwater.run.ray_driver import loss_reason
-from highwater.run.ray_node import Needs, Refusal, read_node
-from highwater.spec.request import request_from
+from highwater.nouns.request import request_from
+from highwater.trials.model_files import model_files
+from highwater.trials.ray_cluster import RayCluster
+from highwater.trials.ray_driver import loss_reason
+from highwater.trials.ray_node import Needs, Refusal, read_node
 
 
 @pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "head", "head:", ":6379", "head:x"])

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from places import machine_with, question_of
 
 from highwater.errors import MachineError, UsageError
-from highwater.run.ray_placement import Demand, Node, Placement, choose, demand_of
-from highwater.spec.layout import Layout
-from highwater.spec.settings import Settings
-from highwater.spec.study import Cell
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell
+from highwater.trials.ray_placement import Demand, Node, Placement, choose, demand_of
 from highwater.units import GIB
 
 QUESTION = question_of(gpus=[1, 2, 4])

@@ -15,14 +15,14 @@ from places import examples
 import highwater
 from highwater.cli.grammar import parse
 from highwater.errors import UsageError
+from highwater.nouns.codec import from_json, to_json
+from highwater.nouns.headroom import default_headroom_bytes
+from highwater.nouns.ladder import simplicity
+from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.pages.recommendation_tables import next_rungs, recommendation_tables, rung_list
 from highwater.pages.terminal_table import terminal_table
 from highwater.pages.text_table import plain_table
 from highwater.recommendation.recommend import recommend
-from highwater.spec.codec import from_json, to_json
-from highwater.spec.headroom import default_headroom_bytes
-from highwater.spec.ladder import simplicity
-from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.units import GIB, format_bytes, format_tokens
 
 STUDY = Path(__file__).parents[2] / "docs" / "results" / "find" / "qwen3-0.6b-79gib-full.jsonl"

@@ -11,15 +11,15 @@ import pytest
 import highwater
 from highwater.memory.capacity import MemoryLimit
 from highwater.memory.from_trials import as_measured, obstacle, with_margin
+from highwater.model.flops import step_flops
+from highwater.model.model import load_model
+from highwater.nouns.capacities import cell_capacities, study_capacities
+from highwater.nouns.recommendation import Candidate, Recommendation
+from highwater.nouns.study import MemoryOnlyFit, Study
+from highwater.nouns.trial import Outcome
 from highwater.pages.recommendation_tables import recommendation_tables, rung_list
 from highwater.pages.text_table import plain_table
 from highwater.recommendation.recommend import recommend
-from highwater.spec.capacities import cell_capacities, study_capacities
-from highwater.spec.flops import step_flops
-from highwater.spec.model import load_model
-from highwater.spec.recommendation import Candidate, Recommendation
-from highwater.spec.study import MemoryOnlyFit, Study
-from highwater.spec.trial import Outcome
 from highwater.units import GIB, MIB
 
 STUDY = Path(__file__).parents[2] / "docs" / "results" / "find" / "qwen3-0.6b-79gib-full.jsonl"

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from highwater.memory.formula.formula import footprint
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.settings import Settings
-from highwater.spec.trial import Outcome
+from highwater.model.model import load_model
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import Outcome
 
 CELLS = Path(__file__).parents[2] / "docs/results/lora/cells"
 TRIALS = json.loads((CELLS / "trials.json").read_text())

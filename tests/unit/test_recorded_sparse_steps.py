@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from highwater.memory.formula.formula import footprint
-from highwater.spec.model import load_model
-from highwater.spec.trial import TrialSpec
+from highwater.model.model import load_model
+from highwater.nouns.trial import TrialSpec
 
 RECORDED = sorted((Path(__file__).parents[2] / "docs/results/attention/training").glob("*.json"))
 TOLERANCE = 0.0025

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES
 from highwater.memory.trace.replay import replay
-from highwater.spec.codec import from_builtins, to_builtins
-from highwater.spec.events import Allocate, Enter, EventLog, Free, GiveBack, ReleaseCached
+from highwater.nouns.codec import from_builtins, to_builtins
+from highwater.nouns.events import Allocate, Enter, EventLog, Free, GiveBack, ReleaseCached
 from highwater.units import MIB
 
 WORKSPACES = sum(CUBLAS_WORKSPACES_BYTES)

@@ -9,7 +9,7 @@ from highwater.memory.trainers import predict_by_formula
 from highwater.memory.trinity import bundled_traces
 from highwater.recommendation.candidates import Goal, first_fit, predicted_candidates
 from highwater.recommendation.recommend import recommend
-from highwater.run.probe import gpus_meant
+from highwater.trials.probe import gpus_meant
 
 ASKED = [
     pytest.param("Qwen3-0.6B", "2xA100-80GB", 128 << 10, id="some fit"),

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from highwater.errors import UsageError
-from highwater.spec.request import Request, choices, request_from
+from highwater.nouns.request import Request, choices, request_from
 
 
 def test_typed_text_becomes_numbers() -> None:

@@ -13,17 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import examples, machine_with, question_of
 
-from highwater.run.local import LocalRunner
-from highwater.run.simulated import FormulaLaw, SimulatedRunner
+from highwater.nouns.layout import Layout
+from highwater.nouns.protocols import Launch, OnPhase, TrialEndedError, unheard
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell, CellAnswer
+from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.search.recorded_search import recorded_search
 from highwater.search.scheduler import search_cells
 from highwater.search.search_events import CellAnswered, SearchEvent, TrialFinished, TrialStarted
-from highwater.spec.layout import Layout
-from highwater.spec.protocols import Launch, OnPhase, TrialEndedError, unheard
-from highwater.spec.settings import Settings
-from highwater.spec.study import Cell, CellAnswer
-from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 from highwater.store.journal import open_journal, read_study
+from highwater.trials.local import LocalRunner
+from highwater.trials.simulated import FormulaLaw, SimulatedRunner
 from runner_contract import RunnerContract
 
 QUESTION = question_of(gpus=[1, 2, 4], ulysses=[1, 2])

@@ -12,11 +12,11 @@ from highwater.memory.trace.replay import Replayed, alive_at, replay
 from highwater.memory.trace.scaled_replay import replay_scaled
 from highwater.memory.trace.scaled_trace import ScaledTrace, scaled_trace
 from highwater.memory.trinity.bundled_traces import bundled_trace
-from highwater.spec.events import Allocate, EventLog, Free, GiveBack, TraceEvent
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.settings import Allocator, Settings
-from highwater.spec.study import Cell
+from highwater.model.model import load_model
+from highwater.nouns.events import Allocate, EventLog, Free, GiveBack, TraceEvent
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Allocator, Settings
+from highwater.nouns.study import Cell
 from highwater.units import GIB, MIB
 
 ALLOCATORS = pytest.mark.parametrize("allocator", ["native", "expandable"])

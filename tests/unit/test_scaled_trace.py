@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES
 from highwater.memory.trace.replay import replay
 from highwater.memory.trace.scaled_trace import scaled_trace
-from highwater.spec.events import (
+from highwater.nouns.events import (
     Allocate,
     Enter,
     EventLog,
@@ -19,7 +19,7 @@ from highwater.spec.events import (
     ReleaseCached,
     TraceEvent,
 )
-from highwater.spec.settings import Allocator
+from highwater.nouns.settings import Allocator
 
 STEPS = st.lists(
     st.tuples(st.integers(0, 10**9), st.integers(0, 10**6), st.integers(0, 2), st.booleans()),

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from places import examples, machine_with, script
 
 from highwater.errors import UsageError
-from highwater.run.one_by_one import OneByOne
-from highwater.run.simulated import Law
+from highwater.nouns.plan import Plan, plan
+from highwater.nouns.request import request_from
+from highwater.nouns.study import Cell, CellAnswer, Question
+from highwater.nouns.trial import Outcome, TrialSpec
 from highwater.search.budget import Budget
 from highwater.search.outlook import outlook
 from highwater.search.proof import FULL_SHARE
@@ -22,11 +24,9 @@ from highwater.search.recorded_search import recorded_search
 from highwater.search.scheduler import BudgetSpentError, search_cells
 from highwater.search.search_events import CellAnswered, SearchEvent, TrialFinished, TrialStarted
 from highwater.search.trial_seconds import ran_out_s, trial_s
-from highwater.spec.plan import Plan, plan
-from highwater.spec.request import request_from
-from highwater.spec.study import Cell, CellAnswer, Question
-from highwater.spec.trial import Outcome, TrialSpec
 from highwater.store.journal import open_journal, read_study
+from highwater.trials.one_by_one import OneByOne
+from highwater.trials.simulated import Law
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "find"
 STUDIES = sorted(RESULTS.glob("*.jsonl"))

@@ -11,13 +11,13 @@ from highwater import study_report
 from highwater.cli.console import error
 from highwater.cli.grammar import commands
 from highwater.errors import UsageError
-from highwater.run.one_by_one import OneByOne
+from highwater.nouns.codec import to_json
+from highwater.nouns.secrets import HIDDEN, KEPT, LOGGED, hidden_words, kept, without_secrets
+from highwater.nouns.trial import Failure, LogEnd, Outcome, RankReport, TrialResult, TrialSpec
 from highwater.search.recorded_search import recorded_search
 from highwater.search.search_events import TrialFinished
-from highwater.spec.codec import to_json
-from highwater.spec.secrets import HIDDEN, KEPT, LOGGED, hidden_words, kept, without_secrets
-from highwater.spec.trial import Failure, LogEnd, Outcome, RankReport, TrialResult, TrialSpec
 from highwater.store.journal import open_journal
+from highwater.trials.one_by_one import OneByOne
 
 SECONDS = 5.0
 """Of processor time for a text as long as is looked at: a pattern that goes over it once for each

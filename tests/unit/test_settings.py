@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from places import question_of
 
 from highwater.errors import UsageError
-from highwater.run.simulated import SimulatedRunner
+from highwater.model.flops import step_flops
+from highwater.model.model import load_model
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import TrialSpec
 from highwater.search.scheduler import search_cells
 from highwater.search.search_events import CellAnswered
-from highwater.spec.flops import step_flops
-from highwater.spec.model import load_model
-from highwater.spec.settings import Settings
-from highwater.spec.trial import TrialSpec
+from highwater.trials.simulated import SimulatedRunner
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 from highwater import predict
-from highwater.emit.targets import configured
 from highwater.errors import UsageError
 from highwater.memory.capacity import CellPrediction, Prediction
+from highwater.nouns.codec import from_json, to_json
+from highwater.nouns.layout import Layout
 from highwater.recommendation.recommend import recommend
-from highwater.spec.codec import from_json, to_json
-from highwater.spec.layout import Layout
+from highwater.trainers.targets import configured
 
 OF_COPIES = ("NCCL", "gradient reduction")
 """Terms that copies make larger: groups of their own, and a second layer's gradients on their

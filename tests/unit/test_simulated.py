@@ -5,12 +5,12 @@ from hypothesis import strategies as st
 
 from highwater.memory.formula.constants import CONTEXT_BYTES, FILLED_SHARE
 from highwater.memory.formula.formula import footprint
-from highwater.run.simulated import FormulaLaw, SimulatedRunner
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.model_catalog import catalog_names
-from highwater.spec.settings import Settings
-from highwater.spec.trial import Outcome, TrialSpec
+from highwater.model.model import load_model
+from highwater.model.model_catalog import catalog_names
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import Outcome, TrialSpec
+from highwater.trials.simulated import FormulaLaw, SimulatedRunner
 from highwater.units import GIB
 
 BUDGETS = st.integers(GIB // 2, 200 * GIB)

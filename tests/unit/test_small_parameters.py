@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from highwater.errors import ModelError
-from highwater.spec.families import EXPERTS
-from highwater.spec.model import ModelShape, load_model
-from highwater.spec.model_catalog import catalog_names
-from highwater.spec.trained_families import TRAINED
+from highwater.model.families import EXPERTS
+from highwater.model.model import ModelShape, load_model
+from highwater.model.model_catalog import catalog_names
+from highwater.model.trained_families import TRAINED
 
 DRAWS = 3
 SWITCHES = ("bias", "norm")

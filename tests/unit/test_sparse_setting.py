@@ -6,12 +6,12 @@ import pytest
 
 from highwater.api import predict
 from highwater.errors import HighwaterError, UsageError
-from highwater.spec.flops import step_flops
-from highwater.spec.identity import key_of
-from highwater.spec.model import load_model
-from highwater.spec.request import request_from, setting_flags
-from highwater.spec.settings import Settings
-from highwater.spec.sparse_pattern import SparsePatternConfig
+from highwater.model.flops import step_flops
+from highwater.model.model import load_model
+from highwater.nouns.identity import key_of
+from highwater.nouns.request import request_from, setting_flags
+from highwater.nouns.settings import Settings
+from highwater.nouns.sparse_pattern import SparsePatternConfig
 
 SPARSE = {"attention": "block_sparse"}
 

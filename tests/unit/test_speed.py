@@ -8,12 +8,12 @@ from statistics import median, quantiles
 import pytest
 
 import highwater
+from highwater.model.flops import step_flops
+from highwater.model.model import load_model
+from highwater.nouns.hardware import gpu_catalog
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
 from highwater.pages.prediction_tables import prediction_table
-from highwater.spec.flops import step_flops
-from highwater.spec.hardware import gpu_catalog
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.settings import Settings
 from highwater.speed import step_seconds
 from highwater.speed.rates import rates_of, sheets
 from highwater.speed.step_seconds import predicted_step

@@ -3,16 +3,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from highwater.run.simulated import FormulaLaw, SimulatedRunner
+from highwater.model.model import load_model
+from highwater.nouns.grid import Grid
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell, CellAnswer, Limit, Question
 from highwater.search.memory_line import unknown_trainer_line
 from highwater.search.scheduler import search_cells
 from highwater.search.search_events import CellAnswered
 from highwater.search.start_length import carried_start, first_index
-from highwater.spec.grid import Grid
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.settings import Settings
-from highwater.spec.study import Cell, CellAnswer, Limit, Question
+from highwater.trials.simulated import FormulaLaw, SimulatedRunner
 from highwater.units import GIB
 
 GRID = Grid(

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from studies import CELL, QUESTION, REAL, trial
 
+from highwater.nouns.study import CellAnswer, MemoryOnlyFit, Study
+from highwater.nouns.trial import Outcome
 from highwater.pages.study.study_answer import study_answer
-from highwater.spec.study import CellAnswer, MemoryOnlyFit, Study
-from highwater.spec.trial import Outcome
 from highwater.store.journal import read_study
 from highwater.units import format_tokens
 

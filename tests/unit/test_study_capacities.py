@@ -8,13 +8,13 @@ import msgspec
 from places import question_of
 
 import highwater
+from highwater.nouns.capacities import simplest, study_capacities
+from highwater.nouns.study import RecordedTrial, Study
+from highwater.nouns.trial import Outcome
 from highwater.pages.study.tables import answer_table
-from highwater.run.simulated import SimulatedRunner
 from highwater.search.scheduler import search_cells
 from highwater.search.search_events import CellAnswered, TrialFinished
-from highwater.spec.capacities import simplest, study_capacities
-from highwater.spec.study import RecordedTrial, Study
-from highwater.spec.trial import Outcome
+from highwater.trials.simulated import SimulatedRunner
 
 STUDIES = Path(__file__).parents[2] / "docs" / "results" / "find"
 

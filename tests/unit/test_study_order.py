@@ -8,11 +8,11 @@ from places import question_of
 from studies import QUESTION, REAL, fifo, report_of, study_of, trial
 
 from highwater import study_report
+from highwater.nouns.study import Expectation, RecordedTrial
+from highwater.nouns.trial import Outcome
 from highwater.pages.study.study_markdown import study_markdown
 from highwater.pages.study.study_predictions import predicted_cells
 from highwater.pages.study.study_question import question_table
-from highwater.spec.study import Expectation, RecordedTrial
-from highwater.spec.trial import Outcome
 
 BUDGETED = question_of(token_budget="16k").cells
 

@@ -10,21 +10,21 @@ from studies import QUESTION, REAL, real_report, report_of, study_of, trial
 from highwater import study_report
 from highwater.cli.flags import typed_values
 from highwater.cli.grammar import parse
+from highwater.nouns.codec import from_json, to_json
+from highwater.nouns.hardware import Machine
+from highwater.nouns.plan import plan, plan_trial
+from highwater.nouns.request import request_from
+from highwater.nouns.study import Question, RecordedTrial
+from highwater.nouns.trial import LogEnd, Outcome, TrialSpec
 from highwater.pages.study.study_commands import find_words, try_words
 from highwater.pages.study.study_markdown import study_markdown
 from highwater.pages.study.study_predictions import predicted_cells
 from highwater.pages.study.study_question import question_table
 from highwater.pages.study.study_report import StudyReport, TrialReport, judged
-from highwater.run.simulated import FormulaLaw, SimulatedRunner
 from highwater.search.predicted_study import PredictedTrial
 from highwater.search.recorded_search import recorded_search
-from highwater.spec.codec import from_json, to_json
-from highwater.spec.hardware import Machine
-from highwater.spec.plan import plan, plan_trial
-from highwater.spec.request import request_from
-from highwater.spec.study import Question, RecordedTrial
-from highwater.spec.trial import LogEnd, Outcome, TrialSpec
 from highwater.store.journal import open_journal, read_study
+from highwater.trials.simulated import FormulaLaw, SimulatedRunner
 from highwater.units import GIB
 
 

@@ -16,6 +16,19 @@ from places import examples, question_of
 import highwater
 from highwater.cli.commands import exit_code
 from highwater.errors import EXIT_INCONCLUSIVE
+from highwater.nouns.capacities import study_capacities
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell, Question, RecordedTrial, Study
+from highwater.nouns.support import unsupported
+from highwater.nouns.trial import (
+    MemoryBudget,
+    Outcome,
+    RankMemory,
+    RankReport,
+    TrialResult,
+    TrialSpec,
+)
 from highwater.pages.study.build import report_text
 from highwater.pages.study.published_layout import (
     published_line,
@@ -25,24 +38,11 @@ from highwater.pages.study.published_layout import (
 )
 from highwater.pages.study.tables import answer_table
 from highwater.pages.text_table import plain_table
-from highwater.run.one_by_one import OneByOne
 from highwater.search.recorded_search import recorded_search
 from highwater.search.scheduler import search_cells
 from highwater.search.search_events import CellAnswered, TrialFinished
-from highwater.spec.capacities import study_capacities
-from highwater.spec.layout import Layout
-from highwater.spec.settings import Settings
-from highwater.spec.study import Cell, Question, RecordedTrial, Study
-from highwater.spec.support import unsupported
-from highwater.spec.trial import (
-    MemoryBudget,
-    Outcome,
-    RankMemory,
-    RankReport,
-    TrialResult,
-    TrialSpec,
-)
 from highwater.store.journal import open_journal, read_study
+from highwater.trials.one_by_one import OneByOne
 from highwater.units import GIB
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"

@@ -12,6 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from places import NO_GPU, question_of, write_model
 
+from highwater.nouns.codec import to_json
+from highwater.nouns.plan import plan
+from highwater.nouns.request import request_from
+from highwater.nouns.study import CellAnswer, Question, RecordedTrial, Study
+from highwater.nouns.trial import MemoryBudget, Outcome, RankMemory, RankReport, TrialResult
 from highwater.pages.study.published_layout import (
     published_line,
     published_notes,
@@ -22,11 +27,6 @@ from highwater.pages.study.tables import answer_table, trial_table
 from highwater.pages.terminal_table import terminal_table
 from highwater.pages.text import plain, plain_json, plain_lines
 from highwater.pages.text_table import plain_table
-from highwater.spec.codec import to_json
-from highwater.spec.plan import plan
-from highwater.spec.request import request_from
-from highwater.spec.study import CellAnswer, Question, RecordedTrial, Study
-from highwater.spec.trial import MemoryBudget, Outcome, RankMemory, RankReport, TrialResult
 from highwater.units import GIB
 
 QUESTION = question_of(gpus=[1, 2])

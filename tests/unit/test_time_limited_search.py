@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from places import examples, machine_with, script
 
 from highwater.cli.search_context_length_capacity import parse, request_of, settings_of
+from highwater.nouns.plan import Plan, plan
+from highwater.nouns.request import request_from
+from highwater.nouns.study import CellAnswer, Question
+from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.pages.study.study_answer import study_answer
-from highwater.run.simulated import Law
 from highwater.search.outlook import outlook, time_notes
 from highwater.search.recorded_search import recorded_search
 from highwater.search.search_events import TrialFinished
 from highwater.search.start_length import first_index
 from highwater.search.trial_seconds import ran_out_s, trial_s
-from highwater.spec.plan import Plan, plan
-from highwater.spec.request import request_from
-from highwater.spec.study import CellAnswer, Question
-from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 from highwater.store.journal import open_journal, read_study
+from highwater.trials.simulated import Law
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "find"
 trials = script(RESULTS / "trials.py")

@@ -17,18 +17,18 @@ from test_proof import GRID_SIZE, STEP, ask, fits_up_to, steps_at
 
 from highwater.cli.commands import exit_code
 from highwater.errors import EXIT_INCONCLUSIVE, StudyError
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell, CellAnswer, Past, Question
+from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.pages.study.study_commands import commands, find_words
 from highwater.pages.study.study_parts import state
 from highwater.pages.study.study_question import question_table
-from highwater.run.one_by_one import OneByOne
-from highwater.run.simulated import FormulaLaw, SimulatedRunner, TimeLaw
 from highwater.search.recorded_search import recorded_search
 from highwater.search.search_events import CellAnswered, TrialFinished
-from highwater.spec.layout import Layout
-from highwater.spec.settings import Settings
-from highwater.spec.study import Cell, CellAnswer, Past, Question
-from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 from highwater.store.journal import open_journal, read_study
+from highwater.trials.one_by_one import OneByOne
+from highwater.trials.simulated import FormulaLaw, SimulatedRunner, TimeLaw
 
 Ends = Sequence[Outcome | None]
 

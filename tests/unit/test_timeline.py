@@ -6,7 +6,7 @@ import pytest
 
 from highwater.memory.trace.replay import replay
 from highwater.memory.trace.timeline import timeline
-from highwater.spec.events import Allocate, Enter, EventLog, Free, GiveBack, ReleaseCached
+from highwater.nouns.events import Allocate, Enter, EventLog, Free, GiveBack, ReleaseCached
 from highwater.units import GIB, MIB
 
 LOG = EventLog(

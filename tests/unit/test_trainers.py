@@ -4,20 +4,20 @@ import ast
 from pathlib import Path
 from typing import get_args
 
-from highwater.emit.emitted import Target
-from highwater.emit.targets import TARGETS
 from highwater.memory.trainers import MEMORY
-from highwater.spec.declared_settings import DECLARED
-from highwater.spec.foreign_trainer import FOREIGN
-from highwater.spec.layout import Layout
-from highwater.spec.settings import Settings
-from highwater.spec.trainer import TRAINERS, TrainerName
+from highwater.nouns.declared_settings import DECLARED
+from highwater.nouns.foreign_trainer import FOREIGN
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.trainer import TRAINERS, TrainerName
+from highwater.trainers.emitted import Target
+from highwater.trainers.targets import TARGETS
 
 SRC = Path(__file__).parents[2] / "src" / "highwater"
 
 
 def test_every_room_has_a_row_of_every_trainer() -> None:
-    tree = ast.parse((SRC / "tracer" / "trainers.py").read_text())  # torch stays outside
+    tree = ast.parse((SRC / "engine/tracer/trainers.py").read_text())  # torch stays outside
     (traced,) = (
         node.value
         for node in ast.walk(tree)

@@ -2,8 +2,8 @@
 
 import pytest
 
+from highwater.nouns.training_request import TrainingResult
 from highwater.pages.training_tables import training_table
-from highwater.spec.training_request import TrainingResult
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from highwater.errors import UsageError
-from highwater.spec.codec import to_json
-from highwater.spec.training import CHECKPOINTS, STATE_FILE, RunState, checkpoint_name
+from highwater.nouns.codec import to_json
+from highwater.nouns.training import CHECKPOINTS, STATE_FILE, RunState, checkpoint_name
 from highwater.store.training_folder import TrainingFolder
 
 

@@ -4,12 +4,12 @@ import msgspec
 import pytest
 
 from highwater.cli.training_progress import training_progress
+from highwater.nouns.corpus import Corpus
+from highwater.nouns.request import request_from
+from highwater.nouns.training import Schedule, TrainingProgress, TrainingSpec
+from highwater.nouns.training_request import TrainingRequest
 from highwater.recommendation.training_settings import chosen_trial
-from highwater.run.probe import probe
-from highwater.spec.corpus import Corpus
-from highwater.spec.request import request_from
-from highwater.spec.training import Schedule, TrainingProgress, TrainingSpec
-from highwater.spec.training_request import TrainingRequest
+from highwater.trials.probe import probe
 
 STEPS = 4
 

@@ -9,7 +9,7 @@ import pytest
 import highwater
 from highwater.cli.app import main
 from highwater.errors import EXIT_USER, UsageError
-from highwater.run.training_ranks import own_folder
+from highwater.trials.training_ranks import own_folder
 
 
 def train(folder: Path, **changes: Any) -> None:

@@ -8,8 +8,8 @@ import pytest
 from highwater.cli.grammar import parse
 from highwater.cli.train_flags import training_request_of
 from highwater.errors import UsageError
-from highwater.spec.training import Schedule
-from highwater.spec.training_request import TrainingRequest, training_request_from
+from highwater.nouns.training import Schedule
+from highwater.nouns.training_request import TrainingRequest, training_request_from
 
 ASKED: Mapping[str, Any] = {
     "data": ("data.jsonl",),

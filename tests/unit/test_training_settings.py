@@ -9,13 +9,13 @@ import pytest
 from places import NO_GPU, machine_with
 
 from highwater.errors import MachineError, UsageError
+from highwater.nouns.request import request_from
+from highwater.nouns.training_request import training_request_from
 from highwater.recommendation.training_settings import (
     ChosenTrial,
     chosen_trial,
     named_settings,
 )
-from highwater.spec.request import request_from
-from highwater.spec.training_request import training_request_from
 from highwater.store.journal import read_study
 from highwater.units import GIB
 

@@ -6,14 +6,14 @@ import msgspec
 import pytest
 
 from highwater.memory.formula.formula import likely_footprint
+from highwater.model.model import load_model
+from highwater.nouns.corpus import Corpus
+from highwater.nouns.request import request_from
+from highwater.nouns.training_request import TrainingRequest
+from highwater.nouns.trial import PROMPT_TOKENS
 from highwater.recommendation.training_notes import data_notes
 from highwater.recommendation.training_settings import chosen_trial
-from highwater.run.probe import probe
-from highwater.spec.corpus import Corpus
-from highwater.spec.model import load_model
-from highwater.spec.request import request_from
-from highwater.spec.training_request import TrainingRequest
-from highwater.spec.trial import PROMPT_TOKENS
+from highwater.trials.probe import probe
 from highwater.units import format_bytes
 
 LENGTH = 1024

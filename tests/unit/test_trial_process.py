@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from highwater.run.trial_process import failed, how_ended, last_words
+from highwater.trials.trial_process import failed, how_ended, last_words
 
 
 @pytest.mark.parametrize(

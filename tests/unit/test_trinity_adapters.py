@@ -5,11 +5,11 @@ import pytest
 import highwater
 from highwater.memory.trinity.bundled_traces import covers
 from highwater.memory.trinity.closed_form import OF_ADAPTERS, footprint
-from highwater.spec.layout import Layout
-from highwater.spec.lora import adapter_parameters
-from highwater.spec.model import load_model
-from highwater.spec.settings import Settings
-from highwater.spec.study import Cell
+from highwater.model.model import load_model
+from highwater.nouns.layout import Layout
+from highwater.nouns.lora import adapter_parameters
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell
 
 SHAPE = load_model("Qwen3-4B").shape
 RANK = 16

@@ -9,7 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from highwater.emit.trl_files import (
+from highwater.errors import UsageError
+from highwater.model.model import load_model
+from highwater.model.rope import yarn
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import TrialSpec
+from highwater.trainers.trl_files import (
     Base,
     Launched,
     TrialFiles,
@@ -18,13 +24,7 @@ from highwater.emit.trl_files import (
     refuse_untried,
     trial_files,
 )
-from highwater.errors import UsageError
-from highwater.run.trl_log import steps_of
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.rope import yarn
-from highwater.spec.settings import Settings
-from highwater.spec.trial import TrialSpec
+from highwater.trials.trl_log import steps_of
 
 LENGTH = 16384
 

@@ -16,15 +16,15 @@ from highwater.memory.interval.calibration import factors_of
 from highwater.memory.interval.edges import edge_residuals
 from highwater.memory.interval.residuals import Residual
 from highwater.memory.trainers import MEMORY
-from highwater.run.simulated import SimulatedRunner
+from highwater.model.model import load_model
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Study
+from highwater.nouns.trial import Outcome, TrialSpec
 from highwater.search.scheduler import search_cells
 from highwater.search.search_events import CellAnswered
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.settings import Settings
-from highwater.spec.study import Study
-from highwater.spec.trial import Outcome, TrialSpec
 from highwater.store.journal import read_study
+from highwater.trials.simulated import SimulatedRunner
 from highwater.units import MIB
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "other_trainers"

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from highwater.errors import HighwaterError, MachineError, UsageError
-from highwater.run.prepared_model import model_cache
-from highwater.run.trainer_python import python_of, versions_there
-from highwater.run.trl_trial import base_of, check_trl
-from highwater.spec.foreign_request import config_digest
-from highwater.spec.foreign_trainer import ForeignTrainer
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.settings import Settings
-from highwater.spec.trial import TrialSpec
+from highwater.model.model import load_model
+from highwater.nouns.foreign_request import config_digest
+from highwater.nouns.foreign_trainer import ForeignTrainer
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import TrialSpec
+from highwater.trials.prepared_model import model_cache
+from highwater.trials.trainer_python import python_of, versions_there
+from highwater.trials.trl_trial import base_of, check_trl
 
 
 def trainer(path: Path | None = None, *command: str) -> ForeignTrainer:

@@ -3,11 +3,11 @@ none, in what it keeps and in what it gathers.
 """
 
 from highwater.memory.formula.formula import footprint
-from highwater.spec.footprint import device_state_bytes, gradient_bytes
-from highwater.spec.layer_kind import Matrices
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.settings import Settings
+from highwater.model.footprint import device_state_bytes, gradient_bytes
+from highwater.model.layer_kind import Matrices
+from highwater.model.model import load_model
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
 
 MIXTRAL = load_model("Mixtral-8x7B-v0.1").shape
 EXPERTS = 32 * 8 * 3 * 4096 * 14336

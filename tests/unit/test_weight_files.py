@@ -11,8 +11,8 @@ import pytest
 from places import write_model, write_safetensors
 
 from highwater.errors import ModelError
-from highwater.spec.model import load_model
-from highwater.spec.weight_files import refuse_quantised, saved_tensors, unties, weight_files
+from highwater.model.model import load_model
+from highwater.model.weight_files import refuse_quantised, saved_tensors, unties, weight_files
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BOTH = {EMBEDDING: ("BF16", (1000, 64)), HEAD: ("BF16", (1000, 64))}

@@ -13,12 +13,12 @@ from places import NO_GPU, machine_with, write_model
 from highwater import predict, recommend
 from highwater.cli.search_context_length_capacity import parse, place_of
 from highwater.errors import ModelError, UsageError
-from highwater.spec.codec import from_builtins, to_builtins
-from highwater.spec.model import load_model
-from highwater.spec.plan import plan, plan_trial
-from highwater.spec.request import request_from
-from highwater.spec.study import Question
-from highwater.spec.working_sizes import SCORES_AT_HAND, stretch
+from highwater.model.model import load_model
+from highwater.nouns.codec import from_builtins, to_builtins
+from highwater.nouns.plan import plan, plan_trial
+from highwater.nouns.request import request_from
+from highwater.nouns.study import Question
+from highwater.nouns.working_sizes import SCORES_AT_HAND, stretch
 
 RING = r"a ring shares no document of 16,384 tokens .* window of 8,192"
 

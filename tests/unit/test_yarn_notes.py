@@ -2,8 +2,8 @@
 
 import pytest
 
-from highwater.spec.model import load_model
-from highwater.spec.plan_notes import yarn_notes
+from highwater.model.model import load_model
+from highwater.nouns.plan_notes import yarn_notes
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from highwater.attention.block_flex import block_mask, mask_bytes
-from highwater.attention.block_table import block_tables
-from highwater.spec.sparse_pattern import SparsePatternConfig
+from highwater.engine.attention.block_flex import block_mask, mask_bytes
+from highwater.engine.attention.block_table import block_tables
+from highwater.nouns.sparse_pattern import SparsePatternConfig
 from highwater.units import MIB
 
 WINDOW = SparsePatternConfig(pattern_type="local_window", local_window_size=4096)

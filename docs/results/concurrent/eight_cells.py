@@ -19,17 +19,17 @@ from typing import Any
 
 import msgspec
 
-from highwater.run.engine_trial import EngineLauncher
-from highwater.run.local import LocalRunner
-from highwater.run.probe import environment, probe
+from highwater.nouns.codec import to_builtins
+from highwater.nouns.plan import plan
+from highwater.nouns.request import request_from
+from highwater.nouns.settings import Settings
+from highwater.nouns.settings_words import short_settings
+from highwater.nouns.study import Cell, Question
 from highwater.search.recorded_search import recorded_search
-from highwater.spec.codec import to_builtins
-from highwater.spec.plan import plan
-from highwater.spec.request import request_from
-from highwater.spec.settings import Settings
-from highwater.spec.settings_words import short_settings
-from highwater.spec.study import Cell, Question
 from highwater.store.journal import open_journal, read_study
+from highwater.trials.engine_trial import EngineLauncher
+from highwater.trials.local import LocalRunner
+from highwater.trials.probe import environment, probe
 
 MODEL = "Qwen3-0.6B"
 FOUND = Path(__file__).with_suffix(".json")

@@ -14,12 +14,12 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from highwater.run.engine_ranks import read_reports
-from highwater.run.ranks import RankShare, read_exits
-from highwater.run.reaper import under_reaper
-from highwater.run.trial_environment import trial_environment
-from highwater.spec.codec import to_json
-from highwater.spec.trial import RankReport, TrialSpec
+from highwater.nouns.codec import to_json
+from highwater.nouns.trial import RankReport, TrialSpec
+from highwater.trials.engine_ranks import read_reports
+from highwater.trials.ranks import RankShare, read_exits
+from highwater.trials.reaper import under_reaper
+from highwater.trials.trial_environment import trial_environment
 
 
 def run(spec: TrialSpec, *, timeout_s: float) -> tuple[RankReport, ...]:
@@ -58,7 +58,7 @@ def join_one_gpu() -> None:
 def main() -> None:
     """Be one rank of a trial."""
     join_one_gpu()
-    from highwater.engine.worker import main as work
+    from highwater.engine.training.worker import main as work
 
     work()
 

@@ -92,10 +92,10 @@ def on_one_gpu(layout: str, arguments: argparse.Namespace) -> tuple[Steps, Any]:
     """The same, in bfloat16 and over NCCL, of ranks that share a GPU."""
     import one_gpu
 
-    from highwater.spec.layout import Layout
-    from highwater.spec.model import load_model
-    from highwater.spec.settings import Settings
-    from highwater.spec.trial import StatisticsFiles, TrialSpec
+    from highwater.model.model import load_model
+    from highwater.nouns.layout import Layout
+    from highwater.nouns.settings import Settings
+    from highwater.nouns.trial import StatisticsFiles, TrialSpec
 
     flags = dict(zip(*[iter(layout.split())] * 2, strict=True))
     degrees = {name: int(flags.get(f"--{flag}", 1)) for name, flag in DEGREES.items()}

@@ -194,10 +194,10 @@ class Contender:
 
 def spec_of(case: Case, folder: str) -> Any:
     """The trial of the case, of a model as deep as it says."""
-    from highwater.spec.layout import Layout
-    from highwater.spec.model import load_model
-    from highwater.spec.settings import Settings
-    from highwater.spec.trial import TrialSpec
+    from highwater.model.model import load_model
+    from highwater.nouns.layout import Layout
+    from highwater.nouns.settings import Settings
+    from highwater.nouns.trial import TrialSpec
 
     config = json.loads(Path(load_model(case.model).directory, "config.json").read_text())
     config["num_hidden_layers"] = case.layers
@@ -260,13 +260,13 @@ def _predicted(case: Case) -> dict[str, Any]:
 
 def _traced_peak_bytes(spec: Any, rank: int) -> int:
     """What is alive at a rank's peak by its own trace; predictions are of the fullest rank."""
-    from highwater.spec.codec import from_json, to_json
-    from highwater.spec.events import Allocate, EventLog, Free, TraceOrder
+    from highwater.nouns.codec import from_json, to_json
+    from highwater.nouns.events import Allocate, EventLog, Free, TraceOrder
 
     with TemporaryDirectory() as folder:
         order, target = Path(folder, "order.json"), Path(folder, "events.json")
         order.write_text(to_json(TraceOrder(spec=spec, rank=rank)))
-        words = ["-m", "highwater.tracer.tracer", str(order), str(target)]
+        words = ["-m", "highwater.engine.tracer.tracer", str(order), str(target)]
         hidden = {"CUDA_VISIBLE_DEVICES": ""}
         subprocess.run([sys.executable, *words], env=os.environ | hidden, check=True)
         log = from_json(target.read_bytes(), EventLog)
@@ -287,8 +287,8 @@ def _serve(case: Case) -> None:
     import torch
     import torch.distributed as dist
 
-    from highwater.bench.environment import environment
-    from highwater.parallel import mesh as process_mesh
+    from highwater.engine.bench.environment import environment
+    from highwater.engine.parallel import mesh as process_mesh
 
     rank = int(os.environ["RANK"])
     device = torch.device("cuda", rank)
@@ -365,14 +365,14 @@ def ours(spec: Any, device: Any) -> Any:
     """A step of the engine's."""
     import torch
 
-    from highwater.attention.dense import select_kernel
-    from highwater.engine.assemble import assemble
-    from highwater.engine.micro_batches import batches
-    from highwater.engine.rank_context import RankContext
-    from highwater.engine.rank_run import rehearsal_batch, rehearse
-    from highwater.engine.step import train_step
-    from highwater.parallel import mesh as process_mesh
-    from highwater.spec.model import load_model
+    from highwater.engine.attention.dense import select_kernel
+    from highwater.engine.data.micro_batches import batches
+    from highwater.engine.parallel import mesh as process_mesh
+    from highwater.engine.training.assemble import assemble
+    from highwater.engine.training.rank_context import RankContext
+    from highwater.engine.training.rank_run import rehearsal_batch, rehearse
+    from highwater.engine.training.step import train_step
+    from highwater.model.model import load_model
 
     shape = load_model(spec.model_directory).shape
     mesh = process_mesh.shard_mesh(spec.layout, device)

@@ -20,8 +20,8 @@ from pathlib import Path
 import msgspec
 
 import highwater
-from highwater.spec.study import Cell, Study
-from highwater.spec.trial import Outcome, TrialResult
+from highwater.nouns.study import Cell, Study
+from highwater.nouns.trial import Outcome, TrialResult
 from highwater.units import GIB, format_tokens
 
 HERE = Path(__file__).parent

@@ -16,19 +16,19 @@ from statistics import median
 import msgspec
 
 import highwater
-from highwater.run.one_by_one import OneByOne
-from highwater.run.simulated import FormulaLaw, Law, SimulatedRunner
+from highwater.nouns.hardware import Gpu, Machine, kind_of
+from highwater.nouns.plan import Plan, plan
+from highwater.nouns.protocols import Launch, OnPhase, unheard
+from highwater.nouns.request import request_from
+from highwater.nouns.study import Cell, CellAnswer, Question, Study
+from highwater.nouns.trial import Outcome, RankReport, TrialResult, TrialSpec
 from highwater.search.budget import Budget
 from highwater.search.outlook import expected_s, outlook
 from highwater.search.scheduler import BudgetSpentError, search_cells
 from highwater.search.search_events import CellAnswered, TrialFinished
 from highwater.search.trial_seconds import ran_out_s, trial_s
-from highwater.spec.hardware import Gpu, Machine, kind_of
-from highwater.spec.plan import Plan, plan
-from highwater.spec.protocols import Launch, OnPhase, unheard
-from highwater.spec.request import request_from
-from highwater.spec.study import Cell, CellAnswer, Question, Study
-from highwater.spec.trial import Outcome, RankReport, TrialResult, TrialSpec
+from highwater.trials.one_by_one import OneByOne
+from highwater.trials.simulated import FormulaLaw, Law, SimulatedRunner
 from highwater.units import format_seconds, format_tokens
 
 HERE = Path(__file__).parent

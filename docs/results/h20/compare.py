@@ -19,13 +19,13 @@ from typing import NamedTuple
 import highwater
 from highwater.memory.table_accuracy import memory_limits_of
 from highwater.memory.trainers import predict_by_formula
-from highwater.pages.guide.guide_rows import guide_rows
-from highwater.spec.published import (
+from highwater.nouns.published import (
     PUBLISHED_TRAINER,
     published_grid,
     read_capacity_table,
     rung_name,
 )
+from highwater.pages.guide.guide_rows import guide_rows
 from highwater.units import format_tokens
 
 HERE = Path(__file__).parent

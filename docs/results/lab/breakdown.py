@@ -18,9 +18,9 @@ from typing import Any
 import highwater
 from highwater.memory.formula.breakdown import Footprint
 from highwater.memory.formula.formula import likely_footprint
-from highwater.spec.codec import from_builtins, to_builtins
-from highwater.spec.model import load_model
-from highwater.spec.study import Cell
+from highwater.model.model import load_model
+from highwater.nouns.codec import from_builtins, to_builtins
+from highwater.nouns.study import Cell
 from highwater.units import GIB, format_tokens
 
 FILE = Path(__file__).with_suffix(".json")

@@ -16,12 +16,12 @@ from typing import Any
 import histories
 import msgspec
 
-from highwater.run.tracing import CachedTracer, trace_directory
-from highwater.spec.events import Allocate, Enter, EventLog, Free
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.settings import Settings
-from highwater.spec.trial import TrialSpec
+from highwater.model.model import load_model
+from highwater.nouns.events import Allocate, Enter, EventLog, Free
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import TrialSpec
+from highwater.trials.tracing import CachedTracer, trace_directory
 from highwater.units import GIB, format_tokens
 
 FILE = Path(__file__).with_suffix(".json")

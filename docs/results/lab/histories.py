@@ -24,10 +24,10 @@ import msgspec
 from highwater.api import prepare_trial
 from highwater.memory.trace.allocator import CachingAllocator, CapacityError
 from highwater.memory.trace.replay import replay
-from highwater.run.trial_environment import trial_environment
-from highwater.spec.events import Allocate, Enter, EventLog, Free, ReleaseCached, TraceEvent
-from highwater.spec.request import Request
-from highwater.spec.trial import TrialSpec
+from highwater.nouns.events import Allocate, Enter, EventLog, Free, ReleaseCached, TraceEvent
+from highwater.nouns.request import Request
+from highwater.nouns.trial import TrialSpec
+from highwater.trials.trial_environment import trial_environment
 from highwater.units import GIB, MIB, format_tokens
 
 FILE = Path(__file__).with_suffix(".json.gz")
@@ -181,7 +181,7 @@ def record_trial(name: str) -> dict[str, Any]:
     """
     import torch
 
-    from highwater.engine.trial import Trial
+    from highwater.engine.training.trial import Trial
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 

@@ -21,7 +21,7 @@ from highwater.memory.trace.exact import edge
 from highwater.memory.trace.replay import replay
 from highwater.memory.trinity.bundled_traces import OUTSIDE_BYTES, bundled_trace
 from highwater.memory.trinity.closed_form import tokens_of_a_gpu
-from highwater.spec.events import (
+from highwater.nouns.events import (
     Allocate,
     Enter,
     EventLog,
@@ -30,9 +30,9 @@ from highwater.spec.events import (
     ReleaseCached,
     TraceEvent,
 )
-from highwater.spec.published import CapacityTable, read_capacity_table
-from highwater.spec.settings import Allocator
-from highwater.spec.study import Cell, Question
+from highwater.nouns.published import CapacityTable, read_capacity_table
+from highwater.nouns.settings import Allocator
+from highwater.nouns.study import Cell, Question
 from highwater.units import GIB
 
 TABLE = Path(__file__).parents[3] / "tests" / "data" / "published_capacity_a100_80gb.csv"

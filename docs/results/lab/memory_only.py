@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import highwater
-from highwater.spec.trial import Outcome, TrialResult
+from highwater.nouns.trial import Outcome, TrialResult
 from highwater.units import GIB, format_tokens
 
 FILE = Path(__file__).with_suffix(".json")

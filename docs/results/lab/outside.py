@@ -15,8 +15,8 @@ from pathlib import Path
 
 import highwater
 from highwater.memory.formula.outside_allocator import outside_terms
-from highwater.spec.model import Model
-from highwater.spec.study import Cell
+from highwater.model.model import Model
+from highwater.nouns.study import Cell
 from highwater.units import MIB
 
 STUDIES = Path(__file__).parents[1] / "find"

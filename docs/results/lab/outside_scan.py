@@ -19,9 +19,9 @@ import hypotheses
 from highwater.memory.trace.exact import edge
 from highwater.memory.trace.replay import Replayed, replay
 from highwater.memory.trinity.bundled_traces import OUTSIDE_BYTES
-from highwater.spec.events import EventLog
-from highwater.spec.published import read_capacity_table
-from highwater.spec.study import Cell, Question
+from highwater.nouns.events import EventLog
+from highwater.nouns.published import read_capacity_table
+from highwater.nouns.study import Cell, Question
 from highwater.units import GIB
 
 FILE = Path(__file__).with_suffix(".json")

@@ -20,13 +20,13 @@ from typing import Any
 import msgspec
 
 import highwater
-from highwater.run.tracing import fullest_rank
-from highwater.run.trial_environment import trial_environment
-from highwater.spec.codec import to_json
-from highwater.spec.events import TraceOrder
-from highwater.spec.model import load_model
-from highwater.spec.study import Cell
-from highwater.spec.trial import TrialResult, TrialSpec
+from highwater.model.model import load_model
+from highwater.nouns.codec import to_json
+from highwater.nouns.events import TraceOrder
+from highwater.nouns.study import Cell
+from highwater.nouns.trial import TrialResult, TrialSpec
+from highwater.trials.tracing import fullest_rank
+from highwater.trials.trial_environment import trial_environment
 from highwater.units import GIB, format_tokens
 
 HERE = Path(__file__).parent

@@ -19,12 +19,12 @@ import msgspec
 
 import highwater
 from highwater.memory.capacity import CellPrediction, Prediction
-from highwater.run.engine_trial import EngineLauncher
-from highwater.run.local import LocalRunner
-from highwater.spec.codec import from_json
-from highwater.spec.model import load_model
-from highwater.spec.study import Study
-from highwater.spec.trial import Outcome, TrialResult, TrialSpec
+from highwater.model.model import load_model
+from highwater.nouns.codec import from_json
+from highwater.nouns.study import Study
+from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
+from highwater.trials.engine_trial import EngineLauncher
+from highwater.trials.local import LocalRunner
 from highwater.units import GIB, format_tokens
 
 STUDIES = Path(__file__).parents[1] / "find"

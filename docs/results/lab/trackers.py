@@ -21,14 +21,14 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from highwater.engine.assemble import assemble
-from highwater.engine.data import shard
-from highwater.engine.micro_batches import batches
-from highwater.engine.rank_run import rehearsal_batch, rehearse
-from highwater.engine.step import Training, train_step
-from highwater.models import build as model
-from highwater.spec.events import TraceOrder
-from highwater.tracer import fake_cuda, kernel_stubs, tracer
+from highwater.engine.data.batches import shard
+from highwater.engine.data.micro_batches import batches
+from highwater.engine.models import build as model
+from highwater.engine.tracer import fake_cuda, kernel_stubs, tracer
+from highwater.engine.training.assemble import assemble
+from highwater.engine.training.rank_run import rehearsal_batch, rehearse
+from highwater.engine.training.step import Training, train_step
+from highwater.nouns.events import TraceOrder
 
 
 def main() -> None:

@@ -19,12 +19,12 @@ import msgspec
 
 from highwater.memory.trace.scaled_trace import ScaledTrace, scaled_trace
 from highwater.memory.trinity.bundled_traces import FILE, BundledTrace
-from highwater.spec.events import EventLog, TraceOrder
-from highwater.spec.layout import Layout
-from highwater.spec.model import ModelShape, load_model
-from highwater.spec.published import read_capacity_table
-from highwater.spec.settings import Settings
-from highwater.spec.trial import TrialSpec
+from highwater.model.model import ModelShape, load_model
+from highwater.nouns.events import EventLog, TraceOrder
+from highwater.nouns.layout import Layout
+from highwater.nouns.published import read_capacity_table
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import TrialSpec
 
 TABLE = Path(__file__).parents[3] / "tests" / "data" / "published_capacity_a100_80gb.csv"
 LENGTHS = (4224, 4608)
@@ -110,7 +110,9 @@ def trace(name: str, layout: Layout, length: int, events: Path) -> EventLog:
             TraceOrder(spec=spec, rank=layout.ulysses_degree - 1, trainer="trinity", **gpu)
         )
     )
-    subprocess.run([sys.executable, "-m", "highwater.tracer.tracer", order, events], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "highwater.engine.tracer.tracer", order, events], check=True
+    )
     log = msgspec.json.decode(events.read_bytes(), type=EventLog)
     order.unlink()
     events.unlink()

@@ -29,14 +29,14 @@ import msgspec
 import trinity
 
 from highwater.memory.trace.replay import Replayed, replay
-from highwater.run.ranks import RankShare
-from highwater.run.reaper import under_reaper
-from highwater.run.trial_environment import trial_environment
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.published import read_capacity_table
-from highwater.spec.settings import Allocator
-from highwater.spec.trial import Device, TrialSpec
+from highwater.model.model import load_model
+from highwater.nouns.layout import Layout
+from highwater.nouns.published import read_capacity_table
+from highwater.nouns.settings import Allocator
+from highwater.nouns.trial import Device, TrialSpec
+from highwater.trials.ranks import RankShare
+from highwater.trials.reaper import under_reaper
+from highwater.trials.trial_environment import trial_environment
 from highwater.units import GIB, format_tokens
 
 FILE = Path(__file__).with_suffix(".json")
@@ -184,7 +184,7 @@ class Worker:
         if error is not None:
             print(error, flush=True)
             os._exit(1)
-        from highwater.parallel.mesh import leave
+        from highwater.engine.parallel.mesh import leave
 
         leave()
 
@@ -192,10 +192,10 @@ class Worker:
         """As ``Trial`` takes them, with the reference's model."""
         import torch
 
-        from highwater.engine.micro_batches import batches
-        from highwater.engine.rank_context import take_context
-        from highwater.engine.step import train_step
-        from highwater.tracer import trinity_step
+        from highwater.engine.data.micro_batches import batches
+        from highwater.engine.tracer import trinity_step
+        from highwater.engine.training.rank_context import take_context
+        from highwater.engine.training.step import train_step
 
         context = dataclasses.replace(take_context(self.spec), kernel="flash")
         if (budget := self.spec.memory_budget_bytes) is not None and context.device.type == "cuda":

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from highwater.spec.trial import Outcome, TrialResult
+from highwater.nouns.trial import Outcome, TrialResult
 from highwater.units import GIB
 
 HERE = Path(__file__).parent / "cells"

@@ -1,5 +1,5 @@
 """Attention of one layer over packed rows whose documents are of different lengths, on one GPU: a
-call for each document beside the few calls of attention/mixed_lengths.
+call for each document beside the few calls of engine/attention/mixed_lengths.
 
     python docs/results/mixed_lengths/measure.py --rows 4 > docs/results/mixed_lengths/record.ndjson
     python docs/results/mixed_lengths/measure.py --table
@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from highwater.attention.dense import attend
-from highwater.attention.mixed_lengths import attend_mixed
+from highwater.engine.attention.dense import attend
+from highwater.engine.attention.mixed_lengths import attend_mixed
 
 RECORD = Path(__file__).with_name("record.ndjson")
 HEADS, KV_HEADS, SIZE = 16, 8, 128

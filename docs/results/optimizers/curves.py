@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from highwater.parallel.mesh import alone
-from highwater.spec.footprint import device_state_bytes
-from highwater.spec.model import load_model
-from highwater.spec.optimizer import OPTIMIZERS
-from highwater.spec.settings import Settings
+from highwater.engine.parallel.mesh import alone
+from highwater.model.footprint import device_state_bytes
+from highwater.model.model import load_model
+from highwater.nouns.optimizer import OPTIMIZERS
+from highwater.nouns.settings import Settings
 
 TIMES_AS_WIDE = 4
 """So that every matrix but those of keys and values has moments of 8 bits."""

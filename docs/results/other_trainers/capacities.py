@@ -8,8 +8,8 @@ The studies of TRL were found by ``trl_capacity.py``; each line is a pair of rea
 import sys
 from pathlib import Path
 
-from highwater.spec.hardware import kind_name
-from highwater.spec.study import Study
+from highwater.nouns.hardware import kind_name
+from highwater.nouns.study import Study
 from highwater.store.journal import read_study
 from highwater.units import GIB, format_tokens
 

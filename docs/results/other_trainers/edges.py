@@ -8,7 +8,7 @@ writes them beside the formula, as ``highwater/memory/trl/edges.json``.
 from pathlib import Path
 
 from highwater.memory.trl.recorded_edges import study_edges
-from highwater.spec.codec import to_json
+from highwater.nouns.codec import to_json
 from highwater.store.journal import read_study
 
 HERE = Path(__file__).parent

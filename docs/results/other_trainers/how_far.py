@@ -27,9 +27,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from highwater.run.foreign_errors import ending_error, errors_of
-from highwater.run.foreign_log import log_lines
-from highwater.run.foreign_progress import progress_of
+from highwater.trials.foreign_errors import ending_error, errors_of
+from highwater.trials.foreign_log import log_lines
+from highwater.trials.foreign_progress import progress_of
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]

@@ -22,9 +22,9 @@ from highwater.memory.interval.residuals import (
     residual,
     study_residuals,
 )
-from highwater.spec.settings import Allocator
-from highwater.spec.study import Study
-from highwater.spec.trial import Outcome, TrialResult, TrialSpec
+from highwater.nouns.settings import Allocator
+from highwater.nouns.study import Study
+from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 
 ROWS = Path(__file__).with_name("traced.json")
 STUDIES = Path(__file__).parents[1] / "find"

@@ -15,8 +15,8 @@ import highwater
 from highwater.memory.formula.breakdown import Footprint
 from highwater.memory.formula.formula import likely_footprint
 from highwater.memory.interval.residuals import Residual, residual
-from highwater.spec.codec import to_json
-from highwater.spec.trial import TrialResult, TrialSpec
+from highwater.nouns.codec import to_json
+from highwater.nouns.trial import TrialResult, TrialSpec
 
 ROWS = Path(__file__).with_name("traced.json")
 STUDIES = Path(__file__).parents[1] / "find"

@@ -24,12 +24,12 @@ import highwater
 from highwater.memory.capacity import Prediction, predict_cell
 from highwater.memory.formula.formula import likely_footprint
 from highwater.memory.trace.replay import replay
-from highwater.run.tracing import CachedTracer, fullest_rank, trace_directory
-from highwater.spec.codec import from_json
-from highwater.spec.events import EventLog
-from highwater.spec.model import load_model
-from highwater.spec.study import Cell, Study
-from highwater.spec.trial import Outcome, TrialResult, TrialSpec
+from highwater.model.model import load_model
+from highwater.nouns.codec import from_json
+from highwater.nouns.events import EventLog
+from highwater.nouns.study import Cell, Study
+from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
+from highwater.trials.tracing import CachedTracer, fullest_rank, trace_directory
 from highwater.units import GIB, format_tokens
 
 STUDIES = Path(__file__).parents[1] / "find"

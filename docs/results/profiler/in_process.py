@@ -19,18 +19,18 @@ import torch
 from trials import FITS_TOKENS, MODEL, Found, snapshot_row, spec_of
 
 import highwater
-from highwater.bench.environment import environment
-from highwater.engine.assemble import assemble
-from highwater.engine.data import Batch
-from highwater.engine.layer_watch import LayerWatch
-from highwater.engine.memory_profiler import TrialProfiler
-from highwater.engine.micro_batches import batches
-from highwater.engine.out_of_memory import OutOfMemoryWatch
-from highwater.engine.rank_context import RankContext, take_context
-from highwater.engine.step import train_step
-from highwater.spec.profiling import Profiling, SnapshotOrder
-from highwater.spec.settings import Settings
-from highwater.spec.trial import TrialSpec
+from highwater.engine.bench.environment import environment
+from highwater.engine.data.batches import Batch
+from highwater.engine.data.micro_batches import batches
+from highwater.engine.training.assemble import assemble
+from highwater.engine.training.layer_watch import LayerWatch
+from highwater.engine.training.memory_profiler import TrialProfiler
+from highwater.engine.training.out_of_memory import OutOfMemoryWatch
+from highwater.engine.training.rank_context import RankContext, take_context
+from highwater.engine.training.step import train_step
+from highwater.nouns.profiling import Profiling, SnapshotOrder
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import TrialSpec
 
 ENTRIES = 6_000
 """Events of the Trainer that are kept: with the stacks of C++ each is several times as large."""

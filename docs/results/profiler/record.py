@@ -48,10 +48,10 @@ from trials import (
 )
 
 import highwater
-from highwater.run.probe import busy_gpus, probe
-from highwater.spec.profiling import Profiling
-from highwater.spec.settings import Settings
-from highwater.spec.trial import TrialSpec
+from highwater.nouns.profiling import Profiling
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import TrialSpec
+from highwater.trials.probe import busy_gpus, probe
 from highwater.units import MIB, format_bytes
 
 ENTRIES = 30_000

@@ -24,8 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from highwater.spec.layout import Layout
-from highwater.spec.profiling import SNAPSHOTS, coordinates, snapshot_name
+from highwater.nouns.layout import Layout
+from highwater.nouns.profiling import SNAPSHOTS, coordinates, snapshot_name
 from highwater.units import counted, format_bytes
 
 ROOT = Path(__file__).parents[3]
@@ -90,7 +90,7 @@ def record(asked: argparse.Namespace) -> int:
     """Run every case, one after the other, and write a line for each; 1 where one is wrong, or none
     could be run.
     """
-    from highwater.run.probe import probe
+    from highwater.trials.probe import probe
 
     until = time.monotonic() + asked.limit_s
     gpus = len(probe().gpus)
@@ -298,7 +298,7 @@ def too_many(ranks: int) -> int:
 
 def environment(device: str) -> Found:
     """Versions, and the GPU where there is one."""
-    from highwater.bench.environment import environment as of_process
+    from highwater.engine.bench.environment import environment as of_process
 
     found = dict(of_process())
     command = ["python", "docs/results/profiler/trainer_snapshots.py", "--out", "FILE.jsonl"]

@@ -9,15 +9,15 @@ from typing import Any
 import msgspec
 
 from highwater.memory.snapshot.memory_profile import memory_profile
+from highwater.model.model import load_model
+from highwater.nouns.layout import Layout
+from highwater.nouns.profiling import Profiling
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import TrialResult, TrialSpec
 from highwater.pages.study.failed_request import request_line, sizes_of
-from highwater.run.engine_trial import EngineLauncher
-from highwater.run.local import LocalRunner
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.profiling import Profiling
-from highwater.spec.settings import Settings
-from highwater.spec.trial import TrialResult, TrialSpec
 from highwater.store.trial_snapshots import snapshot_folder
+from highwater.trials.engine_trial import EngineLauncher
+from highwater.trials.local import LocalRunner
 from highwater.units import GIB
 
 MODEL = "Qwen3-0.6B"

@@ -35,23 +35,23 @@ sys.path += [str(HERE), str(HERE.parents[2] / "tests" / "ray")]
 from local_cluster import ON_LOOPBACK, LocalCluster, local_cluster  # noqa: E402
 from paced_batches import PACE_S  # noqa: E402
 
-from highwater.run.engine_trial import EngineLauncher  # noqa: E402
-from highwater.run.local import LocalRunner  # noqa: E402
-from highwater.run.model_files import model_files  # noqa: E402
-from highwater.run.probe import environment, probe  # noqa: E402
-from highwater.run.ray_cluster import RayCluster  # noqa: E402
-from highwater.run.ray_node import Needs  # noqa: E402
-from highwater.run.ray_placement import choose  # noqa: E402
-from highwater.run.ray_runner import RayRunner  # noqa: E402
+from highwater.nouns.codec import to_builtins  # noqa: E402
+from highwater.nouns.plan import plan  # noqa: E402
+from highwater.nouns.protocols import Runner  # noqa: E402
+from highwater.nouns.request import request_from  # noqa: E402
+from highwater.nouns.settings import Settings  # noqa: E402
+from highwater.nouns.settings_words import short_settings  # noqa: E402
+from highwater.nouns.study import Cell, Question  # noqa: E402
 from highwater.search.recorded_search import recorded_search  # noqa: E402
-from highwater.spec.codec import to_builtins  # noqa: E402
-from highwater.spec.plan import plan  # noqa: E402
-from highwater.spec.protocols import Runner  # noqa: E402
-from highwater.spec.request import request_from  # noqa: E402
-from highwater.spec.settings import Settings  # noqa: E402
-from highwater.spec.settings_words import short_settings  # noqa: E402
-from highwater.spec.study import Cell, Question  # noqa: E402
 from highwater.store.journal import open_journal, read_study  # noqa: E402
+from highwater.trials.engine_trial import EngineLauncher  # noqa: E402
+from highwater.trials.local import LocalRunner  # noqa: E402
+from highwater.trials.model_files import model_files  # noqa: E402
+from highwater.trials.probe import environment, probe  # noqa: E402
+from highwater.trials.ray_cluster import RayCluster  # noqa: E402
+from highwater.trials.ray_node import Needs  # noqa: E402
+from highwater.trials.ray_placement import choose  # noqa: E402
+from highwater.trials.ray_runner import RayRunner  # noqa: E402
 
 MODEL = {
     "model_type": "qwen3",

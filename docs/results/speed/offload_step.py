@@ -56,7 +56,7 @@ def measure(arguments: argparse.Namespace) -> None:
     """Both ways in turns, the shortest steps first."""
     import torch
 
-    from highwater.bench.environment import environment
+    from highwater.engine.bench.environment import environment
 
     began = time.perf_counter()
     training = trainer_of(arguments.model, arguments.length)
@@ -91,14 +91,14 @@ def trainer_of(name: str, length: int) -> Any:
     """Random weights, in host memory."""
     import torch
 
-    from highwater.attention.dense import select_kernel
-    from highwater.attention.registry import register
-    from highwater.engine.optimizers import make_optimizer
-    from highwater.engine.step import Training
-    from highwater.models.build import build, read_config
-    from highwater.parallel import mesh as process_mesh
-    from highwater.spec.layout import Layout
-    from highwater.spec.model import load_model
+    from highwater.engine.attention.dense import select_kernel
+    from highwater.engine.attention.registry import register
+    from highwater.engine.models.build import build, read_config
+    from highwater.engine.parallel import mesh as process_mesh
+    from highwater.engine.training.optimizers import make_optimizer
+    from highwater.engine.training.step import Training
+    from highwater.model.model import load_model
+    from highwater.nouns.layout import Layout
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
     device = torch.device("cuda", 0)
@@ -130,10 +130,10 @@ def step(training: Any, way: str, name: str, length: int, micro_batches: int) ->
     """One step, timed, and what it took at the most."""
     import torch
 
-    from highwater.engine import step as engine
-    from highwater.engine.data import Document, pack
-    from highwater.parallel.offload import adding_up
-    from highwater.spec.model import load_model
+    from highwater.engine.data.batches import Document, pack
+    from highwater.engine.parallel.offload import adding_up
+    from highwater.engine.training import step as engine
+    from highwater.model.model import load_model
 
     engine.adding_up = (
         adding_up if way == OURS else lambda _: nullcontext()

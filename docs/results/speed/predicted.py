@@ -9,7 +9,7 @@ from typing import get_args
 
 from steps import Split, TimedStep, steps
 
-from highwater.spec.model import load_model
+from highwater.model.model import load_model
 from highwater.speed.step_seconds import predicted_step
 
 SHOWN = 8

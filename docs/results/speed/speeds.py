@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import highwater
-from highwater.spec.settings import Recompute
-from highwater.spec.trial import TrialResult
+from highwater.nouns.settings import Recompute
+from highwater.nouns.trial import TrialResult
 from highwater.units import GIB, format_tokens
 
 FILE = Path(__file__).with_suffix(".json")

@@ -17,10 +17,10 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 import highwater
-from highwater.spec.layout import Layout
-from highwater.spec.lora import LoraBase
-from highwater.spec.settings import Recompute, Settings
-from highwater.spec.trial import Outcome, TrialResult
+from highwater.nouns.layout import Layout
+from highwater.nouns.lora import LoraBase
+from highwater.nouns.settings import Recompute, Settings
+from highwater.nouns.trial import Outcome, TrialResult
 
 RESULTS = Path(__file__).parents[1]
 Split = Literal["fitted", "held out", "offload alone", "beside others", "older engine"]

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import highwater
-from highwater.spec.allocator_variables import ALLOCATOR_VARIABLES
+from highwater.nouns.allocator_variables import ALLOCATOR_VARIABLES
 from highwater.units import GIB, MIB
 
 RECORD = Path(__file__).with_suffix(".ndjson")
@@ -176,8 +176,8 @@ def case_histogram(place: Place) -> dict[str, Any]:
 def case_same_rows(place: Place) -> dict[str, Any]:
     """The first rows of that run again in a loop with nothing around the step."""
     from highwater.engine import Trainer
-    from highwater.engine.corpus.step_plan import StepPlan
-    from highwater.engine.corpus.store import open_corpus
+    from highwater.engine.data.step_plan import StepPlan
+    from highwater.engine.data.store import open_corpus
 
     decided = json.loads((place.folder / "histogram" / "training.json").read_text())
     corpus = open_corpus(decided["corpus"]["directory"])

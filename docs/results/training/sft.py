@@ -221,8 +221,8 @@ def hugging_face(folder: Path, output: Path) -> tuple[list[float], float]:
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-    from highwater.engine.corpus.step_plan import StepPlan
-    from highwater.engine.corpus.store import open_corpus
+    from highwater.engine.data.step_plan import StepPlan
+    from highwater.engine.data.store import open_corpus
 
     corpus = open_corpus(corpus_of(output)["directory"])
     plan = StepPlan(corpus.lengths, corpus.units, row_tokens=LENGTH, micro_batches=ROWS, seed=0)

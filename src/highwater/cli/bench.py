@@ -20,13 +20,7 @@ from highwater.errors import (
     MachineError,
     UsageError,
 )
-from highwater.pages.attention.attention_conclusions import entry_words
-from highwater.pages.attention.attention_tables import longest_table, per_gpu
-from highwater.pages.text import plain
-from highwater.recommendation.attention_summary import Entry, attention_summary
-from highwater.run.bench_process import bench_lines
-from highwater.run.probe import probe, refuse_busy_gpus, refuse_unreadable_gpus
-from highwater.spec.attention_bench import (
+from highwater.nouns.attention_bench import (
     CPU_MOST_TOKENS,
     DIRECTIONS,
     IMPLEMENTATIONS,
@@ -41,15 +35,21 @@ from highwater.spec.attention_bench import (
     NotRun,
     implementations_named,
 )
-from highwater.spec.codec import to_json
-from highwater.spec.declaration import flag_of
-from highwater.spec.hardware import OLDEST_CAPABILITY, Machine
-from highwater.spec.plan import refuse_without_kernel
-from highwater.spec.request import request_from
-from highwater.spec.settings import PATTERN_FIELDS
-from highwater.spec.sparse_pattern import WINDOWED, SparsePatternConfig, refuse_branches
-from highwater.spec.trial import Device
+from highwater.nouns.codec import to_json
+from highwater.nouns.declaration import flag_of
+from highwater.nouns.hardware import OLDEST_CAPABILITY, Machine
+from highwater.nouns.plan import refuse_without_kernel
+from highwater.nouns.request import request_from
+from highwater.nouns.settings import PATTERN_FIELDS
+from highwater.nouns.sparse_pattern import WINDOWED, SparsePatternConfig, refuse_branches
+from highwater.nouns.trial import Device
+from highwater.pages.attention.attention_conclusions import entry_words
+from highwater.pages.attention.attention_tables import longest_table, per_gpu
+from highwater.pages.text import plain
+from highwater.recommendation.attention_summary import Entry, attention_summary
 from highwater.store.directory import write_new_file
+from highwater.trials.bench_process import bench_lines
+from highwater.trials.probe import probe, refuse_busy_gpus, refuse_unreadable_gpus
 from highwater.units import (
     format_bytes,
     format_pass,

@@ -4,9 +4,9 @@ import argparse
 from typing import get_args
 
 from highwater.cli.flags import add_trained
-from highwater.spec.attention_bench import DIRECTIONS, IMPLEMENTATIONS, BenchDtype
-from highwater.spec.settings import PATTERN_FIELDS
-from highwater.spec.trial import Device
+from highwater.nouns.attention_bench import DIRECTIONS, IMPLEMENTATIONS, BenchDtype
+from highwater.nouns.settings import PATTERN_FIELDS
+from highwater.nouns.trial import Device
 
 
 def add_bench_flags(parser: argparse.ArgumentParser) -> None:

@@ -21,25 +21,11 @@ from highwater.errors import (
     StudyError,
     UsageError,
 )
-from highwater.pages.study.published_layout import (
-    published_line,
-    published_notes,
-    published_tables,
-    published_text,
-)
-from highwater.pages.study.search_outlook import outlook_lines
-from highwater.pages.study.study_answer import study_answer
-from highwater.pages.study.study_commands import resumed
-from highwater.pages.study.tables import answer_table, trial_table
-from highwater.run.diagnosis import diagnose, undiagnosed
-from highwater.run.foreign_commands import check_foreign
-from highwater.run.node_place import node_of
-from highwater.search.completed import completed_study
-from highwater.spec.allocator_variables import ignored_options
-from highwater.spec.hardware import CPU_SEARCH
-from highwater.spec.model import load_model
-from highwater.spec.plan import Plan
-from highwater.spec.plan_notes import (
+from highwater.model.model import load_model
+from highwater.nouns.allocator_variables import ignored_options
+from highwater.nouns.hardware import CPU_SEARCH
+from highwater.nouns.plan import Plan
+from highwater.nouns.plan_notes import (
     ON_THE_CPU_NOTE,
     base_notes,
     foreign_notes,
@@ -50,12 +36,26 @@ from highwater.spec.plan_notes import (
     weights_notes,
     yarn_notes,
 )
-from highwater.spec.request import Request
-from highwater.spec.settings_words import short_settings
-from highwater.spec.study import Cell, CellAnswer, Question, Study
-from highwater.spec.trial import TrialResult, TrialSpec
+from highwater.nouns.request import Request
+from highwater.nouns.settings_words import short_settings
+from highwater.nouns.study import Cell, CellAnswer, Question, Study
+from highwater.nouns.trial import TrialResult, TrialSpec
+from highwater.pages.study.published_layout import (
+    published_line,
+    published_notes,
+    published_tables,
+    published_text,
+)
+from highwater.pages.study.search_outlook import outlook_lines
+from highwater.pages.study.study_answer import study_answer
+from highwater.pages.study.study_commands import resumed
+from highwater.pages.study.tables import answer_table, trial_table
+from highwater.search.completed import completed_study
 from highwater.store.directory import newest_studies
 from highwater.store.trial_snapshots import snapshot_lines, study_snapshot_lines
+from highwater.trials.diagnosis import diagnose, undiagnosed
+from highwater.trials.foreign_commands import check_foreign
+from highwater.trials.node_place import node_of
 from highwater.units import MIB, format_tokens
 
 

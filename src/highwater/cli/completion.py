@@ -14,10 +14,10 @@ from highwater.cli.command_list import SHELLS
 from highwater.cli.grammar import grammar
 from highwater.cli.parser import Parser
 from highwater.errors import EXIT_ANSWERED
-from highwater.spec.declared_settings import DECLARED
-from highwater.spec.hardware import gpu_catalog
-from highwater.spec.model_catalog import model_catalog
-from highwater.spec.request import choices
+from highwater.model.model_catalog import model_catalog
+from highwater.nouns.declared_settings import DECLARED
+from highwater.nouns.hardware import gpu_catalog
+from highwater.nouns.request import choices
 
 _MODELS, _GPUS = "_highwater_model_or_dir", "_highwater_gpus"
 """Functions of the script. A name with ``_dir`` tells shtab that what it completes may be a

@@ -14,11 +14,11 @@ from yaml.composer import ComposerError
 
 from highwater.cli.flags import typed_values
 from highwater.errors import UsageError
-from highwater.spec.codec import json_schema, to_builtins
-from highwater.spec.declared_settings import DECLARED
-from highwater.spec.files import SETTINGS_BYTES, read_file
-from highwater.spec.foreign_trainer import FOREIGN, foreign_name
-from highwater.spec.request import PACKINGS, Request, request_from
+from highwater.nouns.codec import json_schema, to_builtins
+from highwater.nouns.declared_settings import DECLARED
+from highwater.nouns.files import SETTINGS_BYTES, read_file
+from highwater.nouns.foreign_trainer import FOREIGN, foreign_name
+from highwater.nouns.request import PACKINGS, Request, request_from
 
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
 _DEEPEST = 8

@@ -9,11 +9,15 @@ import msgspec
 
 from highwater.cli import console
 from highwater.errors import EXIT_ANSWERED, EXIT_MACHINE, HighwaterError, MachineError
+from highwater.nouns.codec import Record
+from highwater.nouns.hardware import CPU_SEARCH, Gpu, Machine, refuse_unfit_gpu
+from highwater.nouns.machine_constants import MEASURED_SCHEMA_VERSION, Constants, Reading
+from highwater.nouns.study import counted_ranks
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
-from highwater.run.features import Feature, features
-from highwater.run.measured_constants import read_constants
-from highwater.run.probe import (
+from highwater.trials.features import Feature, features
+from highwater.trials.measured_constants import read_constants
+from highwater.trials.probe import (
     INSTALL_COMMAND,
     INSTALL_HINT,
     busy_gpus,
@@ -22,10 +26,6 @@ from highwater.run.probe import (
     probe,
     refuse_torch_without_gpu,
 )
-from highwater.spec.codec import Record
-from highwater.spec.hardware import CPU_SEARCH, Gpu, Machine, refuse_unfit_gpu
-from highwater.spec.machine_constants import MEASURED_SCHEMA_VERSION, Constants, Reading
-from highwater.spec.study import counted_ranks
 from highwater.units import counted, format_bytes
 
 _KEEP_CONSTANTS = "highwater doctor --measure --json > constants.json"

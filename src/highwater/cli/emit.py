@@ -12,22 +12,22 @@ import msgspec
 from highwater.cli import console
 from highwater.cli.flags import named_model
 from highwater.cli.recommend import EXAMPLE, found_for, words_again
-from highwater.emit.emitted import Emitted, answered_first, unpredicted
-from highwater.emit.folder import CHECK, LAUNCH, launch_script, refuse_no_folder, write_folder
-from highwater.emit.targets import (
+from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, HighwaterError, UsageError
+from highwater.nouns.objective import TRAITS
+from highwater.nouns.recommendation import Candidate, Recommendation
+from highwater.nouns.trainer import is_step_of, step_in_words
+from highwater.pages.answer_sentence import recommendation_answer
+from highwater.pages.caveats import assumed_host
+from highwater.pages.check_page import check_page
+from highwater.recommendation.drafts import drafted
+from highwater.trainers.emitted import Emitted, answered_first, unpredicted
+from highwater.trainers.folder import CHECK, LAUNCH, launch_script, refuse_no_folder, write_folder
+from highwater.trainers.targets import (
     TARGETS,
     configured_choice,
     refuse_drafts,
     refuse_unknown_settings,
 )
-from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, HighwaterError, UsageError
-from highwater.pages.answer_sentence import recommendation_answer
-from highwater.pages.caveats import assumed_host
-from highwater.pages.check_page import check_page
-from highwater.recommendation.drafts import drafted
-from highwater.spec.objective import TRAITS
-from highwater.spec.recommendation import Candidate, Recommendation
-from highwater.spec.trainer import is_step_of, step_in_words
 from highwater.units import counted
 
 _ROOMIER = "5GiB"

@@ -7,9 +7,9 @@ from typing import Any
 from msgspec.structs import fields
 
 from highwater.errors import UsageError
-from highwater.spec.declaration import SWITCH, CommandName, Setting
-from highwater.spec.declared_settings import DECLARED, TOPICS, Topic
-from highwater.spec.request import Request, choices
+from highwater.nouns.declaration import SWITCH, CommandName, Setting
+from highwater.nouns.declared_settings import DECLARED, TOPICS, Topic
+from highwater.nouns.request import Request, choices
 
 
 def add_settings(

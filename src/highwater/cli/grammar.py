@@ -13,15 +13,15 @@ from highwater.cli.flags import add_json, add_output, add_settings, add_trained
 from highwater.cli.page_flags import profile_flags, report_flags, show_flags
 from highwater.cli.parser import Parser, parse_strictly
 from highwater.cli.train_flags import add_train_flags
-from highwater.emit.emitted import Target
 from highwater.errors import UsageError
-from highwater.spec.declaration import CommandName
-from highwater.spec.declared_settings import DECLARED
-from highwater.spec.foreign_trainer import FOREIGN
-from highwater.spec.refusals import nearest
-from highwater.spec.secrets import hidden_words
-from highwater.spec.settings import TRAINED_OTHERWISE
-from highwater.spec.trainer import OURS, TRAINERS, TrainerName
+from highwater.nouns.declaration import CommandName
+from highwater.nouns.declared_settings import DECLARED
+from highwater.nouns.foreign_trainer import FOREIGN
+from highwater.nouns.refusals import nearest
+from highwater.nouns.secrets import hidden_words
+from highwater.nouns.settings import TRAINED_OTHERWISE
+from highwater.nouns.trainer import OURS, TRAINERS, TrainerName
+from highwater.trainers.emitted import Target
 from highwater.version import __version__
 
 

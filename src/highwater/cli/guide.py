@@ -8,13 +8,13 @@ from pathlib import Path
 
 from highwater.cli import console
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, EXIT_INCONCLUSIVE
+from highwater.nouns.settings import TRAINED_OTHERWISE
+from highwater.nouns.trainer import TRAINERS
 from highwater.pages.guide import build as guiding
 from highwater.pages.guide.guide import UNKNOWN, Guide
 from highwater.pages.guide.guide_markdown import guide_markdown
 from highwater.pages.guide.guide_parts import gpus_heading, summary
 from highwater.pages.guide.guide_rows import guide_rows
-from highwater.spec.settings import TRAINED_OTHERWISE
-from highwater.spec.trainer import TRAINERS
 from highwater.store.directory import free_name
 
 _FILES = (".csv", ".jsonl", ".json")

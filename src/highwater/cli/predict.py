@@ -15,18 +15,18 @@ from highwater.cli.recommend import is_tried, words_again
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
 from highwater.memory.capacity import Prediction
 from highwater.memory.table_accuracy import TableAccuracy
+from highwater.nouns.declaration import flag_of, words_of
+from highwater.nouns.declared_settings import taken_by
+from highwater.nouns.foreign_trainer import FOREIGN, foreign_name
+from highwater.nouns.recommendation import Alternative
+from highwater.nouns.request import request_from, trial_flags
+from highwater.nouns.settings_words import short_settings
+from highwater.nouns.trainer import TRAINERS
+from highwater.nouns.trial import TrialSpec
 from highwater.pages.answer_sentence import prediction_answer
 from highwater.pages.caveats import assumed_host
 from highwater.pages.prediction_tables import accuracy_table, prediction_table, term_table
 from highwater.recommendation.recommend import what_would_fit
-from highwater.spec.declaration import flag_of, words_of
-from highwater.spec.declared_settings import taken_by
-from highwater.spec.foreign_trainer import FOREIGN, foreign_name
-from highwater.spec.recommendation import Alternative
-from highwater.spec.request import request_from, trial_flags
-from highwater.spec.settings_words import short_settings
-from highwater.spec.trainer import TRAINERS
-from highwater.spec.trial import TrialSpec
 from highwater.units import format_tokens
 
 _EXAMPLE = "highwater predict Qwen3-8B --gpus 4xA100-80GB"

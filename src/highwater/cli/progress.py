@@ -8,6 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from textwrap import shorten
 
+from highwater.nouns.settings_words import short_settings
+from highwater.nouns.study import RANK_WORDS, Cell, CellAnswer, Question
+from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.pages.study.capacity_figures import capacity_text, memory_only_text, provenance
 from highwater.pages.study.failed_request import request_line
 from highwater.pages.text import plain
@@ -21,9 +24,6 @@ from highwater.search.search_events import (
     TrialStarted,
 )
 from highwater.search.trial_seconds import trial_s
-from highwater.spec.settings_words import short_settings
-from highwater.spec.study import RANK_WORDS, Cell, CellAnswer, Question
-from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 from highwater.units import format_bytes, format_seconds, format_tokens
 
 _RECENT = 4

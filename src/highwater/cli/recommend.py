@@ -9,17 +9,17 @@ from collections.abc import Mapping
 from highwater.cli import console
 from highwater.cli.flags import named_model, typed_limits, typed_values
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
+from highwater.nouns.declaration import flag_of, words_of
+from highwater.nouns.foreign_trainer import FOREIGN, ForeignName, foreign_name
+from highwater.nouns.hardware import runs_trials
+from highwater.nouns.recommendation import Recommendation
+from highwater.nouns.request import request_from, trial_flags
+from highwater.nouns.study import Cell
+from highwater.nouns.trainer import OURS, predicted_traits
 from highwater.pages.answer_sentence import recommendation_answer
 from highwater.pages.caveats import assumed_host
 from highwater.pages.recommendation_tables import recommendation_tables, rung_list
 from highwater.recommendation.recommend import recommend as recommended
-from highwater.spec.declaration import flag_of, words_of
-from highwater.spec.foreign_trainer import FOREIGN, ForeignName, foreign_name
-from highwater.spec.hardware import runs_trials
-from highwater.spec.recommendation import Recommendation
-from highwater.spec.request import request_from, trial_flags
-from highwater.spec.study import Cell
-from highwater.spec.trainer import OURS, predicted_traits
 
 EXAMPLE = "highwater recommend Qwen3-8B --gpus 4xH20-96GB --length 64k"
 

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Sequence
 
 from highwater.errors import UsageError
-from highwater.spec.request import Request
+from highwater.nouns.request import Request
 
 _USUAL_S = 4 * 3600
 """Time of a job where nobody bounds the search: what is not found then is found by the next one."""

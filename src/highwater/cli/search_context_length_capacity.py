@@ -27,20 +27,16 @@ from highwater.cli.interruption import exit_code_of
 from highwater.cli.parser import Parser, parse_strictly
 from highwater.cli.progress import Progress
 from highwater.errors import HighwaterError, MachineError
-from highwater.run.probe import probe
+from highwater.model.model import STATE_BYTES_PER_PARAMETER, Model, load_model
+from highwater.nouns.allocator_variables import ALLOCATOR_MODES, allocator_options, ignored_options
+from highwater.nouns.hardware import Machine
+from highwater.nouns.plan import Plan
+from highwater.nouns.request import Request, request_from, values_of
+from highwater.nouns.search_lengths import CEILING_TOKENS
+from highwater.nouns.settings import Allocator, Settings
+from highwater.nouns.trial_hardware import cpu_memory
 from highwater.search.search_events import CellAnswered, SearchEvent
-from highwater.spec.allocator_variables import (
-    ALLOCATOR_MODES,
-    allocator_options,
-    ignored_options,
-)
-from highwater.spec.hardware import Machine
-from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model, load_model
-from highwater.spec.plan import Plan
-from highwater.spec.request import Request, request_from, values_of
-from highwater.spec.search_lengths import CEILING_TOKENS
-from highwater.spec.settings import Allocator, Settings
-from highwater.spec.trial_hardware import cpu_memory
+from highwater.trials.probe import probe
 from highwater.units import format_bytes, format_tokens
 
 PROGRAM = "search_context_length_capacity"

@@ -12,6 +12,8 @@ from highwater.cli.interruption import exit_code_of, heeding
 from highwater.cli.train_flags import training_request_of
 from highwater.cli.training_progress import training_progress
 from highwater.errors import EXIT_ANSWERED, EXIT_TERMINATED
+from highwater.nouns.settings import Settings
+from highwater.nouns.training_request import TrainingRequest, TrainingResult
 from highwater.pages.training_tables import (
     prediction_lines,
     stopped_sentence,
@@ -19,9 +21,7 @@ from highwater.pages.training_tables import (
     training_table,
 )
 from highwater.recommendation.training_notes import has_lost_base
-from highwater.run.node_place import node_of
-from highwater.spec.settings import Settings
-from highwater.spec.training_request import TrainingRequest, TrainingResult
+from highwater.trials.node_place import node_of
 
 _RESUME_FROM = "--resume-from"
 

@@ -4,9 +4,9 @@ import argparse
 from typing import Any, get_args
 
 from highwater.errors import UsageError
-from highwater.spec.corpus import LongDocuments, TrainedTokens
-from highwater.spec.training import ScheduleName
-from highwater.spec.training_request import TrainingRequest, training_request_from
+from highwater.nouns.corpus import LongDocuments, TrainedTokens
+from highwater.nouns.training import ScheduleName
+from highwater.nouns.training_request import TrainingRequest, training_request_from
 
 _FIELDS = {
     "training_data": "data",

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 import msgspec
 
 from highwater.cli.console import talk
-from highwater.spec.training import TrainingProgress, TrainingSpec
+from highwater.nouns.training import TrainingProgress, TrainingSpec
 from highwater.units import format_seconds
 
 _LINE_S = 10.0

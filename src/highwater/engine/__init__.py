@@ -8,20 +8,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from highwater.engine.evaluation import Evaluation as Evaluation
-    from highwater.engine.step import Training as Training
-    from highwater.engine.step import train_step as train_step
-    from highwater.engine.trainer import StepResult as StepResult
-    from highwater.engine.trainer import Trainer as Trainer
-    from highwater.spec.quantities import Quantity as Quantity
+    from highwater.engine.training.evaluation import Evaluation as Evaluation
+    from highwater.engine.training.step import Training as Training
+    from highwater.engine.training.step import train_step as train_step
+    from highwater.engine.training.trainer import StepResult as StepResult
+    from highwater.engine.training.trainer import Trainer as Trainer
+    from highwater.nouns.quantities import Quantity as Quantity
 
 _PUBLIC = {
-    "Evaluation": "highwater.engine.evaluation",
-    "Quantity": "highwater.spec.quantities",
-    "StepResult": "highwater.engine.trainer",
-    "Trainer": "highwater.engine.trainer",
-    "Training": "highwater.engine.step",
-    "train_step": "highwater.engine.step",
+    "Evaluation": "highwater.engine.training.evaluation",
+    "Quantity": "highwater.nouns.quantities",
+    "StepResult": "highwater.engine.training.trainer",
+    "Trainer": "highwater.engine.training.trainer",
+    "Training": "highwater.engine.training.step",
+    "train_step": "highwater.engine.training.step",
 }
 __all__ = ["Evaluation", "Quantity", "StepResult", "Trainer", "Training", "train_step"]
 

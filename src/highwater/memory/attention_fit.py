@@ -10,8 +10,8 @@ it was fitted.
 from collections.abc import Sequence
 from itertools import combinations
 
-from highwater.spec.attention_bench import PARTS_OF_A_DOUBLING
-from highwater.spec.codec import Record
+from highwater.nouns.attention_bench import PARTS_OF_A_DOUBLING
+from highwater.nouns.codec import Record
 
 _WELL_DESCRIBED = 0.05
 """Largest relative error of a peak up to which overhead and bytes per token are the formula."""

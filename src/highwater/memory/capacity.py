@@ -13,13 +13,13 @@ from highwater.memory.formula.outside_allocator import outside_terms
 from highwater.memory.interval.calibration import Calibration, Factors, Interval, interval
 from highwater.memory.interval.residuals import PredictionMethod
 from highwater.memory.trace.replay import Replayed
-from highwater.spec.capacities import Capacity, kind_with_memory
-from highwater.spec.codec import Record
-from highwater.spec.hardware import gpu_catalog
-from highwater.spec.headroom import Risk, default_headroom_bytes, risk_of
-from highwater.spec.optimizer import OPTIMIZERS
-from highwater.spec.study import Cell, Question
-from highwater.spec.trainer import TrainerName
+from highwater.nouns.capacities import Capacity, kind_with_memory
+from highwater.nouns.codec import Record
+from highwater.nouns.hardware import gpu_catalog
+from highwater.nouns.headroom import Risk, default_headroom_bytes, risk_of
+from highwater.nouns.optimizer import OPTIMIZERS
+from highwater.nouns.study import Cell, Question
+from highwater.nouns.trainer import TrainerName
 from highwater.speed.step_seconds import PredictedStep
 
 Asked = Literal["everything", "longest", "fit"]

@@ -9,14 +9,14 @@ from typing import Literal
 import msgspec
 
 from highwater.memory.capacity import MemoryLimit
-from highwater.spec.capacities import Capacity, cell_capacities
-from highwater.spec.flops import step_flops
-from highwater.spec.hardware import SAME_MEMORY, kind_name
-from highwater.spec.model import Model
-from highwater.spec.recommendation import Candidate, StepTime
-from highwater.spec.study import Cell, RecordedTrial, Study
-from highwater.spec.trainer import OURS, AnyTrainer
-from highwater.spec.trial import Outcome
+from highwater.model.flops import step_flops
+from highwater.model.model import Model
+from highwater.nouns.capacities import Capacity, cell_capacities
+from highwater.nouns.hardware import SAME_MEMORY, kind_name
+from highwater.nouns.recommendation import Candidate, StepTime
+from highwater.nouns.study import Cell, RecordedTrial, Study
+from highwater.nouns.trainer import OURS, AnyTrainer
+from highwater.nouns.trial import Outcome
 from highwater.units import format_bytes
 
 

@@ -16,21 +16,21 @@ from highwater.memory.capacity import (
 from highwater.memory.formula.constants import MachineConstants
 from highwater.memory.interval.residuals import PredictionMethod
 from highwater.memory.trainers import MEMORY
-from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE
-from highwater.spec.cells import heads_obstacle, ring_obstacle
-from highwater.spec.cluster import Cluster
-from highwater.spec.declared_settings import TOPICS
-from highwater.spec.hardware import runs_trials
-from highwater.spec.headroom import default_headroom_bytes
-from highwater.spec.host_memory import THIS_MACHINE, default_host
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.objective import TRAITS
-from highwater.spec.plan import plan
-from highwater.spec.request import Request, request_from
-from highwater.spec.settings import Settings
-from highwater.spec.study import Cell, Question
-from highwater.spec.trainer import TRAINERS, TrainerName
+from highwater.model.model import load_model
+from highwater.nouns.bounds import MOST_GPUS_OF_A_MACHINE
+from highwater.nouns.cells import heads_obstacle, ring_obstacle
+from highwater.nouns.cluster import Cluster
+from highwater.nouns.declared_settings import TOPICS
+from highwater.nouns.hardware import runs_trials
+from highwater.nouns.headroom import default_headroom_bytes
+from highwater.nouns.host_memory import THIS_MACHINE, default_host
+from highwater.nouns.layout import Layout
+from highwater.nouns.objective import TRAITS
+from highwater.nouns.plan import plan
+from highwater.nouns.request import Request, request_from
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell, Question
+from highwater.nouns.trainer import TRAINERS, TrainerName
 from highwater.units import format_bytes, parse_memory
 
 

@@ -8,11 +8,11 @@ from highwater.errors import UsageError
 from highwater.memory.capacity import CellPrediction, MemoryLimit, predict_cells
 from highwater.memory.question import memory_limit_of
 from highwater.memory.trainers import MEMORY, predict_by_formula
-from highwater.spec.cluster import Cluster, own_memory, refuse_small_gpu
-from highwater.spec.codec import Record
-from highwater.spec.published import CapacityTable, rung_name
-from highwater.spec.study import Cell, Question
-from highwater.spec.trainer import OURS, TrainerName
+from highwater.nouns.cluster import Cluster, own_memory, refuse_small_gpu
+from highwater.nouns.codec import Record
+from highwater.nouns.published import CapacityTable, rung_name
+from highwater.nouns.study import Cell, Question
+from highwater.nouns.trainer import OURS, TrainerName
 
 _Predict = Callable[[Question, MemoryLimit], tuple[CellPrediction, ...]]
 

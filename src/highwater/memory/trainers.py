@@ -1,4 +1,4 @@
-"""How the memory of each trainer is predicted: a row for each, by the names of spec/trainer.py.
+"""How the memory of each trainer is predicted: a row for each, by the names of nouns/trainer.py.
 
 This is the only file that imports a folder of one trainer's own, as memory/trinity is: none other
 knows that there is one.
@@ -24,10 +24,10 @@ from highwater.memory.trinity import bundled_traces, closed_form
 from highwater.memory.trinity.published_fields import published_fields
 from highwater.memory.trl import step_bytes
 from highwater.memory.trl.recorded_edges import bundled_edges, study_edges
-from highwater.spec.model import ModelShape
-from highwater.spec.study import Cell, Question, Study
-from highwater.spec.trainer import OURS, TrainerName, predicted_trainer
-from highwater.spec.trial import PROMPT_TOKENS
+from highwater.model.model import ModelShape
+from highwater.nouns.study import Cell, Question, Study
+from highwater.nouns.trainer import OURS, TrainerName, predicted_trainer
+from highwater.nouns.trial import PROMPT_TOKENS
 from highwater.speed.step_seconds import predicted_step
 
 _NO_INTERVAL = "nobody recorded its trials: a prediction without an interval"

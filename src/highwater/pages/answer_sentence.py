@@ -5,14 +5,14 @@ with which settings, what is left, how fast it is. It stands before the tables.
 from collections.abc import Sequence
 
 from highwater.memory.capacity import CellPrediction, Prediction
+from highwater.nouns.cluster import nameless
+from highwater.nouns.headroom import Risk
+from highwater.nouns.host_memory import THIS_MACHINE
+from highwater.nouns.recommendation import Alternative, Recommendation
+from highwater.nouns.settings import Settings
+from highwater.nouns.settings_words import settings_in_words
+from highwater.nouns.trainer import OURS, AnyTrainer, predicted_traits, trainer_title
 from highwater.pages.text import plain
-from highwater.spec.cluster import nameless
-from highwater.spec.headroom import Risk
-from highwater.spec.host_memory import THIS_MACHINE
-from highwater.spec.recommendation import Alternative, Recommendation
-from highwater.spec.settings import Settings
-from highwater.spec.settings_words import settings_in_words
-from highwater.spec.trainer import OURS, AnyTrainer, predicted_traits, trainer_title
 from highwater.units import format_bytes, format_seconds, format_tokens
 
 _LACKS = {"device": "of each GPU", "host": "of host memory"}

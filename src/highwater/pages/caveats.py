@@ -4,10 +4,10 @@ is taken.
 
 from collections.abc import Sequence
 
+from highwater.nouns.headroom import Risk
+from highwater.nouns.host_memory import THIS_MACHINE
+from highwater.nouns.settings_words import listed
 from highwater.pages.text import plain
-from highwater.spec.headroom import Risk
-from highwater.spec.host_memory import THIS_MACHINE
-from highwater.spec.settings_words import listed
 from highwater.units import format_bytes, format_tokens
 
 _OF_A_RISK: dict[Risk, str] = {

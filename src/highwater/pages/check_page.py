@@ -5,12 +5,12 @@ otherwise, what is the user's to fill in, and what to look at before a long run.
 import json
 from collections.abc import Sequence
 
-from highwater.emit.emitted import Emitted
+from highwater.nouns.headroom import RISK_IN_WORDS
+from highwater.nouns.recommendation import Candidate, Recommendation
+from highwater.nouns.settings_words import settings_in_words
+from highwater.nouns.trainer import step_in_words
 from highwater.pages.text import plain
-from highwater.spec.headroom import RISK_IN_WORDS
-from highwater.spec.recommendation import Candidate, Recommendation
-from highwater.spec.settings_words import settings_in_words
-from highwater.spec.trainer import step_in_words
+from highwater.trainers.emitted import Emitted
 from highwater.units import counted, format_bytes, format_tokens
 
 _STEPS = 10

@@ -14,13 +14,13 @@ from highwater.memory.interval.residuals import PredictionMethod, unlike_cell
 from highwater.memory.table_accuracy import Miss, TableAccuracy
 from highwater.memory.trace.replay import Replayed
 from highwater.memory.trainers import MEMORY, by_replay
+from highwater.nouns.headroom import RISK_IN_WORDS
+from highwater.nouns.settings_words import short_settings
+from highwater.nouns.study import counted_ranks
+from highwater.nouns.trainer import OURS, TRAINERS
 from highwater.pages.caveats import assumed_host, caveat, star_of_yarn
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
-from highwater.spec.headroom import RISK_IN_WORDS
-from highwater.spec.settings_words import short_settings
-from highwater.spec.study import counted_ranks
-from highwater.spec.trainer import OURS, TRAINERS
 from highwater.speed.rates import BASIS_IN_WORDS
 from highwater.units import GIB, format_bytes, format_seconds, format_tokens
 

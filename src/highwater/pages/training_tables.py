@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import msgspec
 
+from highwater.nouns.settings_words import short_settings
+from highwater.nouns.study import counted_ranks
+from highwater.nouns.training import TrainingSpec
+from highwater.nouns.training_request import TrainingResult
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
-from highwater.spec.settings_words import short_settings
-from highwater.spec.study import counted_ranks
-from highwater.spec.training import TrainingSpec
-from highwater.spec.training_request import TrainingResult
 from highwater.training import PreparedTraining
 from highwater.units import counted, format_bytes, format_seconds, format_tokens
 

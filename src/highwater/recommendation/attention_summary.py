@@ -8,15 +8,15 @@ from typing import Literal, NamedTuple
 
 from highwater.memory.attention_fit import MemoryFit, memory_fit
 from highwater.memory.formula.constants import CONTEXT_BYTES
-from highwater.spec.attention_bench import (
+from highwater.nouns.attention_bench import (
     IMPLEMENTATIONS,
     AttentionBench,
     BenchRow,
     Direction,
     Mode,
 )
-from highwater.spec.codec import Record
-from highwater.spec.hardware import gpu_catalog, lacking, runs_trials
+from highwater.nouns.codec import Record
+from highwater.nouns.hardware import gpu_catalog, lacking, runs_trials
 
 Why = Literal["ran out of memory", "took too long", "crashed", "longest tried", "red"]
 _USE_CASES = ((16_384, 32_768), (32_768, 65_536), (65_536, 131_072), (131_072, None))

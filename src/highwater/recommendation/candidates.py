@@ -15,16 +15,16 @@ from highwater.memory.capacity import CellPrediction, MemoryLimit
 from highwater.memory.interval.calibration import Calibration
 from highwater.memory.question import default_fields
 from highwater.memory.trainers import calibration_of, predict_by_formula
+from highwater.nouns.cluster import Cluster
+from highwater.nouns.declared_settings import DECLARED
+from highwater.nouns.hardware import kind_of
+from highwater.nouns.objective import TRAITS
+from highwater.nouns.recommendation import Candidate, StepTime, order
+from highwater.nouns.request import setting_flags
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell, Question
+from highwater.nouns.trainer import TRAINERS, TrainerName
 from highwater.recommendation.trainer_question import trainer_question
-from highwater.spec.cluster import Cluster
-from highwater.spec.declared_settings import DECLARED
-from highwater.spec.hardware import kind_of
-from highwater.spec.objective import TRAITS
-from highwater.spec.recommendation import Candidate, StepTime, order
-from highwater.spec.request import setting_flags
-from highwater.spec.settings import Settings
-from highwater.spec.study import Cell, Question
-from highwater.spec.trainer import TRAINERS, TrainerName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from highwater.memory.question import predicted_question
+from highwater.model.rope import yarn
+from highwater.nouns.ladder import simplicity
+from highwater.nouns.recommendation import Candidate, Recommendation
+from highwater.nouns.study import Cell
+from highwater.nouns.trainer import TrainerName
 from highwater.recommendation.recommend import trainers_gpus
-from highwater.run.probe import gpus_meant
-from highwater.spec.ladder import simplicity
-from highwater.spec.recommendation import Candidate, Recommendation
-from highwater.spec.rope import yarn
-from highwater.spec.study import Cell
-from highwater.spec.trainer import TrainerName
+from highwater.trials.probe import gpus_meant
 from highwater.units import parse_tokens
 
 

@@ -5,15 +5,15 @@ from contextlib import suppress
 
 from highwater.errors import ModelError
 from highwater.memory.capacity import Prediction
-from highwater.spec.capacities import Capacity
-from highwater.spec.cluster import nameless
-from highwater.spec.declared_settings import taken_by
-from highwater.spec.hardware import kind_of
-from highwater.spec.model import load_model
-from highwater.spec.query import Query
-from highwater.spec.settings import Settings
-from highwater.spec.study import Cell, Study
-from highwater.spec.trainer import TRAINERS, predicted_trainer
+from highwater.model.model import load_model
+from highwater.nouns.capacities import Capacity
+from highwater.nouns.cluster import nameless
+from highwater.nouns.declared_settings import taken_by
+from highwater.nouns.hardware import kind_of
+from highwater.nouns.query import Query
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell, Study
+from highwater.nouns.trainer import TRAINERS, predicted_trainer
 
 _RECOMMENDED = ("allocator", "loss", "offload")
 """Settings that differ among what is recommended."""

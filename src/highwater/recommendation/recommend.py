@@ -23,20 +23,16 @@ from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.memory.from_trials import as_measured, obstacle, with_margin
 from highwater.memory.question import memory_limit_of, with_usual_host
 from highwater.memory.trainers import accuracy, replayed_cells
-from highwater.recommendation.alternatives import alternatives
-from highwater.recommendation.candidates import Goal, predicted_candidates
-from highwater.recommendation.tried import measured_cells, tried_recommendation
-from highwater.run.probe import gpus_meant, host_meant
-from highwater.spec.cluster import Cluster
-from highwater.spec.declared_settings import DECLARED, TOPICS
-from highwater.spec.headroom import default_headroom_bytes
-from highwater.spec.model import load_model
-from highwater.spec.plan_notes import prompt_notes
-from highwater.spec.recommendation import Alternative, Candidate, Recommendation
-from highwater.spec.request import request_from
-from highwater.spec.rope import yarn
-from highwater.spec.study import Question, Study, counted_ranks
-from highwater.spec.trainer import (
+from highwater.model.model import load_model
+from highwater.model.rope import yarn
+from highwater.nouns.cluster import Cluster
+from highwater.nouns.declared_settings import DECLARED, TOPICS
+from highwater.nouns.headroom import default_headroom_bytes
+from highwater.nouns.plan_notes import prompt_notes
+from highwater.nouns.recommendation import Alternative, Candidate, Recommendation
+from highwater.nouns.request import request_from
+from highwater.nouns.study import Question, Study, counted_ranks
+from highwater.nouns.trainer import (
     OURS,
     TRAINERS,
     AnyTrainer,
@@ -44,7 +40,11 @@ from highwater.spec.trainer import (
     predicted_trainer,
     trainer_title,
 )
+from highwater.recommendation.alternatives import alternatives
+from highwater.recommendation.candidates import Goal, predicted_candidates
+from highwater.recommendation.tried import measured_cells, tried_recommendation
 from highwater.store.journal import read_study
+from highwater.trials.probe import gpus_meant, host_meant
 from highwater.units import parse_memory, parse_tokens
 
 

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from highwater.emit.inexpressible import expressible
 from highwater.memory.question import predicted_question
-from highwater.spec.cluster import Cluster
-from highwater.spec.study import Question
-from highwater.spec.trainer import TrainerName
+from highwater.nouns.cluster import Cluster
+from highwater.nouns.study import Question
+from highwater.nouns.trainer import TrainerName
+from highwater.trainers.inexpressible import expressible
 
 
 def trainer_question(

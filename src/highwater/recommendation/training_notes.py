@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
+from highwater.model.model import Model, load_model
+from highwater.model.rope import yarn
+from highwater.nouns.corpus import Corpus
+from highwater.nouns.plan_notes import weights_notes
+from highwater.nouns.preparation import missing_files
+from highwater.nouns.training_request import TrainingRequest
+from highwater.nouns.trial import TrialSpec
 from highwater.recommendation.training_settings import ChosenTrial
-from highwater.spec.corpus import Corpus
-from highwater.spec.model import Model, load_model
-from highwater.spec.plan_notes import weights_notes
-from highwater.spec.preparation import missing_files
-from highwater.spec.rope import yarn
-from highwater.spec.training_request import TrainingRequest
-from highwater.spec.trial import TrialSpec
 from highwater.units import format_bytes, format_tokens
 
 

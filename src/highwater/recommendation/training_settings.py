@@ -14,19 +14,19 @@ from highwater.errors import MachineError, UsageError
 from highwater.memory.capacity import CellPrediction, MemoryLimit, predict_cells
 from highwater.memory.formula.formula import likely_footprint
 from highwater.memory.trainers import calibration_of, with_steps
+from highwater.nouns.bounds import MOST_GPUS
+from highwater.nouns.declared_settings import TOPICS
+from highwater.nouns.hardware import Machine
+from highwater.nouns.ladder import simplicity
+from highwater.nouns.plan import plan, plan_trial
+from highwater.nouns.request import Request
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell, Question
+from highwater.nouns.trainer import OURS
+from highwater.nouns.training import refuse_uneven
+from highwater.nouns.training_request import RECOMMENDED, TrainingRequest
+from highwater.nouns.trial import TrialSpec
 from highwater.recommendation.recommend import recommend
-from highwater.spec.bounds import MOST_GPUS
-from highwater.spec.declared_settings import TOPICS
-from highwater.spec.hardware import Machine
-from highwater.spec.ladder import simplicity
-from highwater.spec.plan import plan, plan_trial
-from highwater.spec.request import Request
-from highwater.spec.settings import Settings
-from highwater.spec.study import Cell, Question
-from highwater.spec.trainer import OURS
-from highwater.spec.training import refuse_uneven
-from highwater.spec.training_request import RECOMMENDED, TrainingRequest
-from highwater.spec.trial import TrialSpec
 from highwater.store.journal import read_study
 from highwater.units import MIB, format_bytes, format_tokens
 

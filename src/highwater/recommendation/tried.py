@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from highwater.errors import UsageError
 from highwater.memory.capacity import MemoryLimit
 from highwater.memory.from_trials import as_measured, obstacle, with_margin
+from highwater.model.model import load_model
+from highwater.nouns.cluster import Cluster
+from highwater.nouns.recommendation import Candidate, Recommendation
+from highwater.nouns.study import Cell, Study, counted_ranks
+from highwater.nouns.trainer import AnyTrainer, trainer_title
 from highwater.recommendation.candidates import token_budget
-from highwater.spec.cluster import Cluster
-from highwater.spec.model import load_model
-from highwater.spec.recommendation import Candidate, Recommendation
-from highwater.spec.study import Cell, Study, counted_ranks
-from highwater.spec.trainer import AnyTrainer, trainer_title
 
 _ACCURACY = "by real trials; peaks are sampled from outside, and a shorter one is missed"
 

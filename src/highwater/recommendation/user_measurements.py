@@ -26,12 +26,12 @@ from highwater.memory.interval.residuals import (
     worth_tracing,
 )
 from highwater.memory.trainers import MEMORY
-from highwater.run.tracing import CachedTracer, fullest_rank, trace_directory
-from highwater.spec.cluster import Cluster
-from highwater.spec.codec import from_json
-from highwater.spec.files import CONFIG_BYTES, read_file
-from highwater.spec.hardware import Kernel, kind_of
-from highwater.spec.machine_constants import (
+from highwater.model.model import Model, load_model
+from highwater.nouns.cluster import Cluster
+from highwater.nouns.codec import from_json
+from highwater.nouns.files import CONFIG_BYTES, read_file
+from highwater.nouns.hardware import Kernel, kind_of
+from highwater.nouns.machine_constants import (
     CUBLAS_WORKSPACES,
     MEASURED_SCHEMA_VERSION,
     NCCL_ALL_TO_ALL,
@@ -39,11 +39,11 @@ from highwater.spec.machine_constants import (
     Constants,
     MeasuredConstants,
 )
-from highwater.spec.model import Model, load_model
-from highwater.spec.study import RecordedTrial, Study
-from highwater.spec.trainer import OURS, TrainerName
-from highwater.spec.trial import TrialSpec
+from highwater.nouns.study import RecordedTrial, Study
+from highwater.nouns.trainer import OURS, TrainerName
+from highwater.nouns.trial import TrialSpec
 from highwater.store.journal import read_study
+from highwater.trials.tracing import CachedTracer, fullest_rank, trace_directory
 
 OnCalibrate = Callable[[int, int], None]
 """Told, before the first trace, how many trials are traced and how many traces are not kept yet."""

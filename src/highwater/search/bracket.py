@@ -19,8 +19,8 @@ That is for ``bisect``, and for ``linear`` from a start that does not fit. From 
 
 from collections.abc import Callable
 
-from highwater.spec.study import Method
-from highwater.spec.support import Contradiction, contradictions
+from highwater.nouns.study import Method
+from highwater.nouns.support import Contradiction, contradictions
 
 HINT_COST = 3
 """Trials that a hint can cost: those of ``_around_the_hint``.

@@ -2,11 +2,11 @@
 
 from functools import partial
 
+from highwater.nouns.packing import packed_tokens
+from highwater.nouns.study import Cell, CellAnswer, Limit, MemoryOnlyFit, Question
+from highwater.nouns.trial import Outcome, TrialResult
 from highwater.search.bracket import Bracket
 from highwater.search.recorded_trials import MAX_ATTEMPTS, WantedTrial
-from highwater.spec.packing import packed_tokens
-from highwater.spec.study import Cell, CellAnswer, Limit, MemoryOnlyFit, Question
-from highwater.spec.trial import Outcome, TrialResult
 from highwater.units import format_bytes, format_tokens
 
 

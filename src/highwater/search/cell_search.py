@@ -18,6 +18,10 @@ earlier cell that has changed since (docs/decisions/026).
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from highwater.nouns.packing import least_packed
+from highwater.nouns.pieces import pieces
+from highwater.nouns.study import Cell, CellAnswer, Past, Question
+from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.search.bracket import Bracket
 from highwater.search.cell_outcomes import CellOutcomes
 from highwater.search.proof import full_trials
@@ -27,10 +31,6 @@ from highwater.search.recorded_trials import (
     recorded_trials,
 )
 from highwater.search.trial_seconds import ran_out_s
-from highwater.spec.packing import least_packed
-from highwater.spec.pieces import pieces
-from highwater.spec.study import Cell, CellAnswer, Past, Question
-from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 
 _MOST_FULL_TRIALS = 4
 """Full trials after the edge is known: each reaches further by the time of the one before."""

@@ -8,13 +8,13 @@ from pathlib import Path
 import msgspec
 
 from highwater.errors import HighwaterError, MachineError, StudyError
-from highwater.run.probe import probe
-from highwater.spec.hardware import OLDEST_CAPABILITY, Gpu, Machine
-from highwater.spec.plan import plan
-from highwater.spec.plan_notes import prompt_notes
-from highwater.spec.request import Request
-from highwater.spec.study import Question, Study
+from highwater.nouns.hardware import OLDEST_CAPABILITY, Gpu, Machine
+from highwater.nouns.plan import plan
+from highwater.nouns.plan_notes import prompt_notes
+from highwater.nouns.request import Request
+from highwater.nouns.study import Question, Study
 from highwater.store.journal import read_study
+from highwater.trials.probe import probe
 from highwater.units import format_seconds
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from highwater.memory.capacity import MemoryLimit, predict_cell
 from highwater.memory.formula.formula import Formula
 from highwater.memory.trainers import formula_of
-from highwater.spec.footprint import device_state_bytes, layer_input_bytes
-from highwater.spec.study import Cell, Question
+from highwater.model.footprint import device_state_bytes, layer_input_bytes
+from highwater.nouns.study import Cell, Question
 
 _HF_LOGITS_BYTES = 12.4
 """Bytes of Hugging Face's loss per token x vocabulary, measured on an H200 in bf16."""

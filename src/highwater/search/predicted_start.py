@@ -21,15 +21,15 @@ from highwater.memory.capacity import (
 )
 from highwater.memory.trace.exact import predict_exactly
 from highwater.memory.trainers import formula_of
-from highwater.run.probe import probe
-from highwater.run.tracing import CachedTracer, trace_directory
+from highwater.nouns.codec import from_json
+from highwater.nouns.files import CONFIG_BYTES, read_file
+from highwater.nouns.hardware import SAME_MEMORY, kernels
+from highwater.nouns.request import Request
+from highwater.nouns.study import Cell, Expectation, Question
+from highwater.nouns.trainer import OURS
 from highwater.search.predicted_study import unlike_trials
-from highwater.spec.codec import from_json
-from highwater.spec.files import CONFIG_BYTES, read_file
-from highwater.spec.hardware import SAME_MEMORY, kernels
-from highwater.spec.request import Request
-from highwater.spec.study import Cell, Expectation, Question
-from highwater.spec.trainer import OURS
+from highwater.trials.probe import probe
+from highwater.trials.tracing import CachedTracer, trace_directory
 from highwater.units import format_bytes
 
 Expected = Callable[[Cell], int | None]

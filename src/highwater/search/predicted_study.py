@@ -6,10 +6,10 @@ from highwater.memory.formula.formula import likely_footprint, refuse_unknown_fa
 from highwater.memory.interval.calibration import Calibration, Interval
 from highwater.memory.interval.residuals import bundled_residuals
 from highwater.memory.trainers import calibration_of
-from highwater.spec.codec import Record
-from highwater.spec.study import Cell, Question, Study
-from highwater.spec.trainer import OURS
-from highwater.spec.trial import TrialSpec
+from highwater.nouns.codec import Record
+from highwater.nouns.study import Cell, Question, Study
+from highwater.nouns.trainer import OURS
+from highwater.nouns.trial import TrialSpec
 from highwater.version import __version__
 
 

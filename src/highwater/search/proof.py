@@ -7,11 +7,11 @@ its step time or by running out of time.
 
 from collections.abc import Callable
 
+from highwater.model.flops import step_flops
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell, Question
+from highwater.nouns.trial import Outcome, TrialResult
 from highwater.search.trial_seconds import step_time_s, trial_s
-from highwater.spec.flops import step_flops
-from highwater.spec.settings import Settings
-from highwater.spec.study import Cell, Question
-from highwater.spec.trial import Outcome, TrialResult
 from highwater.units import format_seconds
 
 FULL_SHARE = 0.9

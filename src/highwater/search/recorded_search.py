@@ -7,12 +7,12 @@ anything follows from it. To resume a search is to ask it again.
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from highwater.nouns.protocols import Runner
+from highwater.nouns.study import Cell, Expectation, Question
+from highwater.nouns.trial import TrialResult
 from highwater.search.cell_search import NextTrial
 from highwater.search.scheduler import search_cells
 from highwater.search.search_events import CellAnswered, SearchEvent, TrialFinished, TrialStarted
-from highwater.spec.protocols import Runner
-from highwater.spec.study import Cell, Expectation, Question
-from highwater.spec.trial import TrialResult
 from highwater.store.journal import Journal
 
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from highwater.spec.study import Past, Question
-from highwater.spec.trial import Outcome
+from highwater.nouns.study import Past, Question
+from highwater.nouns.trial import Outcome
 
 MAX_ATTEMPTS = 3
 """Launches of a trial that ends without telling anything about memory."""

@@ -13,6 +13,9 @@ found is left, and the search ends with ``BudgetSpentError`` when no other cell 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
+from highwater.nouns.protocols import TOLD_S, Launch, Runner
+from highwater.nouns.study import Cell, CellAnswer, Past, Question
+from highwater.nouns.trial import TrialResult, kept_result
 from highwater.search.cell_search import CellSearch, MayStart, NextTrial
 from highwater.search.memory_line import MemoryLineOf, trainer_line
 from highwater.search.search_events import (
@@ -23,9 +26,6 @@ from highwater.search.search_events import (
     TrialStarted,
 )
 from highwater.search.start_length import carried_start, first_index, precedes
-from highwater.spec.protocols import TOLD_S, Launch, Runner
-from highwater.spec.study import Cell, CellAnswer, Past, Question
-from highwater.spec.trial import TrialResult, kept_result
 
 _TRIALS_OF_A_CELL = 4
 """Trials that a cell is taken to need while none is finished."""

@@ -4,8 +4,8 @@ that are answered.
 
 from dataclasses import dataclass
 
-from highwater.spec.study import Cell, CellAnswer
-from highwater.spec.trial import TrialResult, TrialSpec
+from highwater.nouns.study import Cell, CellAnswer
+from highwater.nouns.trial import TrialResult, TrialSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

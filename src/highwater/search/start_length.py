@@ -14,10 +14,10 @@ are inevitable.
 
 from collections.abc import Sequence
 
+from highwater.model.footprint import device_state_bytes
+from highwater.nouns.grid import Grid
+from highwater.nouns.study import Cell, CellAnswer, Question
 from highwater.search.memory_line import MemoryLine, MemoryLineOf, trainer_line
-from highwater.spec.footprint import device_state_bytes
-from highwater.spec.grid import Grid
-from highwater.spec.study import Cell, CellAnswer, Question
 
 _FIXED_DOUBT = 0.1
 """How far the fixed part of a line may be off at first, as a share of the memory."""

@@ -4,9 +4,9 @@ From the launch of its processes to their end: what starting takes, and the pred
 where the rates of the GPU are. It says which trials are worth their time, and nothing of memory.
 """
 
-from highwater.spec.footprint import host_state_bytes
-from highwater.spec.study import Question
-from highwater.spec.trial import TrialSpec
+from highwater.model.footprint import host_state_bytes
+from highwater.nouns.study import Question
+from highwater.nouns.trial import TrialSpec
 from highwater.speed.step_seconds import predicted_step
 
 LAUNCH_S = 20.0

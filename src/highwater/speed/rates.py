@@ -10,8 +10,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Literal, NamedTuple
 
-from highwater.spec.codec import Record, from_builtins
-from highwater.spec.hardware import kind_of
+from highwater.nouns.codec import Record, from_builtins
+from highwater.nouns.hardware import kind_of
 
 Basis = Literal["measured", "scaled"]
 """Whether the rates are of such a GPU, or of an H200 times what the data sheets differ by."""
@@ -32,7 +32,7 @@ BASIS_IN_WORDS: dict[Basis, str] = {
 
 
 class Sheet(Record, frozen=True, kw_only=True):
-    """What a data sheet says of a kind of GPU, besides its FLOP/s (spec/catalog/gpus.json)."""
+    """What a data sheet says of a kind of GPU, besides its FLOP/s (nouns/catalog/gpus.json)."""
 
     name: str
     memory_bytes_per_s: float

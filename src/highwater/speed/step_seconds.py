@@ -9,15 +9,15 @@ and of all key heads, per token  F intermediate size
 
 from typing import NamedTuple
 
-from highwater.spec.codec import Record
-from highwater.spec.footprint import matrices, trained_parameters
-from highwater.spec.layer_kind import AttentionKind, LayerKind
-from highwater.spec.layout import Layout
-from highwater.spec.lora import adapter_parameters_of_layer
-from highwater.spec.model import ModelShape
-from highwater.spec.pieces import pieces
-from highwater.spec.settings import Settings
-from highwater.spec.sparse_costs import kept_pairs
+from highwater.model.footprint import matrices, trained_parameters
+from highwater.model.layer_kind import AttentionKind, LayerKind
+from highwater.model.model import ModelShape
+from highwater.nouns.codec import Record
+from highwater.nouns.layout import Layout
+from highwater.nouns.lora import adapter_parameters_of_layer
+from highwater.nouns.pieces import pieces
+from highwater.nouns.settings import Settings
+from highwater.nouns.sparse_costs import kept_pairs
 from highwater.speed.rates import Basis, Rates, rates_of
 
 USUAL_MICRO_BATCHES = 2

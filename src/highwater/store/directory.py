@@ -12,9 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from highwater.errors import MachineError, StudyError, UsageError
-from highwater.spec.footprint import CheckpointBytes
-from highwater.spec.hardware import CPU_SEARCH
-from highwater.spec.study import Question
+from highwater.model.footprint import CheckpointBytes
+from highwater.nouns.hardware import CPU_SEARCH
+from highwater.nouns.study import Question
 from highwater.units import MIB, format_bytes
 
 FREE_BYTES = 64 * MIB

@@ -17,11 +17,11 @@ from types import TracebackType
 from typing import Self
 
 from highwater.errors import HighwaterError, StudyError
-from highwater.spec.codec import to_json
-from highwater.spec.environment import Environment
-from highwater.spec.hardware import CPU_SEARCH
-from highwater.spec.secrets import HIDDEN
-from highwater.spec.study import (
+from highwater.nouns.codec import to_json
+from highwater.nouns.environment import Environment
+from highwater.nouns.hardware import CPU_SEARCH
+from highwater.nouns.secrets import HIDDEN
+from highwater.nouns.study import (
     STUDY_SCHEMA_VERSION,
     Cell,
     CellAnswer,
@@ -31,7 +31,7 @@ from highwater.spec.study import (
     RecordedTrial,
     Study,
 )
-from highwater.spec.trial import Outcome, TrialResult, TrialSpec
+from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.store.directory import newest_studies
 from highwater.store.journal_file import (
     JournalFile,

@@ -20,10 +20,10 @@ from pathlib import Path
 import msgspec
 
 from highwater.errors import HighwaterError, StudyError
-from highwater.spec.codec import Record, from_json
-from highwater.spec.environment import Environment
-from highwater.spec.secrets import hidden_words
-from highwater.spec.study import (
+from highwater.nouns.codec import Record, from_json
+from highwater.nouns.environment import Environment
+from highwater.nouns.secrets import hidden_words
+from highwater.nouns.study import (
     STUDY_SCHEMA_VERSION,
     Cell,
     CellAnswer,
@@ -32,8 +32,8 @@ from highwater.spec.study import (
     RecordedTrial,
     UnprovenAnswer,
 )
-from highwater.spec.support import unsupported
-from highwater.spec.trial import Outcome, TrialResult, TrialSpec
+from highwater.nouns.support import unsupported
+from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.store.journal_file import free_study
 
 _SEALED_SINCE = 3

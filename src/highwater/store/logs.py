@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from highwater.spec.files import refuse_irregular
-from highwater.spec.trial import LogEnd
+from highwater.nouns.files import refuse_irregular
+from highwater.nouns.trial import LogEnd
 
 LINES = 20
 """Lines of a log's end that are read."""
@@ -23,7 +23,7 @@ _SAID = 60
 What a log and a result do to longer texts differs.
 """
 _NAME = re.compile(r"model_len-\d+(?:\.attempt-\d+)?\.log")
-"""Names that run/local.py gives to logs."""
+"""Names that trials/local.py gives to logs."""
 _FOLDER = re.compile(r"gpu-\d+")
 """The folder in a log's path from which on it lies beside the study."""
 _LAUNCHER_ERROR = re.compile(r"torch\.distributed\.elastic\..*ChildFailedError:")

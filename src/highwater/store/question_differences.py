@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from highwater.errors import StudyError
-from highwater.spec.codec import to_builtins
-from highwater.spec.study import Question
+from highwater.nouns.codec import to_builtins
+from highwater.nouns.study import Question
 from highwater.store.journal_file import free_study
 
 _DIFFERENCES_SHOWN = 4

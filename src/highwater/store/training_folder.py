@@ -7,9 +7,9 @@ from itertools import chain, count
 from pathlib import Path
 
 from highwater.errors import UsageError
-from highwater.spec.codec import from_json, to_json
-from highwater.spec.files import CONFIG_BYTES, read_file
-from highwater.spec.training import (
+from highwater.nouns.codec import from_json, to_json
+from highwater.nouns.files import CONFIG_BYTES, read_file
+from highwater.nouns.training import (
     CHECKPOINTS,
     STATE_FILE,
     RunState,

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from highwater.spec.profiling import SNAPSHOTS, Profiling, coordinates, snapshot_name
-from highwater.spec.settings_words import short_settings
-from highwater.spec.study import Study
-from highwater.spec.trial import TrialResult, TrialSpec
+from highwater.nouns.profiling import SNAPSHOTS, Profiling, coordinates, snapshot_name
+from highwater.nouns.settings_words import short_settings
+from highwater.nouns.study import Study
+from highwater.nouns.trial import TrialResult, TrialSpec
 from highwater.units import format_tokens
 
 

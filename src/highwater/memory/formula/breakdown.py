@@ -4,7 +4,7 @@ which they are alive, and the footprint of one GPU.
 
 import msgspec
 
-from highwater.spec.codec import Record
+from highwater.nouns.codec import Record
 
 LOSS = "loss"
 """Name of the phase in which logits are: another trainer has others there."""

@@ -9,9 +9,9 @@ capacity. Source: the streams and free blocks in traces of the trials in docs/re
 bytes that those trials reserved (docs/results/predict).
 """
 
-from highwater.spec.layout import Layout
-from highwater.spec.model import ModelShape
-from highwater.spec.settings import Settings
+from highwater.model.model import ModelShape
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
 
 _WEIGHT, _GRADIENT, _MASTER = 2, 4, 4
 """Bytes of an element: gathered in bfloat16, reduced in float32, on the host in float32 where it is

@@ -6,14 +6,14 @@ Frozen in a commit before the measurements that judge them (docs/results/predict
 
 from collections.abc import Mapping, Sequence
 
-from highwater.spec.codec import Record
-from highwater.spec.machine_constants import (
+from highwater.nouns.codec import Record
+from highwater.nouns.machine_constants import (
     CUBLAS_WORKSPACES,
     NCCL_ALL_TO_ALL,
     NCCL_GROUP,
     Constants,
 )
-from highwater.spec.trial import Device
+from highwater.nouns.trial import Device
 from highwater.units import GIB, MIB
 
 CONTEXT_BYTES: Mapping[Device, int] = {"cuda": 877_527_040, "cpu": 0}

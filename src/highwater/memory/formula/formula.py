@@ -27,8 +27,8 @@ from highwater.memory.formula.layer_bytes import kept_bytes_of_layers, working_s
 from highwater.memory.formula.layers import Backward, Step, backwards, busiest_step
 from highwater.memory.formula.moments import families
 from highwater.memory.formula.outside_allocator import outside_terms
-from highwater.spec.families import ROPE_BY_LAYER
-from highwater.spec.footprint import (
+from highwater.model.families import ROPE_BY_LAYER
+from highwater.model.footprint import (
     PROCESS_BYTES,
     device_state_bytes,
     gradient_bytes,
@@ -37,12 +37,12 @@ from highwater.spec.footprint import (
     trained_parameters,
     update_bytes,
 )
-from highwater.spec.layer_kind import LayerKind
-from highwater.spec.layout import Layout
-from highwater.spec.model import Model, ModelShape
-from highwater.spec.settings import Settings
-from highwater.spec.trial import PROMPT_TOKENS, Device
-from highwater.spec.working_sizes import CHUNK_BYTES
+from highwater.model.layer_kind import LayerKind
+from highwater.model.model import Model, ModelShape
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import PROMPT_TOKENS, Device
+from highwater.nouns.working_sizes import CHUNK_BYTES
 
 FAMILIES = (
     "granite",

@@ -14,7 +14,7 @@ from highwater.memory.formula.layers import (
     Step,
 )
 from highwater.memory.formula.moments import LayerMoments
-from highwater.spec.layer_kind import LayerKind
+from highwater.model.layer_kind import LayerKind
 
 SCALED_BRANCHES = ("granite", "granite_swa")
 """Model types whose layers multiply what attention and MLP return by a number, whatever it is:
@@ -52,7 +52,7 @@ def kept_bytes(layer: Layer) -> int:
     """Bytes per token that a layer keeps until the backward pass: its input (E), and what its
     attention returns if that is kept; without recompute all that its backward pass reads.
 
-    Source: activations/recompute.py.
+    Source: engine/activations/recompute.py.
     """
     settings, element = layer.step.settings, layer.step.element
     hidden, mlp = layer.kind.hidden_size, layer.kind.mlp

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from highwater.spec.codec import Record, from_json
-from highwater.spec.column_sums import RESIDENT_THREADS, column_sums
-from highwater.spec.families import EXPERTS
-from highwater.spec.layer_kind import AttentionKind, LayerKind, MlpKind
-from highwater.spec.working_sizes import stretch
+from highwater.model.column_sums import RESIDENT_THREADS, column_sums
+from highwater.model.families import EXPERTS
+from highwater.model.layer_kind import AttentionKind, LayerKind, MlpKind
+from highwater.nouns.codec import Record, from_json
+from highwater.nouns.working_sizes import stretch
 
 FILE = Path(__file__).with_name("moments.json")
 MomentBytes = Mapping[str, int]
@@ -130,7 +130,7 @@ def products(
 
 def columns(kind: LayerKind) -> Mapping[str, int]:
     """Columns of what a layer sums over its tokens, biases' gradients above all, by the name of
-    what such a sum takes for itself (spec/column_sums.py); it comes and goes by itself.
+    what such a sum takes for itself (model/column_sums.py); it comes and goes by itself.
     """
     sizes = {
         "E": kind.hidden_size,

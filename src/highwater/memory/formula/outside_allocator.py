@@ -13,11 +13,11 @@ from highwater.memory.formula.constants import (
     PAGE_TABLE_COVERS_BYTES,
     MachineConstants,
 )
-from highwater.spec.footprint import pinned_state_bytes, staged_gradient_bytes
-from highwater.spec.layout import Layout
-from highwater.spec.model import ModelShape
-from highwater.spec.settings import Settings
-from highwater.spec.trial import Device
+from highwater.model.footprint import pinned_state_bytes, staged_gradient_bytes
+from highwater.model.model import ModelShape
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import Device
 
 
 def context_bytes(device: Device, *, gpus: int) -> int:

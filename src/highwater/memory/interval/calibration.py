@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
 from highwater.memory.interval.residuals import PredictionMethod, Residual, traits_of
-from highwater.spec.codec import Record
-from highwater.spec.hardware import kind_name
-from highwater.spec.settings import Allocator
-from highwater.spec.study import Question
+from highwater.nouns.codec import Record
+from highwater.nouns.hardware import kind_name
+from highwater.nouns.settings import Allocator
+from highwater.nouns.study import Question
 
 COVERAGE = 0.95
 """Share of trials that each end of an interval is to cover: those whose memory is not above the

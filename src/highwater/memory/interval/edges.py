@@ -14,9 +14,9 @@ from typing import Any
 from highwater.errors import UsageError
 from highwater.memory.formula.breakdown import Footprint
 from highwater.memory.interval.residuals import Residual, leave_out, refuse_unlike, traits_of
-from highwater.spec.hardware import kind_of
-from highwater.spec.study import Cell, Question, RecordedTrial, Study
-from highwater.spec.trial import Outcome, TrialSpec
+from highwater.nouns.hardware import kind_of
+from highwater.nouns.study import Cell, Question, RecordedTrial, Study
+from highwater.nouns.trial import Outcome, TrialSpec
 
 FootprintOf = Callable[[TrialSpec], Footprint]
 """What a formula says of one trial."""

@@ -14,13 +14,13 @@ from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES, MachineC
 from highwater.memory.formula.formula import likely_footprint, refuse_unknown_family
 from highwater.memory.formula.outside_allocator import outside_terms
 from highwater.memory.trace.replay import replay
-from highwater.spec.codec import Record, from_json
-from highwater.spec.events import EventLog
-from highwater.spec.layout import Layout
-from highwater.spec.model import ModelShape
-from highwater.spec.objective import Objective
-from highwater.spec.optimizer import OptimizerName
-from highwater.spec.settings import (
+from highwater.model.model import ModelShape
+from highwater.nouns.codec import Record, from_json
+from highwater.nouns.events import EventLog
+from highwater.nouns.layout import Layout
+from highwater.nouns.objective import Objective
+from highwater.nouns.optimizer import OptimizerName
+from highwater.nouns.settings import (
     Allocator,
     AttentionMethod,
     Offload,
@@ -29,8 +29,8 @@ from highwater.spec.settings import (
     Settings,
     Strategy,
 )
-from highwater.spec.study import Cell, Question, RecordedTrial, Study, counted_ranks
-from highwater.spec.trial import Outcome, RankReport, TrialResult, TrialSpec
+from highwater.nouns.study import Cell, Question, RecordedTrial, Study, counted_ranks
+from highwater.nouns.trial import Outcome, RankReport, TrialResult, TrialSpec
 from highwater.version import __version__
 
 PredictionMethod = Literal["formula", "trace"]

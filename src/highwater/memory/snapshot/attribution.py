@@ -44,25 +44,39 @@ class _Rule(NamedTuple):
 
 
 _OURS = (
-    _Rule("logits", r"highwater/(models/loss|kernels/rows\w*)\.py$"),
-    _Rule("gradients", r"highwater/(?:engine|train)/optimizers\.py$", r"^make_optimizer$"),
-    _Rule("optimizer_states", r"highwater/(?:engine|train)/(low_bit|host_states)\.py$"),
-    _Rule("gradients", r"highwater/(models/fused/weight_gradient|parallel/offload)\.py$"),
+    _Rule("logits", r"highwater/(?:engine/)?(models/loss|kernels/rows\w*)\.py$"),
+    _Rule(
+        "gradients",
+        r"highwater/(?:engine|train)/(?:training/)?optimizers\.py$",
+        r"^make_optimizer$",
+    ),
+    _Rule(
+        "optimizer_states",
+        r"highwater/(?:engine|train)/(?:training/)?(low_bit|host_states)\.py$",
+    ),
+    _Rule(
+        "gradients",
+        r"highwater/(?:engine/)?(models/fused/weight_gradient|parallel/offload)\.py$",
+    ),
     _Rule("gradients", r"highwater/", r"^(clip|add_up|_sum_to_shard)$"),
     _Rule("backward_pass", r"highwater/", r"^backward$"),
     _Rule(
-        "communication", r"highwater/(parallel/(collectives|mesh)|attention/(ulysses|ring))\.py$"
+        "communication",
+        r"highwater/(?:engine/)?(parallel/(collectives|mesh)|attention/(ulysses|ring))\.py$",
     ),
     _Rule(
         "parameters",
-        r"highwater/(models/(build|fill|weights|pretrained|random_weights)"
-        r"|parallel/fsdp\d|(?:engine|train)/assemble)\.py$",
+        r"highwater/(?:engine/)?(models/(build|fill|weights|pretrained|random_weights)"
+        r"|parallel/fsdp\d|(?:train/|training/)?assemble)\.py$",
         r"^(?!forward$)",
     ),
-    _Rule("activations", r"highwater/(models|activations|attention|kernels)/"),
-    _Rule("activations", r"highwater/(?:engine|train)/(objectives|experience|data)\.py$"),
+    _Rule("activations", r"highwater/(?:engine/)?(models|activations|attention|kernels)/"),
+    _Rule(
+        "activations",
+        r"highwater/(?:engine|train)/(?:training/)?(objectives|experience|data|data/batches)\.py$",
+    ),
 )
-"""This engine's files; snapshots of before it was called so have `train` in their paths."""
+"""This engine's files, also where they lay when older snapshots were recorded."""
 _PYTORCH = (
     _Rule("workspaces", "", r"[wW]orkspace|getCurrentCUDABlas"),
     _Rule("workspaces", r"/triton/(runtime|testing)"),
@@ -192,8 +206,8 @@ class Attribution:
         return found
 
     def _place(self, stack: int) -> str:
-        """The innermost line that is not PyTorch's own, ``models/loss.py:88 forward``; where there
-        is none PyTorch's operator, else its innermost function; empty without a stack.
+        """The innermost line that is not PyTorch's own, ``engine/models/loss.py:88 forward``; where
+        there is none PyTorch's operator, else its innermost function; empty without a stack.
         """
         indices = self._snapshot.stacks[stack]
         if not indices:

@@ -17,7 +17,7 @@ from highwater.memory.snapshot.attribution import (
 )
 from highwater.memory.snapshot.history import History, Moment, free_blocks, history_of
 from highwater.memory.snapshot.snapshot import Snapshot, read_snapshot
-from highwater.spec.codec import Record
+from highwater.nouns.codec import Record
 
 _PLACES = 40
 _STACKS = 40

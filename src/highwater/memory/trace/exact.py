@@ -20,11 +20,11 @@ from highwater.memory.interval.calibration import (
     most_predicted_bytes,
 )
 from highwater.memory.trace.replay import Replayed, needed, replay
-from highwater.spec.events import EventLog
-from highwater.spec.headroom import risk_of
-from highwater.spec.packing import least_packed
-from highwater.spec.study import Cell, Question
-from highwater.spec.trial import TrialSpec
+from highwater.nouns.events import EventLog
+from highwater.nouns.headroom import risk_of
+from highwater.nouns.packing import least_packed
+from highwater.nouns.study import Cell, Question
+from highwater.nouns.trial import TrialSpec
 
 Tracer = Callable[[TrialSpec], EventLog]
 """What the fullest rank of a trial allocates and frees; called from two threads at once."""

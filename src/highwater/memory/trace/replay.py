@@ -10,9 +10,9 @@ import msgspec
 
 from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES
 from highwater.memory.trace.allocator import CachingAllocator, CapacityError
-from highwater.spec.codec import Record
-from highwater.spec.events import Allocate, Enter, EventLog, Free, GiveBack
-from highwater.spec.settings import Allocator
+from highwater.nouns.codec import Record
+from highwater.nouns.events import Allocate, Enter, EventLog, Free, GiveBack
+from highwater.nouns.settings import Allocator
 
 _NUMBER = re.compile(r"\b\d+\b")
 _LARGEST = 20

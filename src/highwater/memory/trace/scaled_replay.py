@@ -19,7 +19,7 @@ from highwater.memory.trace.allocator import (
 )
 from highwater.memory.trace.replay import Replayed
 from highwater.memory.trace.scaled_trace import ScaledTrace
-from highwater.spec.settings import Allocator
+from highwater.nouns.settings import Allocator
 
 
 def replay_scaled(

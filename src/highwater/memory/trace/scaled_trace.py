@@ -11,8 +11,8 @@ from functools import lru_cache
 from itertools import accumulate
 
 from highwater.memory.trace.allocator import round_size
-from highwater.spec.codec import Record
-from highwater.spec.events import (
+from highwater.nouns.codec import Record
+from highwater.nouns.events import (
     Allocate,
     Enter,
     EventLog,

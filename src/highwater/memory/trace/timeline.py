@@ -12,8 +12,8 @@ from typing import Any
 
 from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES
 from highwater.memory.trace.allocator import CachingAllocator, CapacityError
-from highwater.spec.events import Allocate, Enter, EventLog, Free, GiveBack
-from highwater.spec.settings import Allocator
+from highwater.nouns.events import Allocate, Enter, EventLog, Free, GiveBack
+from highwater.nouns.settings import Allocator
 
 
 def timeline(

@@ -1,9 +1,9 @@
 """Traces of the reference trainer's step that come with the package: one for each model and layout
 of the published table, for any length.
 
-``docs/results/lab/trinity.py`` makes the file, by ``highwater.tracer.tracer`` with the trainer
-``trinity``. A cell that it has is answered by replay, with the fragmentation that follows from the
-order of allocations; every other cell by the closed form.
+``docs/results/lab/trinity.py`` makes the file, by ``highwater.engine.tracer.tracer`` with the
+trainer ``trinity``. A cell that it has is answered by replay, with the fragmentation that follows
+from the order of allocations; every other cell by the closed form.
 """
 
 import lzma
@@ -22,13 +22,13 @@ from highwater.memory.trace.replay import Replayed, alive_at
 from highwater.memory.trace.scaled_replay import replay_scaled
 from highwater.memory.trace.scaled_trace import ScaledTrace
 from highwater.memory.trinity.closed_form import footprint, tokens_of_a_gpu
-from highwater.spec.codec import Record, from_json
-from highwater.spec.headroom import risk_of
-from highwater.spec.layout import Layout
-from highwater.spec.model import ModelShape
-from highwater.spec.packing import least_packed
-from highwater.spec.settings import Allocator
-from highwater.spec.study import Cell, Question
+from highwater.model.model import ModelShape
+from highwater.nouns.codec import Record, from_json
+from highwater.nouns.headroom import risk_of
+from highwater.nouns.layout import Layout
+from highwater.nouns.packing import least_packed
+from highwater.nouns.settings import Allocator
+from highwater.nouns.study import Cell, Question
 from highwater.units import GIB
 
 FILE = Path(__file__).with_name("trinity.json.xz")

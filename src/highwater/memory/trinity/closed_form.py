@@ -16,17 +16,17 @@ from collections.abc import Mapping
 
 from highwater.errors import ModelError
 from highwater.memory.formula.breakdown import Footprint, Phase, Term
-from highwater.spec.footprint import (
+from highwater.model.footprint import (
     device_state_bytes,
     host_state_bytes,
     layer_input_bytes,
     policy_parameters,
 )
-from highwater.spec.layout import Layout
-from highwater.spec.logit_transform import reads_a_transform
-from highwater.spec.model import ModelShape
-from highwater.spec.settings import Settings
-from highwater.spec.trial import PROMPT_TOKENS, Device
+from highwater.model.logit_transform import reads_a_transform
+from highwater.model.model import ModelShape
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import PROMPT_TOKENS, Device
 
 ACCURACY = (
     "by the closed form, fitted to the published A100 table, of which it has 69 of 80 cells with "

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from highwater.spec.published import PUBLISHED_SETTINGS
-from highwater.spec.trial import PROMPT_TOKENS
+from highwater.nouns.published import PUBLISHED_SETTINGS
+from highwater.nouns.trial import PROMPT_TOKENS
 
 _ALWAYS = ("strategy", "objective", "entropy", "loss")
 

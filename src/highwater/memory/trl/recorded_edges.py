@@ -8,9 +8,9 @@ from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.memory.interval.edges import edge_residuals
 from highwater.memory.interval.residuals import Residual, leave_out
 from highwater.memory.trl.step_bytes import footprint
-from highwater.spec.codec import from_json
-from highwater.spec.study import Study
-from highwater.spec.trial import TrialSpec
+from highwater.nouns.codec import from_json
+from highwater.nouns.study import Study
+from highwater.nouns.trial import TrialSpec
 
 _TRAINER = "trl"
 

@@ -24,13 +24,13 @@ from highwater.memory.formula.breakdown import LOSS, WORKSPACES, Footprint, Phas
 from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES
 from highwater.memory.formula.formula import likely_footprint
 from highwater.memory.formula.layers import NUMBER_BYTES, Step, busiest_step
-from highwater.spec.completions import generation_micro_batches
-from highwater.spec.footprint import device_state_bytes, gradient_bytes
-from highwater.spec.layer_kind import LayerKind
-from highwater.spec.layout import Layout
-from highwater.spec.model import ModelShape
-from highwater.spec.settings import Settings
-from highwater.spec.trial import PROMPT_TOKENS, Device
+from highwater.model.footprint import device_state_bytes, gradient_bytes
+from highwater.model.layer_kind import LayerKind
+from highwater.model.model import ModelShape
+from highwater.nouns.completions import generation_micro_batches
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import PROMPT_TOKENS, Device
 from highwater.units import MIB
 
 ACCURACY = (

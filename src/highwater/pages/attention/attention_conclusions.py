@@ -5,6 +5,7 @@ figures make other sentences.
 from collections.abc import Iterator, Sequence
 
 from highwater.memory.attention_fit import LEAST_LENGTHS
+from highwater.nouns.attention_bench import IMPLEMENTATIONS, AttentionBench, Direction
 from highwater.recommendation.attention_summary import (
     FAR,
     AttentionChoice,
@@ -15,7 +16,6 @@ from highwater.recommendation.attention_summary import (
     UseCase,
     peak_bytes,
 )
-from highwater.spec.attention_bench import IMPLEMENTATIONS, AttentionBench, Direction
 from highwater.units import counted, format_bytes, format_pass, format_tokens
 
 WORDS: dict[Direction, str] = {

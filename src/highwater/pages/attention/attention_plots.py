@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
+from highwater.nouns.attention_bench import AttentionBench, BenchRow, Direction
 from highwater.pages.attention.attention_conclusions import WORDS
 from highwater.pages.page import page_template
 from highwater.recommendation.attention_summary import entries, peak_bytes, rows_of
-from highwater.spec.attention_bench import AttentionBench, BenchRow, Direction
 from highwater.units import format_bytes, format_pass, format_tokens
 
 _WIDTH, _ABOVE, _BESIDE, _AREA, _TO_THE_RIGHT = 760.0, 14.0, 84.0, 300.0, 20.0

@@ -5,6 +5,7 @@ that needs nothing else.
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from highwater.nouns.attention_bench import IMPLEMENTATIONS, AttentionBench, BenchOrder
 from highwater.pages.attention.attention_conclusions import (
     advice,
     answer,
@@ -32,7 +33,6 @@ from highwater.recommendation.attention_summary import (
     UseCase,
     attention_summary,
 )
-from highwater.spec.attention_bench import IMPLEMENTATIONS, AttentionBench, BenchOrder
 from highwater.units import format_tokens
 
 _FORMULA = (

@@ -2,6 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 
+from highwater.nouns.attention_bench import (
+    IMPLEMENTATIONS,
+    AttentionBench,
+    BenchCheck,
+    BenchRow,
+    Direction,
+)
 from highwater.pages.attention.attention_conclusions import (
     WORDS,
     answer,
@@ -19,13 +26,6 @@ from highwater.recommendation.attention_summary import (
     MemoryEstimate,
     entries,
     rows_of,
-)
-from highwater.spec.attention_bench import (
-    IMPLEMENTATIONS,
-    AttentionBench,
-    BenchCheck,
-    BenchRow,
-    Direction,
 )
 from highwater.units import format_bytes, format_pass, format_seconds, format_tokens
 

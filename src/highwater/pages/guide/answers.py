@@ -9,9 +9,12 @@ from contextlib import suppress
 
 import msgspec
 
-from highwater.emit.emitted import answered_first
-from highwater.emit.targets import TARGETS, configured_choice
 from highwater.errors import HighwaterError
+from highwater.nouns.capacities import Capacity
+from highwater.nouns.query import Query
+from highwater.nouns.recommendation import Recommendation
+from highwater.nouns.request import trial_flags
+from highwater.nouns.trainer import OURS, TRAINERS, trainer_title
 from highwater.pages.answer_sentence import recommendation_answer
 from highwater.pages.guide.chooser import Answer, Place
 from highwater.pages.guide.guide import (
@@ -25,11 +28,8 @@ from highwater.pages.guide.guide import (
 from highwater.pages.guide.guide_parts import entry
 from highwater.pages.guide.recorded_answers import known_recommendation
 from highwater.recommendation.recommend import recommend
-from highwater.spec.capacities import Capacity
-from highwater.spec.query import Query
-from highwater.spec.recommendation import Recommendation
-from highwater.spec.request import trial_flags
-from highwater.spec.trainer import OURS, TRAINERS, trainer_title
+from highwater.trainers.emitted import answered_first
+from highwater.trainers.targets import TARGETS, configured_choice
 
 _NAMED = ("objective", "critic", "entropy", "rope")
 """Settings that a basis names by itself."""

@@ -13,16 +13,16 @@ import msgspec
 from highwater import api
 from highwater.errors import StudyError, UsageError
 from highwater.memory.capacity import MemoryLimit, Prediction, predicted_capacities
+from highwater.nouns.capacities import Capacity, study_capacities
+from highwater.nouns.codec import from_json
+from highwater.nouns.declaration import flag_of, words_of
+from highwater.nouns.files import CONFIG_BYTES, read_file
+from highwater.nouns.published import table_capacities
+from highwater.nouns.query import Query
+from highwater.nouns.trainer import OURS, TrainerName
 from highwater.pages.guide.guide import Guide, guide_tables
 from highwater.pages.guide.guide_markdown import guide_markdown
 from highwater.recommendation.queries import query_of_prediction, query_of_study, query_of_table
-from highwater.spec.capacities import Capacity, study_capacities
-from highwater.spec.codec import from_json
-from highwater.spec.declaration import flag_of, words_of
-from highwater.spec.files import CONFIG_BYTES, read_file
-from highwater.spec.published import table_capacities
-from highwater.spec.query import Query
-from highwater.spec.trainer import OURS, TrainerName
 from highwater.store.directory import check_new_file, free_name, write_new_file
 from highwater.units import format_bytes
 

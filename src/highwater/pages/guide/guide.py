@@ -7,13 +7,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from highwater.spec.capacities import Capacity, Source, may_be_simpler, simplest
-from highwater.spec.published import published_grid
-from highwater.spec.query import Query
-from highwater.spec.settings import Settings
-from highwater.spec.settings_words import other_training
-from highwater.spec.study import Cell
-from highwater.spec.trainer import predicted_traits, trainer_title
+from highwater.nouns.capacities import Capacity, Source, may_be_simpler, simplest
+from highwater.nouns.published import published_grid
+from highwater.nouns.query import Query
+from highwater.nouns.settings import Settings
+from highwater.nouns.settings_words import other_training
+from highwater.nouns.study import Cell
+from highwater.nouns.trainer import predicted_traits, trainer_title
 from highwater.units import counted, format_bytes
 
 NOTHING_FITS, UNKNOWN = "-", "?"

@@ -10,6 +10,13 @@ from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
+from highwater.nouns.capacities import Capacity, Source
+from highwater.nouns.grid import PUBLISHED_STEP_TOKENS
+from highwater.nouns.ladder import simplicity
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell, counted_ranks
+from highwater.nouns.trainer import predicted_traits
 from highwater.pages.guide import guide_text
 from highwater.pages.guide.guide import (
     UNKNOWN,
@@ -22,13 +29,6 @@ from highwater.pages.guide.guide import (
 )
 from highwater.pages.guide.guide_rungs import best_text
 from highwater.pages.text_table import TextTable
-from highwater.spec.capacities import Capacity, Source
-from highwater.spec.grid import PUBLISHED_STEP_TOKENS
-from highwater.spec.ladder import simplicity
-from highwater.spec.layout import Layout
-from highwater.spec.settings import Settings
-from highwater.spec.study import Cell, counted_ranks
-from highwater.spec.trainer import predicted_traits
 from highwater.units import format_tokens
 
 ORIGINS: dict[Source, str] = {

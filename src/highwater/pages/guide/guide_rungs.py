@@ -4,14 +4,14 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from highwater.nouns.capacities import Capacity
+from highwater.nouns.grid import PUBLISHED_STEP_TOKENS
+from highwater.nouns.ladder import simplicity
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell
 from highwater.pages.guide.guide import GuideTable, in_natural_order
 from highwater.pages.text_table import TextTable
-from highwater.spec.capacities import Capacity
-from highwater.spec.grid import PUBLISHED_STEP_TOKENS
-from highwater.spec.ladder import simplicity
-from highwater.spec.layout import Layout
-from highwater.spec.settings import Settings
-from highwater.spec.study import Cell
 from highwater.units import format_tokens
 
 _STRATEGIES = {"fsdp": "FSDP1", "fsdp2": "FSDP2"}

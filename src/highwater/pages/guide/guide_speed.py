@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from highwater.errors import HighwaterError
+from highwater.model.model import load_model
+from highwater.nouns.trainer import OURS
 from highwater.pages.guide import guide_parts
 from highwater.pages.guide.guide import Choice, Guide, GuideTable, farthest
 from highwater.pages.text_table import TextTable
-from highwater.spec.model import load_model
-from highwater.spec.trainer import OURS
 from highwater.speed.step_seconds import PredictedStep, predicted_step
 from highwater.units import format_seconds, format_tokens
 

@@ -5,8 +5,8 @@
 
 from collections.abc import Mapping
 
-from highwater.spec.allocator_variables import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
-from highwater.spec.rope import yarn_parameters
+from highwater.model.rope import yarn_parameters
+from highwater.nouns.allocator_variables import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
 
 WORDS: Mapping[str, str] = {
     "vanilla": "nothing needs to be set.",

@@ -6,17 +6,17 @@ Nothing is predicted, nothing looked up.
 from collections.abc import Iterator, Sequence
 
 from highwater.errors import ModelError
+from highwater.model.model import load_model
+from highwater.model.rope import Yarn, yarn, yarn_parameters
+from highwater.nouns.capacities import Capacity, in_order
+from highwater.nouns.hardware import kind_of
+from highwater.nouns.ladder import simplicity
+from highwater.nouns.recommendation import Candidate, Recommendation
+from highwater.nouns.study import counted_ranks
+from highwater.nouns.trainer import predicted_traits
 from highwater.pages.guide.guide import cell_label
 from highwater.pages.guide.guide_parts import ORIGINS
 from highwater.recommendation.candidates import token_budget
-from highwater.spec.capacities import Capacity, in_order
-from highwater.spec.hardware import kind_of
-from highwater.spec.ladder import simplicity
-from highwater.spec.model import load_model
-from highwater.spec.recommendation import Candidate, Recommendation
-from highwater.spec.rope import Yarn, yarn, yarn_parameters
-from highwater.spec.study import counted_ranks
-from highwater.spec.trainer import predicted_traits
 
 
 def known_recommendation(

@@ -13,14 +13,14 @@ from pathlib import Path
 
 from highwater import api
 from highwater.errors import HighwaterError, UsageError
+from highwater.nouns.codec import to_json
+from highwater.nouns.study import Study
+from highwater.nouns.trial import LogEnd, TrialResult
 from highwater.pages.study.study_commands import flag_value
 from highwater.pages.study.study_report import Beginning, StudyReport, assembled
 from highwater.pages.text import plain_json
 from highwater.search.predicted_start import read_prediction
 from highwater.search.predicted_study import predictions_of
-from highwater.spec.codec import to_json
-from highwater.spec.study import Study
-from highwater.spec.trial import LogEnd, TrialResult
 from highwater.store.directory import check_new_file, write_new_file
 from highwater.store.logs import log_end
 

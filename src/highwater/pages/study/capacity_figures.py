@@ -1,9 +1,9 @@
 """Figures of a search in words: a capacity, a length by memory-only proof, where and how found."""
 
+from highwater.nouns.foreign_trainer import ForeignTrainer
+from highwater.nouns.study import RANK_WORDS, CellAnswer, Question
+from highwater.nouns.trial import Device
 from highwater.pages.text import plain
-from highwater.spec.foreign_trainer import ForeignTrainer
-from highwater.spec.study import RANK_WORDS, CellAnswer, Question
-from highwater.spec.trial import Device
 from highwater.units import format_bytes, format_tokens
 
 

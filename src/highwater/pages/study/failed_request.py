@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from highwater.memory.snapshot.advice import Advice, advice_of
 from highwater.memory.snapshot.attribution import Category, category_of
 from highwater.memory.snapshot.snapshot import Frame
+from highwater.nouns.layout import Layout
+from highwater.nouns.profiling import coordinates
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import AliveMemory, Failure, Outcome, TrialResult
 from highwater.pages.profile.profile_tables import WORDS
 from highwater.pages.text import plain
-from highwater.spec.layout import Layout
-from highwater.spec.profiling import coordinates
-from highwater.spec.settings import Settings
-from highwater.spec.trial import AliveMemory, Failure, Outcome, TrialResult
 from highwater.units import format_bytes, parse_bytes
 
 _SHORT: Mapping[Category, str] = {

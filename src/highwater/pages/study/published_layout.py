@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from highwater.nouns.study import Cell, CellAnswer, Question, Study
 from highwater.pages.study.capacity_figures import (
     capacity_text,
     memory_only_text,
@@ -12,7 +13,6 @@ from highwater.pages.study.capacity_figures import (
 )
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
-from highwater.spec.study import Cell, CellAnswer, Question, Study
 
 
 def published_tables(studies: Sequence[Study]) -> tuple[TextTable, ...]:

@@ -4,10 +4,10 @@ memory-only, and how long that is expected to take.
 
 from collections.abc import Sequence
 
+from highwater.nouns.plan import Plan
+from highwater.nouns.study import Question
 from highwater.pages.text import plain
 from highwater.search.outlook import CellOutlook, expected_s, outlook
-from highwater.spec.plan import Plan
-from highwater.spec.study import Question
 from highwater.units import format_seconds, format_tokens
 
 _MOST_LINES = 12

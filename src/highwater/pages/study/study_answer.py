@@ -2,10 +2,10 @@
 what is left, how fast. It stands before the table.
 """
 
+from highwater.model.footprint import host_state_bytes
+from highwater.nouns.settings_words import settings_in_words
+from highwater.nouns.study import RANK_WORDS, Cell, CellAnswer, Question, Study
 from highwater.pages.text import plain
-from highwater.spec.footprint import host_state_bytes
-from highwater.spec.settings_words import settings_in_words
-from highwater.spec.study import RANK_WORDS, Cell, CellAnswer, Question, Study
 from highwater.units import format_bytes, format_tokens
 
 

@@ -12,15 +12,15 @@ from pathlib import Path
 import msgspec
 
 from highwater.errors import HighwaterError
-from highwater.spec.codec import Record
-from highwater.spec.foreign_trainer import FOREIGN, ForeignTrainer
-from highwater.spec.layout import flags_of
-from highwater.spec.model import Model, load_model
-from highwater.spec.published import published_grid
-from highwater.spec.request import setting_flags
-from highwater.spec.settings import Settings
-from highwater.spec.study import CellAnswer, Question, RecordedTrial, Study
-from highwater.spec.trial import TrialSpec
+from highwater.model.model import Model, load_model
+from highwater.nouns.codec import Record
+from highwater.nouns.foreign_trainer import FOREIGN, ForeignTrainer
+from highwater.nouns.layout import flags_of
+from highwater.nouns.published import published_grid
+from highwater.nouns.request import setting_flags
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import CellAnswer, Question, RecordedTrial, Study
+from highwater.nouns.trial import TrialSpec
 from highwater.units import GIB, MIB, format_tokens, parse_bytes
 
 _STUDY_FLAG = "--study"

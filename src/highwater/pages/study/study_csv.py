@@ -6,9 +6,9 @@ Text that a spreadsheet would run as a formula is made text.
 import csv
 import io
 
+from highwater.nouns.codec import to_builtins
 from highwater.pages.study.study_report import StudyReport, TrialReport
 from highwater.pages.text import plain
-from highwater.spec.codec import to_builtins
 
 _RUN = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")
 """First characters by which spreadsheets tell formulas. Source: OWASP, CSV injection."""

@@ -5,6 +5,8 @@ Each is a table, or lines.
 
 from dataclasses import replace
 
+from highwater.nouns.study import counted_ranks
+from highwater.nouns.trial import Outcome
 from highwater.pages.study.capacity_figures import place, provenance
 from highwater.pages.study.study_report import (
     FailedTrial,
@@ -13,8 +15,6 @@ from highwater.pages.study.study_report import (
 )
 from highwater.pages.study.tables import answer_table
 from highwater.pages.text_table import TextTable
-from highwater.spec.study import counted_ranks
-from highwater.spec.trial import Outcome
 from highwater.units import format_bytes, format_seconds, format_tokens
 
 OUTCOMES: dict[Outcome | None, str] = {

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple
 
+from highwater.nouns.trial import Outcome
 from highwater.pages.study.study_parts import outcome
 from highwater.pages.study.study_report import CellReport, StudyReport, TrialReport
-from highwater.spec.trial import Outcome
 from highwater.units import GIB, counted, format_bytes, format_tokens
 
 _LEFT, _TOP, _PLOT_HEIGHT, _BOTTOM = 64, 12, 190, 40

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
+from highwater.nouns.trial import Outcome
 from highwater.pages.prediction_tables import learned
 from highwater.pages.study.study_order import short_name
 from highwater.pages.study.study_parts import outcome
 from highwater.pages.study.study_report import CellReport, Judgement, StudyReport, TrialReport
 from highwater.pages.text_table import TextTable
-from highwater.spec.trial import Outcome
 from highwater.units import format_bytes, format_tokens
 
 _BESIDE: dict[Judgement, str] = {

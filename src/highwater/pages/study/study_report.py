@@ -11,15 +11,15 @@ from typing import Literal
 
 import msgspec
 
+from highwater.nouns.allocator_variables import ALLOCATOR_VARIABLES
+from highwater.nouns.codec import Record, from_builtins, to_builtins
+from highwater.nouns.secrets import without_secrets
+from highwater.nouns.settings_words import short_settings
+from highwater.nouns.study import Cell, CellAnswer, RecordedTrial, Study, UnprovenAnswer
+from highwater.nouns.trial import LogEnd, Outcome, RankReport, TrialResult
 from highwater.pages.study.failed_request import request_line, requested_bytes
 from highwater.pages.study.study_commands import Command, commands
 from highwater.search.predicted_study import PredictedCell, PredictedTrial, Predictions
-from highwater.spec.allocator_variables import ALLOCATOR_VARIABLES
-from highwater.spec.codec import Record, from_builtins, to_builtins
-from highwater.spec.secrets import without_secrets
-from highwater.spec.settings_words import short_settings
-from highwater.spec.study import Cell, CellAnswer, RecordedTrial, Study, UnprovenAnswer
-from highwater.spec.trial import LogEnd, Outcome, RankReport, TrialResult
 from highwater.version import __version__
 
 Judgement = Literal["inside", "below", "above", "ran out, as the upper end allows", "unknown"]

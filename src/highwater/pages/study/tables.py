@@ -5,6 +5,19 @@ Every table says whether it was measured.
 
 from collections.abc import Iterator
 
+from highwater.nouns.foreign_trainer import ForeignTrainer
+from highwater.nouns.packing import NOT_MONOTONE
+from highwater.nouns.settings_words import short_settings
+from highwater.nouns.study import (
+    RANK_WORDS,
+    Cell,
+    CellAnswer,
+    Limit,
+    Question,
+    Study,
+    counted_ranks,
+)
+from highwater.nouns.trial import MemoryBudget, Outcome, RankReport, TrialResult, TrialSpec
 from highwater.pages.study.capacity_figures import (
     capacity_text,
     length_text,
@@ -16,11 +29,6 @@ from highwater.pages.study.capacity_figures import (
 from highwater.pages.study.failed_request import alive_rows, brief, request_line
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
-from highwater.spec.foreign_trainer import ForeignTrainer
-from highwater.spec.packing import NOT_MONOTONE
-from highwater.spec.settings_words import short_settings
-from highwater.spec.study import RANK_WORDS, Cell, CellAnswer, Limit, Question, Study, counted_ranks
-from highwater.spec.trial import MemoryBudget, Outcome, RankReport, TrialResult, TrialSpec
 from highwater.units import format_bytes, format_seconds, format_tokens
 
 _LIMITS: dict[Limit, str] = {

@@ -1,0 +1,317 @@
+"""Block attention: fused attention of some queries over some keys, with the log-sum-exp that merges
+blocks, forward and backward, by the kernel of the hardware.
+
+PyTorch's own attention keeps the log-sum-exp to itself; these are the operators that it ends in.
+
+Shapes:  B documents  Q queries  L keys  H query heads  K key/value heads  D head size
+"""
+
+from collections.abc import Iterable
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from highwater.nouns.hardware import Kernel
+
+_VECTOR = 8
+"""Numbers that flash attention on a GPU reads at once: a head is padded to a multiple."""
+aten: Any = torch.ops.aten
+
+
+class Block(NamedTuple):
+    """Queries, keys and values that see each other."""
+
+    query_BHQD: Tensor
+    key_BKLD: Tensor
+    value_BKLD: Tensor
+    is_causal: bool
+    """Whether a query sees the keys up to its own alone; all of them otherwise."""
+    scaling: float
+    kernel: Kernel
+
+    @property
+    def _operator(self) -> Kernel | None:
+        """Whose operators run; None on the CPU. cuDNN refuses a single key."""
+        if self.query_BHQD.device.type == "cpu":
+            return None
+        return self.kernel if self.key_BKLD.shape[2] > 1 else "flash"
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """What is attended, shape BHQD, and the logarithm of each query's sum of exponentials,
+        shape BHQ, in float32 or wider.
+        """
+        match self._operator:
+            case "cudnn":
+                output, log_sums_BHQ1, *_ = aten._scaled_dot_product_cudnn_attention(
+                    *self[:3], None, True, 0.0, self.is_causal, False, scale=self.scaling
+                )
+                return output, log_sums_BHQ1.squeeze(-1)
+            case "flash":
+                size = self.query_BHQD.shape[-1]
+                padded = [_padded(tensor) for tensor in self[:3]]
+                output, log_sums_BHQ, *_ = aten._scaled_dot_product_flash_attention(
+                    *padded, 0.0, self.is_causal, False, scale=self.scaling
+                )
+                return output[..., :size], log_sums_BHQ
+            case None:
+                key, value = (_for_every_head(t, self.query_BHQD) for t in self[1:3])
+                return aten._scaled_dot_product_flash_attention_for_cpu(
+                    self.query_BHQD, key, value, 0.0, self.is_causal, scale=self.scaling
+                )
+
+    def backward(
+        self, gradient_BHQD: Tensor, output_BHQD: Tensor, log_sums_BHQ: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of queries, keys and values, through these keys' part of an output that may be
+        of more: ``output`` and ``log_sums`` are those of all keys.
+        """
+        match self._operator:
+            case "cudnn":
+                # PyTorch keeps cuDNN's plans by the strides of queries, keys and values alone: a
+                # plan made for other strides of the sums would be taken for these.
+                sums_BHQ1 = log_sums_BHQ.contiguous()[..., None]
+                return aten._scaled_dot_product_cudnn_attention_backward(
+                    *(gradient_BHQD, *self[:3], output_BHQD, sums_BHQ1),
+                    *(*_no_dropout(self.query_BHQD), None, *self._lengths),
+                    *(0.0, self.is_causal),
+                    scale=self.scaling,
+                )
+            case "flash":
+                size = self.query_BHQD.shape[-1]
+                tensors = (gradient_BHQD, *self[:3], output_BHQD)
+                found = aten._scaled_dot_product_flash_attention_backward(
+                    *(*(_padded(tensor) for tensor in tensors), log_sums_BHQ.contiguous()),
+                    *(*self._lengths, 0.0, self.is_causal, *_no_dropout(self.query_BHQD)),
+                    scale=self.scaling,
+                )
+                query, key, value = (tensor[..., :size] for tensor in found)
+                return query, key, value
+            case None:
+                return self._backward_on_cpu(gradient_BHQD, output_BHQD, log_sums_BHQ)
+
+    @property
+    def _lengths(self) -> tuple[None, None, int, int]:
+        """Documents are a batch, of one length each: no cumulative ones, and the longest."""
+        return None, None, self.query_BHQD.shape[2], self.key_BKLD.shape[2]
+
+    def _backward_on_cpu(
+        self, gradient_BHQD: Tensor, output_BHQD: Tensor, log_sums_BHQ: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads = self.key_BKLD.shape[1]
+        key, value = (_for_every_head(t, self.query_BHQD) for t in self[1:3])
+        query_gradient, *others = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(gradient_BHQD, self.query_BHQD, key, value, output_BHQD, log_sums_BHQ),
+            *(0.0, self.is_causal),
+            scale=self.scaling,
+        )
+        key_gradient, value_gradient = (t.unflatten(1, (heads, -1)).sum(dim=2) for t in others)
+        return query_gradient, key_gradient, value_gradient
+
+
+class WindowedBlock(NamedTuple):
+    """Documents of one length on a GPU, whose tokens read a window each, by flash attention.
+
+    Whether it computes what it should is for engine/attention/window_proof to say.
+    """
+
+    query_BHSD: Tensor
+    key_BKSD: Tensor
+    value_BKSD: Tensor
+    scaling: float
+    window_tokens: int
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """What is attended, shape BHSD, and the logarithm of each query's sum of exponentials,
+        shape BHS, in float32.
+        """
+        size = self.query_BHSD.shape[-1]
+        output_BSHD, log_sums_BHS, *_ = aten._flash_attention_forward(
+            *_by_tokens(self[:3]),
+            *(*self._lengths, 0.0, True, False),
+            **self._window,
+        )
+        return output_BSHD.transpose(1, 2)[..., :size], log_sums_BHS
+
+    def backward(
+        self, gradient_BHSD: Tensor, output_BHSD: Tensor, log_sums_BHS: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of queries, keys and values, through these keys' part of an output that may be
+        of more: ``output`` and ``log_sums`` are those of all that is in the softmax.
+        """
+        size = self.query_BHSD.shape[-1]
+        found = aten._flash_attention_backward(
+            *_by_tokens((gradient_BHSD, *self[:3], output_BHSD)),
+            log_sums_BHS.contiguous(),
+            *(*self._lengths, 0.0, True, *_no_dropout(self.query_BHSD)),
+            **self._window,
+        )
+        query, key, value = (tensor.transpose(1, 2)[..., :size] for tensor in found)
+        return query, key, value
+
+    @property
+    def _lengths(self) -> tuple[None, None, int, int]:
+        return None, None, self.query_BHSD.shape[2], self.key_BKSD.shape[2]
+
+    @property
+    def _window(self) -> dict[str, Any]:
+        # the kernel's window is the keys beside a token's own
+        left = self.window_tokens - 1
+        return {"scale": self.scaling, "window_size_left": left, "window_size_right": 0}
+
+
+class VariedBlock(NamedTuple):
+    """The last queries of documents of any lengths over all keys of theirs, by flash attention.
+
+    Shapes:  q queries of all documents  k keys of all documents  n documents
+    """
+
+    query_qHD: Tensor
+    key_kKD: Tensor
+    value_kKD: Tensor
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    scaling: float
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """What is attended, shape qHD, and the logarithms of the queries' sums of exponentials, as
+        the kernel lays them out.
+        """
+        if self.query_qHD.device.type == "cpu":
+            return self._forward_on_cpu()
+        size = self.query_qHD.shape[-1]
+        output_qHD, log_sums, *_ = aten._flash_attention_forward(
+            *(_padded(tensor) for tensor in self[:3]),
+            *(*self._borders, 0.0, True, False),
+            scale=self.scaling,
+        )
+        return output_qHD[..., :size], log_sums
+
+    def backward(
+        self, gradient_qHD: Tensor, output_qHD: Tensor, log_sums: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of queries, keys and values: qHD, kKD and kKD."""
+        if self.query_qHD.device.type == "cpu":
+            return self._backward_on_cpu(gradient_qHD, output_qHD, log_sums)
+        size = self.query_qHD.shape[-1]
+        found = aten._flash_attention_backward(
+            *(_padded(tensor) for tensor in (gradient_qHD, *self[:3], output_qHD)),
+            log_sums,
+            *(*self._borders, 0.0, True, *_no_dropout(self.query_qHD)),
+            scale=self.scaling,
+        )
+        query, key, value = (tensor[..., :size] for tensor in found)
+        return query, key, value
+
+    @property
+    def _borders(self) -> tuple[Tensor, Tensor, int, int]:
+        device = self.query_qHD.device
+        both = self.query_lengths, self.key_lengths
+        query_n, key_n = (_borders_of(lengths, device) for lengths in both)
+        return query_n, key_n, max(self.query_lengths), max(self.key_lengths)
+
+    def _forward_on_cpu(self) -> tuple[Tensor, Tensor]:
+        found = [block.forward() for block in self._documents()]
+        outputs, log_sums = zip(*found, strict=True)
+        return torch.cat(self._last(outputs)), torch.cat(log_sums, dim=-1)
+
+    def _backward_on_cpu(
+        self, gradient_qHD: Tensor, output_qHD: Tensor, log_sums_BHk: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        each = zip(
+            self._documents(),
+            self._behind_zeros(gradient_qHD),
+            self._behind_zeros(output_qHD),
+            log_sums_BHk.split(self.key_lengths, dim=-1),
+            strict=True,
+        )
+        found = [block.backward(*tensors) for block, *tensors in each]
+        queries, *others = zip(*found, strict=True)
+        key, value = (torch.cat([t[0].transpose(0, 1) for t in tensors]) for tensors in others)
+        return torch.cat(self._last(queries)), key, value
+
+    def _documents(self) -> list[Block]:
+        """Each document as a whole, with zeros for the queries that are not there."""
+        each = zip(
+            self._behind_zeros(self.query_qHD),
+            self.key_kKD.split(self.key_lengths),
+            self.value_kKD.split(self.key_lengths),
+            strict=True,
+        )
+        return [
+            Block(
+                query,
+                key.transpose(0, 1)[None],
+                value.transpose(0, 1)[None],
+                True,
+                self.scaling,
+                "flash",
+            )
+            for query, key, value in each
+        ]
+
+    def _behind_zeros(self, tensor_qHD: Tensor) -> list[Tensor]:
+        lengths = zip(tensor_qHD.split(self.query_lengths), self.key_lengths, strict=True)
+        return [
+            F.pad(part.transpose(0, 1), (0, 0, keys - len(part), 0))[None] for part, keys in lengths
+        ]
+
+    def _last(self, tensors_BHkD: Iterable[Tensor]) -> list[Tensor]:
+        lengths = zip(tensors_BHkD, self.query_lengths, strict=True)
+        return [tensor[0].transpose(0, 1)[-count:] for tensor, count in lengths]
+
+
+@lru_cache(maxsize=1024)
+def _borders_of(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Where each document begins and the last one ends, on the device, in int32: kept, since all
+    layers ask for the same.
+    """
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def merge_(
+    output_XD: Tensor,
+    log_sums_X: Tensor,
+    found: tuple[Tensor, Tensor],
+    *,
+    is_first: bool = False,
+) -> None:
+    """Add what more keys give to an output, in place: each weighs as the exponentials it summed.
+
+    ``is_first``: nothing is there yet, not even zeros and sums of minus infinity.
+    """
+    partial, its_sums = found
+    if is_first:
+        output_XD.copy_(partial)
+        log_sums_X.copy_(its_sums)
+        return
+    both = torch.logaddexp(log_sums_X, its_sums)
+    output_XD.mul_((log_sums_X - both).exp_()[..., None])
+    output_XD.addcmul_(partial, (its_sums - both).exp_()[..., None])
+    log_sums_X.copy_(both)
+
+
+def _by_tokens(tensors_BXSD: Iterable[Tensor]) -> list[Tensor]:
+    """As flash attention's own operators take them: padded, BSXD."""
+    return [_padded(tensor).transpose(1, 2) for tensor in tensors_BXSD]
+
+
+def _padded(tensor_BXSD: Tensor) -> Tensor:
+    """With zeros behind each head, up to what flash attention takes."""
+    rest = -tensor_BXSD.shape[-1] % _VECTOR
+    return F.pad(tensor_BXSD, (0, rest)) if rest else tensor_BXSD
+
+
+def _for_every_head(tensor_BKLD: Tensor, query_BHQD: Tensor) -> Tensor:
+    """Keys or values, once for every query head: BHLD. The CPU's operator knows no groups."""
+    repeats = query_BHQD.shape[1] // tensor_BKLD.shape[1]
+    return tensor_BKLD.repeat_interleave(repeats, dim=1)
+
+
+def _no_dropout(query: Tensor) -> tuple[Tensor, Tensor]:
+    """Seed and offset of random numbers that nobody draws."""
+    none = torch.empty(0, dtype=torch.long, device=query.device)
+    return none, none

@@ -1,0 +1,96 @@
+"""What branches are computed by: FlexAttention where a small proof passes, else gathered keys."""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache, partial
+
+from torch import Tensor
+
+from highwater.engine.attention.block_flex import SparseKernel, takes
+from highwater.engine.attention.branch_attention import Sharing, branch_attention
+from highwater.engine.attention.branches import Branch
+from highwater.engine.attention.flex_proof import PROVEN_BLOCKS, ProofSizes, deviations_of, flaw
+from highwater.engine.parallel.sequence_layout import SequenceLayout
+from highwater.nouns.sparse_pattern import SparsePatternConfig
+
+_DENSE = SparsePatternConfig()
+"""Stands for no pattern: what it says of blocks holds for those of rows that keep everything."""
+
+
+def attend_branches(
+    query_BHTD: Tensor,
+    key_BKTD: Tensor,
+    value_BKTD: Tensor,
+    *,
+    sharing: Sharing,
+    implementation: SparseKernel = "auto",
+) -> tuple[Tensor, Tensor]:
+    """``branch_attention`` by FlexAttention where that was proven, or as it is told."""
+    is_flex = implementation == "flex"
+    if implementation == "auto" and takes(
+        query_BHTD.device, query_BHTD.dtype, sharing.pattern or _DENSE
+    ):
+        reason = branches_obstacle(sharing, query_BHTD, key_BKTD.shape[1])
+        is_flex = reason is None
+        if not is_flex:
+            warnings.warn(f"{reason}; keys are gathered instead", stacklevel=2)
+    return branch_attention(
+        query_BHTD, key_BKTD, value_BKTD, sharing=replace(sharing, by_flex=is_flex)
+    )
+
+
+def branches_obstacle(sharing: Sharing, query_BHTD: Tensor, kv_heads: int) -> str | None:
+    """Why FlexAttention does not give what gathered keys give of such branches, on small input;
+    None where it does.
+    """
+    block = (sharing.pattern or _DENSE).block_size
+    sizes = ProofSizes(
+        groups=query_BHTD.shape[1] // kv_heads,
+        tokens=PROVEN_BLOCKS * block + 1,
+        head_dim=query_BHTD.shape[-1],
+        dtype=query_BHTD.dtype,
+        device=query_BHTD.device,
+    )
+    segments = tuple(
+        each if each.segment is None else each._replace(segment=sizes.tokens // 2)
+        for each in sharing.branches
+    )
+    return proof_of_branches(sizes, segments, sharing.pattern, is_causal=sharing.is_causal)
+
+
+@lru_cache(maxsize=64)
+def proof_of_branches(
+    sizes: ProofSizes,
+    branches: tuple[Branch, ...],
+    pattern: SparsePatternConfig | None,
+    *,
+    is_causal: bool,
+) -> str | None:
+    """The proof's outcome, kept for the layers of a model, which ask again."""
+    return flaw(partial(branch_deviations, sizes, branches, pattern, is_causal=is_causal), sizes)
+
+
+def branch_deviations(
+    sizes: ProofSizes,
+    branches: tuple[Branch, ...],
+    pattern: SparsePatternConfig | None,
+    *,
+    is_causal: bool = True,
+) -> Iterator[float]:
+    """How far FlexAttention is from gathered keys, norm-relative, of two documents whose last
+    tiles are not full: output, log-sum-exp, gradients.
+    """
+    first = sizes.tokens // 3
+    sharing = Sharing(
+        layout=SequenceLayout((first, sizes.tokens - first)),
+        branches=branches,
+        pattern=pattern,
+        scaling=sizes.head_dim**-0.5,
+        is_causal=is_causal,
+    )
+    one, other = (
+        partial(branch_attention, sharing=replace(sharing, by_flex=by_flex))
+        for by_flex in (True, False)
+    )
+    yield from deviations_of(one, other, sizes)

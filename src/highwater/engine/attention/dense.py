@@ -1,0 +1,146 @@
+"""Exact causal attention over packed documents, by the fastest fused kernel of the hardware.
+
+Documents are known by their lengths on the host, and a run of equal lengths becomes one batched
+kernel call. Packed documents therefore never see each other, no mask is ever built, and nothing
+quadratic is ever stored.
+
+In a memory-only trial all layers but the last ones attend within short pieces: the same kernel, the
+same buffers, linear time (docs/decisions/006).
+
+Shapes:  B 1  S packed tokens  H query heads  K key/value heads  D head size
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from highwater.engine.attention.mixed_lengths import attend_mixed
+from highwater.errors import MachineError
+from highwater.nouns.hardware import Kernel, kernels
+from highwater.nouns.pieces import pieces
+
+_BACKENDS: dict[Kernel, SDPBackend] = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+}
+
+_WIDEST_HEAD = 256
+"""Numbers of a head that flash attention takes."""
+
+
+def attend(
+    query_BHSD: Tensor,
+    key_BKSD: Tensor,
+    value_BKSD: Tensor,
+    *,
+    document_lengths: Sequence[int],
+    scaling: float,
+    kernel: Kernel,
+    in_pieces: bool = False,
+) -> Tensor:
+    """Causal attention of each document over itself, shape BSHD.
+
+    Only ``kernel`` may run: where it cannot, PyTorch raises RuntimeError instead of taking the
+    quadratic path. ``in_pieces`` is for memory alone: the kernel runs on the same tokens as a batch
+    of short pieces. It allocates what it would for the whole documents, and its output means
+    nothing. Documents that cannot be cut stay whole.
+    """
+    assert query_BHSD.shape[0] == 1, "documents are packed into one row"
+    assert sum(document_lengths) == query_BHSD.shape[2], (
+        "the documents' lengths add up to the packed tokens"
+    )
+    if _is_mixed(query_BHSD, value_BKSD, document_lengths) and not in_pieces:
+        return attend_mixed(
+            query_BHSD,
+            key_BKSD,
+            value_BKSD,
+            document_lengths=document_lengths,
+            scaling=scaling,
+            kernel=kernel,
+        )
+    outputs: list[Tensor] = []
+    start = 0
+    for length, run in groupby(document_lengths):
+        documents = len(list(run))
+        stop = start + documents * length
+        parts = _cut(stop - start, documents, query_BHSD.device) if in_pieces else documents
+        q, k, v = (_as_batch(t, start, stop, parts) for t in (query_BHSD, key_BKSD, value_BKSD))
+        # cuDNN refuses a single key: documents of one token go through flash.
+        with sdpa_kernel([_BACKENDS[kernel if length > 1 else "flash"]]):
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+            )
+        outputs.append(out.transpose(1, 2).reshape(1, stop - start, *out.shape[1::2]))
+        start = stop
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+def _is_mixed(query: Tensor, value: Tensor, document_lengths: Sequence[int]) -> bool:
+    """Whether a row is computed by fewer calls than one for each of its documents' lengths."""
+    is_whole = len(set(document_lengths)) == 1
+    has_one_size = query.shape[-1] == value.shape[-1] <= _WIDEST_HEAD
+    return query.device.type == "cuda" and has_one_size and not is_whole
+
+
+def select_kernel(
+    device: torch.device, dtype: torch.dtype, *, query_heads: int, kv_heads: int, head_dim: int
+) -> Kernel:
+    """Choose the kernel that a small forward and backward pass shows to run: cuDNN or flash.
+
+    From Hopper on cuDNN is tried first.
+
+    Raises MachineError where neither runs: the quadratic kernel is never an answer.
+    """
+    reasons: list[str] = []
+    for kernel in (
+        kernels(torch.cuda.get_device_capability(device)) if device.type == "cuda" else ("flash",)
+    ):
+        try:
+            prove(kernel, device, dtype, query_heads, kv_heads, head_dim)
+        except RuntimeError as error:
+            reasons.append(f"{kernel}: {str(error).splitlines()[0]}")
+        else:
+            return kernel
+    raise MachineError(
+        f"no fused attention kernel runs here for {query_heads} heads of size {head_dim} in "
+        f"{dtype} ({'; '.join(reasons)})",
+        hint="use a GPU of compute capability 8.0 or newer; `highwater doctor` lists what is here",
+    )
+
+
+def prove(
+    kernel: Kernel,
+    device: torch.device,
+    dtype: torch.dtype,
+    query_heads: int,
+    kv_heads: int,
+    head_dim: int,
+) -> None:
+    """Run a small forward and backward pass; RuntimeError where the kernel does not run."""
+    shapes = [(1, heads, 128, head_dim) for heads in (query_heads, kv_heads, kv_heads)]
+    q, k, v = (
+        torch.zeros(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes
+    )
+    attend(q, k, v, document_lengths=[128], scaling=1.0, kernel=kernel).sum().backward()
+
+
+def _cut(tokens: int, documents: int, device: torch.device) -> int:
+    """Pieces that stand for a run of documents; ``documents`` itself where these cannot be cut.
+
+    A run that is short already stays as it is too.
+    """
+    assert device.type in ("cuda", "cpu")
+    return max(documents, pieces(tokens, device.type) or 1)
+
+
+def _as_batch(tensor_BHSD: Tensor, start: int, stop: int, documents: int) -> Tensor:
+    """View a run of equal documents as a batch of shape (documents, heads, length, head size)."""
+    # A slice of everything would be indexing still, whose gradient fills a tensor of zeros.
+    row_HSD = tensor_BHSD.squeeze(0)
+    if stop - start < tensor_BHSD.shape[2]:
+        row_HSD = row_HSD[:, start:stop]
+    return row_HSD.transpose(0, 1).unflatten(0, (documents, -1)).transpose(1, 2)

@@ -1,0 +1,147 @@
+"""Tiles attended by FlexAttention: what a rank's queries have of some keys, which may be another
+rank's, forward and backward.
+
+The mask is filled from the pairs of tiles. Where a token stands in its document is read from a
+table of positions, of which a place that holds no token has one that sees nothing.
+
+Shapes:  N groups of heads, of all sequences  G query heads of a group  R tiles of queries  C tiles
+         of keys  b tokens of a tile  D head size  E pairs of tiles that are kept
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+
+from highwater.engine.attention.block_flex import IsSeen, attend_mask, filled_mask
+from highwater.engine.attention.block_gather import CutTensors, exact
+from highwater.engine.attention.tiles import TilePairs, Tiles
+
+_FAR = 2**30
+"""A position behind every token's, and a distance that none exceeds."""
+
+
+class FlexTensors(CutTensors):
+    """As CutTensors, with a compiled kernel for all rows at once."""
+
+    def attended(self, pairs: TilePairs, scaling: float) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """All rows: what they attend to, NGRbD, and the logarithm of each query's sum of
+        exponentials, NGRb, minus infinity where it sees no key.
+        """
+        with exact(self.query_NGRbD.device):
+            found_NGSD, sums_NGS = self._attend(tuple(self._flat()), pairs, scaling)
+        shape = self.query_NGRbD.shape
+        yield slice(None), found_NGSD.view(shape), sums_NGS.view(shape[:-1])
+
+    def gradients(
+        self,
+        pairs: TilePairs,
+        *,
+        scaling: float,
+        upstream_NGRbD: Tensor,
+        above_NGRb: Tensor,
+        log_sums_NGRb: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As CutTensors: the forward pass over these keys is repeated, and an output that is a part
+        of the whole one has that part of its gradient.
+        """
+        inputs = [each.detach().requires_grad_() for each in self._flat()]
+        with torch.enable_grad(), exact(self.query_NGRbD.device):
+            found_NGSD, sums_NGS = self._attend(tuple(inputs), pairs, scaling)
+        upstream_NGSD, whole_NGS = upstream_NGRbD.flatten(2, 3), log_sums_NGRb.flatten(2, 3)
+        finite_NGS = whole_NGS.masked_fill(whole_NGS == -torch.inf, 0.0)
+        part_NGS = (sums_NGS.detach() - finite_NGS).exp()
+        of_output_NGSD = (upstream_NGSD * part_NGS[..., None]).to(found_NGSD.dtype)
+        # the kernel takes off what the output times its gradient is, of what it has rounded itself
+        own_NGS = (found_NGSD.detach().to(self.wide) * of_output_NGSD).sum(-1)
+        of_sums_NGS = own_NGS + part_NGS * above_NGRb.flatten(2, 3)
+        found = torch.autograd.grad(
+            (found_NGSD, sums_NGS), inputs, (of_output_NGSD, of_sums_NGS.to(sums_NGS.dtype))
+        )
+        query, key, value = (
+            gradient.view(each.shape) for gradient, each in zip(found, self, strict=True)
+        )
+        return query, key, value
+
+    def _flat(self) -> Iterator[Tensor]:
+        """Queries NGSD, keys and values NSD, whose tiles lie one after the other."""
+        return (each.flatten(-3, -2) for each in self)
+
+    @staticmethod
+    def _attend(
+        inputs: tuple[Tensor, ...], pairs: TilePairs, scaling: float
+    ) -> tuple[Tensor, Tensor]:
+        query_NGSD, key_NSD, value_NSD = inputs
+        found_NGSD, auxiliary = attend_mask(
+            *(query_NGSD, key_NSD, value_NSD, tile_mask(pairs), scaling),
+            return_aux=AuxRequest(lse=True),
+        )
+        return found_NGSD, auxiliary.lse
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(mode=False)
+def tile_mask(pairs: TilePairs) -> BlockMask:
+    """The mask of pairs of tiles, kept for the layers of a model, which ask again."""
+    assert len(pairs.columns) == 1, "one table for all heads"
+    queries, keys = pairs.queries, pairs.keys
+    row_E = torch.repeat_interleave(torch.arange(len(queries)), pairs.starts.diff())
+    column_E = pairs.columns[0].long().cpu()
+    return filled_mask(
+        (row_E, column_E, _is_full(pairs, row_E, column_E)),
+        (len(queries) * queries.size, len(keys) * keys.size),
+        size=queries.size,
+        is_seen=_is_seen(pairs),
+        device=pairs.columns.device,
+    )
+
+
+def _is_full(pairs: TilePairs, row_E: Tensor, column_E: Tensor) -> Tensor:
+    """Whether every token of a full tile of queries sees every key of a full tile."""
+    size = pairs.queries.size
+    token_E, key_E = pairs.queries.offsets_R.cpu()[row_E], pairs.keys.offsets_R.cpu()[column_E]
+    full_E = pairs.queries.counts_R.cpu()[row_E] == size
+    full_E &= pairs.keys.counts_R.cpu()[column_E] == size
+    full_E &= key_E >= pairs.keys_from
+    if pairs.is_causal:
+        full_E &= key_E + size - 1 <= token_E
+    if pairs.keys_below is not None:
+        full_E &= key_E + size <= pairs.keys_below
+    if pairs.window_tokens is not None:
+        full_E &= token_E + size - 1 - key_E < pairs.window_tokens
+    return full_E
+
+
+def _is_seen(pairs: TilePairs) -> IsSeen:
+    """Which key of a kept tile a query sees. All bounds are tensors' numbers, as block_flex's."""
+    device = pairs.columns.device
+    token_S, key_S = _positions(pairs.queries, -1), _positions(pairs.keys, _FAR)
+    window, begins, ends, ahead = (
+        torch.tensor(bound, dtype=torch.int32, device=device)
+        for bound in (
+            _FAR if pairs.window_tokens is None else pairs.window_tokens,
+            pairs.keys_from,
+            _FAR if pairs.keys_below is None else pairs.keys_below,
+            0 if pairs.is_causal else _FAR,
+        )
+    )
+
+    def is_seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        del batch, head
+        token, other = token_S[query], key_S[key]
+        is_token = (token >= 0) & (other >= begins) & (other < ends)
+        return is_token & (other <= token + ahead) & (other > token - window)
+
+    return is_seen
+
+
+def _positions(tiles: Tiles, of_none: int) -> Tensor:
+    """The position in its document of each token of all tiles, int32; ``of_none`` where a tile has
+    fewer.
+    """
+    within_b = torch.arange(tiles.size, device=tiles.offsets_R.device)
+    positions_Rb = tiles.offsets_R[:, None] + within_b
+    is_token_Rb = tiles.is_token(slice(None))
+    return positions_Rb.masked_fill(~is_token_Rb, of_none).int().flatten()

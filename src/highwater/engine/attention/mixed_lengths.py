@@ -1,0 +1,306 @@
+"""Causal attention of a packed row whose documents are of different lengths, in few kernel calls of
+few shapes, forward and backward.
+
+cuDNN is the fastest kernel of long documents, and makes a plan for every shape that it meets: about
+0.1 s each, and a quarter of a megabyte of the GPU that is never given back
+(docs/results/mixed_lengths). Flash attention takes documents of any lengths in one call, and is
+slower where they are long. So of a long document the queries up to
+a multiple of a sixteenth of its size go through cuDNN, which meets sixteen shapes for every
+doubling of the length. The few that are left of long documents go through flash attention in one
+call, and those of all short documents in another. No query is computed twice, nothing is
+padded, and what runs is a function of the documents' lengths alone.
+
+Shapes:  B 1  S packed tokens  H query heads  K key/value heads  D head size  q queries of a call
+         k keys of a call  n documents of a call
+Source: Dao, FlashAttention-2, https://arxiv.org/abs/2307.08691, whose causal mask is aligned to the
+        last query and key where there are fewer queries than keys.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from highwater.engine.attention.block_attention import Block, VariedBlock
+from highwater.engine.attention.kept import attended
+from highwater.nouns.hardware import Kernel
+
+LONG_TOKENS = 8192
+"""Documents from here on go through cuDNN, where it is the kernel."""
+_SHAPES = 16
+"""Shapes that cuDNN meets for every doubling of the length."""
+_TILE = 128
+"""Tokens by which flash attention pads each document in its backward pass's workspace."""
+
+
+class Front(NamedTuple):
+    """The first tokens of a long document, whose queries go through cuDNN."""
+
+    start: int
+    stop: int
+    is_whole: bool
+    """Whether no query of the document is left."""
+
+
+class SharedCall(NamedTuple):
+    """Neighbouring documents whose queries go through flash attention in one call: all of short
+    ones, or what fronts leave of long ones.
+    """
+
+    queries: tuple[tuple[int, int], ...]
+    """Start and stop of each document's in the row."""
+    keys: tuple[tuple[int, int], ...]
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Start and stop of all keys."""
+        return self.keys[0][0], self.keys[-1][1]
+
+
+class Calls(NamedTuple):
+    """The kernel calls of a row: between them each query is computed once."""
+
+    fronts: tuple[Front, ...]
+    shared: tuple[SharedCall, ...]
+
+
+@lru_cache(maxsize=8)
+def calls_of(document_lengths: tuple[int, ...], *, long_tokens: int | None) -> Calls:
+    """How a row of these documents is computed; None: through flash attention alone."""
+    fronts: list[Front] = []
+    shared: list[list[_Left]] = []
+    row_tokens, taken = sum(document_lengths), 0
+    is_open, of_long = False, False
+    for start, stop in pairwise(accumulate(document_lengths, initial=0)):
+        is_long = long_tokens is not None and stop - start >= long_tokens
+        first = start + (front_tokens(stop - start) if is_long else 0)
+        if is_long:
+            fronts.append(Front(start, first, is_whole=first == stop))
+        if first == stop:
+            is_open = False  # the keys of a call are one slice
+            continue
+        # But for a tile no call takes more for itself than a row of one document would, and none
+        # has to copy the queries of short documents.
+        own = stop - first + _TILE
+        if not is_open or is_long != of_long or taken + own > row_tokens:
+            shared.append([])
+            taken = 0
+        is_open, of_long, taken = True, is_long, taken + own
+        shared[-1].append(_Left(start, first, stop))
+    return Calls(
+        tuple(fronts),
+        tuple(
+            SharedCall(
+                tuple((each.query, each.stop) for each in call),
+                tuple((each.start, each.stop) for each in call),
+            )
+            for call in shared
+        ),
+    )
+
+
+class _Left(NamedTuple):
+    """The queries of a document that go through no front, and where it begins."""
+
+    start: int
+    query: int
+    stop: int
+
+
+def front_tokens(length: int) -> int:
+    """The multiple of a sixteenth of the power of two below ``length`` that is next below it."""
+    step = max(1, 2 ** (length.bit_length() - 1) // _SHAPES)
+    return length // step * step
+
+
+def attend_mixed(
+    query_BHSD: Tensor,
+    key_BKSD: Tensor,
+    value_BKSD: Tensor,
+    *,
+    document_lengths: Sequence[int],
+    scaling: float,
+    kernel: Kernel,
+    long_tokens: int = LONG_TOKENS,
+) -> Tensor:
+    """Causal attention of each document over itself, shape BSHD."""
+    calls = calls_of(
+        tuple(document_lengths), long_tokens=long_tokens if kernel == "cudnn" else None
+    )
+    output_SHD: Tensor = _Mixed.apply(query_BHSD, key_BKSD, value_BKSD, calls, scaling)
+    return output_SHD[None]
+
+
+class _Mixed(torch.autograd.Function):
+    """All documents, forward and backward: a call has no graph of its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_BHSD: Tensor,
+        key_BKSD: Tensor,
+        value_BKSD: Tensor,
+        calls: Calls,
+        scaling: float,
+    ) -> Tensor:
+        output_SHD, *log_sums = attended(
+            lambda: _forward(query_BHSD, key_BKSD, value_BKSD, calls, scaling)
+        )
+        ctx.save_for_backward(query_BHSD, key_BKSD, value_BKSD, output_SHD, *log_sums)
+        ctx.calls, ctx.scaling = calls, scaling
+        return output_SHD
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        (gradient_SHD,) = gradients
+        query_BHSD, key_BKSD, value_BKSD, output_SHD, *log_sums = ctx.saved_tensors
+        calls: Calls = ctx.calls
+        rows = _rows_of(query_BHSD, key_BKSD, value_BKSD)
+        found = _Gradients(rows)
+        for front, sums in zip(calls.fronts, log_sums, strict=False):
+            place = slice(front.start, front.stop)
+            gradients_BXQD = _front(front, rows, ctx.scaling).backward(
+                _by_heads(gradient_SHD[place]), _by_heads(output_SHD[place]), sums
+            )
+            found.add_front(front, [_by_tokens(each) for each in gradients_BXQD])
+        for call, sums in zip(calls.shared, log_sums[len(calls.fronts) :], strict=True):
+            gradients_kXD = _shared(call, rows, ctx.scaling).backward(
+                _of_queries(gradient_SHD, call), _of_queries(output_SHD, call), sums
+            )
+            found.add_shared(call, list(gradients_kXD))
+        query, key, value = (found.whole(number).transpose(0, 1)[None] for number in range(3))
+        return query, key, value, None, None
+
+
+RowTensors = tuple[Tensor, Tensor, Tensor]
+"""Queries, keys and values of a row: SHD, SKD and SKD."""
+
+
+class _Gradients:
+    """Gradients of a row's queries, keys and values, put together as calls end: with the kernels'
+    workspaces hardly more at any time than one document of the whole row would take.
+    """
+
+    def __init__(self, rows: RowTensors) -> None:
+        self._rows = rows
+        self._parts: list[list[tuple[int, Tensor]]] = [[], [], []]
+        self._of_fronts: list[tuple[Front, list[Tensor]]] = []
+
+    def add_front(self, front: Front, gradients_QXD: list[Tensor]) -> None:
+        """Those of a front; where queries of its document are left, these have a part of its keys'
+        and values', too.
+        """
+        query, *others = gradients_QXD
+        self._parts[0].append((front.start, query))
+        if front.is_whole:
+            for parts, each in zip(self._parts[1:], others, strict=True):
+                parts.append((front.start, each))
+        else:
+            self._of_fronts.append((front, others))
+
+    def add_shared(self, call: SharedCall, gradients_kXD: list[Tensor]) -> None:
+        """Those of a call, and of the fronts among its keys."""
+        query, *others = gradients_kXD
+        for row, own in _places(call):
+            self._parts[0].append((row.start, query[own]))
+        first, last = call.span
+        left: list[tuple[Front, list[Tensor]]] = []
+        for front, of_front in self._of_fronts:
+            if not first <= front.start < last:
+                left.append((front, of_front))
+                continue
+            for whole, part in zip(others, of_front, strict=True):
+                whole[front.start - first : front.stop - first] += part
+        self._of_fronts = left
+        for parts, each in zip(self._parts[1:], others, strict=True):
+            parts.append((first, each))
+
+    def whole(self, number: int) -> Tensor:
+        """The gradient of queries, of keys or of values, SXD, whose parts are given up."""
+        parts, self._parts[number] = self._parts[number], []
+        if len(parts) == 1:
+            return parts[0][1]
+        found = torch.empty_like(self._rows[number], memory_format=torch.contiguous_format)
+        for start, part in parts:
+            found[start : start + len(part)] = part
+        return found
+
+
+def _forward(
+    query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, calls: Calls, scaling: float
+) -> tuple[Tensor, ...]:
+    """What is attended, SHD, and the logarithms of the sums of exponentials of each call."""
+    rows = _rows_of(query_BHSD, key_BKSD, value_BKSD)
+    output_SHD = torch.empty_like(rows[0], memory_format=torch.contiguous_format)
+    log_sums: list[Tensor] = []
+    for front in calls.fronts:
+        part_BHQD, sums = _front(front, rows, scaling).forward()
+        output_SHD[front.start : front.stop] = _by_tokens(part_BHQD)
+        log_sums.append(sums)
+    for call in calls.shared:
+        part_qHD, sums = _shared(call, rows, scaling).forward()
+        for row, own in _places(call):
+            output_SHD[row] = part_qHD[own]
+        log_sums.append(sums)
+    return output_SHD, *log_sums
+
+
+def _front(front: Front, rows: RowTensors, scaling: float) -> Block:
+    query, key, value = (_by_heads(row[front.start : front.stop]) for row in rows)
+    return Block(query, key, value, True, scaling, "cudnn")
+
+
+def _shared(call: SharedCall, rows: RowTensors, scaling: float) -> VariedBlock:
+    query_SHD, *others = rows
+    key_kKD, value_kKD = (row[slice(*call.span)] for row in others)
+    return VariedBlock(
+        _of_queries(query_SHD, call),
+        key_kKD,
+        value_kKD,
+        tuple(stop - start for start, stop in call.queries),
+        tuple(stop - start for start, stop in call.keys),
+        scaling,
+    )
+
+
+def _of_queries(row_SHD: Tensor, call: SharedCall) -> Tensor:
+    """A call's queries, next to each other: qHD."""
+    parts = [row_SHD[row] for row, _ in _places(call)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _places(call: SharedCall) -> list[tuple[slice, slice]]:
+    """Where a call's queries are in the row, and in the call; those that touch as one."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in call.queries:
+        if joined and start == joined[-1][1]:
+            joined[-1] = joined[-1][0], stop
+        else:
+            joined.append((start, stop))
+    ends = accumulate(stop - start for start, stop in joined)
+    return [
+        (slice(start, stop), slice(end - (stop - start), end))
+        for (start, stop), end in zip(joined, ends, strict=True)
+    ]
+
+
+def _rows_of(*tensors_BXSD: Tensor) -> RowTensors:
+    """Rows of tokens, a token's heads side by side: SXD. Projections leave them so, and plans are
+    kept by strides, which otherwise knew how long the row is.
+    """
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in tensors_BXSD)
+    rows = (query, key, value)
+    is_so = all(row.stride(0) >= row.stride(1) for row in rows)
+    return rows if is_so else (query.contiguous(), key.contiguous(), value.contiguous())
+
+
+def _by_heads(row_QXD: Tensor) -> Tensor:
+    """As a batch of one document, BXQD."""
+    return row_QXD.transpose(0, 1)[None]
+
+
+def _by_tokens(tensor_BXQD: Tensor) -> Tensor:
+    return tensor_BXQD[0].transpose(0, 1)

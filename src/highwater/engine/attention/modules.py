@@ -1,0 +1,335 @@
+"""Attention modules for anyone's model: dilated, block-sparse, or both, of sequences that are held
+whole or by the ranks of a group.
+
+Queries, keys and values are (batch, length, heads, head_dim), as the packages of the name
+dilated-attention-pytorch have them; keys and values may have fewer heads. Under autocast they are
+cast as PyTorch's own attention casts them. Nothing of a call is kept in the module, so that the
+replicas of DataParallel, which are threads, are independent.
+
+Fused kernels need a GPU of compute capability 8.0 and 16-bit numbers; elsewhere plain PyTorch
+computes the same.
+
+Shapes:  B batch  T length, or this rank's share of it  H query heads  K key/value heads  D head_dim
+"""
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from highwater.engine.attention.block_flex import SparseKernel, attend_table_of, kernel_of
+from highwater.engine.attention.block_gather import block_sparse_attention
+from highwater.engine.attention.branch_attention import Sharing
+from highwater.engine.attention.branch_kernel import attend_branches
+from highwater.engine.attention.branches import Branch, dilated_branches, refuse_content
+from highwater.engine.attention.dilated import Normalisation, dilated_attention
+from highwater.engine.parallel.sequence_layout import SequenceLayout
+from highwater.errors import MachineError, UsageError
+from highwater.nouns.sparse_pattern import (
+    SparsePatternConfig,
+    check_word,
+    is_count,
+    refuse_branches,
+)
+
+_FLASH_HEAD = 256
+"""The largest head that flash attention takes."""
+Shares = Literal["contiguous", "zigzag"]
+"""Which tokens of a sequence a rank of the group holds: one slice, the ranks in their order; or
+chunk r and chunk 2R - 1 - r of 2R, as much work for each where attention is causal."""
+
+
+class _AttentionModule(nn.Module):
+    """What the three have in common: the scale, and what is refused."""
+
+    def __init__(
+        self,
+        softmax_scale: float | None,
+        attention_dropout: float,
+        group: dist.ProcessGroup | None,
+        shares: Shares,
+    ) -> None:
+        super().__init__()
+        if attention_dropout:
+            raise UsageError(
+                f"attention_dropout {attention_dropout}: attention here has no dropout",
+                hint="leave `attention_dropout` out, or drop out of what the module returns",
+            )
+        check_word("shares", shares, get_args(Shares))
+        self.softmax_scale = softmax_scale
+        self.group = group
+        self.shares: Shares = shares
+
+    def _scaling(self, query: Tensor) -> float:
+        return query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+
+
+class DilatedAttention(_AttentionModule):
+    """LongNet's dilated attention, as ``attention.dilated`` has it.
+
+    ``normalisation="groups"`` is the convention of fkodom's package, for checkpoints trained with
+    it; its dropout, and its scale, were never applied, and a dropout is refused here.
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        softmax_scale: float | None = None,
+        attention_dropout: float = 0.0,
+        op: object | None = None,
+        *,
+        normalisation: Normalisation = "softmax",
+        group: dist.ProcessGroup | None = None,
+        shares: Shares = "contiguous",
+    ) -> None:
+        super().__init__(softmax_scale, attention_dropout, group, shares)
+        if op is not None:
+            raise UsageError(
+                "`op` names an operator of xformers, which is not used here",
+                hint="leave `op` out",
+            )
+        refuse_branches(segment_lengths, dilation_rates)
+        check_word("normalisation", normalisation, get_args(Normalisation))
+        if group is not None and normalisation == "groups":
+            raise UsageError(
+                "the groups' values are divided by their sum over the sequence, which no rank has",
+                hint='use `normalisation="softmax"`, or leave `group` out',
+            )
+        self.segment_lengths, self.dilation_rates = tuple(segment_lengths), tuple(dilation_rates)
+        self.normalisation: Normalisation = normalisation
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
+        """What is attended, of the shape of ``query``; zeros where no branch has a token."""
+        inputs = _heads_first(query, key, value)
+        scaling = self._scaling(query)
+        if self.normalisation == "groups" and not is_fused(inputs[0]):
+            raise MachineError(
+                f'normalisation="groups" in {inputs[0].dtype} has no kernel on this GPU',
+                hint='use 16-bit numbers on compute capability 8.0, or `normalisation="softmax"`',
+            )
+        if self.group is None and is_fused(inputs[0]):
+            output_BHTD, _ = dilated_attention(
+                *inputs,
+                segment_lengths=self.segment_lengths,
+                dilation_rates=self.dilation_rates,
+                scaling=scaling,
+                is_causal=is_causal,
+                normalisation=self.normalisation,
+            )
+        else:
+            sharing = Sharing(
+                layout=_layout(inputs[0], self.group, self.shares),
+                branches=dilated_branches(
+                    self.segment_lengths, self.dilation_rates, inputs[0].shape[1]
+                ),
+                pattern=None,
+                scaling=scaling,
+                is_causal=is_causal,
+                group=self.group,
+            )
+            output_BHTD, _ = attend_branches(
+                *inputs, sharing=sharing, implementation=kernel_of(self, "auto")
+            )
+        return output_BHTD.transpose(1, 2)
+
+
+class BlockSparseAttention(_AttentionModule):
+    """Causal block-sparse attention: one softmax over the keys that a pattern keeps.
+
+    ``implementation="auto"`` is FlexAttention's kernel where a small proof passes, on a GPU, and
+    gathered keys elsewhere, and in replicas of DataParallel.
+    """
+
+    def __init__(
+        self,
+        sparse_config: SparsePatternConfig | None = None,
+        softmax_scale: float | None = None,
+        attention_dropout: float = 0.0,
+        *,
+        group: dist.ProcessGroup | None = None,
+        shares: Shares = "contiguous",
+        implementation: SparseKernel = "auto",
+    ) -> None:
+        super().__init__(softmax_scale, attention_dropout, group, shares)
+        check_word("implementation", implementation, get_args(SparseKernel))
+        self.implementation: SparseKernel = implementation
+        self.sparse_config = SparsePatternConfig() if sparse_config is None else sparse_config
+        if group is not None:
+            refuse_content(self.sparse_config, "a ring")
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool = True,
+        document_lengths: Sequence[int] | None = None,
+    ) -> Tensor:
+        """What is attended, of the shape of ``query``.
+
+        ``document_lengths``: of the documents that each sequence, on all ranks together, is packed
+        of; each attends to itself.
+        """
+        _refuse_order(is_causal)
+        inputs = _heads_first(query, key, value)
+        scaling = self._scaling(query)
+        if document_lengths is not None:
+            _check_documents(document_lengths)
+        if self.group is None:
+            _check_sum(document_lengths, query.shape[1])
+            output_BHTD, *_ = block_sparse_attention(
+                *inputs,
+                pattern=self.sparse_config,
+                scaling=scaling,
+                document_lengths=document_lengths,
+                attend_table=attend_table_of(
+                    kernel_of(self, self.implementation),
+                    self.sparse_config,
+                    inputs[0],
+                    inputs[1].shape[1],
+                ),
+            )
+        else:
+            sharing = Sharing(
+                layout=_layout(inputs[0], self.group, self.shares, document_lengths),
+                branches=(Branch(),),
+                pattern=self.sparse_config,
+                scaling=scaling,
+                group=self.group,
+            )
+            output_BHTD, _ = attend_branches(
+                *inputs, sharing=sharing, implementation=kernel_of(self, self.implementation)
+            )
+        return output_BHTD.transpose(1, 2)
+
+
+class BlockSparseRingDilatedAttention(_AttentionModule):
+    """Causal dilated attention, in each of whose segments the tokens that attend keep a sparse
+    pattern of each other, mixed by softmax denominators; by a ring where a group is given.
+
+    With a group each rank holds an equal share of every sequence, and keys and values that no query
+    of another rank sees are not sent to it.
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        sparse_config: SparsePatternConfig | None = None,
+        softmax_scale: float | None = None,
+        attention_dropout: float = 0.0,
+        *,
+        group: dist.ProcessGroup | None = None,
+        shares: Shares = "contiguous",
+    ) -> None:
+        super().__init__(softmax_scale, attention_dropout, group, shares)
+        refuse_branches(segment_lengths, dilation_rates)
+        self.segment_lengths, self.dilation_rates = tuple(segment_lengths), tuple(dilation_rates)
+        self.sparse_config = SparsePatternConfig() if sparse_config is None else sparse_config
+        refuse_content(self.sparse_config, "a branch")
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = True) -> Tensor:
+        """What is attended, of the shape of ``q``; zeros where no branch has a token."""
+        _refuse_order(is_causal)
+        inputs = _heads_first(q, k, v)
+        sharing = Sharing(
+            layout=_layout(inputs[0], self.group, self.shares),
+            branches=dilated_branches(
+                self.segment_lengths, self.dilation_rates, inputs[0].shape[1]
+            ),
+            pattern=self.sparse_config,
+            scaling=self._scaling(q),
+            group=self.group,
+        )
+        output_BHTD, _ = attend_branches(
+            *inputs, sharing=sharing, implementation=kernel_of(self, "auto")
+        )
+        return output_BHTD.transpose(1, 2)
+
+
+def is_fused(query: Tensor) -> bool:
+    """Whether a fused kernel takes such queries: on the CPU it takes any."""
+    if query.device.type == "cpu":
+        return True
+    is_small = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= _FLASH_HEAD
+    return is_small and torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
+def _heads_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries BHTD, keys and values BKTD, in the type that autocast asks for.
+
+    Raises UsageError for shapes that do not belong together.
+    """
+    shapes = [tuple(each.shape) for each in (query, key, value)]
+    is_right = (
+        all(len(shape) == 4 for shape in shapes)
+        and shapes[1] == shapes[2]
+        and shapes[0][:2] == shapes[1][:2]
+        and shapes[0][3] == shapes[1][3]
+        and all(shapes[0])
+        and all(shapes[1])
+        and shapes[0][2] % shapes[1][2] == 0
+    )
+    if not is_right:
+        raise UsageError(
+            f"queries, keys and values of shapes {', '.join(map(str, shapes))}",
+            hint="give each as (batch, length, heads, head_dim), none of them 0, with heads of "
+            "keys and values that divide the queries'",
+        )
+    device = query.device.type
+    if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = (each.to(dtype) for each in (query, key, value))
+    query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+    return query, key, value
+
+
+def _layout(
+    query_BHTD: Tensor,
+    group: dist.ProcessGroup | None,
+    shares: Shares,
+    document_lengths: Sequence[int] | None = None,
+) -> SequenceLayout:
+    """Which tokens each rank holds.
+
+    Raises UsageError for lengths that are not all that the ranks hold.
+    """
+    degree = 1 if group is None else dist.get_world_size(group)
+    held = query_BHTD.shape[2]
+    lengths = (held * degree,) if document_lengths is None else tuple(document_lengths)
+    ring, slices = (degree, 1) if shares == "zigzag" else (1, degree)
+    layout = SequenceLayout(lengths, ulysses_degree=slices, ring_degree=ring)
+    if layout.tokens_per_rank != held:
+        raise UsageError(
+            f"{degree} ranks hold {layout.tokens_per_rank} tokens each of documents of "
+            f"{', '.join(map(str, lengths))}, with their padding, and {held} are here",
+            hint="give each rank the share that `SequenceLayout` has for it, or use lengths that "
+            f"{2 * degree if shares == 'zigzag' else degree} divides",
+        )
+    return layout
+
+
+def _check_documents(lengths: Sequence[int]) -> None:
+    """Raise UsageError for what is no document."""
+    if not all(map(is_count, lengths)):
+        raise UsageError(f"document_lengths {list(lengths)}", hint="use whole numbers of 1 or more")
+
+
+def _check_sum(lengths: Sequence[int] | None, tokens: int) -> None:
+    """Raise UsageError for documents that are not all of a sequence."""
+    if lengths is not None and sum(lengths) != tokens:
+        raise UsageError(
+            f"document_lengths add up to {sum(lengths)}, and a sequence has {tokens} tokens",
+            hint="give the length of every document, padding as one of its own",
+        )
+
+
+def _refuse_order(is_causal: bool) -> None:
+    if not is_causal:
+        raise UsageError(
+            "is_causal=False: a sparse pattern keeps keys that are not after a token",
+            hint="leave `is_causal` out, or use `DilatedAttention`",
+        )

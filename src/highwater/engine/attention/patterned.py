@@ -1,0 +1,169 @@
+"""Patterned attention: what a layer's pattern says beside full causal attention: a window that cuts
+something off, capped scores, sinks.
+
+A run of documents of one length is one call, of a fused kernel where there is one: of flash
+attention within a window on a GPU, once a proof has shown it (engine/attention/window_proof), of
+the hardware's own kernel for documents no longer than the window. Everything else is the plain
+path's (engine/attention/plain_block). Nothing quadratic is ever stored.
+
+Shapes:  B 1  S packed tokens  H query heads  K key/value heads  D head size  d documents of a run
+         of equal lengths  l tokens of one of them
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from highwater.engine.attention import window_proof
+from highwater.engine.attention.block_attention import Block, WindowedBlock
+from highwater.engine.attention.kept import attended
+from highwater.engine.attention.pattern import Pattern
+from highwater.engine.attention.plain_block import PlainBlock
+from highwater.engine.attention.sinks import join_sinks_, sink_gradient
+from highwater.nouns.hardware import Kernel
+from highwater.nouns.pieces import pieces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Documents:
+    """The documents of one attention call, and how each attends to itself."""
+
+    lengths: tuple[int, ...]
+    pattern: Pattern
+    kernel: Kernel
+    in_pieces: bool = False
+    """For memory alone: documents of which the pattern cuts nothing off, whose time is the square
+    of their length, attend in short pieces (docs/decisions/006); of capped scores only those are
+    computed that take the most."""
+
+
+class PatternAttention(NamedTuple):
+    """What attention returns."""
+
+    output_BSHD: Tensor
+    log_sums_BHS: Tensor
+    """Logarithm of each query's sum of exponentials, in float32 or wider; it has no gradient."""
+
+
+def attend_in_pattern(
+    query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, *, documents: Documents
+) -> PatternAttention:
+    """Causal attention of each document over itself, by the pattern."""
+    assert sum(documents.lengths) == query_BHSD.shape[2], "the documents are all that is packed"
+    alone = replace(documents, pattern=documents.pattern.without_sinks())
+    output_BHSD, log_sums_BHS = _Patterned.apply(
+        query_BHSD, key_BKSD, value_BKSD, documents.pattern.sinks_H, alone
+    )
+    return PatternAttention(output_BHSD.transpose(1, 2), log_sums_BHS)
+
+
+class _SameLength(NamedTuple):
+    """Documents of one length next to each other."""
+
+    start: int
+    stop: int
+    documents: int
+
+    def of(self, tensor_BXSn: Tensor) -> Tensor:
+        """A view of what they have of a tensor: dXl and whatever follows."""
+        row_XSn = tensor_BXSn[0, :, self.start : self.stop]
+        return row_XSn.unflatten(1, (self.documents, -1)).transpose(0, 1)
+
+    def block(
+        self, documents: Documents, query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor
+    ) -> Block | WindowedBlock | PlainBlock:
+        """The attention that is computed of them, by the kernel that computes it."""
+        pattern, device = documents.pattern, query_BHSD.device
+        tensors = (self.of(query_BHSD), self.of(key_BKSD), self.of(value_BKSD))
+        if pattern.is_fused_up_to((self.stop - self.start) // self.documents):
+            return Block(*tensors, True, pattern.scaling, documents.kernel)
+        window, cap = pattern.window_tokens, pattern.soft_cap
+        if window is None or cap is not None:  # no fused kernel caps scores
+            return PlainBlock(*tensors, pattern.scaling, window, cap, documents.in_pieces)
+        if window_proof.computes_windows(device, query_BHSD.dtype, query_BHSD.shape[-1]):
+            return WindowedBlock(*tensors, pattern.scaling, window)
+        return PlainBlock(*tensors, pattern.scaling, window)
+
+
+def _runs(documents: Documents, device: torch.device) -> Iterator[_SameLength]:
+    start = 0
+    for length, group in groupby(documents.lengths):
+        count = len(list(group))
+        stop = start + count * length
+        if documents.in_pieces and documents.pattern.is_fused_up_to(length):
+            assert device.type in ("cuda", "cpu")
+            count = max(count, pieces(stop - start, device.type) or 1)
+        yield _SameLength(start, stop, count)
+        start = stop
+
+
+class _Patterned(torch.autograd.Function):
+    """All documents, forward and backward: a run has no graph of its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_BHSD: Tensor,
+        key_BKSD: Tensor,
+        value_BKSD: Tensor,
+        sinks_H: Tensor | None,
+        documents: Documents,
+    ) -> tuple[Tensor, Tensor]:
+        output_BHSD, log_sums_BHS = attended(
+            lambda: _forward(query_BHSD, key_BKSD, value_BKSD, sinks_H, documents)
+        )
+        ctx.save_for_backward(query_BHSD, key_BKSD, value_BKSD, sinks_H, output_BHSD, log_sums_BHS)
+        ctx.documents = documents
+        ctx.mark_non_differentiable(log_sums_BHS)
+        return output_BHSD, log_sums_BHS
+
+    @staticmethod
+    def backward(
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
+        query_BHSD, key_BKSD, value_BKSD, sinks_H, output_BHSD, log_sums_BHS = ctx.saved_tensors
+        documents: Documents = ctx.documents
+        found = [
+            run.block(documents, query_BHSD, key_BKSD, value_BKSD).backward(
+                *(run.of(tensor) for tensor in (gradients[0], output_BHSD, log_sums_BHS))
+            )
+            for run in _runs(documents, query_BHSD.device)
+        ]
+        query, key, value = (_together(parts) for parts in zip(*found, strict=True))
+        of_sinks = (
+            None
+            if sinks_H is None
+            else sink_gradient(gradients[0], output_BHSD, log_sums_BHS, sinks_H)
+        )
+        return query, key, value, of_sinks, None
+
+
+def _forward(
+    query_BHSD: Tensor,
+    key_BKSD: Tensor,
+    value_BKSD: Tensor,
+    sinks_H: Tensor | None,
+    documents: Documents,
+) -> tuple[Tensor, Tensor]:
+    """What is attended, BHSD, and the logarithm of each query's sum of exponentials, BHS."""
+    found = [
+        run.block(documents, query_BHSD, key_BKSD, value_BKSD).forward()
+        for run in _runs(documents, query_BHSD.device)
+    ]
+    output_BHSD, log_sums_BHS = (_together(parts) for parts in zip(*found, strict=True))
+    if sinks_H is not None:
+        log_sums_BHS = join_sinks_(output_BHSD, log_sums_BHS, sinks_H)
+    return output_BHSD, log_sums_BHS
+
+
+def _together(parts: Sequence[Tensor]) -> Tensor:
+    """Runs' parts as one packed row, of dXlD or dXl: BXSD, a token's heads side by side, or BXS."""
+    if parts[0].ndim == 3:
+        rows_XS = [part.transpose(0, 1).flatten(1) for part in parts]
+        return (rows_XS[0] if len(rows_XS) == 1 else torch.cat(rows_XS, dim=1))[None]
+    rows_SXD = [part.transpose(1, 2).flatten(0, 1) for part in parts]
+    return (rows_SXD[0] if len(rows_SXD) == 1 else torch.cat(rows_SXD))[None].transpose(1, 2)

@@ -1,0 +1,167 @@
+"""Plain blocks: attention within a window, or of capped scores, in plain PyTorch, some rows of
+queries at a time, forward and backward, in any dtype and on any device.
+
+Rows read one stretch of keys, so that nothing is gathered. Scores at hand are bounded whatever the
+length, and memory is linear in it. Scores and sums are in float32 at least.
+
+Shapes:  B documents  H query heads  K key/value heads  G query heads of each: H/K  S tokens of a
+         document  r rows at hand  l keys that they read  D head size
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from highwater.nouns.working_sizes import stretch
+
+
+class PlainBlock(NamedTuple):
+    """Documents of one length, each of which attends to itself."""
+
+    query_BHSD: Tensor
+    key_BKSD: Tensor
+    value_BKSD: Tensor
+    scaling: float
+    window_tokens: int | None = None
+    """Tokens that a token reads, itself and those before it; None: all of them."""
+    soft_cap: float | None = None
+    """What no score exceeds either way: ``cap * tanh(score / cap)``; None: no cap."""
+    is_for_memory: bool = False
+    """For memory alone: nothing but the rows that take the most is computed."""
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """What is attended, shape BHSD, and the logarithm of each query's sum of exponentials,
+        shape BHS, in float32 or wider.
+        """
+        output_BHSD = torch.zeros_like(self.query_BHSD)
+        log_sums_BHS = torch.zeros_like(self.query_BHSD[..., 0], dtype=self._wide)
+        for rows in self._rows():
+            self._attend_(rows, output_BHSD, log_sums_BHS)
+        return output_BHSD, log_sums_BHS
+
+    def backward(
+        self, gradient_BHSD: Tensor, output_BHSD: Tensor, log_sums_BHS: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of queries, keys and values, through these keys' part of an output that may be
+        of more: ``output`` and ``log_sums`` are those of all that is in the softmax.
+        """
+        sums = (
+            torch.zeros_like(self.query_BHSD),
+            torch.zeros_like(self.key_BKSD, dtype=self._wide),
+            torch.zeros_like(self.value_BKSD, dtype=self._wide),
+        )
+        for rows in self._rows():
+            self._add_gradients_(rows, (gradient_BHSD, output_BHSD, log_sums_BHS), sums)
+        query_gradient, key_gradient, value_gradient = sums
+        dtype = query_gradient.dtype
+        return query_gradient, key_gradient.to(dtype), value_gradient.to(dtype)
+
+    def _attend_(self, rows: "_Stretch", output_BHSD: Tensor, log_sums_BHS: Tensor) -> None:
+        """Write what these rows attend to. What it takes is gone when it returns, before the next
+        rows take theirs; so it is with their gradients.
+        """
+        scores_BKGrl = self._hide_(self._scores(rows), rows)
+        most_BKGr1 = scores_BKGrl.amax(-1, keepdim=True)
+        weights_BKGrl = scores_BKGrl.sub_(most_BKGr1).exp_()
+        sums_BKGr1 = weights_BKGrl.sum(-1, keepdim=True)
+        value_BKlD = self._of_keys(self.value_BKSD, rows)
+        found_BKGrD = torch.einsum("bkgrl,bkld->bkgrd", weights_BKGrl, value_BKlD).div_(sums_BKGr1)
+        output_BHSD[:, :, rows.queries] = found_BKGrD.flatten(1, 2)
+        log_sums_BHS[:, :, rows.queries] = sums_BKGr1.log_().add_(most_BKGr1)[..., 0].flatten(1, 2)
+
+    def _add_gradients_(
+        self,
+        rows: "_Stretch",
+        upstream: tuple[Tensor, Tensor, Tensor],
+        sums: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        """Write the gradients of these rows' queries, and add those of the keys and values that
+        they read; ``upstream``: gradient, output and log sums of all rows.
+        """
+        query_gradient, key_gradient, value_gradient = sums
+        upstream_BKGrD, output_BKGrD = (self._of_rows(each, rows) for each in upstream[:2])
+        log_sums_BKGr = self._by_groups(upstream[2], rows)
+        # a score's gradient is its weight times how far its value is above the mean
+        mean_BKGr = (upstream_BKGrD * output_BKGrD).sum(-1)
+        scores_BKGrl = self._scores(rows)
+        growth = self._growth(scores_BKGrl)
+        weights_BKGrl = self._hide_(scores_BKGrl, rows).sub_(log_sums_BKGr[..., None]).exp_()
+        value_gradient[:, :, rows.keys] += torch.einsum(
+            "bkgrl,bkgrd->bkld", weights_BKGrl, upstream_BKGrD
+        )
+        for_scores_BKGrl = torch.einsum(
+            "bkgrd,bkld->bkgrl", upstream_BKGrD, self._of_keys(self.value_BKSD, rows)
+        )
+        for_scores_BKGrl.sub_(mean_BKGr[..., None]).mul_(weights_BKGrl).mul_(growth)
+        query_gradient[:, :, rows.queries] = torch.einsum(
+            "bkgrl,bkld->bkgrd", for_scores_BKGrl, self._of_keys(self.key_BKSD, rows)
+        ).flatten(1, 2)
+        key_gradient[:, :, rows.keys] += torch.einsum(
+            "bkgrl,bkgrd->bkld", for_scores_BKGrl, self._of_rows(self.query_BHSD, rows)
+        )
+
+    @property
+    def _wide(self) -> torch.dtype:
+        return torch.promote_types(self.query_BHSD.dtype, torch.float32)
+
+    def _rows(self) -> Iterator["_Stretch"]:
+        """All rows, as many at a time as their scores have room, from the end: there they read the
+        most keys, and what later ones take has room in what the first ones took.
+        """
+        documents, heads, length, _ = self.query_BHSD.shape
+        at_once, keys = stretch(length, self.window_tokens, documents * heads)
+        for stop in range(length, 0, -at_once):
+            first = max(0, stop - at_once)
+            yield _Stretch(slice(first, stop), slice(max(0, stop - keys), stop))
+            if self.is_for_memory:
+                return
+
+    def _by_groups(self, tensor_BHSx: Tensor, rows: "_Stretch") -> Tensor:
+        """A view of what rows have of a tensor, by groups of heads: BKGr and whatever follows."""
+        return tensor_BHSx[:, :, rows.queries].unflatten(1, (self.key_BKSD.shape[1], -1))
+
+    def _of_rows(self, tensor_BHSD: Tensor, rows: "_Stretch") -> Tensor:
+        """What rows have of a tensor, BKGrD, wide and in that order, of which products make no
+        copy.
+        """
+        rows_BKGrD = self._by_groups(tensor_BHSD, rows)
+        return rows_BKGrD.to(self._wide, memory_format=torch.contiguous_format)
+
+    def _of_keys(self, tensor_BKSD: Tensor, rows: "_Stretch") -> Tensor:
+        """What keys that rows read have of a tensor, BKlD, wide and in that order."""
+        return tensor_BKSD[:, :, rows.keys].to(self._wide, memory_format=torch.contiguous_format)
+
+    def _scores(self, rows: "_Stretch") -> Tensor:
+        """Scores of rows and all keys at hand, capped: BKGrl."""
+        query_BKGrD = self._of_rows(self.query_BHSD, rows)
+        key_BKlD = self._of_keys(self.key_BKSD, rows)
+        scores_BKGrl = torch.einsum("bkgrd,bkld->bkgrl", query_BKGrD, key_BKlD).mul_(self.scaling)
+        if self.soft_cap is None:
+            return scores_BKGrl
+        return scores_BKGrl.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+
+    def _growth(self, scores_BKGrl: Tensor) -> Tensor | float:
+        """What a score grows by with the product of its query and key."""
+        if self.soft_cap is None:
+            return self.scaling
+        return (scores_BKGrl / self.soft_cap).square_().neg_().add_(1).mul_(self.scaling)
+
+    def _hide_(self, scores_BKGrl: Tensor, rows: "_Stretch") -> Tensor:
+        """Put minus infinity where a token does not read a key, in place."""
+        device = scores_BKGrl.device
+        row_r1 = torch.arange(rows.queries.start, rows.queries.stop, device=device)[:, None]
+        key_l = torch.arange(rows.keys.start, rows.keys.stop, device=device)
+        hidden_rl = key_l > row_r1
+        if self.window_tokens is not None:
+            hidden_rl |= key_l <= row_r1 - self.window_tokens
+        return scores_BKGrl.masked_fill_(hidden_rl, -math.inf)
+
+
+class _Stretch(NamedTuple):
+    """Rows of queries at hand, and the stretch of keys that one of them reads at least."""
+
+    queries: slice
+    keys: slice

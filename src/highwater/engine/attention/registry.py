@@ -1,0 +1,285 @@
+"""The attention that a model is built with, as transformers knows it: dense over whole documents or
+within each layer's window, shared by heads, by a ring, or by heads around a ring.
+
+Shapes:  B 1  S packed tokens, or this rank's share of them  H query heads  K key/value heads  D
+head size
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import AttentionInterface
+
+from highwater.engine.attention.dense import attend
+from highwater.engine.attention.kept import is_keeping, kept_in_recompute
+from highwater.engine.attention.pattern import Pattern
+from highwater.engine.attention.patterned import Documents, attend_in_pattern
+from highwater.engine.attention.ring import Ring, attend_in_ring
+from highwater.engine.attention.sparse_documents import attend_sparsely
+from highwater.engine.attention.ulysses import Attend, attend_sharded
+from highwater.engine.parallel.mesh import SequenceGroups
+from highwater.engine.parallel.sequence_layout import SequenceLayout
+from highwater.errors import ModelError
+from highwater.model.windows import slides
+from highwater.nouns.hardware import Kernel
+from highwater.nouns.sparse_pattern import SparsePatternConfig
+
+_numbers = count(1)
+"""Numbers for the names of registrations: two models in one process keep their calls apart."""
+_aten: Any = torch.ops.aten
+_OPERATORS = [
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
+"""Every operator that dense attention may end in, on GPUs and on the CPU."""
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Our attention as transformers knows it, with the modules that have called it."""
+
+    name: str
+    """The value of ``attn_implementation`` to build the model with."""
+    callers: set[nn.Module]
+    """The attention modules that came through here: one for each layer.
+
+    With fewer, the model mixes tokens in some other way too.
+    """
+    shared: SequenceGroups | None = None
+    """The ranks that share each sequence; None where every rank has sequences of its own."""
+
+    @property
+    def sequence(self) -> dist.ProcessGroup | None:
+        """The group of all of them."""
+        return None if self.shared is None else self.shared.every
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among those that share a sequence."""
+        return 0 if self.shared is None else self.shared.rank
+
+    def layout_of(self, document_lengths: Sequence[int]) -> SequenceLayout:
+        """How those ranks share a packed row of these documents."""
+        if self.shared is None:
+            return SequenceLayout(tuple(document_lengths))
+        return self.shared.layout_of(document_lengths)
+
+    def kept_in_recompute(self) -> Contexts:
+        """Two contexts for a layer's forward pass and its recomputation, in which the attention is
+        not computed once more.
+        """
+        dense = create_selective_checkpoint_contexts(_keeps_operator)
+        forward, again = (
+            _both(*contexts) for contexts in zip(dense, kept_in_recompute(), strict=True)
+        )
+        return forward, again
+
+
+def register(
+    kernel: Kernel,
+    *,
+    shared: SequenceGroups | None = None,
+    depth: int | None = None,
+    sparse: SparsePatternConfig | None = None,
+) -> Attention:
+    """Register the attention with transformers for this process.
+
+    ``shared`` are the ranks that share each sequence. With a ``depth`` only the last ``depth``
+    layers attend over whole documents, the others in pieces. ``sparse``: what every layer keeps of
+    each document's keys; None: all of them.
+    """
+    assert depth is None or sparse is None, "sparse attention is not cut into pieces"
+    callers: set[nn.Module] = set()
+    windows: dict[nn.Module, int | None] = {}
+
+    def interface(
+        module: nn.Module,
+        query_BHSD: Tensor,
+        key_BKSD: Tensor,
+        value_BKSD: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        scaling: float | None = None,
+        sequence_layout: SequenceLayout | None = None,
+        **features: Any,
+    ) -> tuple[Tensor, None]:
+        callers.add(module)
+        if sequence_layout is None:
+            raise _unsupported(module, "no word of the documents, which would see each other")
+        if attention_mask is not None:
+            raise _unsupported(module, f"a mask of its own, of shape {tuple(attention_mask.shape)}")
+        _refuse_features(module, features)
+        if module not in windows:
+            windows[module] = _window_of(module, features)
+        pattern = Pattern(
+            scaling=query_BHSD.shape[-1] ** -0.5 if scaling is None else scaling,
+            window_tokens=windows[module],
+            soft_cap=features.get("softcap"),
+            sinks_H=features.get("s_aux"),
+        )
+        longest = max(sequence_layout.document_lengths)
+        if sparse is not None:
+            if not pattern.is_dense_up_to(longest):
+                raise _unsupported(module, "a window or sinks of its own beside a sparse pattern")
+            ours = _attend_sparsely(
+                sequence_layout, shared, pattern=sparse, scaling=pattern.scaling
+            )
+            return ours(query_BHSD, key_BKSD, value_BKSD), None
+        if shared is not None and shared.ring is not None:
+            _refuse_in_ring(module, pattern, longest=longest)
+        ours = _attend(
+            sequence_layout,
+            shared,
+            pattern=pattern,
+            kernel=kernel,
+            in_pieces=depth is not None and _layers_from_the_end(module) > depth,
+        )
+        return ours(query_BHSD, key_BKSD, value_BKSD), None
+
+    name = f"highwater_{next(_numbers)}"
+    AttentionInterface.register(name, interface)
+    return Attention(name, callers, shared)
+
+
+def _attend(
+    layout: SequenceLayout, shared: SequenceGroups | None, *, pattern: Pattern, **how: Any
+) -> Attend:
+    """Attention over what this rank holds of each document: from BHSD to BSHD."""
+    ring = None if shared is None else shared.ring
+    if shared is not None and shared.ulysses is not None:
+        pattern = pattern.of_heads(
+            dist.get_rank(shared.ulysses), dist.get_world_size(shared.ulysses)
+        )
+    if ring is not None:
+        held = tuple(length // layout.ring_degree for length in layout.padded_lengths)
+        of_calls = Ring(held_lengths=held, scaling=pattern.scaling, group=ring, **how)
+        inner: Callable[..., Tensor] = partial(
+            attend_in_ring, ring=of_calls, sinks_H=pattern.sinks_H
+        )
+    elif pattern.is_dense_up_to(max(layout.document_lengths)):
+        inner = partial(attend, document_lengths=_lengths(layout), scaling=pattern.scaling, **how)
+    else:
+        documents = Documents(lengths=layout.padded_lengths, pattern=pattern, **how)
+        inner = partial(_in_pattern, documents=documents)
+    if shared is None or shared.ulysses is None:
+        return inner
+    return partial(attend_sharded, group=shared.ulysses, attend=inner)
+
+
+def _lengths(layout: SequenceLayout) -> tuple[int, ...]:
+    """The documents' lengths, of the last one with the padding behind it, which none of its tokens
+    sees: a row of one document stays one.
+    """
+    *others, last = layout.document_lengths
+    return *others, last + sum(layout.padded_lengths) - layout.tokens
+
+
+def _attend_sparsely(layout: SequenceLayout, shared: SequenceGroups | None, **how: Any) -> Attend:
+    """Block-sparse attention over what this rank holds of each document: from BHSD to BSHD."""
+    ring = None if shared is None else shared.ring
+    inner = partial(attend_sparsely, layout=layout, ring=ring, **how)
+    if shared is None or shared.ulysses is None:
+        return inner
+    return partial(attend_sharded, group=shared.ulysses, attend=inner)
+
+
+def _in_pattern(*tensors: Tensor, documents: Documents) -> Tensor:
+    return attend_in_pattern(*tensors, documents=documents).output_BSHD
+
+
+def _keeps_operator(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    """Whether a recomputed layer keeps what an operator gave: dense attention's, unless it is
+    part of what is kept as a whole.
+    """
+    is_kept = operator in _OPERATORS and not is_keeping()
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@contextmanager
+def _both(
+    first: AbstractContextManager[Any], second: AbstractContextManager[Any]
+) -> Generator[None]:
+    with first, second:
+        yield
+
+
+def _window_of(module: nn.Module, features: dict[str, Any]) -> int | None:
+    """Tokens that a token of a layer reads; None where it reads all of its document.
+
+    As the family hands it to attention functions; of one that does not, and has put it into the
+    mask that it was not asked for, as its config names the layer.
+    """
+    if "sliding_window" in features:
+        return features["sliding_window"] or None
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    window: int | None = getattr(config, "sliding_window", None) or None
+    if config is None or window is None:
+        return None
+    if not isinstance(layer, int):
+        raise _unsupported(module, f"a sliding window of {window} tokens, and a layer of no number")
+    return window if slides(config.to_dict(), layer) else None
+
+
+def _layers_from_the_end(module: nn.Module) -> int:
+    """Position of the module's layer counted from the last one, which is 1.
+
+    Raises ModelError for a module that does not know its layer.
+    """
+    index, config = getattr(module, "layer_idx", None), getattr(module, "config", None)
+    if not isinstance(index, int) or config is None:
+        raise ModelError(
+            f"{type(module).__name__} does not know its layer, so that none can be the one with "
+            f"the whole attention",
+            hint="leave `--attention-depth` and `--proof` out",
+        )
+    return config.num_hidden_layers - index
+
+
+def _refuse_features(module: nn.Module, features: dict[str, Any]) -> None:
+    """Raise ModelError for a feature that this attention does not compute."""
+    for name in ("position_bias", "head_mask"):
+        if features.get(name) is not None:
+            raise _unsupported(module, name)
+    if features.get("dropout"):
+        raise _unsupported(module, "dropout")
+    if features.get("is_causal") is False:
+        raise _unsupported(module, "no causal order")
+
+
+def _refuse_in_ring(module: nn.Module, pattern: Pattern, *, longest: int) -> None:
+    """Raise ModelError for documents of which a layer's pattern cuts something off, and for capped
+    scores, which a ring does not compute.
+    """
+    if pattern.soft_cap is not None:
+        raise ModelError(
+            f"{_family(module)} caps the scores of its attention, which a ring does not",
+            hint="use `--ulysses` in the place of `--ring`",
+        )
+    if pattern.cuts(longest):
+        raise ModelError(
+            f"{_family(module)} attends in a sliding window of {pattern.window_tokens} tokens, too "
+            f"few for documents of {longest} that a ring shares",
+            hint="use `--ulysses` in the place of `--ring`",
+        )
+
+
+def _unsupported(module: nn.Module, feature: str) -> ModelError:
+    return ModelError(
+        f"{_family(module)} attends with {feature}, which is not supported",
+        hint="use a family of full attention in every layer, for example Qwen3, Llama or Qwen3-MoE",
+    )
+
+
+def _family(module: nn.Module) -> str:
+    # of a class of ours that took the family's place nobody has heard
+    return getattr(getattr(module, "config", None), "model_type", type(module).__name__)

@@ -1,0 +1,150 @@
+"""Block-sparse attention as transformers knows it, by the name ``highwater_block_sparse``.
+
+Documents are told apart by ``cu_seq_lens_q``, or by positions that begin anew, as transformers'
+own data collators and its flash attention have it; each attends to itself, and its pattern counts
+from its own start. What is not computed (padding, a cache of earlier keys, a window, a soft cap,
+sinks, dropout) is refused by name.
+
+Shapes:  B sequences  S tokens  H query heads  K key/value heads  D head size
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from highwater.engine.attention.block_flex import attend_table_of, kernel_of
+from highwater.engine.attention.block_gather import block_sparse_attention
+from highwater.errors import ModelError
+from highwater.nouns.sparse_pattern import SparsePatternConfig
+
+NAME = "highwater_block_sparse"
+
+
+def register_block_sparse(
+    sparse_config: SparsePatternConfig | None = None, *, name: str = NAME
+) -> str:
+    """Register the attention with transformers, for this process; returns its name.
+
+    Build a model with it: ``AutoModelForCausalLM.from_pretrained(model,
+    attn_implementation=highwater.register_block_sparse(config))``. Registered again under one name
+    it is another pattern for every model of that name; ``name`` keeps two apart.
+    """
+    pattern = SparsePatternConfig() if sparse_config is None else sparse_config
+
+    def interface(
+        module: nn.Module,
+        query_BHSD: Tensor,
+        key_BKSD: Tensor,
+        value_BKSD: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        scaling: float | None = None,
+        **features: Any,
+    ) -> tuple[Tensor, None]:
+        if attention_mask is not None:
+            raise _unsupported(module, f"a mask of its own, of shape {tuple(attention_mask.shape)}")
+        if query_BHSD.shape[2] != key_BKSD.shape[2]:
+            raise _unsupported(module, "a cache of earlier keys")
+        documents = _document_lengths(module, query_BHSD, features)
+        _refuse_features(module, features, longest=max(map(max, documents)))
+        scale = query_BHSD.shape[-1] ** -0.5 if scaling is None else scaling
+        tensors = (query_BHSD, key_BKSD, value_BKSD)
+        attend_table = attend_table_of(
+            kernel_of(module, "auto"), pattern, query_BHSD, key_BKSD.shape[1]
+        )
+        rows = (
+            [tensors]
+            if len(documents) == 1
+            else list(zip(*(t.split(1) for t in tensors), strict=True))
+        )
+        outputs = [
+            block_sparse_attention(
+                *row,
+                pattern=pattern,
+                scaling=scale,
+                document_lengths=lengths,
+                attend_table=attend_table,
+            ).output_BHSD
+            for row, lengths in zip(rows, documents, strict=True)
+        ]
+        return torch.cat(outputs).transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register(name, interface)
+    AttentionMaskInterface.register(name, _no_mask)
+    return name
+
+
+def _no_mask(*arguments: Any, attention_mask: Tensor | None = None, **others: Any) -> None:
+    """Build no mask.
+
+    Raises ModelError for padding, which a mask would have to hide.
+    """
+    del arguments, others
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise ModelError(
+            "a batch has padding, which block-sparse attention does not leave out",
+            hint="pack documents into one row without padding, with `position_ids` that begin anew",
+        )
+
+
+def _document_lengths(
+    module: nn.Module, query_BHSD: Tensor, features: dict[str, Any]
+) -> list[tuple[int, ...]]:
+    """Lengths of each sequence's documents; of one only, where all sequences have the same."""
+    batch, length = query_BHSD.shape[0], query_BHSD.shape[2]
+    cumulative, positions = features.get("cu_seq_lens_q"), features.get("position_ids")
+    if cumulative is not None:
+        if batch != 1:
+            raise _unsupported(module, f"cu_seq_lens_q of {batch} sequences")
+        keys = features.get("cu_seq_lens_k")
+        if keys is not None and not torch.equal(keys, cumulative):
+            raise _unsupported(module, "cu_seq_lens_k that are not those of the queries")
+        lengths = tuple(cumulative.diff().tolist())
+        if sum(lengths) != length or min(lengths) < 1:
+            raise _unsupported(
+                module, f"documents of {lengths} tokens in a sequence of {length} tokens"
+            )
+        return [lengths]
+    if positions is None:
+        return [(length,)]
+    if positions.ndim != 2 or positions.shape[1] != length:
+        raise _unsupported(module, f"position_ids of shape {tuple(positions.shape)}")
+    begins = positions[:, 1:] != positions[:, :-1] + 1
+    documents = [_lengths(row) for row in begins.cpu()]
+    return documents[:1] if len(set(documents)) == 1 else documents
+
+
+def _lengths(begins: Tensor) -> tuple[int, ...]:
+    """Tokens of each document of a sequence, of whether one begins at each token but the first."""
+    first = [0, *(begins.nonzero()[:, 0] + 1).tolist(), len(begins) + 1]
+    return tuple(stop - start for start, stop in pairwise(first))
+
+
+def _refuse_features(module: nn.Module, features: dict[str, Any], *, longest: int) -> None:
+    """Raise ModelError for a feature that this attention does not compute."""
+    # a family that does not hand its window on has put it into the mask; there 0 means none
+    own = getattr(getattr(module, "config", None), "sliding_window", None) or None
+    window = features.get("sliding_window", own)
+    if window is not None and window < longest:
+        raise _unsupported(
+            module, f"a sliding window of {window} tokens, too few for documents of {longest}"
+        )
+    for feature in ("softcap", "s_aux", "position_bias", "head_mask"):
+        if features.get(feature) is not None:
+            raise _unsupported(module, feature)
+    if features.get("dropout"):
+        raise _unsupported(module, "dropout")
+    if features.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise _unsupported(module, "no causal order")
+
+
+def _unsupported(module: nn.Module, feature: str) -> ModelError:
+    family = getattr(getattr(module, "config", None), "model_type", type(module).__name__)
+    return ModelError(
+        f"{family} attends with {feature}, which block-sparse attention does not compute",
+        hint="use a family of full attention in every layer, for example Qwen3 or Llama, and train "
+        "with `use_cache=False`",
+    )

@@ -1,0 +1,479 @@
+"""The attentions that a benchmark compares: how each is made, whether it runs here, and by its
+definition how many times each token meets each key.
+
+A new one is a line of ``CONTENDERS``, and one of ``IMPLEMENTATIONS`` in ``nouns/attention_bench``.
+
+Shapes:  B sequences  H query heads  K key/value heads  S tokens  D head size
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+
+import msgspec
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from highwater.engine.attention.block_flex import attend_table_of, takes
+from highwater.engine.attention.block_gather import attend_by_gather, block_sparse_attention
+from highwater.engine.attention.block_table import block_tables
+from highwater.engine.attention.branch_attention import Sharing
+from highwater.engine.attention.branch_kernel import attend_branches, branches_obstacle
+from highwater.engine.attention.branches import dilated_branches
+from highwater.engine.attention.dense import attend
+from highwater.engine.attention.dilated import dilated_attention
+from highwater.engine.attention.reference import reference_attention
+from highwater.engine.attention.ring import Ring, attend_in_ring
+from highwater.engine.attention.ulysses import attend_sharded
+from highwater.engine.parallel.sequence_layout import SequenceLayout
+from highwater.errors import MachineError
+from highwater.nouns.attention_bench import IMPLEMENTATIONS, BenchOrder, FusedKernel, Mode
+from highwater.nouns.hardware import Kernel, kernels
+from highwater.nouns.sparse_costs import causal_pairs, dilated_pairs
+from highwater.nouns.sparse_pattern import SparsePatternConfig
+
+Compute = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, float]]
+"""Attention of queries BHSD, keys and values BKSD: the output, BHSD, and the share of the causal
+pairs that was computed."""
+_BACKENDS: dict[FusedKernel, SDPBackend] = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+_WINDOWS = {"cuda": 4096, "cpu": 512}
+"""Tokens of ``window``, by device."""
+_OTHERS = "name others by `--implementations`"
+_CHECKED_WINDOW, _CHECKED_BLOCK = 100, 128
+"""Of the short sequence that is checked, of which others keep a block alone, or all of them. On an
+H100 FlexAttention takes no smaller block for heads of 128."""
+_CHECKED_RATIO, _CHECKED_RATIO_OF_SEGMENTS = 0.6, 0.4
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """What contenders run under."""
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mode: Mode = "single"
+    ranks: int = 1
+    """GPUs, each with a share of a sequence or, as ``mode`` says, of the sequences."""
+    kernel: FusedKernel | None = None
+    """What dense attention runs on; None where no fused kernel does."""
+    patterns: Mapping[str, SparsePatternConfig] = field(
+        default_factory=dict[str, SparsePatternConfig]
+    )
+    """Patterns in the place of implementations' own."""
+    segment_lengths: Sequence[int] = ()
+    """Of dilated attention; empty: half the length and all of it."""
+    dilation_rates: Sequence[int] = (1, 2)
+
+    @classmethod
+    def of(
+        cls, order: BenchOrder, mode: Mode, device: torch.device, kernel: FusedKernel | None
+    ) -> "Conditions":
+        """Those of an order."""
+        return cls(
+            device=device,
+            dtype=DTYPES[order.dtype],
+            heads=order.heads,
+            kv_heads=order.kv_heads,
+            head_dim=order.head_dim,
+            mode=mode,
+            ranks=1 if mode == "single" else order.gpus,
+            kernel=kernel,
+            patterns=order.patterns,
+            segment_lengths=order.segment_lengths,
+            dilation_rates=order.dilation_rates,
+        )
+
+    @property
+    def scaling(self) -> float:
+        """What scores are multiplied by."""
+        return self.head_dim**-0.5
+
+    @property
+    def block_kernel(self) -> Kernel:
+        """The kernel whose operators blocks of attention are made of."""
+        return "cudnn" if self.kernel == "cudnn" else "flash"
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that share a sequence; None where each is whole."""
+        if self.mode not in ("ring", "ulysses"):
+            return None
+        group = dist.group.WORLD
+        assert group is not None, "the ranks have joined"
+        return group
+
+    def layout(self, length: int) -> SequenceLayout:
+        """How ranks share a sequence."""
+        ranks = {"ring": (1, self.ranks), "ulysses": (self.ranks, 1)}.get(self.mode, (1, 1))
+        return SequenceLayout((length,), *ranks)
+
+    def branches(self, length: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Segment lengths and rates of dilated attention."""
+        return self.segment_lengths or (max(1, length // 2), length), self.dilation_rates
+
+
+def _runs(_: Conditions) -> str | None:
+    return None
+
+
+def _causal(_: Conditions, length: int) -> Tensor:
+    return torch.ones(length, length).tril()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionContender:
+    """One that takes part."""
+
+    build: Callable[[Conditions, int], Compute]
+    """Makes it, for sequences of a length."""
+    obstacle: Callable[[Conditions], str | None] = _runs
+    """Why it does not run under these conditions; None where it does."""
+    counts: Callable[[Conditions, int], Tensor] = _causal
+    """How many times each token meets each key, SS or HSS: by the definition, for the check."""
+    variants: tuple["AttentionContender", ...] = ()
+    """The same with other sizes, which are checked too: of a short sequence the own keep little."""
+    most_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Longest length that is tried, by device; any, where there is none."""
+
+
+def fused_kernel(conditions: Conditions) -> FusedKernel | None:
+    """The fastest fused kernel that a small forward and backward pass shows to run."""
+    device = conditions.device
+    names: tuple[FusedKernel, ...] = ("flash",)
+    if device.type == "cuda":
+        names = (*kernels(torch.cuda.get_device_capability(device)), "efficient")
+    for name in names:
+        heads = (conditions.heads, conditions.kv_heads, conditions.kv_heads)
+        q, k, v = (
+            torch.zeros(
+                (1, count, 128, conditions.head_dim),
+                device=device,
+                dtype=conditions.dtype,
+                requires_grad=True,
+            )
+            for count in heads
+        )
+        try:
+            _dense(replace(conditions, kernel=name), 128)(q, k, v)[0].sum().backward()
+        except RuntimeError:
+            continue
+        return name
+    return None
+
+
+def _reference(conditions: Conditions, length: int) -> Compute:
+    def compute(query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, float]:
+        packed = [t.transpose(1, 2).flatten(0, 1) for t in (query_BHSD, key_BKSD, value_BKSD)]
+        batch = len(query_BHSD)
+        found = reference_attention(
+            *packed, document_lengths=[length] * batch, scaling=conditions.scaling
+        )
+        return found.unflatten(0, (batch, length)).transpose(1, 2).to(query_BHSD.dtype), 1.0
+
+    return compute
+
+
+def _dense(conditions: Conditions, length: int) -> Compute:
+    assert length
+    assert conditions.kernel is not None
+    backend, is_grouped = _BACKENDS[conditions.kernel], conditions.heads != conditions.kv_heads
+
+    def compute(query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, float]:
+        with sdpa_kernel([backend]):
+            output = F.scaled_dot_product_attention(
+                *(query_BHSD, key_BKSD, value_BKSD),
+                is_causal=True,
+                scale=conditions.scaling,
+                enable_gqa=is_grouped,
+            )
+        return output, 1.0
+
+    return compute
+
+
+def _without_fused_kernel(conditions: Conditions) -> str | None:
+    if conditions.kernel is not None:
+        return None
+    return f"no fused kernel of PyTorch runs here in {conditions.dtype}"
+
+
+def _without_block_kernel(conditions: Conditions) -> str | None:
+    if conditions.kernel in ("cudnn", "flash"):
+        return None
+    return (
+        f"neither cuDNN's nor the flash kernel runs here in {conditions.dtype}: it takes fp16 or "
+        f"bf16 and a GPU of compute capability 8.0 or newer"
+    )
+
+
+def _without_flex(conditions: Conditions) -> str | None:
+    if conditions.device.type == "cpu":
+        return "FlexAttention has no backward pass on the CPU"
+    return _in_replicas(conditions)
+
+
+def _in_replicas(conditions: Conditions) -> str | None:
+    if conditions.mode != "data parallel" or conditions.device.type == "cpu":
+        return None
+    return (
+        "DataParallel runs its replicas in threads, where PyTorch compiles no FlexAttention, and "
+        "gathered keys are no figure of it"
+    )
+
+
+PatternOf = Callable[[Conditions], SparsePatternConfig]
+"""What an implementation keeps, which flags and the device say."""
+
+
+def _own(name: str, conditions: Conditions) -> SparsePatternConfig:
+    own = conditions.patterns.get(name, IMPLEMENTATIONS[name].pattern)
+    assert own is not None, "it has a pattern"
+    return own
+
+
+def _window(conditions: Conditions) -> SparsePatternConfig:
+    tokens = _WINDOWS[conditions.device.type]
+    return msgspec.structs.replace(_own("window", conditions), local_window_size=tokens)
+
+
+def _short(pattern: PatternOf, ratio: float, conditions: Conditions) -> SparsePatternConfig:
+    """The same with sizes by which a short sequence keeps some blocks and not others."""
+    own = pattern(conditions)
+    if own.is_windowed:
+        return msgspec.structs.replace(own, local_window_size=_CHECKED_WINDOW)
+    block = min(_CHECKED_BLOCK, own.block_size)
+    return msgspec.structs.replace(own, sparsity_ratio=ratio, block_size=block)
+
+
+def _pattern(pattern: PatternOf) -> AttentionContender:
+    """Block-sparse attention by a pattern."""
+    own, short = (
+        AttentionContender(
+            build=partial(_block_sparse, each),
+            obstacle=_in_replicas,
+            counts=partial(_counts, each, _whole),
+        )
+        for each in (pattern, partial(_short, pattern, _CHECKED_RATIO))
+    )
+    return replace(own, variants=(short,))
+
+
+def _block_sparse(pattern: PatternOf, conditions: Conditions, length: int) -> Compute:
+    assert length
+    config = pattern(conditions)
+
+    def compute(query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, float]:
+        attend = attend_table_of("auto", config, query_BHSD, key_BKSD.shape[1])
+        if attend is attend_by_gather and takes(query_BHSD.device, query_BHSD.dtype, config):
+            raise MachineError(
+                "FlexAttention, which computes block-sparse attention here, was not proven, and "
+                "gathered keys are no figure of it",
+                hint=_OTHERS,
+            )
+        found = block_sparse_attention(
+            query_BHSD,
+            key_BKSD,
+            value_BKSD,
+            pattern=config,
+            scaling=conditions.scaling,
+            attend_table=attend,
+        )
+        return found.output_BHSD, found.kept_share
+
+    return compute
+
+
+Branches = Callable[[Conditions, int], tuple[Sequence[int], Sequence[int]]]
+"""Segment lengths and rates, for sequences of a length."""
+
+
+def _whole(_: Conditions, length: int) -> tuple[Sequence[int], Sequence[int]]:
+    return (length,), (1,)
+
+
+def _counts(
+    pattern: PatternOf | None, branches: Branches, conditions: Conditions, length: int
+) -> Tensor:
+    """By the paper: head j attends over the tokens ``j mod rate :: rate`` of each segment, of which
+    a pattern keeps some.
+    """
+    config = None if pattern is None else pattern(conditions).at(length)
+    counts_HSS = torch.zeros(conditions.heads, length, length)
+    for segment, rate in zip(*branches(conditions, length), strict=True):
+        for start in range(0, length, segment):
+            for head in range(conditions.heads):
+                stop = min(start + segment, length)
+                row = torch.arange(start, stop)[head % rate :: rate]
+                counts_HSS[head, row[:, None], row] += _kept(config, len(row))
+    return counts_HSS
+
+
+@lru_cache
+def _kept(config: SparsePatternConfig | None, length: int) -> Tensor:
+    """Whether a token of a row sees another. A window by its definition; of a ratio the blocks are
+    the table's, and what is seen of them is told here.
+    """
+    token_S1, key_S = torch.arange(length)[:, None], torch.arange(length)
+    causal_SS = (key_S <= token_S1).float()
+    if config is None or not length:
+        return causal_SS
+    if config.is_windowed:
+        is_seen_SS = key_S > token_S1 - config.local_window_size
+        if config.pattern_type == "global_local":
+            is_seen_SS |= key_S < config.global_tokens
+        return causal_SS * is_seen_SS
+    (table,) = block_tables(config, length, torch.device("cpu"))
+    kept_RR = torch.zeros(table.rows, table.rows)
+    kept_RR[table.row_of_entry, table.columns[0].long()] = 1
+    size = config.block_size
+    whole = kept_RR.repeat_interleave(size, 0).repeat_interleave(size, 1)
+    return whole[:length, :length] * causal_SS
+
+
+def _dilated(conditions: Conditions, length: int) -> Compute:
+    segments, rates = conditions.branches(length)
+    share = _share(conditions, length, None, (segments, rates))
+
+    def compute(query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, float]:
+        output, _ = dilated_attention(
+            *(query_BHSD, key_BKSD, value_BKSD),
+            segment_lengths=segments,
+            dilation_rates=rates,
+            scaling=conditions.scaling,
+            kernel=conditions.block_kernel,
+        )
+        return output, share
+
+    return compute
+
+
+def _share(
+    conditions: Conditions,
+    length: int,
+    pattern: SparsePatternConfig | None,
+    branches: tuple[Sequence[int], Sequence[int]],
+) -> float:
+    """Pairs that branches compute, of all causal ones."""
+    pairs = dilated_pairs(*branches, length, heads=conditions.heads, pattern=pattern)
+    return pairs / (conditions.heads * causal_pairs(length))
+
+
+def _ring(conditions: Conditions, length: int) -> Compute:
+    layout, group = conditions.layout(length), conditions.group
+    assert group is not None, "a ring shares it"
+    ring = Ring(
+        held_lengths=tuple(each // conditions.ranks for each in layout.padded_lengths),
+        scaling=conditions.scaling,
+        kernel=conditions.block_kernel,
+        group=group,
+    )
+
+    def compute(query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, float]:
+        found = attend_in_ring(query_BHSD, key_BKSD, value_BKSD, ring=ring)
+        return found.transpose(1, 2), 1.0
+
+    return compute
+
+
+def _by_branches(pattern: PatternOf, branches: Branches) -> AttentionContender:
+    """Block-sparse attention of branches, of a sequence that is whole or shared by a ring."""
+    ratio = _CHECKED_RATIO if branches is _whole else _CHECKED_RATIO_OF_SEGMENTS
+    own, short = (
+        AttentionContender(
+            build=partial(_branches, each, branches),
+            obstacle=_in_replicas,
+            counts=partial(_counts, each, branches),
+        )
+        for each in (pattern, partial(_short, pattern, ratio))
+    )
+    return replace(own, variants=(short,))
+
+
+def _branches(
+    pattern: PatternOf, branches: Branches, conditions: Conditions, length: int
+) -> Compute:
+    config, of_length = pattern(conditions), branches(conditions, length)
+    sharing = Sharing(
+        layout=conditions.layout(length),
+        branches=dilated_branches(*of_length, conditions.heads),
+        pattern=config,
+        scaling=conditions.scaling,
+        group=conditions.group,
+    )
+    share = _share(conditions, length, config, of_length)
+
+    def compute(query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, float]:
+        if takes(query_BHSD.device, query_BHSD.dtype, config):
+            reason = branches_obstacle(sharing, query_BHSD, key_BKSD.shape[1])
+            if reason is not None:
+                raise MachineError(f"{reason}, and gathered keys are no figure of it", hint=_OTHERS)
+        return attend_branches(query_BHSD, key_BKSD, value_BKSD, sharing=sharing)[0], share
+
+    return compute
+
+
+def _ulysses(conditions: Conditions, length: int) -> Compute:
+    inner = partial(
+        attend,
+        document_lengths=conditions.layout(length).padded_lengths,
+        scaling=conditions.scaling,
+        kernel=conditions.block_kernel,
+    )
+    group = conditions.group
+    assert group is not None, "ranks share it"
+
+    def compute(query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, float]:
+        found = attend_sharded(query_BHSD, key_BKSD, value_BKSD, group=group, attend=inner)
+        return found.transpose(1, 2), 1.0
+
+    return compute
+
+
+def _heads_not_shared(conditions: Conditions) -> str | None:
+    ranks, kv_heads = conditions.ranks, conditions.kv_heads
+    if conditions.heads % ranks:
+        return f"{ranks} GPUs do not divide {conditions.heads} heads"
+    if kv_heads % ranks and ranks % kv_heads:
+        return f"{ranks} GPUs and {kv_heads} key/value heads: neither divides the other"
+    return _without_block_kernel(conditions)
+
+
+CONTENDERS: Mapping[str, AttentionContender] = {
+    "reference": AttentionContender(build=_reference, most_tokens={"cpu": 1024, "cuda": 8192}),
+    "dense": AttentionContender(build=_dense, obstacle=_without_fused_kernel),
+    "dense_flex": AttentionContender(
+        # FlexAttention with every block kept: the mask PyTorch makes by itself has all pairs of
+        # tokens once
+        build=partial(_block_sparse, lambda _: SparsePatternConfig(sparsity_ratio=1.0)),
+        obstacle=_without_flex,
+    ),
+    "window": _pattern(_window),
+    **{
+        name: _pattern(partial(_own, name))
+        for name, each in IMPLEMENTATIONS.items()
+        if each.family == "block_sparse"
+    },
+    "dilated": AttentionContender(
+        build=_dilated,
+        obstacle=_without_block_kernel,
+        counts=partial(_counts, None, Conditions.branches),
+    ),
+    "block_sparse_ring_dilated": _by_branches(
+        partial(_own, "block_sparse_ring_dilated"), Conditions.branches
+    ),
+    "ring": AttentionContender(build=_ring, obstacle=_without_block_kernel),
+    "block_sparse_ring": _by_branches(partial(_own, "block_sparse_ring"), _whole),
+    "ulysses": AttentionContender(build=_ulysses, obstacle=_heads_not_shared),
+}
+"""Everything that can take part, by its name in ``IMPLEMENTATIONS``."""

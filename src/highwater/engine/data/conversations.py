@@ -1,0 +1,382 @@
+"""Conversations as text, by a tokenizer's chat template, and which of it the assistant says.
+
+Its turns are where the template says so (``{% generation %}``). Where it does not, they are found
+by proof: what stands before a turn is the conversation so far with the template's own beginning of
+an answer, a beginning of the whole; and its end is where the conversation up to it ends.
+
+A template that does not write all of a conversation is refused by the message and the field.
+"""
+
+import re
+import resource
+import signal
+import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import jinja2
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from highwater.engine.data.messages import (
+    Conversation,
+    Message,
+    arguments_of,
+    as_json,
+    as_written,
+    mark_of,
+    marked,
+    texts,
+    ways,
+    with_system_for_developer,
+)
+from highwater.errors import UsageError
+from highwater.units import MIB, format_bytes
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_BY_THE_TEMPLATE = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What a template raises on a conversation that it is not for."""
+LIMIT_S = 30.0
+"""Seconds of the processor's time in which a template has to write what one record has."""
+_MOST_CHARACTERS, _MOST_TIMES = 4 * MIB, 16
+"""A template writes at most this, and so many times what it is given."""
+_ROOM_BYTES = 512 * MIB
+"""Memory that a template may take beside four bytes for each character it may write."""
+_ENDLESS = (
+    "see whether it has a loop without an end: it is `chat_template.jinja`, or `chat_template` in "
+    "`tokenizer_config.json`, of the tokenizer's folder"
+)
+_WRITES_IT = "train with a tokenizer whose chat template does, or leave it out of the record"
+_STAND_IN = "HIGHWATER0STANDS0IN"
+"""Stands in the place of a turn's content, to see what the template puts after it."""
+
+
+class Turns(NamedTuple):
+    """A conversation as text."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+    """What is trained, from and to characters of the text, in order."""
+
+
+class _UnwrittenError(UsageError):
+    """A template does not write all that a conversation says."""
+
+
+class ChatTemplate:
+    """Renders conversations by the template of a tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Take the tokenizer's template; it is compiled once, by transformers."""
+        self._tokenizer = tokenizer
+        self._record, self._left_s = "", LIMIT_S
+
+    @property
+    def writes_the_date(self) -> bool:
+        """Whether what it writes depends on the day."""
+        return "strftime_now" in str(self._tokenizer.chat_template)
+
+    def text(self, conversation: Conversation, *, prompts: bool = False) -> str:
+        """The conversation, with ``prompts`` up to where the assistant begins to answer.
+
+        Raises UsageError, with the record's name, where the template refuses it.
+        """
+        return self._rendered(conversation, prompts=prompts)[0]
+
+    def fitted(self, conversation: Conversation) -> Conversation:
+        """The conversation in the first of the ways to say it that this template writes whole.
+
+        Raises UsageError, with the message and the field, where it writes none whole.
+        """
+        if "developer" not in self._template(conversation):
+            conversation = conversation.changed(with_system_for_developer)
+        refused: list[UsageError] = []
+        for way in ways(conversation):
+            try:
+                self._refuse_unwritten(way)
+            except UsageError as error:
+                if not isinstance(error, _UnwrittenError) and error.__cause__ is None:
+                    raise  # what another way to say it does not mend
+                refused.append(error)
+            else:
+                return way
+        # What is not written says more than what the template raised.
+        raise next((each for each in refused if isinstance(each, _UnwrittenError)), refused[0])
+
+    def _refuse_unwritten(self, conversation: Conversation) -> None:
+        """Raise UsageError for the first text of a message that the template does not write.
+
+        But for the space in it, it has to stand behind those of the messages before it, the
+        system's anywhere. A short one may do so by chance: what marks it has to be written too.
+        """
+        text = self.text(conversation)
+        if conversation.tools and text == self.text(conversation._replace(tools=())):
+            raise _UnwrittenError(
+                f"{conversation.name}: the chat template does not write `tools`",
+                hint=_WRITES_IT,
+            )
+        all_marked = self.text(marked(conversation))
+        written = "".join(text.split())
+        ends = [0] * (len(conversation.messages) + 1)
+        """Where the texts of the messages before each one end."""
+        for index, (number, field, said) in enumerate(texts(conversation)):
+            is_system = conversation.messages[number]["role"] in ("system", "developer")
+            begin = 0 if is_system else max(ends[: number + 1])
+            found = [
+                at + len(form)
+                for form in as_written(field, said)
+                if (at := written.find(form, begin)) >= 0
+            ]
+            mark = mark_of(index)
+            if not found or (
+                mark not in all_marked and mark not in self.text(marked(conversation, index))
+            ):
+                raise self._unwritten(conversation, number, field, index)
+            if not is_system:
+                ends[number + 1] = max(ends[number + 1], min(found))
+        for number, message in enumerate(conversation.messages):
+            for arguments in arguments_of(message):
+                printed = str(arguments)
+                if isinstance(arguments, Mapping) and as_json(arguments) != printed in text:
+                    raise _UnwrittenError(
+                        f"{conversation.name}: the chat template writes arguments in `tool_calls` "
+                        f"of message {number + 1} as Python does, and not as JSON",
+                        hint=_WRITES_IT,
+                    )
+
+    def _unwritten(
+        self, conversation: Conversation, number: int, field: str, index: int
+    ) -> UsageError:
+        hint = _WRITES_IT
+        is_answer = conversation.messages[number]["role"] == "assistant"
+        if is_answer and number + 1 < len(conversation.messages):
+            alone = self.text(marked(conversation, index).until(number + 1))
+            if mark_of(index) in alone:
+                hint = (
+                    "write a record for each answer, which ends with it, and leave out what was "
+                    "thought before earlier ones"
+                )
+        return _UnwrittenError(
+            f"{conversation.name}: the chat template does not write all of `{field}` of message "
+            f"{number + 1}, of the {conversation.messages[number]['role']}",
+            hint=hint,
+        )
+
+    def turns(
+        self, conversation: Conversation, *, first: int = 0, everything: bool = False
+    ) -> Turns:
+        """The text, and which of it is trained: the assistant's turns from message ``first`` on,
+        or ``everything``; without those messages that say that they are not.
+
+        Raises UsageError where they cannot be found exactly.
+        """
+        text = self.text(conversation)
+        is_marked = _GENERATION.search(self._template(conversation)) is not None
+        trained, untrained = [], []
+        for number, message in enumerate(conversation.messages):
+            is_answer = message["role"] == "assistant"
+            if not message.get("trained", True):
+                if everything or is_answer:
+                    untrained.append(self._span(conversation, number, text))
+            elif "trained" in message and not (everything or is_answer):
+                raise UsageError(
+                    f"{conversation.name}: message {number + 1}, of the {message['role']}, says in "
+                    "`weight`, `train`, `training` or `loss` that it is trained, and only "
+                    "the assistant's are",
+                    hint="leave that out, or train on every token that is not masked, "
+                    "`--train-on all`",
+                )
+            elif is_answer and number >= first and not (everything or is_marked):
+                trained.append(self._span(conversation, number, text))
+        if everything:
+            trained = [(0, len(text))]
+        elif is_marked:
+            begin = len(self.prompt_of(conversation, first, text)) if first else 0
+            _, spans = self._rendered(conversation, spans=True)
+            trained = [(max(a, begin), b) for a, b in spans if b > begin]
+        return Turns(text, tuple(_without(trained, untrained)))
+
+    def prompt_of(
+        self,
+        conversation: Conversation,
+        count: int,
+        text: str,
+        *,
+        answered: bool = True,
+        hint: str | None = None,
+    ) -> str:
+        """What the assistant has read when it answers the first ``count`` messages: proven to be
+        the beginning of the whole conversation's text.
+
+        Raises UsageError, with ``hint``, where it is not.
+        """
+        prompt = self.text(conversation.until(count), prompts=answered)
+        if not text.startswith(prompt):
+            raise _not_found(
+                conversation,
+                count,
+                "what the template writes before it is not what it writes there",
+                hint,
+            )
+        return prompt
+
+    def _span(self, conversation: Conversation, number: int, text: str) -> tuple[int, int]:
+        """From where to where message ``number`` stands in the whole text."""
+        is_answer = conversation.messages[number]["role"] == "assistant"
+        start = 0
+        if is_answer or number:
+            start = len(self.prompt_of(conversation, number, text, answered=is_answer))
+        if number + 1 == len(conversation.messages):
+            return start, len(text)
+        until = self.text(conversation.until(number + 1))
+        end = len(until) if text.startswith(until) else self._end(conversation, number, text)
+        if end < start:
+            raise _not_found(conversation, number, "it ends before it begins")
+        return start, end
+
+    def _end(self, conversation: Conversation, number: int, text: str) -> int:
+        """Where a turn ends that the template writes otherwise once it is not the last, as those do
+        that leave out what was thought.
+
+        With a word in the place of its content, what follows the word in the whole conversation is
+        an end of the real one's text, and begins with what follows it where the turn is the last.
+        """
+        messages = list(conversation.messages)
+        messages[number] = {**messages[number], "content": _STAND_IN}
+        stood_in = conversation._replace(messages=tuple(messages))
+        _, found, rest = self.text(stood_in).partition(_STAND_IN)
+        _, found_last, ending = self.text(stood_in.until(number + 1)).partition(_STAND_IN)
+        is_proven = (
+            found
+            and found_last
+            and _STAND_IN not in rest + ending + text
+            and text.endswith(rest)
+            and rest.startswith(ending)
+        )
+        if not is_proven:
+            raise _not_found(conversation, number, "the template writes it otherwise further on")
+        return len(text) - len(rest) + len(ending)
+
+    def _template(self, conversation: Conversation) -> str:
+        return str(self._tokenizer.get_chat_template(None, list(conversation.tools) or None))
+
+    def _rendered(
+        self, conversation: Conversation, *, prompts: bool = False, spans: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        template = self._template(conversation)
+        given = sum(len(str(each)) for each in (template, *conversation))
+        most = _MOST_CHARACTERS + _MOST_TIMES * given
+        try:
+            with self._limited(conversation.name), _memory_of(_ROOM_BYTES + 4 * most):
+                rendered, found = cast(Any, render_jinja_template)(
+                    conversations=[[_as_given(message) for message in conversation.messages]],
+                    tools=list(conversation.tools) or None,
+                    chat_template=template,
+                    return_assistant_tokens_mask=spans,
+                    add_generation_prompt=prompts,
+                    **{**self._tokenizer.special_tokens_map, **conversation.options},
+                )
+            if len(rendered[0]) > most:
+                raise MemoryError
+        except MemoryError:
+            raise UsageError(
+                f"{conversation.name}: the chat template makes more than {most:,} characters, or "
+                f"takes more than {format_bytes(_ROOM_BYTES + 4 * most)} of memory, for a "
+                f"conversation of {given:,} with the template's own",
+                hint=_ENDLESS,
+            ) from None
+        except _BY_THE_TEMPLATE as error:
+            raise UsageError(
+                f"{conversation.name}: the chat template refuses the conversation: "
+                f"{str(error) or type(error).__name__}",
+                hint="a conversation that it takes has a user's message first, then the "
+                "assistant's, in turn, each a `role` and a `content`",
+            ) from error
+        return rendered[0], found[0] if spans else []
+
+    @contextmanager
+    def _limited(self, record: str) -> Generator[None]:
+        """Run the block in what the record has left of ``LIMIT_S`` of this process's time, however
+        busy the machine is.
+
+        Raises UsageError, with the record's name.
+        """
+        if record != self._record:
+            self._record, self._left_s = record, LIMIT_S
+
+        def end(*_: object) -> None:
+            raise _LateError
+
+        before = signal.signal(signal.SIGPROF, end)
+        begin_s = time.process_time()
+        signal.setitimer(signal.ITIMER_PROF, max(self._left_s, 0.001))  # 0 would set no limit
+        try:
+            yield
+        except _LateError:
+            raise UsageError(
+                f"{record}: the chat template has not written all of the record in {LIMIT_S:g} s "
+                "of the processor's time",
+                hint=f"{_ENDLESS}; of a conversation of a thousand turns make several",
+            ) from None
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.signal(signal.SIGPROF, before)
+            self._left_s -= time.process_time() - begin_s
+
+
+class _LateError(BaseException):
+    """A template's time is up; no Exception, which jinja2 takes for a refusal of its own to compute
+    a constant.
+    """
+
+
+@contextmanager
+def _memory_of(most_bytes: int) -> Generator[None]:
+    """Run the block with at most so much more memory than is taken now; MemoryError past it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    taken_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5])
+    bound = taken_pages * resource.getpagesize() + most_bytes
+    limits = [each for each in (soft, hard) if each != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(bound, *limits, bound), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def _as_given(message: Message) -> dict[str, Any]:
+    """The message without what is no template's business."""
+    return {name: value for name, value in message.items() if name != "trained"}
+
+
+def _without(spans: list[tuple[int, int]], others: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """What is in the spans and in none of the others."""
+    for start, end in others:
+        spans = [
+            (a, b)
+            for span in spans
+            for a, b in ((span[0], min(span[1], start)), (max(span[0], end), span[1]))
+            if a < b
+        ]
+    return spans
+
+
+def _not_found(
+    conversation: Conversation, number: int, why: str, hint: str | None = None
+) -> UsageError:
+    return UsageError(
+        f"{conversation.name}: where message {number + 1} begins and ends in the text cannot be "
+        f"proven: {why}",
+        hint=hint
+        or "train on every token, `--train-on all`, or mark the assistant's turns in the chat "
+        "template by `{% generation %}`",
+    )

@@ -1,0 +1,252 @@
+"""Rendering: what a record is, as documents of token ids, and which of the tokens are trained.
+
+A unit is what a step has all of or nothing: of supervised data a document, of preferences a pair,
+the chosen document first, of rollouts all that answer one prompt.
+
+Shapes:  L tokens of a document
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from highwater.engine.data.conversations import ChatTemplate
+from highwater.engine.data.messages import Conversation, Message
+from highwater.engine.data.readers import DataRecord
+from highwater.engine.data.record_fields import first_of, has, ids_of, labels_of, text_of, value_of
+from highwater.engine.data.record_messages import (
+    Said,
+    conversation_of,
+    messages_of,
+    prompt_of,
+    said_of,
+    spoken,
+    with_system,
+)
+from highwater.engine.data.text_tokens import TextTokens, encode_parts
+from highwater.engine.data.unread_fields import refuse_unread
+from highwater.errors import UsageError
+from highwater.nouns.corpus import TrainedTokens
+
+
+class TokenDocument(NamedTuple):
+    """One sequence of tokens."""
+
+    ids_L: NDArray[np.int64]
+    trained_L: NDArray[np.bool_]
+    reward: float = 0.0
+    logprobs_L: NDArray[np.float32] | None = None
+    """When the tokens were sampled; NaN where they were not."""
+    is_apart: bool = False
+    """Whether its prompt and its response were tokenised each by itself."""
+    is_chat: bool = False
+    """Whether a chat template made its text."""
+
+
+class Unit(NamedTuple):
+    """Documents that one step has all of, or none."""
+
+    documents: tuple[TokenDocument, ...]
+    group: str | int | None = None
+    """The name of the group that they are a part of; None: they are a unit alone."""
+
+
+_AS_TEXTS = "write the prompt and what answers it as texts, in the place of messages"
+Render = Callable[[DataRecord], Iterator[Unit]]
+
+
+class Rendering:
+    """Makes documents of what records have, with one tokenizer."""
+
+    def __init__(self, tokens: TextTokens, *, vocab_size: int) -> None:
+        """``vocab_size``: ids that the model knows are below it."""
+        self.tokens = tokens
+        self.vocab_size = vocab_size
+
+    def document(
+        self,
+        record: DataRecord,
+        parts: Sequence[tuple[str, bool]],
+        *,
+        starts: bool,
+        ends: bool,
+    ) -> TokenDocument:
+        """The tokens of a text in parts, each trained or not; with the tokenizer's own beginning,
+        and with an end-of-text token unless it ends in one.
+        """
+        encoded = encode_parts(self.tokens, [text for text, _ in parts], name=record.name)
+        pieces = [(ids, trained) for ids, (_, trained) in zip(encoded.ids, parts, strict=True)]
+        if starts and self.tokens.start_ids:
+            pieces.insert(0, (list(self.tokens.start_ids), pieces[0][1]))
+        if ends and pieces[-1][0][-1:] != [self.tokens.end_id]:
+            pieces.append(([self.tokens.end_id], pieces[-1][1]))
+        ids_L = np.array([token for ids, _ in pieces for token in ids], dtype=np.int64)
+        trained_L = np.array([trained for ids, trained in pieces for _ in ids], dtype=bool)
+        self._refuse_foreign(record, ids_L)
+        return TokenDocument(ids_L, trained_L, is_apart=encoded.is_apart, is_chat=not starts)
+
+    def answered(self, record: DataRecord, prompt: Said, response: Said) -> TokenDocument:
+        """A prompt and a response to it, which alone is trained.
+
+        Texts follow each other as they are. Messages are a conversation; a text that answers one
+        follows the template's beginning of an answer, as it was sampled.
+        """
+        if isinstance(prompt, str) and isinstance(response, str):
+            return self.document(
+                record, [(prompt, False), (response, True)], starts=True, ends=True
+            )
+        prompt = spoken("user", prompt)
+        if isinstance(response, str):
+            begun = self.chat(record).text(self.conversation(record, prompt), prompts=True)
+            return self.document(
+                record, [(begun, False), (response, True)], starts=False, ends=True
+            )
+        if any("trained" in message for message in response):
+            raise UsageError(
+                f"{record.name}: a response of which messages say whether they are trained, and "
+                "all of it is",
+                hint="leave `weight`, `train`, `training`, `loss` and `masked` out",
+            )
+        conversation = self.conversation(record, (*prompt, *response))
+        text = self.chat(record).text(conversation)
+        begin = len(self.chat(record).prompt_of(conversation, len(prompt), text, hint=_AS_TEXTS))
+        return self.document(
+            record, [(text[:begin], False), (text[begin:], True)], starts=False, ends=False
+        )
+
+    def conversation(self, record: DataRecord, messages: Sequence[Message]) -> Conversation:
+        """Messages with what the record has beside them, all of which the template writes."""
+        return self.chat(record).fitted(conversation_of(record, messages))
+
+    def prompt_ids(self, record: DataRecord, prompt: Said) -> NDArray[np.int64]:
+        """The tokens that a policy is given to answer a prompt."""
+        is_text = isinstance(prompt, str)
+        text = (
+            prompt
+            if isinstance(prompt, str)
+            else self.chat(record).text(self.conversation(record, prompt), prompts=True)
+        )
+        return self.document(record, [(text, False)], starts=is_text, ends=False).ids_L
+
+    def chat(self, record: DataRecord) -> ChatTemplate:
+        """The tokenizer's chat template. Raises UsageError where it has none."""
+        if self.tokens.chat is None:
+            has_tokenizer = self.tokens.name != "bytes"
+            fields = " and ".join(f"`{name}`" for name in record.fields if name in record.read)
+            raise UsageError(
+                f"{record.name}: {fields} would be a conversation, and "
+                + (
+                    "the tokenizer has no chat template"
+                    if has_tokenizer
+                    else "no tokenizer, whose chat template would make a text of them"
+                ),
+                hint="save one that has one into the model's folder, with "
+                "`tokenizer.save_pretrained`, or write texts: "
+                '`{"prompt": "Hi", "completion": "Yes"}`',
+            )
+        return self.tokens.chat
+
+    def _refuse_foreign(self, record: DataRecord, ids_L: NDArray[np.int64]) -> None:
+        if ids_L.size and int(ids_L.max()) >= self.vocab_size:
+            raise UsageError(
+                f"{record.name}: {self.tokens.name} gives the id {int(ids_L.max())}, and the model "
+                f"knows the ids 0 to {self.vocab_size - 1}",
+                hint="save the model's own into its folder, with `tokenizer.save_pretrained`",
+            )
+
+
+def supervised(rendering: Rendering, *, trained: TrainedTokens) -> Render:
+    """Render supervised records: ids, conversations, prompts with a response, or texts; the first
+    of these that a record has.
+    """
+    everything = trained == "all"
+
+    def render(record: DataRecord) -> Iterator[Unit]:
+        response = first_of(record, *_RESPONSES)
+        if has(record, "input_ids"):
+            document = _raw(rendering, record, everything)
+        elif name := first_of(record, "messages", "conversations"):
+            messages = with_system(record, messages_of(record, name))
+            document = _conversation(rendering, record, messages, 0, everything)
+        elif response and (prompt := prompt_of(record)) is not None:
+            document = _completion(rendering, record, prompt, response, everything)
+        elif has(record, "text"):
+            parts = [(text_of(record, "text"), True)]
+            document = rendering.document(record, parts, starts=True, ends=bool(parts[0][0]))
+        else:
+            raise without_fields(record, "text", SUPERVISED_EXAMPLE)
+        refuse_unread(record)
+        yield Unit((document,))
+
+    return render
+
+
+_RESPONSES = ("completion", "response", "output", "answer")
+SUPERVISED_EXAMPLE = (
+    '`{"text": "..."}`, `{"messages": [...]}` or `{"prompt": "...", "completion": "..."}`'
+)
+
+
+def without_fields(record: DataRecord, missing: str, example: str) -> UsageError:
+    """A record lacks what it would be trained as."""
+    names = ", ".join(
+        name if has(record, name) else f"{name} (which is null)" for name in record.fields
+    )
+    return UsageError(
+        f"{record.name}: no `{missing}` among its fields: {names or 'none'}",
+        hint=f"a record is {example}",
+    )
+
+
+def _raw(rendering: Rendering, record: DataRecord, everything: bool) -> TokenDocument:
+    """A document of ids: all trained where there are no labels."""
+    ids = value_of(record, "input_ids")
+    ids_L = ids_of(record, "input_ids", ids, vocab_size=rendering.vocab_size)
+    if value_of(record, "labels") is None or everything:
+        return TokenDocument(ids_L, np.ones(len(ids_L), dtype=bool))
+    return TokenDocument(ids_L, labels_of(record, ids_L))
+
+
+def _completion(
+    rendering: Rendering, record: DataRecord, prompt: Said, name: str, everything: bool
+) -> TokenDocument:
+    """A prompt with the response in field ``name``: texts as they follow each other, or a
+    conversation.
+    """
+    response = said_of(record, name)
+    if isinstance(prompt, str) and isinstance(response, str):
+        parts = [(prompt, False), (response, True)]
+        if everything:
+            parts = [(prompt + response, True)]
+        return rendering.document(record, parts, starts=True, ends=True)
+    prompt, response = spoken("user", prompt), spoken("assistant", response)
+    if not any(message["role"] == "assistant" for message in response):
+        raise UsageError(
+            f"{record.name}: `{name}` has no message of the assistant",
+            hint='give one: `[{"role": "assistant", "content": "Yes"}]`',
+        )
+    # Answers in the history are trained, as LLaMA-Factory does.
+    first = 0 if has(record, "history") else len(prompt)
+    return _conversation(rendering, record, (*prompt, *response), first, everything)
+
+
+def _conversation(
+    rendering: Rendering,
+    record: DataRecord,
+    messages: Sequence[Message],
+    first: int,
+    everything: bool,
+) -> TokenDocument:
+    """A conversation; trained are the assistant's turns from message ``first`` on."""
+    conversation = rendering.conversation(record, messages)
+    turns = rendering.chat(record).turns(conversation, first=first, everything=everything)
+    borders = [0, *(at for span in turns.spans for at in span), len(turns.text)]
+    parts = [
+        (turns.text[start:end], number % 2 == 1)
+        for number, (start, end) in enumerate(pairwise(borders))
+        if end > start
+    ]
+    return rendering.document(record, parts, starts=False, ends=False)

@@ -1,0 +1,307 @@
+"""The store of a corpus: flat files of little-endian numbers in one folder, which every rank maps
+into its memory.
+
+A folder is made beside its place and moved there when all of it is on the disk, with a manifest of
+its files' checksums written last: what is there is whole, or was damaged by somebody. Whoever opens
+it reads every byte once to see which: a second for each 1 to 2 GB.
+"""
+
+import os
+import shutil
+from array import array
+from collections import Counter
+from collections.abc import Collection, Generator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, NamedTuple, Self
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from highwater.engine.data.batches import UNTRAINED, Document
+from highwater.engine.data.folder_manifest import (
+    check_files,
+    read_manifest,
+    record_of,
+    write_durably,
+    write_manifest,
+)
+from highwater.engine.data.rendering import TokenDocument, Unit
+from highwater.errors import MachineError, UsageError
+from highwater.nouns.codec import from_json, to_json
+from highwater.nouns.corpus import Corpus
+from highwater.nouns.files import INDEX_BYTES, read_file
+
+_SUMMARY = "corpus.json"
+_NAMES = "names.json"
+_AGAIN = "type the same command again: the data is tokenised once more"
+_SMALL_VOCABULARY = 1 << 16
+"""Ids below it are kept in two bytes, others in four."""
+_TOKEN_FILES = {"trained": "u1", "logprobs": "<f4"}
+"""Files with a number for each token, beside the ids."""
+_DOCUMENT_FILES = {
+    "units": "<i8",
+    "files": "<i4",
+    "rows": "<i8",
+    "rewards": "<f8",
+}
+"""Files with a number for each document, beside where it begins."""
+
+
+class CorpusWriter:
+    """Writes a corpus, unit after unit. A folder that was not finished is gone when its context
+    is left.
+    """
+
+    def __init__(self, directory: Path, *, vocab_size: int) -> None:
+        """Write into ``directory``, which is new. Raises MachineError where the disk refuses."""
+        self._directory = directory
+        ids_type = "<u2" if vocab_size <= _SMALL_VOCABULARY else "<u4"
+        self._types = {"ids": ids_type, **_TOKEN_FILES, **_DOCUMENT_FILES, "offsets": "<i8"}
+        self._open: dict[str, IO[bytes]] = {}
+        self._groups: dict[tuple[int, str | int], int] = {}
+        self._unit_documents = array("i")
+        self._last_unit = -1
+        self._is_ordered = True
+        self._has_logprobs = False
+        self._is_finished = False
+        self._histogram: Counter[int] = Counter()
+        self.documents = 0
+        self.tokens = 0
+        self.trained_tokens = 0
+        self.longest_tokens = 0
+        self.apart = 0
+        """Documents whose prompts were tokenised by themselves."""
+        self.chats = 0
+        """Documents that a chat template made."""
+
+    def __enter__(self) -> Self:
+        with disk_errors(self._directory):
+            self._directory.mkdir(parents=True)
+            for name in self._types:
+                self._open[name] = (self._directory / f"{name}.bin").open("wb")
+        self._append("offsets", 0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stream in self._open.values():
+            with suppress(OSError):  # what is still to be written may have no room
+                stream.close()
+        if not self._is_finished:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    @property
+    def units(self) -> int:
+        """Units so far."""
+        return len(self._unit_documents)
+
+    @property
+    def units_of_one(self) -> int:
+        """Units of a single document."""
+        return self._unit_documents.count(1)
+
+    @property
+    def lengths(self) -> tuple[tuple[int, int], ...]:
+        """The histogram of lengths, as in ``Corpus``."""
+        return tuple(sorted(self._histogram.items()))
+
+    def add(self, unit: Unit, *, file: int, row: int) -> None:
+        """Write the documents of a unit, of a row of a file; those of one group of a file are one
+        unit, wherever they stand in it. Raises MachineError where the disk refuses.
+        """
+        number = self._number(unit, file)
+        self._is_ordered &= number >= self._last_unit
+        self._last_unit = number
+        self._unit_documents[number] += len(unit.documents)
+        with disk_errors(self._directory):
+            for document in unit.documents:
+                self._add(document, (number, file, row))
+
+    def finish(self, summary: Corpus, names: Sequence[str]) -> None:
+        """Write the rest, the manifest last; ``names`` are the files'. Raises MachineError where
+        the disk refuses.
+        """
+        with disk_errors(self._directory):
+            for stream in self._open.values():
+                _flush(stream)
+            if not self._has_logprobs:
+                (self._directory / "logprobs.bin").unlink()
+            if not self._is_ordered:
+                _sort_by_unit(self._directory, self._types)
+            write_durably(self._directory / _NAMES, to_json(list(names)))
+            write_durably(self._directory / _SUMMARY, to_json(summary, indent=2))
+            files = {path.name: record_of(path) for path in self._directory.iterdir()}
+            write_manifest(self._directory, files)
+        self._is_finished = True
+
+    def _number(self, unit: Unit, file: int) -> int:
+        number = self.units
+        if unit.group is not None:
+            number = self._groups.setdefault((file, unit.group), number)
+        if number == self.units:
+            self._unit_documents.append(0)
+        return number
+
+    def _add(self, document: TokenDocument, where: tuple[int, int, int]) -> None:
+        count = len(document.ids_L)
+        logprobs_L = document.logprobs_L
+        self._has_logprobs |= logprobs_L is not None
+        self._append("ids", document.ids_L)
+        self._append("trained", document.trained_L)
+        self._append("logprobs", np.full(count, np.nan) if logprobs_L is None else logprobs_L)
+        for name, value in zip(_DOCUMENT_FILES, (*where, document.reward), strict=True):
+            self._append(name, value)
+        self.documents += 1
+        self.apart += document.is_apart
+        self.chats += document.is_chat
+        self.tokens += count
+        self.trained_tokens += int(np.count_nonzero(document.trained_L[1:]))
+        self.longest_tokens = max(self.longest_tokens, count)
+        self._histogram[1 << (count - 1).bit_length()] += 1
+        self._append("offsets", self.tokens)
+
+    def _append(self, name: str, values: Any) -> None:
+        self._open[name].write(np.asarray(values, dtype=self._types[name]).tobytes())
+
+
+class OpenCorpus:
+    """A corpus whose files are mapped into memory: what nobody reads takes none."""
+
+    def __init__(
+        self, directory: Path, summary: Corpus, names: Sequence[str], checked: Collection[str]
+    ) -> None:
+        """Map the files, of which all that are ``checked`` are as they were written. Raises
+        UsageError where one is not, or not what the summary says.
+        """
+        self.summary = summary
+        self._names = names
+        self._directory = directory
+        self._checked = checked
+        self._offsets = self._mapped("offsets", "<i8", summary.documents + 1)
+        ids_path = directory / "ids.bin"
+        is_small = ids_path.is_file() and ids_path.stat().st_size == 2 * summary.tokens
+        self._ids = self._mapped("ids", "<u2" if is_small else "<u4", summary.tokens)
+        self._trained = self._mapped("trained", "u1", summary.tokens)
+        has_logprobs = "logprobs.bin" in checked
+        self._logprobs = self._mapped("logprobs", "<f4", summary.tokens) if has_logprobs else None
+        self._rewards = self._mapped("rewards", "<f8", summary.documents)
+        self._files = self._mapped("files", "<i4", summary.documents)
+        self._rows = self._mapped("rows", "<i8", summary.documents)
+        self.units: NDArray[np.int64] = self._mapped("units", "<i8", summary.documents)
+        """The unit of each document, ascending."""
+        self.lengths: NDArray[np.int64] = np.diff(self._offsets)
+        """Tokens of each document."""
+        if int(self._offsets[-1]) != summary.tokens:
+            raise _damaged(directory, "its documents have other lengths than it says")
+
+    @property
+    def largest_id(self) -> int:
+        """The largest token id; every id is read."""
+        return int(self._ids.max(initial=0))
+
+    def document(self, number: int) -> Document:
+        """A document, as the engine trains it; its group is its unit."""
+        where = slice(int(self._offsets[number]), int(self._offsets[number + 1]))
+        ids_L = torch.from_numpy(self._ids[where].astype(np.int64))
+        is_trained_L = torch.from_numpy(self._trained[where].astype(np.bool_))
+        logprobs_L = None
+        if self._logprobs is not None:
+            found_L = torch.from_numpy(np.array(self._logprobs[where], dtype=np.float32))
+            logprobs_L = None if bool(found_L.isnan().all()) else found_L
+        return Document(
+            ids_L,
+            ids_L.where(is_trained_L, UNTRAINED),
+            reward=float(self._rewards[number]),
+            group=int(self.units[number]),
+            old_logprobs_L=logprobs_L,
+        )
+
+    def name_of(self, number: int) -> str:
+        """Where a document comes from: ``data.jsonl:17``."""
+        return f"{self._names[int(self._files[number])]}:{int(self._rows[number])}"
+
+    def _mapped(self, name: str, kind: str, count: int) -> Any:
+        path = self._directory / f"{name}.bin"
+        size = path.stat().st_size if path.name in self._checked else None
+        if size != count * np.dtype(kind).itemsize:
+            raise _damaged(self._directory, f"{path.name} is not as long as its summary says")
+        return np.memmap(path, dtype=kind, mode="r", shape=(count,))
+
+
+def open_corpus(directory: str | Path) -> OpenCorpus:
+    """The corpus in a folder, of which every byte is what was written. Raises UsageError where
+    there is none, or a damaged one.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise UsageError(f"no corpus at {directory}", hint=_AGAIN)
+    try:
+        manifest = read_manifest(directory)
+        check_files(directory, manifest, manifest.files)
+    except UsageError as error:
+        raise UsageError(error.problem, hint=_AGAIN) from error
+    try:
+        summary = from_json(read_file(directory / _SUMMARY, most_bytes=INDEX_BYTES), Corpus)
+        names = from_json(read_file(directory / _NAMES, most_bytes=INDEX_BYTES), list[str])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise _damaged(directory, str(error)) from error
+    summary = msgspec.structs.replace(summary, directory=str(directory.resolve()))
+    return OpenCorpus(directory, summary, names, manifest.files)
+
+
+@contextmanager
+def disk_errors(directory: Path) -> Generator[None]:
+    """Turn what a disk refuses within the block into a MachineError that says where."""
+    try:
+        yield
+    except OSError as error:
+        raise MachineError(
+            f"the corpus could not be written below {directory}: {error}",
+            hint="make room there, or name another folder: `export XDG_CACHE_HOME=/path`",
+        ) from error
+
+
+class _Order(NamedTuple):
+    """Documents in the order of their units, and where they lie so far."""
+
+    documents: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.diff(self.offsets)[self.documents]
+
+
+def _sort_by_unit(directory: Path, types: dict[str, str]) -> None:
+    """Write every file anew, the documents of a unit beside each other."""
+    units = np.fromfile(directory / "units.bin", dtype="<i8")
+    offsets = np.fromfile(directory / "offsets.bin", dtype="<i8")
+    order = _Order(np.argsort(units, kind="stable"), offsets)
+    for name, kind in types.items():
+        path, partial = directory / f"{name}.bin", directory / f"{name}.sorted"
+        if not path.exists():
+            continue
+        with partial.open("wb") as stream:
+            if name == "offsets":
+                sorted_offsets = np.concatenate([[0], np.cumsum(order.lengths)])
+                stream.write(sorted_offsets.astype(kind).tobytes())
+            elif name in _DOCUMENT_FILES:
+                stream.write(np.fromfile(path, dtype=kind)[order.documents].tobytes())
+            else:
+                values = np.memmap(path, dtype=kind, mode="r")
+                for document in order.documents:
+                    stream.write(values[offsets[document] : offsets[document + 1]].tobytes())
+            _flush(stream)
+        partial.replace(path)
+
+
+def _flush(stream: IO[bytes]) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())
+    stream.close()
+
+
+def _damaged(directory: Path, what: str) -> UsageError:
+    return UsageError(f"the corpus in {directory} is damaged: {what}", hint=_AGAIN)

@@ -1,0 +1,182 @@
+"""Text to token ids: by a tokenizer of a local directory, or, where there is none, byte by byte.
+
+No text is cut: what a tokenizer would do silently, its file's own truncation and padding too, is
+off.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, chain
+from pathlib import Path
+from shlex import quote
+from typing import Any, NamedTuple, Protocol
+
+from transformers import AutoTokenizer
+
+from highwater.engine.data.conversations import ChatTemplate
+from highwater.errors import UsageError
+
+BYTE_END_ID = 256
+"""The id that ends a document whose tokens are bytes: the first past theirs."""
+BYTE_VOCABULARY = BYTE_END_ID + 1
+_PROBE = "a"
+
+
+class TextTokens(Protocol):
+    """What tokenises texts."""
+
+    name: str
+    """The tokenizer's class, or ``bytes``."""
+    start_ids: tuple[int, ...]
+    """What stands before a text that is not rendered by a chat template."""
+    end_id: int
+    """The end-of-text token."""
+    chat: ChatTemplate | None
+    """None: there is no template for conversations."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, nothing before it and nothing after."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids."""
+        ...
+
+
+class Bytes:
+    """Tokens that are the bytes of UTF-8; a document ends with ``BYTE_END_ID``."""
+
+    name = "bytes"
+    start_ids: tuple[int, ...] = ()
+    end_id = BYTE_END_ID
+    chat: ChatTemplate | None = None
+
+    def encode(self, text: str) -> list[int]:
+        """The bytes of a text."""
+        return list(text.encode("utf-8"))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of bytes, without ends."""
+        return bytes(number for number in ids if number != BYTE_END_ID).decode("utf-8", "replace")
+
+
+class Tokenizer:
+    """A tokenizer of transformers, from a local directory, without code of the directory's."""
+
+    def __init__(self, directory: Path) -> None:
+        """Open it. Raises UsageError where it cannot be, or ends no text."""
+        self._tokenizer = _opened(directory)
+        self.name = type(self._tokenizer).__name__
+        if self._tokenizer.eos_token_id is None:
+            raise UsageError(
+                f"the tokenizer of {directory} has no end-of-text token",
+                hint=f"name one as `eos_token` in {quote(str(directory))}/tokenizer_config.json",
+            )
+        self.end_id = int(self._tokenizer.eos_token_id)
+        self.start_ids = self._before_a_text()
+        has_template = bool(self._tokenizer.chat_template)
+        self.chat = ChatTemplate(self._tokenizer) if has_template else None
+
+    @property
+    def largest_id(self) -> int:
+        """The largest id that it gives."""
+        return max(self._tokenizer.get_vocab().values())
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text without special tokens around it; those in the text are themselves."""
+        return self._encoded(text, add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens too, nothing tidied up."""
+        return str(
+            self._tokenizer.decode(
+                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def _encoded(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        given = self._tokenizer(
+            text,
+            add_special_tokens=add_special_tokens,
+            truncation=False,
+            padding=False,
+            verbose=False,
+            return_attention_mask=False,
+        )
+        return list(given["input_ids"])
+
+    def _before_a_text(self) -> tuple[int, ...]:
+        """What the tokenizer itself puts before a text; what it puts after one is ``end_id``'s
+        place.
+        """
+        bare = self._encoded(_PROBE, add_special_tokens=False)
+        whole = self._encoded(_PROBE, add_special_tokens=True)
+        for start in range(len(whole) - len(bare) + 1):
+            if whole[start : start + len(bare)] == bare:
+                return tuple(whole[:start])
+        return ()
+
+
+class Parts(NamedTuple):
+    """A text in parts, as tokens."""
+
+    ids: tuple[list[int], ...]
+    """Those of each part."""
+    is_apart: bool
+    """Whether a token of the whole text would reach from one part into the next, so that each was
+    tokenised by itself."""
+
+
+def encode_parts(tokens: TextTokens, parts: Sequence[str], *, name: str) -> Parts:
+    """The tokens of each part of a text.
+
+    Together they are those of the whole text, wherever its tokens end where the parts do. Where
+    one would not, each part is tokenised by itself, as a model sees a prompt alone before it
+    responds; they are proven to spell the same text. Raises UsageError, with the record's name,
+    where neither can be.
+    """
+    apart = tuple(tokens.encode(part) if part else [] for part in parts)
+    whole = apart[0] if len(parts) == 1 else tokens.encode("".join(parts))
+    if list(chain(*apart)) == whole:
+        return Parts(apart, is_apart=False)
+    cut = _cut(tokens, whole, parts)
+    if cut is not None:
+        return Parts(cut, is_apart=False)
+    if tokens.decode(list(chain(*apart))) != tokens.decode(whole):
+        raise UsageError(
+            f"{name}: a token of {tokens.name} reaches from a prompt into its response, and the "
+            "two spell another text when each is tokenised by itself",
+            hint="end the prompt where a word ends, and begin the response with the space: "
+            '`{"prompt": "Say", "completion": " yes"}`',
+        )
+    return Parts(apart, is_apart=True)
+
+
+def _cut(
+    tokens: TextTokens, whole: list[int], parts: Sequence[str]
+) -> tuple[list[int], ...] | None:
+    """The tokens of the whole text, cut between the parts; None where one reaches over a border.
+
+    Proven for each border: the text before it has the tokens that the whole begins with.
+    """
+    borders = [0]
+    for before in accumulate(parts[:-1]):
+        ids = tokens.encode(before) if before else []
+        if whole[: len(ids)] != ids:
+            return None
+        borders.append(len(ids))
+    return tuple(
+        whole[start:end] for start, end in zip(borders, [*borders[1:], len(whole)], strict=True)
+    )
+
+
+def _opened(directory: Path) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(
+            directory, trust_remote_code=False, local_files_only=True
+        )
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        said = " ".join(str(error).split())
+        raise UsageError(
+            f"no tokenizer can be opened in {directory}: {said[:300]}",
+            hint="save the model's tokenizer there anew, with `tokenizer.save_pretrained`",
+        ) from error

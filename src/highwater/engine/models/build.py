@@ -1,0 +1,221 @@
+"""The model of a trial: any Hugging Face decoder-only causal LM, built on meta, sharded, then
+materialised shard by shard.
+"""
+
+import copy
+import inspect
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from highwater.engine.activations.recompute import recompute_layers
+from highwater.engine.attention.registry import Attention
+from highwater.engine.models import weights
+from highwater.engine.models.adapters import add_adapters
+from highwater.engine.models.decoder import Decoder, LanguageModel, ScalarModel
+from highwater.engine.models.fill import Fill
+from highwater.engine.models.fused.fused import fuse_attentions, fuse_mlps, fuse_norms
+from highwater.engine.models.fused.nf4 import pack, scale_table
+from highwater.engine.models.head_proof import prove_head
+from highwater.engine.models.requirements import refuse_other_mixing, refuse_shared_parameters
+from highwater.engine.models.rope import scale_rope
+from highwater.engine.models.row_proof import prove_rows
+from highwater.engine.models.weight_names import names_in_model
+from highwater.engine.parallel.fsdp1 import shard_flat
+from highwater.engine.parallel.fsdp2 import shard
+from highwater.errors import ModelError
+from highwater.model.logit_transform import PLAIN, logit_transform_of
+from highwater.model.weight_files import unties
+from highwater.nouns.lora import Lora
+from highwater.nouns.settings import Loss, Recompute, Rope, Strategy
+
+
+def read_config(directory: str, *, length_tokens: int, rope: Rope) -> PreTrainedConfig:
+    """The model's config, its RoPE scaled for the length; no remote code is run."""
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    if getattr(config, "tie_word_embeddings", False) and unties(Path(directory)):
+        config.tie_word_embeddings = (
+            False  # as transformers does with files that hold both, and different values
+        )
+    # YaRN multiplies it (transformers' modeling_rope_utils.py), where attention divides
+    if getattr(config, "head_dim", 0) is None:
+        config.head_dim = config.hidden_size // config.num_attention_heads
+    if (
+        hasattr(config, "sliding_window")
+        and "sliding_window" not in inspect.signature(type(config).__init__).parameters
+    ):
+        delattr(
+            config, "sliding_window"
+        )  # a Llama's config may have one, of which its class knows nothing
+    scale_rope(config, length_tokens=length_tokens, rope=rope)
+    config.use_cache = False
+    return config
+
+
+def build(
+    config: PreTrainedConfig,
+    *,
+    directory: str,
+    mesh: DeviceMesh,
+    attention: Attention,
+    loss: Loss | None,
+    recompute: Recompute,
+    compute_dtype: torch.dtype,
+    strategy: Strategy = "fsdp2",
+    offload: bool = False,
+    mlp_tiles: int | None = None,
+    master_dtype: torch.dtype = torch.float32,
+    lora: Lora | None = None,
+    seed: int = 0,
+) -> Decoder:
+    """The sharded model, its shards on the mesh's device or, with offload, on the host: from
+    safetensors in ``directory`` when present, else random.
+
+    A LanguageModel with this loss; without one a ScalarModel, whose head is random unless the files
+    have ``score.weight``. What is sharded is a model without storage. With FSDP2 a rank never holds
+    more than its own shards; FSDP1 cuts one layer after the other (engine/parallel/fsdp1.py), and
+    its model is a wrapper in which every attribute of the model is found. ``attention`` is what
+    registry.register returned. ``mlp_tiles`` None: the MLP goes in tiles where that costs no time.
+    With ``lora`` the model is frozen in ``master_dtype``, or its linear layers in NF4, and its
+    adapters are trained, with a ScalarModel's number: in float32, or in what is wider.
+    """
+    model = build_on_meta(config, attention=attention, loss=loss, master_dtype=master_dtype)
+    transform = getattr(model, "logit_transform", PLAIN)
+    if mesh.device_type == "cuda" and not transform.is_plain:
+        prove_rows(transform, torch.device("cuda"))
+    # Without recomputation the products that tiles compute twice would cost time: only on demand.
+    if recompute != "none" or mlp_tiles is not None:
+        tile_mlps(model, mlp_tiles)
+    device = torch.device(mesh.device_type)
+    with weights.opened(directory) as files:
+        saved = (
+            None if files is None else files.renamed(names_in_model(model.causal_lm, files.names))
+        )
+        if lora is not None:  # after names are read: a layer with an adapter has others
+            _adapt(model, lora, dtype=torch.promote_types(master_dtype, torch.float32))
+        # Recompute first, FSDP around it: gathered parameters then serve the recomputation too.
+        if recompute != "none":
+            keeps = recompute == "all-but-attention"
+            recompute_layers(model.layers, keeping=attention.kept_in_recompute if keeps else None)
+        fill = Fill(model, saved, device=device, seed=seed)
+        on = _on_fsdp1 if strategy == "fsdp" else _on_fsdp2
+        model = on(model, fill, mesh=mesh, compute_dtype=compute_dtype, offload=offload)
+    fill.finish()
+    wide = master_dtype if lora is None else torch.promote_types(master_dtype, torch.float32)
+    assert all(p.dtype == wide for p in model.parameters() if p.requires_grad), (
+        "master parameters keep their dtype"
+    )
+    return model.train()
+
+
+def _adapt(model: Decoder, lora: Lora, *, dtype: torch.dtype) -> None:
+    """Freeze the model and put adapters on it; a number in the place of the vocabulary, which no
+    files may have, is trained whole.
+    """
+    add_adapters(model.causal_lm, lora, dtype=dtype)
+    model.lora = lora
+    if isinstance(model, ScalarModel):
+        model.score.to(dtype)
+
+
+def _on_fsdp1(
+    model: Decoder, fill: Fill, *, mesh: DeviceMesh, compute_dtype: torch.dtype, offload: bool
+) -> Decoder:
+    """Cut and filled one layer after the other."""
+    wrapped = shard_flat(
+        model,
+        model.layers,
+        mesh=mesh,
+        compute_dtype=compute_dtype,
+        materialise=fill.one_unit,
+        offload=offload,
+    )
+    return cast(Decoder, wrapped)
+
+
+def _on_fsdp2(
+    model: Decoder, fill: Fill, *, mesh: DeviceMesh, compute_dtype: torch.dtype, offload: bool
+) -> Decoder:
+    """Cut without storage, which the shards alone then get."""
+    shard(model, list(model.layers), mesh=mesh, compute_dtype=compute_dtype, offload=offload)
+    if model.lora is not None and model.lora.base == "nf4":
+        _fill_packed(model, fill, device=torch.device(mesh.device_type))
+        return model
+    model.to_empty(device="cpu" if offload else torch.device(mesh.device_type))
+    fill.values(model)
+    return model
+
+
+def _fill_packed(model: Decoder, fill: Fill, *, device: torch.device) -> None:
+    """Fill one layer after the other and pack it: the model is never there whole."""
+    assert not any(isinstance(p, DTensor) and not p.requires_grad for p in model.parameters()), (
+        "each rank has all of a model that is packed"
+    )
+    table = scale_table(device)
+    for unit in (*model.layers, model):
+        fill.one_unit(unit)
+        pack(unit, table)
+
+
+def build_on_meta(
+    config: PreTrainedConfig, *, attention: Attention, loss: Loss | None, master_dtype: torch.dtype
+) -> Decoder:
+    """The model without storage, its parameters of the master dtype whatever the config says."""
+    # None is one grouped product over all experts wherever PyTorch has it, in the dtype of the
+    # gathered weights; it takes no float64.
+    experts = "eager" if master_dtype == torch.float64 else None
+    with torch.device("meta"):
+        causal_lm = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config),
+            dtype=master_dtype,
+            attn_implementation=attention.name,
+            experts_implementation=experts,
+            trust_remote_code=False,
+        )
+    drop_storage(causal_lm)
+    refuse_shared_parameters(causal_lm)
+    refuse_other_mixing(causal_lm)
+    transform = logit_transform_of(config.to_dict(), source=f"the config of {config.model_type}")
+    prove_head(causal_lm, transform)
+    fuse_norms(causal_lm)
+    fuse_attentions(causal_lm)
+    if loss is None:
+        return ScalarModel(causal_lm, attention=attention)
+    model = LanguageModel(causal_lm, attention=attention, loss=loss, logit_transform=transform)
+    if getattr(model.head, "bias", None) is not None:
+        raise ModelError(
+            f"{config.model_type} has a bias on its head, which is not supported",
+            hint="use a model without one",
+        )
+    return model
+
+
+def drop_storage(causal_lm: PreTrainedModel) -> None:
+    """Put on meta what the family's class made elsewhere, by functions that know no default device:
+    Fill gives all values.
+    """
+    for module in causal_lm.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.is_meta:
+                empty = torch.empty_like(parameter, device="meta")
+                setattr(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if not buffer.is_meta:
+                setattr(module, name, torch.empty_like(buffer, device="meta"))
+
+
+def tile_mlps(model: Decoder, tiles: int | None) -> None:
+    """Put every gated MLP into tiles. Raises ModelError where tiles are asked for and no MLP of the
+    family is known.
+    """
+    if not fuse_mlps(model.causal_lm, tiles=tiles) and tiles is not None:
+        raise ModelError(
+            f"{model.causal_lm.config.model_type} has no MLP of the form down(silu(gate) * up), "
+            f"which is what goes in tiles",
+            hint="leave `--mlp-tiles` out",
+        )

@@ -1,0 +1,224 @@
+"""Decoders: a Hugging Face causal LM up to its last hidden states, and what follows them here:
+statistics of tokens, or one number a token.
+
+Shapes:  T packed tokens  N trained tokens  P positions of which a number is asked  E hidden size
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+from highwater.engine.attention.registry import Attention
+from highwater.engine.models.document_rope import follow_documents
+from highwater.engine.models.loss import LogitRange, token_statistics
+from highwater.engine.models.requirements import not_by_attention
+from highwater.engine.models.router import follow_routers
+from highwater.engine.parallel.sequence_layout import SequenceLayout
+from highwater.errors import ModelError
+from highwater.model.logit_transform import LogitTransform
+from highwater.nouns.lora import Lora
+from highwater.nouns.settings import Loss
+from highwater.nouns.trial import Weights
+
+
+class MicroBatchStatistics(NamedTuple):
+    """What a forward pass tells: TokenStatistics of the trained tokens, and what the whole
+    micro-batch adds to the loss.
+    """
+
+    logprobs_N: Tensor
+    entropies_N: Tensor
+    router_loss: Tensor | None
+    """This rank's share of the routers' auxiliary loss, summed over tokens, times its coefficient;
+    divided by all tokens of the step it is part of the loss. None for a model without such a loss,
+    and where no gradient is recorded."""
+
+
+class Decoder(nn.Module):
+    """A causal LM up to its last hidden states; what follows them is a subclass's."""
+
+    gives_scalars = False
+    """Whether it is a ScalarModel: also FSDP1's wrapper knows."""
+    weights: Weights = "random"
+    """Source of the model's first values."""
+    lora: Lora | None = None
+    """What its adapters are; None where the model itself is trained."""
+
+    def __init__(self, causal_lm: PreTrainedModel, *, attention: Attention) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.attention = attention
+        self.document_ropes = follow_documents(causal_lm)
+        self.parameter_count = sum(p.numel() for p in causal_lm.parameters())
+        """Parameters of the whole model, tied ones counted once, however it is sharded
+        afterwards."""
+
+    def hidden_states(
+        self, input_ids_T: Tensor, position_ids_T: Tensor, document_lengths: Sequence[int]
+    ) -> Tensor:
+        """The last hidden state of every token, normalised; of shape (T, E)."""
+        layout = self.attention.layout_of(document_lengths)
+        assert len(input_ids_T) == layout.tokens_per_rank, "a rank's tokens are its whole share"
+        if self.document_ropes:
+            self._tell_documents(layout)
+        hidden_TE = self.backbone(
+            input_ids=input_ids_T[None],
+            position_ids=position_ids_T[None],
+            use_cache=False,
+            sequence_layout=layout,
+        ).last_hidden_state[0]
+        self._check_callers()
+        return hidden_TE
+
+    def _tell_documents(self, layout: SequenceLayout) -> None:
+        """Tell rotary modules that depend on it which documents this rank's tokens are of."""
+        parts = layout.share_of(self.attention.rank).parts
+        for rope in self.document_ropes:
+            rope.parts = parts
+
+    def _check_callers(self) -> None:
+        """Raise ModelError unless every layer attends through our attention: any other way
+        documents would see each other.
+        """
+        layers = self.causal_lm.config.num_hidden_layers
+        if len(self.attention.callers) != layers:
+            raise not_by_attention(
+                self.causal_lm.config,
+                f"{len(self.attention.callers)} of its {layers} layers attend through it",
+            )
+
+    @property
+    def architecture(self) -> str:
+        """The class of transformers that loads what is saved of it."""
+        return type(self.causal_lm).__name__
+
+    @property
+    def backbone(self) -> nn.Module:
+        """Embedding, decoder layers and final norm."""
+        return getattr(self.causal_lm, self.causal_lm.base_model_prefix)
+
+    @property
+    def head(self) -> nn.Linear:
+        """The projection to the vocabulary."""
+        return cast(nn.Linear, self.causal_lm.get_output_embeddings())
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers, first to last."""
+        count = self.causal_lm.config.num_hidden_layers
+        for module in self.backbone.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == count:
+                return module
+        raise ModelError(
+            f"{type(self.causal_lm).__name__} has no list of {count} decoder layers",
+            hint="use a decoder-only model",
+        )
+
+
+class LanguageModel(Decoder):
+    """A causal LM whose forward pass ends in statistics of the trained tokens, never in logits."""
+
+    def __init__(
+        self,
+        causal_lm: PreTrainedModel,
+        *,
+        attention: Attention,
+        loss: Loss,
+        logit_transform: LogitTransform,
+    ) -> None:
+        super().__init__(causal_lm, attention=attention)
+        self.loss: Loss = loss
+        self.logit_transform = logit_transform
+        """What the family makes of its head's product."""
+        self.routers = follow_routers(causal_lm)
+        self.logit_range: LogitRange | None = None
+        """What is shown the logits of passes that record a gradient, where somebody asks."""
+
+    def forward(
+        self,
+        input_ids_T: Tensor,
+        position_ids_T: Tensor,
+        trained_positions_N: Tensor,
+        labels_N: Tensor,
+        document_lengths: Sequence[int],
+        logprob_gradient: float | None = None,
+    ) -> MicroBatchStatistics:
+        """Log-probabilities of ``labels_N`` and entropies, each read at its position; shape N,
+        float32 or wider.
+
+        ``logprob_gradient`` as ``token_statistics`` has it.
+        """
+        routers = self.routers if torch.is_grad_enabled() else None
+        if routers is not None:
+            share = self.attention.layout_of(document_lengths).share_of(self.attention.rank)
+            routers.begin(
+                torch.from_numpy(share.documents_T).to(input_ids_T.device),
+                documents=len(document_lengths),
+                is_padded=share.padding_tokens > 0,
+            )
+        hidden_NE = self.hidden_states(input_ids_T, position_ids_T, document_lengths).index_select(
+            0, trained_positions_N
+        )
+        statistics = token_statistics(
+            hidden_NE,
+            self.head.weight,
+            labels_N,
+            loss=self.loss,
+            transform=self.logit_transform,
+            logprob_gradient=logprob_gradient,
+            logit_range=self.logit_range if torch.is_grad_enabled() else None,
+        )
+        router_loss = None if routers is None else routers.loss(self.attention.sequence)
+        return MicroBatchStatistics(statistics.logprobs_N, statistics.entropies_N, router_loss)
+
+
+class ScalarModel(Decoder):
+    """A causal LM with one number per token in the place of its logits: a critic, or a reward
+    model.
+    """
+
+    gives_scalars = True
+
+    def __init__(self, causal_lm: PreTrainedModel, *, attention: Attention) -> None:
+        vocabulary = cast(nn.Linear, causal_lm.get_output_embeddings())
+        name = next(name for name, module in causal_lm.named_modules() if module is vocabulary)
+        causal_lm.set_submodule(name, nn.Identity())
+        causal_lm.config.tie_word_embeddings = False
+        causal_lm.config.num_labels = 1  # what is saved loads as a sequence or token classifier
+        super().__init__(causal_lm, attention=attention)
+        self.replaced_head = name
+        """Name of the head that files may hold, and that this model has not."""
+        self.score = nn.Linear(
+            vocabulary.in_features, 1, bias=False, device="meta", dtype=vocabulary.weight.dtype
+        )
+        self.parameter_count += vocabulary.in_features
+
+    @property
+    def architecture(self) -> str:
+        """The family's sequence classifier; the causal LM where transformers has none."""
+        return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(
+            self.causal_lm.config.model_type, super().architecture
+        )
+
+    @property
+    def head(self) -> nn.Linear:
+        """The projection to a number."""
+        return self.score
+
+    def forward(
+        self,
+        input_ids_T: Tensor,
+        position_ids_T: Tensor,
+        positions_P: Tensor,
+        document_lengths: Sequence[int],
+    ) -> Tensor:
+        """The number at each position; shape P, float32 or wider."""
+        hidden_PE = self.hidden_states(input_ids_T, position_ids_T, document_lengths).index_select(
+            0, positions_P
+        )
+        scalars_P = (hidden_PE @ self.head.weight.T)[:, 0]
+        return scalars_P.to(torch.promote_types(scalars_P.dtype, torch.float32))

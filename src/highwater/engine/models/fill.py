@@ -1,0 +1,179 @@
+"""Fill: the first values of a model that was built on meta, from its directory's files or from the
+seed, each parameter under the name that files give it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from highwater.engine.models import weights
+from highwater.engine.models.adapters import fill_adapter, is_adapter
+from highwater.engine.models.buffers import fill_buffers
+from highwater.engine.models.decoder import Decoder, ScalarModel
+from highwater.engine.models.random_weights import fill_random
+from highwater.engine.models.weight_names import name_in_files
+from highwater.errors import ModelError
+from highwater.model.weight_files import SCORE
+
+_LEFT_IN_FILES = (r"rotary_emb\.inv_freq$",)
+"""Tensors of old files that follow from the config."""
+
+
+class Fill:
+    """Gives the modules of a model that was built on meta their values, each parameter under the
+    name that files give it.
+    """
+
+    def __init__(
+        self, model: Decoder, saved: weights.SavedWeights | None, *, device: torch.device, seed: int
+    ) -> None:
+        self.model = model
+        self.saved = saved
+        self.device = device
+        self.seed = seed
+        # Read before anything is wrapped, which changes names, or given storage, which parts what
+        # is shared.
+        self.names = {module: f"{name}." if name else "" for name, module in model.named_modules()}
+        self._missing = {name_in_files(name) for name, _ in model.named_parameters()}
+        self._is_tied = (
+            model.head.weight is cast(nn.Embedding, model.causal_lm.get_input_embeddings()).weight
+        )
+        self._other_names = {} if saved is None else _other_names(model, saved)
+        if saved is not None:
+            model.weights = "saved"
+            _check_files(model, saved, self._other_names)
+
+    def one_unit(self, unit: nn.Module) -> None:
+        """Storage on the device and values for what of the unit is still on meta: all but the units
+        within it.
+        """
+        fresh = [
+            m
+            for m in unit.modules()
+            if any(t.is_meta for t in (*m.parameters(recurse=False), *m.buffers(recurse=False)))
+        ]
+        for module in fresh:
+            module.to_empty(device=self.device, recurse=False)
+        self._fill(fresh)
+
+    def values(self, model: nn.Module) -> None:
+        """Values for all of a model that has storage."""
+        self._fill(list(model.modules()))
+
+    def finish(self) -> None:
+        """Every parameter has been given its values, each once."""
+        assert not self._missing, f"never filled: {sorted(self._missing)}"
+
+    def _fill(self, modules: Sequence[nn.Module]) -> None:
+        self._fill_buffers(modules)
+        if self._is_tied and self.model.head in modules:
+            self.model.head.weight = cast(
+                nn.Embedding, self.model.causal_lm.get_input_embeddings()
+            ).weight
+        parameters, buffers = {}, {}
+        for module in modules:
+            prefix = name_in_files(self.names[module])
+            parameters |= {prefix + name: p for name, p in module.named_parameters(recurse=False)}
+            buffers |= {prefix + name: b for name, b in _saved_buffers(module)}
+        fresh = _once(parameters)
+        assert fresh.keys() <= self._missing, (
+            f"filled twice, or new: {sorted(fresh.keys() - self._missing)}"
+        )
+        self._missing -= fresh.keys()
+        if self.saved is not None:
+            saved = {name: p for name, p in fresh.items() if _is_in(self.saved, name)}
+            self.saved.fill(
+                {self._other_names.get(name, name): p for name, p in saved.items()}, buffers
+            )
+            fresh = {name: p for name, p in fresh.items() if name not in saved}
+        std = getattr(self.model.causal_lm.config, "initializer_range", 0.02)
+        for name, parameter in fresh.items():
+            if is_adapter(name):
+                fill_adapter(name, parameter, seed=self.seed, device=self.device)
+            else:
+                fill_random(name, parameter, std=std, seed=self.seed, device=self.device)
+
+    def _fill_buffers(self, modules: Sequence[nn.Module]) -> None:
+        """Compute buffers anew; raise ModelError for those that neither the family's class nor the
+        files describe.
+        """
+        for module in modules:
+            unknown = fill_buffers(self.model.causal_lm, module, device=self.device)
+            names = [name_in_files(self.names[module]) + name for name in unknown]
+            lacking = [name for name in names if self.saved is None or not self.saved.has(name)]
+            if lacking:
+                raise ModelError(
+                    f"{type(module).__name__} has the buffer {lacking[0]}, which neither its "
+                    f"class nor any file gives a value",
+                    hint="use another family, for example Qwen3 or Llama",
+                )
+
+
+def _is_in(saved: weights.SavedWeights, name: str) -> bool:
+    """Whether files have to hold a parameter: adapters never are in them, and a number in the place
+    of the vocabulary may be.
+    """
+    return not is_adapter(name) and (name != SCORE or saved.has(SCORE))
+
+
+def _saved_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """A module's own buffers that are a part of what is saved of it; of the others transformers
+    reads nothing from files either.
+    """
+    # what state_dict itself asks
+    left_out = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+    return [
+        (name, buffer)
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in left_out
+    ]
+
+
+def _check_files(
+    model: Decoder, saved: weights.SavedWeights, other_names: Mapping[str, str]
+) -> None:
+    """Raise ModelError for files that do not hold this model, all of it and nothing else."""
+    names = {name_in_files(name): p for name, p in model.named_parameters()}
+    parameters = {
+        other_names.get(name, name): p for name, p in names.items() if _is_in(saved, name)
+    }
+    others = {
+        name_in_files(name)
+        for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+    }
+    if isinstance(model, ScalarModel):
+        others |= {f"{model.replaced_head}.{name}" for name in ("weight", "bias")}
+    left: Any = getattr(model.causal_lm, "_keys_to_ignore_on_load_unexpected", None) or ()
+    parts = ((name_in_files(name), module) for name, module in model.named_modules())
+    buffers = {
+        f"{name}.{own}": buffer for name, module in parts for own, buffer in _saved_buffers(module)
+    }
+    saved.check(parameters, buffers, others=others, ignored={*_LEFT_IN_FILES, *left})
+
+
+def _other_names(model: Decoder, saved: weights.SavedWeights) -> dict[str, str]:
+    """The head's name in the place of the embedding's, where the files hold a tied weight under
+    that name alone.
+    """
+    tied = [
+        name_in_files(name)
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if p is model.head.weight
+    ]
+    if len(tied) == 1:
+        return {}
+    embedding, head = tied
+    if saved.has(embedding) and saved.has(head) and not saved.has_same(embedding, head):
+        raise ModelError(
+            f"config.json in {saved.directory} ties {head} to {embedding}, and the files hold "
+            f"different values for them",
+            hint="set tie_word_embeddings to false in config.json",
+        )
+    return {embedding: head} if saved.has(head) and not saved.has(embedding) else {}
+
+
+def _once(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """The parameters, each by its first name alone where two modules share it."""
+    return {name: p for p, name in {p: name for name, p in reversed(parameters.items())}.items()}

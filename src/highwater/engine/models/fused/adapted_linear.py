@@ -1,0 +1,128 @@
+"""A linear layer with a LoRA adapter, ``x W^T + scale * (x A^T) B^T``: the adapter's share is added
+to the frozen layer's output, and nothing of its size is made or kept besides.
+
+Where the frozen weight and its bias need no gradient, none is made of them. A frozen weight may be
+packed (nf4.py).
+
+Shapes:  T tokens  I inputs  O outputs  R rank
+"""
+
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from highwater.engine.models.fused.nf4 import Weight, as_tensor, weight_of, whole
+from highwater.engine.models.fused.weight_gradient import WeightGradient
+
+
+class Adapter(NamedTuple):
+    """The two matrices of an adapter, and what their product is multiplied by."""
+
+    a_RI: Tensor
+    b_OR: Tensor
+    scale: float
+
+
+class AdaptedLinear(nn.Module):
+    """A linear layer with an adapter, under peft's names: ``base_layer``, ``lora_A.default`` and
+    ``lora_B.default``.
+    """
+
+    def __init__(self, theirs: nn.Module, *, scale: float) -> None:
+        """Take over the children of peft's own layer."""
+        super().__init__()
+        for name in ("base_layer", "lora_A", "lora_B"):
+            self.add_module(name, getattr(theirs, name))
+        self.scale = scale
+        self.is_on = True
+        """Whether the adapter takes part; else this is the frozen layer."""
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The adapter; None while it is off."""
+        own: Any = self
+        if not self.is_on:
+            return None
+        return Adapter(own.lora_A["default"].weight, own.lora_B["default"].weight, self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output for ``x``, of shape (..., I)."""
+        base, adapter = cast(nn.Linear, self.base_layer), self.adapter
+        if adapter is None:
+            return base(x)
+        weight = weight_of(base)
+        out_TO: Tensor = _AdaptedLinear.apply(x.flatten(0, -2), weight, base.bias, *adapter)
+        return out_TO.view(*x.shape[:-1], out_TO.shape[-1])
+
+
+def adapted_product(
+    x_TI: Tensor, weight_OI: Weight, bias_O: Tensor | None, adapter: Adapter | None
+) -> Tensor:
+    """The output of a linear layer, with its adapter's share where it has one."""
+    out_TO = F.linear(x_TI, whole(weight_OI), bias_O)
+    if adapter is not None:
+        out_TO.addmm_(x_TI @ adapter.a_RI.T, adapter.b_OR.T, alpha=adapter.scale)
+    return out_TO
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    """Keeps its input alone; ``x A^T`` is computed again, of rank numbers a token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TI: Tensor,
+        weight_OI: Weight,
+        bias_O: Tensor | None,
+        a_RI: Tensor,
+        b_OR: Tensor,
+        scale: float,
+    ) -> Tensor:
+        ctx.scale, ctx.packed = scale, weight_OI
+        if isinstance(weight_OI, Tensor):  # kept as autograd keeps tensors
+            ctx.packed = None
+        ctx.save_for_backward(x_TI, as_tensor(weight_OI), a_RI, b_OR)
+        return adapted_product(x_TI, weight_OI, bias_O, Adapter(a_RI, b_OR, scale))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x_TI, weight_OI, a_RI, b_OR = ctx.saved_tensors
+        gradient_TO = gradients[0]
+        of_input, of_weight, of_bias = ctx.needs_input_grad[:3]
+        of_product_TR = (gradient_TO @ b_OR).mul_(ctx.scale)
+        x_gradient_TI = None
+        if of_input:
+            weight_OI = whole(ctx.packed) if weight_OI is None else weight_OI
+            x_gradient_TI = (gradient_TO @ weight_OI).addmm_(of_product_TR, a_RI)
+        return (
+            x_gradient_TI,
+            gradient_TO.T @ x_TI if of_weight else None,
+            gradient_TO.sum(dim=0) if of_bias else None,
+            of_product_TR.T @ x_TI,
+            (gradient_TO.T @ (x_TI @ a_RI.T)).mul_(ctx.scale),
+            None,
+        )
+
+
+class AdapterGradient:
+    """The gradients of an adapter, summed over parts of the tokens as a weight's are."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.adapter = adapter
+        self._a, self._b = WeightGradient(adapter.a_RI), WeightGradient(adapter.b_OR)
+
+    def add(self, gradient_TO: Tensor, x_TI: Tensor) -> Tensor:
+        """Add one part's share; returns the gradient of ``x A^T``, of which the input has some
+        too.
+        """
+        a_RI, b_OR, scale = self.adapter
+        of_product_TR = (gradient_TO @ b_OR).mul_(scale)
+        self._a.add(of_product_TR, x_TI)
+        self._b.add(gradient_TO, (x_TI @ a_RI.T).mul_(scale))
+        return of_product_TR
+
+    def totals(self) -> tuple[Tensor, Tensor]:
+        """The gradients of A and of B."""
+        return self._a.total(), self._b.total()

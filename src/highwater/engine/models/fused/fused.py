@@ -1,0 +1,340 @@
+"""Fused modules in the place of a family's own, where a trial shows that they compute the same.
+
+A family's RMS norm is a dozen elementwise kernels with float32 copies of its input; PyTorch's is
+one kernel each way that keeps the input and one number per row. The norm of every head and its
+rotation are two more, and a dozen where a family has them
+(engine/models/fused/rotary_attention.py). A gated MLP is one that keeps its input alone
+(engine/models/fused/gated_mlp.py).
+
+Proofs run small modules of the family's own classes on random numbers, on the CPU.
+"""
+
+import copy
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from highwater.engine.kernels.blocks import BLOCK_BYTES
+from highwater.engine.models.fused.gated_mlp import GatedMlp
+from highwater.engine.models.fused.rotary_attention import NORMS, PROJECTIONS, RotaryAttention
+
+PROOF_SIZE = 32
+PROOF_TOLERANCE = 1e-5
+"""Relative tolerance in float32, for another order of the same operations.
+
+A norm that adds 1 to its weight, or a family that changes its logits, is off by far more.
+"""
+_PROOF_HEADS, _PROOF_KEYS = 4, 2
+_PROOF_ATTENTION = "highwater_proof"
+"""The name under which a proof's attention function is registered; both modules call it."""
+
+
+def fuse_norms(model: nn.Module) -> int:
+    """Replace every RMS norm that PyTorch's own equals, in place, and return their number.
+
+    Parameters keep their names.
+    """
+    proven: dict[tuple[type[nn.Module], float], bool] = {}
+    count = 0
+    for parent in list(model.modules()):
+        for name, norm in list(parent.named_children()):
+            eps = _epsilon(norm)
+            if eps is None:
+                continue
+            kind = (type(norm), eps)
+            if kind not in proven:
+                proven[kind] = _computes_rms_norm(*kind)
+            if proven[kind]:
+                setattr(parent, name, _fused(norm, eps))
+                count += 1
+    return count
+
+
+def _epsilon(module: nn.Module) -> float | None:
+    """The epsilon of a module that calls itself an RMS norm over its last dimension; else None."""
+    if not type(module).__name__.endswith("RMSNorm") or isinstance(module, nn.RMSNorm):
+        return None
+    weight_alone = [name for name, _ in module.named_parameters()] == ["weight"]
+    if not weight_alone or cast(torch.Tensor, module.weight).ndim != 1:
+        return None
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    return eps if isinstance(eps, float) else None
+
+
+def _computes_rms_norm(kind: type[nn.Module], eps: float) -> bool:
+    """Whether a small norm of this class equals PyTorch's, on inputs of many sizes."""
+    try:
+        theirs = cast(Any, kind)(PROOF_SIZE, eps=eps).to(device="cpu", dtype=torch.float32)
+    except TypeError:
+        return False  # its constructor takes something else: left alone
+    generator = torch.Generator().manual_seed(0)
+    ours = nn.RMSNorm(PROOF_SIZE, eps=eps)
+    inputs = torch.randn(64, PROOF_SIZE, generator=generator) * torch.logspace(-4, 2, 64)[:, None]
+    with torch.no_grad():
+        theirs.weight.copy_(torch.randn(PROOF_SIZE, generator=generator))
+        ours.weight.copy_(theirs.weight)
+        return bool(
+            torch.allclose(theirs(inputs), ours(inputs), rtol=PROOF_TOLERANCE, atol=PROOF_TOLERANCE)
+        )
+
+
+def _fused(norm: nn.Module, eps: float) -> nn.RMSNorm:
+    weight = cast(nn.Parameter, norm.weight)
+    fused = RmsNorm(weight.shape[0], eps=eps, device=weight.device, dtype=weight.dtype)
+    fused.weight = weight
+    return fused
+
+
+class RmsNorm(nn.RMSNorm):
+    """PyTorch's RMS norm on a GPU, and one that works in blocks on the CPU.
+
+    There PyTorch's is a dozen operators with copies in float32.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Norm ``x`` over its last dimension."""
+        if x.is_cuda:
+            return super().forward(x)
+        return cast(torch.Tensor, _RmsNorm.apply(x, self.weight, self.eps))
+
+
+class _RmsNorm(torch.autograd.Function):
+    """``x / rms(x) * weight`` in float32 (float64 for float64).
+
+    Keeps its input and one number per row for the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        scales: list[torch.Tensor] = []
+        for rows, target in _blocks(x, out):
+            inputs = rows.to(wide)
+            scales.append(inputs.square().mean(-1, keepdim=True).add_(eps).rsqrt_())
+            target.copy_(inputs.mul(scales[-1]).mul_(weight))
+        ctx.save_for_backward(
+            x, weight, torch.cat(scales) if scales else x.new_empty(0, 1, dtype=wide)
+        )
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight, scales = ctx.saved_tensors
+        x_gradient = torch.empty_like(x, memory_format=torch.contiguous_format)
+        weight_gradient = torch.zeros_like(weight, dtype=scales.dtype)
+        for rows, gradient, scale, target in _blocks(x, gradients[0], scales, x_gradient):
+            unit, wide = rows * scale, gradient.to(scales.dtype)
+            weight_gradient += (wide * unit).sum(dim=0)
+            # The norm takes a row's length away, and with it the gradient's part along the row.
+            wide = wide * weight
+            target.copy_((wide - unit * (wide * unit).mean(-1, keepdim=True)).mul_(scale))
+        return x_gradient, weight_gradient.to(weight.dtype), None
+
+
+def _blocks(*tensors: torch.Tensor) -> Any:
+    """Split tensors by rows, into blocks of ``BLOCK_BYTES`` in float32."""
+    rows = max(1, BLOCK_BYTES // (4 * tensors[0].shape[-1]))
+    return zip(*(t.reshape(-1, t.shape[-1]).split(rows) for t in tensors), strict=True)
+
+
+def fuse_attentions(model: nn.Module) -> int:
+    """Replace every attention that RotaryAttention equals, in place, and return their number.
+
+    Parameters keep their names. Comes after ``fuse_norms``. Each attention is proven by itself:
+    layers of one class may differ, as those without positions do.
+    """
+    count = 0
+    for parent in list(model.modules()):
+        for name, attention in list(parent.named_children()):
+            features = _proven_features(attention) if _has_projected_heads(attention) else None
+            if features is not None:
+                setattr(parent, name, RotaryAttention(attention, features))
+                count += 1
+    return count
+
+
+def _has_projected_heads(module: nn.Module) -> bool:
+    """Whether a module has just the children of a RotaryAttention, and no parameters beside."""
+    children = dict(module.named_children())
+    if isinstance(module, RotaryAttention) or set(children) not in (
+        set(PROJECTIONS),
+        {*PROJECTIONS, *NORMS},
+    ):
+        return False
+    return (
+        all(type(children[name]) is nn.Linear for name in PROJECTIONS)
+        and all(
+            isinstance(norm, nn.RMSNorm) and norm.eps is not None
+            for name, norm in children.items()
+            if name in NORMS
+        )
+        and not list(module.parameters(recurse=False))
+        and not list(module.buffers())
+    )
+
+
+def _proven_features(module: nn.Module) -> dict[str, Any] | None:
+    """The keywords that ``module`` hands to its attention function, if RotaryAttention equals it.
+
+    None where a small RotaryAttention differs from a small copy of the module.
+    """
+    generator = torch.Generator().manual_seed(0)
+    size, tokens = PROOF_SIZE // _PROOF_HEADS, 16
+    theirs: Any = copy.copy(module)
+    theirs._modules = {
+        name: _small_child(name, child, size, generator) for name, child in module.named_children()
+    }
+    theirs.head_dim, theirs.num_key_value_groups = size, _PROOF_HEADS // _PROOF_KEYS
+    inputs, cosines, sines = (
+        torch.randn(1, tokens, width, generator=generator, dtype=torch.float64)
+        for width in (PROOF_SIZE, size, size)
+    )
+    features: dict[str, Any] | None = None
+    try:
+        theirs.config = copy.copy(theirs.config)
+        theirs.config._attn_implementation = _PROOF_ATTENTION
+        # Large inputs, too: some families clip their heads.
+        for scale in (1.0, 1e3):
+            features = _features_of_equals(theirs, scale * inputs, (cosines, sines))
+            # A scale that comes from the head's size would be the small one's.
+            if features is None or features.get("scaling") != getattr(module, "scaling", None):
+                return None
+    # whatever it needs besides, ours does not give it: left alone
+    except Exception:  # noqa: BLE001
+        return None
+    return None if _rotates_a_part(theirs, inputs, cosines[..., ::2], sines[..., ::2]) else features
+
+
+def _features_of_equals(
+    theirs: nn.Module, inputs: Tensor, positions: tuple[Tensor, Tensor]
+) -> dict[str, Any] | None:
+    """The keywords that ``theirs`` hands to its attention function, if a RotaryAttention of its
+    parts hands on the same heads and keywords, and makes the same of the function's output.
+    """
+    seen: list[tuple[list[Tensor], dict[str, Any]]] = []
+
+    def attend(
+        _: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **features: Any
+    ) -> tuple[Tensor, None]:
+        assert mask is None, "it was given none"
+        seen.append(([query, key, value], features))
+        return query.transpose(1, 2).square().contiguous(), None
+
+    AttentionInterface.register(_PROOF_ATTENTION, attend)
+    call = {"hidden_states": inputs, "position_embeddings": positions, "attention_mask": None}
+    with torch.no_grad():
+        expected = theirs(**call)[0]
+        told = {name: value for name, value in seen[-1][1].items() if name != "dropout"}
+        ours = RotaryAttention(theirs, told)(**call)[0]
+    (their_heads, their_features), (our_heads, our_features) = seen[-2:]
+    same = our_features == their_features and all(
+        mine.shape == other.shape and torch.allclose(mine, other, rtol=1e-10, atol=1e-10)
+        for mine, other in zip([*our_heads, ours], [*their_heads, expected], strict=True)
+    )
+    return told if same else None
+
+
+def _rotates_a_part(attention: Any, inputs: Tensor, cosines: Tensor, sines: Tensor) -> bool:
+    """Whether a module takes positions for half a head, and leaves the other half as it is."""
+    try:
+        with torch.no_grad():
+            attention(
+                hidden_states=inputs, position_embeddings=(cosines, sines), attention_mask=None
+            )
+    except RuntimeError:
+        return False
+    return True
+
+
+def _small_child(name: str, child: nn.Module, size: int, generator: torch.Generator) -> nn.Module:
+    if isinstance(child, nn.RMSNorm):
+        small: nn.Module = RmsNorm(size, eps=child.eps, device="cpu", dtype=torch.float64)
+    else:
+        heads = {"q_proj": _PROOF_HEADS, "k_proj": _PROOF_KEYS, "v_proj": _PROOF_KEYS}
+        is_output = name == "o_proj"
+        widths = (_PROOF_HEADS * size, PROOF_SIZE)
+        widths = widths if is_output else (PROOF_SIZE, heads[name] * size)
+        bias = "bias" in dict(child.named_parameters())
+        small = nn.Linear(*widths, bias=bias, device="cpu", dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in small.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return small
+
+
+def fuse_mlps(model: nn.Module, *, tiles: int | None) -> int:
+    """Replace every MLP that GatedMlp equals, in place, and return their number.
+
+    Parameters keep their names. ``tiles`` is as in GatedMlp.
+    """
+    proven: dict[tuple[object, ...], bool] = {}
+    count = 0
+    for parent in list(model.modules()):
+        for name, mlp in list(parent.named_children()):
+            projections = _projections(mlp)
+            if projections is None:
+                continue
+            named = ((n, *dict(p.named_parameters())) for n, p in projections.items())
+            kind = (type(mlp), type(getattr(mlp, "act_fn", None)), *named)
+            if kind not in proven:
+                proven[kind] = _computes_gated_mlp(mlp, projections)
+            if proven[kind]:
+                setattr(parent, name, GatedMlp(projections, tiles=tiles))
+                count += 1
+    return count
+
+
+def _projections(module: nn.Module) -> dict[str, nn.Linear] | None:
+    """The linear children of a module that has just those of a gated MLP; None for any other.
+
+    A module with further parameters or with buffers is another one.
+    """
+    linear = {name: child for name, child in module.named_children() if type(child) is nn.Linear}
+    if isinstance(module, GatedMlp) or set(linear) not in (
+        {"gate_proj", "up_proj", "down_proj"},
+        {"gate_up_proj", "down_proj"},
+    ):
+        return None
+    owned = {id(parameter) for child in linear.values() for parameter in child.parameters()}
+    if {id(parameter) for parameter in module.parameters()} != owned or list(module.buffers()):
+        return None
+    width = linear["down_proj"].out_features
+    inner = (projection for name, projection in linear.items() if name != "down_proj")
+    return linear if all(projection.in_features == width for projection in inner) else None
+
+
+def _computes_gated_mlp(module: nn.Module, projections: dict[str, nn.Linear]) -> bool:
+    """Whether a small MLP of this kind equals a small GatedMlp on random numbers."""
+    generator = torch.Generator().manual_seed(0)
+    small = {name: _small(name, linear, generator) for name, linear in projections.items()}
+    theirs = copy.copy(module)
+    # The same module with other sizes.
+    theirs._modules = {**module._modules, **small}  # pyright: ignore[reportPrivateUsage]
+    inputs = torch.randn(1, 64, PROOF_SIZE, generator=generator, dtype=torch.float64)
+    try:
+        with torch.no_grad():
+            expected = theirs(inputs)
+            ours = GatedMlp(small, tiles=None)(inputs)
+    # whatever it needs besides its projections, ours does not give it: left alone
+    except Exception:  # noqa: BLE001
+        return False
+    return expected.shape == ours.shape and bool(
+        torch.allclose(ours, expected, rtol=1e-10, atol=1e-10)
+    )
+
+
+def _small(name: str, linear: nn.Linear, generator: torch.Generator) -> nn.Linear:
+    inner = 2 * PROOF_SIZE + 3
+    sizes = {"down_proj": (inner, PROOF_SIZE), "gate_up_proj": (PROOF_SIZE, 2 * inner)}.get(
+        name, (PROOF_SIZE, inner)
+    )
+    small = nn.Linear(
+        *sizes, bias="bias" in dict(linear.named_parameters()), device="cpu", dtype=torch.float64
+    )
+    with torch.no_grad():
+        for parameter in small.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return small

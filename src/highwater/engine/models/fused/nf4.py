@@ -1,0 +1,193 @@
+"""Frozen weights in NF4, four bits a number, as bitsandbytes packs them (QLoRA, Dettmers et al.,
+https://arxiv.org/abs/2305.14314): a block of 64 numbers shares a scale, which is in 8 bits itself.
+
+A weight is packed once, from the dtype that is computed in, and made whole again for each product
+that it is part of: forward, in the recomputation and backward. Nothing of it is kept in between.
+
+Shapes:  I inputs  O outputs
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from highwater.errors import MachineError
+from highwater.nouns.lora import NF4_BLOCK, NF4_SCALE_BLOCK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nf4Weight:
+    """A weight of O x I numbers in NF4, or some of its rows."""
+
+    codes: Tensor
+    """Two numbers a byte, in their order."""
+    scales: Tensor
+    """A byte for each block: its scale less the mean of all, as an entry of the table."""
+    scale_scales: Tensor
+    """The largest of so many scales, which their entries are multiplied by."""
+    mean: Tensor
+    """The mean of all scales."""
+    table: Tensor
+    """What a byte of a scale stands for: 256 numbers, one table for all weights of a model."""
+    shape: torch.Size
+    dtype: torch.dtype
+    """What the weight is computed with in."""
+    rows: slice | None = None
+    """The rows that are meant, None of all: where blocks end elsewhere, all are made for them."""
+
+    def whole(self) -> Tensor:
+        """The numbers that it stands for, of shape O x I."""
+        operators = torch.ops.bitsandbytes
+        # bitsandbytes makes no float64, which is in tests alone
+        dtype = torch.float32 if self.dtype is torch.float64 else self.dtype
+        scales = operators.dequantize_blockwise(
+            self.scales, self.scale_scales, self.table, NF4_SCALE_BLOCK, torch.float32
+        ).add_(self.mean)
+        shape = list(self.shape)
+        whole = operators.dequantize_4bit(self.codes, scales, NF4_BLOCK, "nf4", shape, dtype)
+        whole = whole.to(self.dtype)
+        return whole if self.rows is None else whole[self.rows]
+
+
+Weight = Tensor | Nf4Weight
+"""A weight as it lies in memory."""
+
+
+def whole(weight: Weight) -> Tensor:
+    """A weight's numbers: where it is packed, made anew."""
+    return weight if isinstance(weight, Tensor) else weight.whole()
+
+
+def as_tensor(weight: Weight | None) -> Tensor | None:
+    """A weight as autograd keeps it; None of one that is packed, which has no gradient."""
+    return weight if isinstance(weight, Tensor) else None
+
+
+def halves(weight: Weight) -> tuple[Weight, Weight]:
+    """The first and the second half of a weight's rows."""
+    if isinstance(weight, Tensor):
+        first, second = weight.chunk(2)
+        return first, second
+    middle = weight.shape[0] // 2
+    numbers, shared = middle * weight.shape[1], NF4_BLOCK * NF4_SCALE_BLOCK
+    if numbers % shared:
+        first, second = (slice(middle), slice(middle, None))
+        return replace(weight, rows=first), replace(weight, rows=second)
+    one, two = (
+        replace(
+            weight,
+            codes=weight.codes[start // 2 : (start + numbers) // 2],
+            scales=weight.scales[start // NF4_BLOCK : (start + numbers) // NF4_BLOCK],
+            scale_scales=weight.scale_scales[start // shared : (start + numbers) // shared],
+            shape=torch.Size((middle, weight.shape[1])),
+        )
+        for start in (0, numbers)
+    )
+    return one, two
+
+
+def packed(weight: Tensor, table: Tensor) -> Nf4Weight:
+    """A weight in NF4. Raises MachineError where bitsandbytes has nothing for its device."""
+    # as transformers has it quantised: in the dtype of the model
+    narrow = weight.float() if weight.dtype is torch.float64 else weight
+    operators = torch.ops.bitsandbytes
+    try:
+        codes, largest = operators.quantize_4bit(narrow, NF4_BLOCK, "nf4", torch.uint8)
+        mean = largest.mean()
+        scales, scale_scales = operators.quantize_blockwise(largest - mean, table, NF4_SCALE_BLOCK)
+    except NotImplementedError as error:
+        raise MachineError(
+            f"bitsandbytes packs no weights on {weight.device.type} here: "
+            f"{str(error).partition(chr(10))[0]}",
+            hint="install a bitsandbytes for this GPU, or leave `--lora-base` out",
+        ) from error
+    return Nf4Weight(
+        codes=codes,
+        scales=scales,
+        scale_scales=scale_scales,
+        mean=mean,
+        table=table,
+        shape=weight.shape,
+        dtype=weight.dtype,
+    )
+
+
+class Nf4Linear(nn.Linear):
+    """A frozen linear layer; its weight is in NF4 once ``pack`` was called."""
+
+    def __init__(self, theirs: nn.Linear) -> None:
+        """Take over the parameters of a linear layer."""
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = theirs.in_features, theirs.out_features
+        self.weight, self.bias = theirs.weight, theirs.bias
+        self.nf4: Nf4Weight | None = None
+
+    def pack(self, table: Tensor) -> None:
+        """Put the packed weight in the place of the whole one, which is gone."""
+        self.nf4 = packed(self.weight.detach(), table)
+        del self.weight
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- as nn.Linear has it
+        """The layer's output for ``input``, of shape (..., I)."""
+        weight = weight_of(self)
+        if isinstance(weight, Tensor):
+            return F.linear(input, weight, self.bias)
+        return _Nf4Product.apply(input, weight, self.bias)  # pyright: ignore[reportReturnType]
+
+
+def weight_of(linear: nn.Linear) -> Weight:
+    """The weight of a linear layer as it lies in memory."""
+    if isinstance(linear, Nf4Linear) and linear.nf4 is not None:
+        return linear.nf4
+    return linear.weight
+
+
+class _Nf4Product(torch.autograd.Function):
+    """A product that keeps nothing but where the packed weight lies."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Nf4Weight, bias_O: Tensor | None) -> Tensor:
+        ctx.weight = weight
+        return F.linear(x, weight.whole(), bias_O)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0] @ ctx.weight.whole(), None, None
+
+
+def prepare(causal_lm: nn.Module, head: nn.Module | None) -> None:
+    """Have every frozen linear layer of a model without storage, its head apart, be one that can be
+    packed; in place. Raises MachineError without bitsandbytes.
+    """
+    _bitsandbytes()
+    for parent in list(causal_lm.modules()):
+        for name, linear in list(parent.named_children()):
+            if type(linear) is nn.Linear and linear is not head and not linear.weight.requires_grad:
+                setattr(parent, name, Nf4Linear(linear))
+
+
+def pack(unit: nn.Module, table: Tensor) -> None:
+    """Pack every layer of a unit that can be."""
+    for module in unit.modules():
+        if isinstance(module, Nf4Linear) and module.nf4 is None:
+            module.pack(table)
+
+
+def scale_table(device: torch.device) -> Tensor:
+    """What a byte of a scale stands for, bitsandbytes' own table."""
+    return cast(Tensor, _bitsandbytes().functional.create_dynamic_map()).to(device)
+
+
+def _bitsandbytes() -> Any:
+    other = "leave `--lora-base` out"
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise MachineError(
+            f"weights in NF4 are bitsandbytes', which cannot be imported: {error}",
+            hint=f"`pip install 'bitsandbytes>=0.49'`, or {other}",
+        ) from error
+    return bitsandbytes

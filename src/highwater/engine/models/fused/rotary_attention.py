@@ -1,0 +1,111 @@
+"""A decoder layer's attention with rotary positions: norm and rotation are one fused pass.
+
+Projections are the family's own, and the attention function is any that transformers knows.
+
+Shapes:  B 1  T tokens  H query heads  K key/value heads  D head size  E hidden size
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from highwater.engine.kernels import rotary as rotary_kernels
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+NORMS = ("q_norm", "k_norm")
+"""Norms of every head; a family has both or none."""
+
+
+class RotaryAttention(nn.Module):
+    """Attention under a family's parameter names, called as its decoder layers call their own."""
+
+    def __init__(self, theirs: nn.Module, features: dict[str, Any]) -> None:
+        """Take over the children of ``theirs``, and what attention functions ask of a module.
+
+        ``features`` are the keywords that ``theirs`` hands to its attention function, dropout
+        excepted.
+        """
+        super().__init__()
+        own: Any = theirs
+        for name, child in theirs.named_children():
+            self.add_module(name, child)
+        self.config = own.config
+        self.layer_idx: int = own.layer_idx
+        self.head_dim: int = own.head_dim
+        self.num_key_value_groups: int = own.num_key_value_groups
+        self.attention_dropout: float = own.attention_dropout
+        self.is_causal = True
+        self.features = features
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: object = None,
+        **features: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the attention, (B, T, E), and attention weights of functions that have them."""
+        if past_key_values is not None:
+            raise RuntimeError(
+                "training keeps no keys and values from one forward pass to the next"
+            )
+        own: Any = self
+        query, key = (
+            self._rotated(
+                getattr(own, f"{name}_proj")(hidden_states),
+                getattr(own, f"{name}_norm", None),
+                *position_embeddings,
+            )
+            for name in ("q", "k")
+        )
+        value = own.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]  # pyright: ignore[reportPrivateUsage]
+        told = {"dropout": self.attention_dropout if self.training else 0.0, **self.features}
+        out, weights = attend(self, query, key, value, attention_mask, **told, **features)
+        return own.o_proj(out.flatten(2)), weights
+
+    def _rotated(
+        self, projected: Tensor, norm: nn.RMSNorm | None, cosines: Tensor, sines: Tensor
+    ) -> Tensor:
+        """The heads of a projection, (B, T, heads * D), normed and rotated: (B, heads, T, D)."""
+        assert len(projected) == 1, "documents are packed into one row"
+        assert cosines.shape[-1] == self.head_dim, "the whole head is rotated"
+        heads_THD = projected[0].unflatten(-1, (-1, self.head_dim))
+        eps = 0.0 if norm is None else cast(float, norm.eps)
+        rotated: Tensor = _Rotate.apply(
+            heads_THD, None if norm is None else norm.weight, eps, cosines[0], sines[0]
+        )
+        return rotated.transpose(0, 1)[None]
+
+
+class _Rotate(torch.autograd.Function):
+    """engine/kernels/rotary.py for autograd; keeps its input and one number per head."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_THD: Tensor,
+        weight_D: Tensor | None,
+        eps: float,
+        cosines_TD: Tensor,
+        sines_TD: Tensor,
+    ) -> Tensor:
+        out_THD, scales_TH = rotary_kernels.rotate(x_THD, weight_D, eps, cosines_TD, sines_TD)
+        # Without a norm the gradient needs no input, only its shape, which the gradient has too.
+        kept = (x_THD, weight_D, scales_TH) if weight_D is not None else (None, None, None)
+        ctx.save_for_backward(*kept, cosines_TD, sines_TD)
+        return out_THD
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x_THD, weight_D, scales_TH, cosines_TD, sines_TD = ctx.saved_tensors
+        # The kernels ask for a dense last dimension; an attention's gradient may lie otherwise.
+        gradient_THD = gradients[0] if gradients[0].stride(-1) == 1 else gradients[0].contiguous()
+        x_THD = gradient_THD if x_THD is None else x_THD
+        gradient, weight_gradient = rotary_kernels.backward(
+            gradient_THD, x_THD, weight_D, scales_TH, cosines_TD, sines_TD
+        )
+        return gradient, weight_gradient, None, None, None

@@ -1,0 +1,161 @@
+"""Proof that a family's logits are its head's product with its backbone's last hidden states, as
+its config was read: scaled and capped.
+
+The engine applies the head itself, to the trained tokens, in chunks. That trains another model
+where a family transforms the hidden states before its head (ModernBERT's decoder), or does anything
+else with the logits after it than scale and cap them (Granite, Cohere, Gemma 2). The proof runs the
+family's own forward pass around a backbone that answers with random hidden states, with a head of a
+few rows: it takes milliseconds, and asks nothing of the config's fields. A refusal names those
+fields that it knows.
+"""
+
+import copy
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from highwater.engine.kernels.rows import transformed
+from highwater.engine.models.fused.fused import PROOF_TOLERANCE
+from highwater.errors import ModelError
+from highwater.model.logit_transform import PLAIN, LogitTransform
+
+_ROWS, _TOKENS = 5, 3
+
+_STRANGE = (
+    *(AttributeError, IndexError, KeyError, TypeError, ValueError),
+    *(NotImplementedError, RuntimeError),
+)
+"""What a forward pass raises that needs more of its backbone than hidden states."""
+
+
+def prove_head(causal_lm: PreTrainedModel, transform: LogitTransform = PLAIN) -> None:
+    """Raise ModelError, by the family's name, unless its logits are those of the head alone, so
+    transformed.
+
+    The model may be on meta.
+    """
+    head: Any = causal_lm.get_output_embeddings()
+    prefix = causal_lm.base_model_prefix
+    if prefix not in dict(causal_lm.named_children()) or not isinstance(head, nn.Linear):
+        raise _refusal(causal_lm, f"it is not a backbone called {prefix} and a head")
+    hidden_1TE = torch.randn(1, _TOKENS, head.in_features, generator=_generator())
+    backbone = _Answering(hidden_1TE)
+    family, small = _around(causal_lm, backbone, head)
+    ids = torch.arange(_TOKENS)[None]
+    with torch.no_grad():
+        expected = transformed(small(hidden_1TE), transform)
+        try:
+            logits: Tensor = cast(Any, family)(
+                input_ids=ids, position_ids=ids.clone(), use_cache=False
+            ).logits
+        except _STRANGE as error:
+            why = f"its forward pass cannot be followed ({type(error).__name__})"
+            raise _refusal(causal_lm, why) from error
+    if len(backbone.heard) != 1 or backbone.heard[0] is not ids:
+        raise _refusal(causal_lm, "its backbone is given something else than the tokens")
+    if backbone.is_entered and not _hands_on(causal_lm, backbone):
+        raise _refusal(causal_lm, "its backbone is not what its head is applied to")
+    if logits.shape != expected.shape or not torch.allclose(
+        logits, expected, rtol=PROOF_TOLERANCE, atol=PROOF_TOLERANCE
+    ):
+        raise _refusal(causal_lm, _what_it_does(causal_lm))
+
+
+class _Answering(nn.Module):
+    """A backbone, and the decoder in it, that remembers its inputs and always gives one answer."""
+
+    def __init__(self, hidden_1TE: Tensor) -> None:
+        super().__init__()
+        self.hidden_1TE = hidden_1TE
+        self.heard: list[Tensor | None] = []
+        self.is_entered = False
+
+    @property
+    def decoder(self) -> nn.Module:
+        """The module that some families call in the backbone's place (OPT)."""
+        self.is_entered = True
+        return self
+
+    def forward(self, input_ids: Tensor | None = None, **_: Any) -> BaseModelOutputWithPast:
+        """Return the hidden states, whatever the tokens are."""
+        self.heard.append(input_ids)
+        return _HeadOutput(last_hidden_state=cast(Any, self.hidden_1TE))
+
+
+class _HeadOutput(BaseModelOutputWithPast):
+    """An output of which everything else that a family reads is None."""
+
+    def __getattr__(self, _: str) -> None:
+        return None
+
+
+def _hands_on(causal_lm: PreTrainedModel, decoder: _Answering) -> bool:
+    """Whether the family's backbone returns what its decoder returns."""
+    backbone: Any = copy.copy(causal_lm.get_submodule(causal_lm.base_model_prefix))
+    backbone._modules = {**backbone._modules, "decoder": decoder}
+    ids = torch.arange(_TOKENS)[None]
+    output = backbone(input_ids=ids, position_ids=ids, use_cache=False)
+    return output.last_hidden_state is decoder.hidden_1TE
+
+
+def _around(
+    causal_lm: PreTrainedModel, backbone: nn.Module, whole: nn.Linear
+) -> tuple[nn.Module, nn.Linear]:
+    """Copy the family's outermost module around ``backbone``, and return it with its head.
+
+    The head has a few rows, and everything but the backbone is random.
+    """
+    name = next(name for name, module in causal_lm.named_modules() if module is whole)
+    small = nn.Linear(
+        whole.in_features, _ROWS, bias="bias" in dict(whole.named_parameters()), device="meta"
+    )
+    family = copy.copy(causal_lm)
+    loose: Any = family
+    for kind in ("_modules", "_parameters", "_buffers"):
+        setattr(loose, kind, dict(getattr(causal_lm, kind)))
+    loose._modules[causal_lm.base_model_prefix] = None
+    # Wherever a module refers to the head, its copy refers to the small one.
+    loose._modules = {
+        child: copy.deepcopy(module, {id(whole): small}) for child, module in loose._modules.items()
+    }
+    for part in (family, *family.children()):
+        part.to_empty(device="cpu", recurse=part is not family)
+    generator = _generator()
+    for tensor in (*family.parameters(), *family.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = torch.randn(tensor.shape, generator=generator)
+    loose._modules[causal_lm.base_model_prefix] = backbone
+    head = cast(nn.Linear, family.get_submodule(name))
+    assert head.out_features == _ROWS
+    return family.eval(), head
+
+
+def _what_it_does(causal_lm: PreTrainedModel) -> str:
+    between = [
+        name for name, _ in causal_lm.named_children() if name != causal_lm.base_model_prefix
+    ]
+    fields = [
+        name
+        for name in vars(causal_lm.config)
+        if name.startswith(("logit", "final_logit")) and getattr(causal_lm.config, name)
+    ]
+    values = ", ".join(f"{name} = {getattr(causal_lm.config, name)}" for name in fields)
+    said = f"; its config has {values}" if fields else ""
+    return (
+        "its logits are not its head's product with the last hidden states "
+        f"(beside its backbone: {', '.join(between)}){said}"
+    )
+
+
+def _refusal(causal_lm: PreTrainedModel, why: str) -> ModelError:
+    return ModelError(
+        f"{causal_lm.config.model_type} cannot be trained: {why}",
+        hint="use a family whose head alone makes the logits, for example Qwen3 or Llama",
+    )
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)

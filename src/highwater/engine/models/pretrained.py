@@ -1,0 +1,245 @@
+"""A Hugging Face directory that transformers 4.57 and 5 load, written as a stream.
+
+It has weights, their index, config and the tokenizer's files. In memory transformers 5 fuses
+experts and renames some weights; the files keep the layout that both versions read. A safetensors
+file is a header with the place of every tensor, then their bytes. All places are known before the
+first tensor is, so that no more than one parameter is ever in this process's memory.
+
+Source: https://github.com/huggingface/safetensors#format
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from highwater.nouns.files import CONFIG_BYTES, read_file
+from highwater.units import GIB
+
+FILE_BYTES = 4 * GIB
+"""Bytes of a file at the most: it ends where the next parameter would make it longer."""
+COPIED = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+"""Files that go along unchanged where the model's directory has them."""
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class _File(NamedTuple):
+    """One safetensors file before it is written."""
+
+    parameters: dict[str, dict[str, Tensor]]
+    """Tensors in the file by their parameter in memory: names, and shapes without storage."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the file's tensors."""
+        return sum(tensor.nbytes for _, tensor in self._tensors())
+
+    def header(self) -> bytes:
+        """The length of the header and the header, padded: tensors begin at a multiple of 8."""
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        start = 0
+        for name, tensor in self._tensors():
+            stop = start + tensor.nbytes
+            place = {"shape": list(tensor.shape), "data_offsets": [start, stop]}
+            entries[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], **place}
+            start = stop
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for tensors in self.parameters.values():
+            yield from tensors.items()
+
+
+class PretrainedDirectory:
+    """Weights files in the writing.
+
+    They are made with the shapes of all parameters, given their values in the same order, then
+    closed.
+    """
+
+    def __init__(
+        self, directory: Path, model: PreTrainedModel, shapes: Mapping[str, Tensor]
+    ) -> None:
+        """Plan the files: ``shapes`` has every tensor under its name in memory, on meta.
+
+        Its dtype is the one in which it is saved.
+        """
+        self.written_bytes = 0
+        self._model = model
+        files = _files(model, shapes)
+        count = len(files)
+        names = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
+        if count == 1:
+            names = ["model.safetensors"]
+        self._file_of = {
+            parameter: (directory / name, file)
+            for name, file in zip(names, files, strict=True)
+            for parameter in file.parameters
+        }
+        self._directory = directory
+        self._open: tuple[Path, IO[bytes]] | None = None
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write the next parameter, whole and in host memory."""
+        path, file = self._file_of[name]
+        if self._open is None or self._open[0] != path:
+            self._close_file()
+            self._open = path, path.open("wb")
+            self._put(file.header())
+        expected = file.parameters[name]
+        for file_name, part in revert_weight_conversion(self._model, {name: tensor}).items():
+            planned = expected[file_name]
+            assert part.shape == planned.shape, f"{file_name} is not as planned"
+            assert part.dtype == planned.dtype, f"{file_name} is not as planned"
+            content: Any = part.contiguous().reshape(-1).view(torch.uint8).numpy()
+            self._put(memoryview(content))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._close_file()
+        if kind is None:
+            self._write_index()
+
+    def _put(self, data: bytes | memoryview) -> None:
+        assert self._open is not None
+        self._open[1].write(data)
+        self.written_bytes += len(data)
+
+    def _close_file(self) -> None:
+        """Close the file once it is on the disk.
+
+        A disk that is full, or far away, may tell only then.
+        """
+        if self._open is None:
+            return
+        (_, file), self._open = self._open, None
+        with file:
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _write_index(self) -> None:
+        """Write the index of tensors by file; a single file needs none."""
+        files = dict(self._file_of.values())
+        if len(files) == 1:
+            return
+        weight_map = {
+            name: path.name
+            for path, file in files.items()
+            for tensors in file.parameters.values()
+            for name in tensors
+        }
+        index = {
+            "metadata": {"total_size": sum(file.size_bytes for file in files.values())},
+            "weight_map": weight_map,
+        }
+        self.written_bytes += _write_json(self._directory / "model.safetensors.index.json", index)
+
+
+def write_beside(
+    directory: Path, model: PreTrainedModel, *, architecture: str, dtype: torch.dtype, source: Path
+) -> int:
+    """Write ``config.json`` and copy the tokenizer's files; returns the bytes written."""
+    config = config_of(model, architecture=architecture, dtype=dtype, source=source)
+    written_bytes = _write_json(directory / "config.json", config)
+    for name in COPIED:
+        if (source / name).is_file():
+            written_bytes += Path(shutil.copyfile(source / name, directory / name)).stat().st_size
+    return written_bytes
+
+
+def config_of(
+    model: PreTrainedModel, *, architecture: str, dtype: torch.dtype, source: Path
+) -> dict[str, Any]:
+    """The model's config with RoPE as it was trained, in the words of transformers 4.57 and 5.
+
+    ``architecture`` is the class that loads it. What the source's config.json says and this version
+    does not know stays as it is.
+    """
+    theirs: dict[str, Any] = json.loads(read_file(source / "config.json", most_bytes=CONFIG_BYTES))
+    config = model.config
+    ours: dict[str, Any] = config.to_diff_dict()
+    if theirs.get("model_type") != ours["model_type"]:
+        theirs = {}
+    theirs.pop("torch_dtype", None)  # the older name of dtype
+    for said in (theirs, ours):
+        said.pop("quantization_config", None)  # what is trained, and saved, is dequantised
+    # Version 5 writes num_local_experts, for example, where 4.57 reads num_experts.
+    ours |= {old: ours[name] for old, name in config.attribute_map.items() if name in ours}
+    return {
+        **theirs,
+        **ours,
+        **_rope(config.to_dict().get("rope_parameters")),
+        "architectures": [architecture],
+        "dtype": str(dtype).removeprefix("torch."),
+        "tie_word_embeddings": bool(config.tie_word_embeddings),
+        "use_cache": theirs.get("use_cache", True),  # off in training alone
+    }
+
+
+def _rope(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The config's fields about RoPE, for both versions.
+
+    Version 5 reads ``rope_parameters``; 4.57 reads ``rope_scaling``, and ``rope_theta`` and the
+    like at the top level.
+    """
+    if parameters is None or "rope_type" not in parameters:
+        return {}  # none, or one for each kind of layer, for which 4.57 has fields of its own
+    top_level = {
+        name: parameters[name]
+        for name in ("rope_theta", "partial_rotary_factor")
+        if name in parameters
+    }
+    scaling = {name: value for name, value in parameters.items() if name not in top_level}
+    return {
+        "rope_parameters": dict(parameters),
+        **top_level,
+        "rope_scaling": None if parameters["rope_type"] == "default" else scaling,
+    }
+
+
+def _files(model: PreTrainedModel, shapes: Mapping[str, Tensor]) -> list[_File]:
+    """Fill files in the order of the parameters; a parameter's tensors stay in one file."""
+    files, filled_bytes = [_File({})], 0
+    for name, shape in shapes.items():
+        filled_bytes += shape.nbytes
+        if files[-1].parameters and filled_bytes > FILE_BYTES:
+            files, filled_bytes = [*files, _File({})], shape.nbytes
+        files[-1].parameters[name] = revert_weight_conversion(model, {name: shape})
+    return files
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> int:
+    return path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,293 @@
+"""Saved weights: each rank reads its own rows of every parameter, and nothing else.
+
+What is read is what transformers would load, or it is refused: every parameter is in the files,
+whole and of the config's shape; and no tensor is left over, but those that the family's class says
+to leave. transformers drops what is left over with a warning. Here that would train another model
+than the files': a bias that the config does not switch on, layers past its number.
+
+Shapes, of MXFP4:  X experts  I inputs  O outputs  G groups of 32 numbers  B 16 bytes of two
+                   numbers each
+"""
+
+import pickle
+import re
+from collections.abc import Collection, Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from highwater.engine.parallel.fsdp2 import local_shard, own_rows
+from highwater.errors import ModelError
+from highwater.model.weight_files import (
+    MXFP4_BLOCKS,
+    MXFP4_SCALES,
+    quantised_tensor,
+    refuse_quantised_tensor,
+    weight_files,
+)
+
+_FUSED_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
+_BELONG_TOGETHER = "use weights that belong to the config beside them"
+_MXFP4_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_MXFP4_VALUES = (*_MXFP4_POSITIVE, *(-value for value in _MXFP4_POSITIVE))
+"""The numbers that 4 bits stand for. Source: OCP Microscaling Formats 1.0, table of E2M1."""
+_MXFP4_BIAS = 127
+"""Bias of a scale's byte, which is an exponent of 2."""
+_COMPARED_ROWS = 4096
+_UNREADABLE = (
+    *(pickle.UnpicklingError, EOFError, OSError),
+    *(RuntimeError, ValueError, LookupError, AttributeError),
+)
+"""What torch.load raises for a file that is damaged, or holds more than tensors."""
+
+
+class SavedWeights:
+    """The weights of a directory, open: tensors by name, read from disk as they are asked for."""
+
+    def __init__(self, directory: str, where: Mapping[str, Any]) -> None:
+        """Take ``where``, the open file of every tensor."""
+        self.directory = directory
+        self._where = where
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor of this name was saved."""
+        return name in self._where
+
+    def has_same(self, name: str, other: str) -> bool:
+        """Whether two tensors have the same values."""
+        one, two = (self._where[n].get_slice(n) for n in (name, other))
+        if _shape(one) != _shape(two):
+            return False
+        # By rows, so that neither tensor is whole in memory.
+        starts = range(0, _shape(one)[0], _COMPARED_ROWS)
+        return all(
+            torch.equal(one[start : start + _COMPARED_ROWS], two[start : start + _COMPARED_ROWS])
+            for start in starts
+        )
+
+    def renamed(self, names: Mapping[str, str]) -> "SavedWeights":
+        """The same tensors under other names; raises ModelError for two that would have one."""
+        first: dict[str, str] = {}
+        for name in self._where:
+            other = first.setdefault(names[name], name)
+            if other != name:
+                raise ModelError(
+                    f"the weights in {self.directory} hold {names[name]} twice, as {other} and as "
+                    f"{name}",
+                    hint="remove one of them: save the model with transformers' save_pretrained, "
+                    "and give that directory",
+                )
+        return SavedWeights(
+            self.directory,
+            {names[name]: _Renamed(file, name) for name, file in self._where.items()},
+        )
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of all tensors in the files."""
+        return self._where.keys()
+
+    def check(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, Tensor],
+        *,
+        others: Collection[str],
+        ignored: Collection[str],
+    ) -> None:
+        """Raise ModelError unless the files hold just these parameters, in their shapes.
+
+        ``buffers`` may be there, in their shapes; ``others`` may be there too, and what matches the
+        patterns ``ignored``.
+        """
+        expected = set(others)
+        for name, parameter in parameters.items():
+            expected.update(self._names(name, tuple(parameter.shape)))
+        for name, buffer in buffers.items():
+            if name in self._where:
+                self._check_shape(name, tuple(buffer.shape))
+        more = sorted(self._where.keys() - expected)
+        left = [name for name in more if not any(re.search(p, name) for p in ignored)]
+        if left:
+            listed = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
+            raise ModelError(
+                f"the weights in {self.directory} hold what the config has no place for: {listed}",
+                hint="use the config.json that belongs to them; where these are biases, it has "
+                "attention_bias or mlp_bias",
+            )
+
+    def fill(self, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> None:
+        """Fill this rank's shards of the parameters, and the buffers that were saved.
+
+        Parameters that are not sharded are filled whole.
+        """
+        for name, parameter in parameters.items():
+            start, stop = own_rows(parameter)
+            if start < stop:
+                local_shard(parameter).detach().copy_(self._read(name, start, stop))
+        for name, buffer in buffers.items():
+            if name in self._where:
+                buffer.copy_(self._where[name].get_tensor(name))
+
+    def _names(self, name: str, shape: tuple[int, ...]) -> list[str]:
+        """The tensors that a parameter is made of; ModelError where one is missing or misshapen."""
+        blocks, scales = name + MXFP4_BLOCKS, name + MXFP4_SCALES
+        fused = _FUSED_EXPERTS.fullmatch(name)
+        if name in self._where:
+            self._check_shape(name, shape)
+            return [name]
+        if blocks in self._where and len(shape) == 3:
+            experts, inputs, outputs = shape
+            self._check_shape(blocks, (experts, outputs, inputs // 32, 16))
+            self._check_shape(scales, (experts, outputs, inputs // 32))
+            return [blocks, scales]
+        if fused is None:
+            raise self._lack(name)
+        rows = shape[1] // 2 if fused[2] == "gate_up_proj" else shape[1]
+        names = [each for expert in range(shape[0]) for each in _expert_names(fused, expert)]
+        for each in names:
+            self._check_shape(each, (rows, shape[2]))
+        return names
+
+    def _read(self, name: str, start: int, stop: int) -> Tensor:
+        if name in self._where:
+            return self._where[name].get_slice(name)[start:stop]
+        if name + MXFP4_BLOCKS in self._where:
+            return torch.cat([self._dequantised(name, expert) for expert in range(start, stop)])
+        fused = cast(re.Match[str], _FUSED_EXPERTS.fullmatch(name))
+        # One row of a fused expert parameter is one expert, whose matrices the files keep apart.
+        experts = [
+            [self._where[n].get_tensor(n) for n in _expert_names(fused, expert)]
+            for expert in range(start, stop)
+        ]
+        return torch.stack([torch.cat(parts) for parts in experts])
+
+    def _dequantised(self, name: str, expert: int) -> Tensor:
+        parts = (name + MXFP4_BLOCKS, name + MXFP4_SCALES)
+        return dequantised(
+            *(self._where[part].get_slice(part)[expert : expert + 1] for part in parts)
+        )
+
+    def _check_shape(self, name: str, expected: tuple[int, ...]) -> None:
+        if name not in self._where:
+            raise self._lack(name)
+        found = _shape(self._where[name].get_slice(name))
+        if found != expected:
+            raise ModelError(
+                f"{name} in {self.directory} is of shape {found}, the config asks for {expected}",
+                hint=_BELONG_TOGETHER,
+            )
+
+    def _lack(self, name: str) -> ModelError:
+        return ModelError(f"the weights in {self.directory} lack {name}", hint=_BELONG_TOGETHER)
+
+
+class _Unpickled:
+    """A file of PyTorch's own format, with the methods of a safetensors file.
+
+    Its tensors are mapped, and read when they are copied.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def keys(self) -> Collection[str]:
+        """Names of the file's tensors."""
+        return self._tensors.keys()
+
+    def get_tensor(self, name: str) -> Tensor:
+        """A whole tensor."""
+        return self._tensors[name]
+
+    get_slice = get_tensor
+
+
+class _Renamed:
+    """A tensor of an open file under another name than the file's."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        self._file = file
+        self._name = name
+
+    def get_tensor(self, _: str) -> Tensor:
+        """The whole tensor."""
+        return self._file.get_tensor(self._name)
+
+    def get_slice(self, _: str) -> Any:
+        """Safetensors' slice, which reads the rows that it is asked for."""
+        return self._file.get_slice(self._name)
+
+
+@contextmanager
+def opened(directory: str) -> Generator[SavedWeights | None, None, None]:
+    """Open the weights in a directory, for as long as the block runs; None when there are none."""
+    files = weight_files(Path(directory))
+    with ExitStack() as stack:
+        where: dict[str, Any] = {}
+        for file in files:
+            if file.suffix == ".safetensors":
+                handle = stack.enter_context(safe_open(file, framework="pt"))
+            else:
+                handle = _unpickled(file)
+            twice = sorted(where.keys() & set(handle.keys()))
+            if twice:
+                raise ModelError(
+                    f"two of the weight files in {directory} hold {twice[0]}",
+                    hint="remove the file that is left from another save",
+                )
+            where |= dict.fromkeys(handle.keys(), handle)
+        yield SavedWeights(directory, where) if files else None
+
+
+def dequantised(blocks_XOGB: Tensor, scales_XOG: Tensor) -> Tensor:
+    """The bfloat16 weights (X, I, O) that MXFP4 stands for.
+
+    Inputs come first, as transformers has the experts of gpt-oss in memory.
+    """
+    values = torch.tensor(_MXFP4_VALUES, dtype=torch.bfloat16)
+    # The low four bits of a byte are the first of its two numbers.
+    pairs = torch.stack(
+        (values[(blocks_XOGB & 15).int()], values[(blocks_XOGB >> 4).int()]), dim=-1
+    )
+    numbers = torch.ldexp(pairs.flatten(-2), scales_XOG.int()[..., None] - _MXFP4_BIAS)
+    return numbers.flatten(-2).transpose(1, 2)
+
+
+def _expert_names(fused: re.Match[str], expert: int) -> list[str]:
+    parts = ("gate_proj", "up_proj") if fused[2] == "gate_up_proj" else ("down_proj",)
+    return [f"{fused[1]}.{expert}.{part}.weight" for part in parts]
+
+
+def _shape(part: Any) -> tuple[int, ...]:
+    """Shape of a tensor, or of a slice as safetensors gives it."""
+    return tuple(part.shape if isinstance(part, Tensor) else part.get_shape())
+
+
+def _unpickled(file: Path) -> _Unpickled:
+    """Read a file of PyTorch's own, of which nothing but tensors is made."""
+    try:
+        tensors: Any = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except _UNREADABLE as error:
+        raise ModelError(
+            f"{file} cannot be read as tensors alone: {str(error).partition(chr(10))[0]}",
+            hint="load the model with transformers and save it with save_pretrained, which writes "
+            "safetensors",
+        ) from error
+    if not isinstance(tensors, Mapping) or not all(
+        isinstance(t, Tensor) for t in cast(Mapping[str, Any], tensors).values()
+    ):
+        raise ModelError(
+            f"{file} holds more than tensors by name", hint="use the model's weights alone"
+        )
+    narrow = {torch.int8: "I8", torch.uint8: "U8"}
+    named = cast(Mapping[str, Tensor], tensors)
+    dtypes = {
+        name: "F8" if "float8" in str(t.dtype) else narrow.get(t.dtype, "")
+        for name, t in named.items()
+    }
+    refuse_quantised_tensor(quantised_tensor(dtypes, is_mxfp4=False), file.parent)
+    return _Unpickled(named)

@@ -1,0 +1,234 @@
+"""The process group of a trial: joined, warmed up and left in one place."""
+
+import os
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from highwater.engine.parallel.collectives import gather_rows, pass_on
+from highwater.engine.parallel.sequence_layout import SequenceLayout
+from highwater.nouns.layout import Layout
+from highwater.nouns.rank import STORE_VARIABLE
+
+_JOINED = count()
+"""How often this process has joined others before, one more each time."""
+
+
+def join(device: torch.device) -> None:
+    """Join the group of all ranks: NCCL on GPUs, gloo on the CPU.
+
+    NCCL's communicator is made here rather than at the first collective, so that its memory can be
+    told from the rest. A rank alone makes none: it has nobody to talk to, and would spend 0.5 GiB
+    on it. So is a process that nobody numbered.
+    """
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks == 1:
+        join_alone(device)
+        return
+    bound = device if device.type == "cuda" else None
+    dist.init_process_group(
+        _backend(device), device_id=bound, store=_store(rank, ranks), rank=rank, world_size=ranks
+    )
+
+
+def join_alone(device: torch.device) -> None:
+    """Make a group of this process alone: its store is in this process's memory."""
+    # gloo listens even for nobody, by default where others reach it.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def _store(rank: int, ranks: int) -> dist.Store | None:
+    """The store through which the ranks find each other; None for torch's own way.
+
+    A file opens no port. Where none is named, torchrun for example started the ranks: they meet
+    through its server, which listens on every interface. A process that joins again, after it has
+    left, meets where nothing is left of the time before: ranks would take it for each other's word.
+    """
+    path, before = os.environ.get(STORE_VARIABLE), next(_JOINED)
+    if path is not None:
+        return dist.FileStore(f"{path}.{before}" if before else path, ranks)
+    if not before:
+        return None
+    store, _, _ = next(dist.rendezvous("env://", rank, ranks))
+    return dist.PrefixStore(f"joined {before} times before", store)
+
+
+@contextmanager
+def alone(device: torch.device) -> Generator[None]:
+    """Run the block in a group of this process alone; another group may be made after it."""
+    join_alone(device)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def shard_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
+    """The mesh that parameters, gradients and optimizer states are sharded over, in one dimension;
+    with copies of the shards in two, the copies first: neighbours hold one copy together.
+    """
+    if layout.replicate_degree == 1:
+        return init_device_mesh(device.type, (layout.gpus,), mesh_dim_names=("shard",))
+    return init_device_mesh(
+        device.type,
+        (layout.replicate_degree, layout.shard_degree),
+        mesh_dim_names=("replicate", "shard"),
+    )
+
+
+def all_ranks(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group of all ranks of a mesh, which are those of the trial."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
+def copies(mesh: DeviceMesh) -> int:
+    """How many copies of each shard there are."""
+    return 1 if mesh.ndim == 1 else mesh.size(0)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceGroups:
+    """The ranks that share this rank's sequences.
+
+    They are neighbours; a rank among them is ``ring rank * ulysses_degree + ulysses rank``.
+    """
+
+    every: dist.ProcessGroup
+    """All that share them."""
+    ulysses: dist.ProcessGroup | None
+    """Those that trade heads; None where the degree is 1."""
+    ring: dist.ProcessGroup | None
+    """Those that keys and values go around; None where the degree is 1."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among all of them."""
+        return dist.get_rank(self.every)
+
+    @property
+    def degree(self) -> int:
+        """How many they are."""
+        return dist.get_world_size(self.every)
+
+    def layout_of(self, document_lengths: Sequence[int]) -> SequenceLayout:
+        """How they share a packed row of these documents."""
+        ulysses_degree, ring_degree = (
+            1 if group is None else dist.get_world_size(group)
+            for group in (self.ulysses, self.ring)
+        )
+        return SequenceLayout(tuple(document_lengths), ulysses_degree, ring_degree)
+
+
+def sequence_groups(layout: Layout, mesh: DeviceMesh) -> SequenceGroups | None:
+    """The groups of the ranks that share this rank's sequences; None where it shares them with
+    none.
+
+    Where a group is of all ranks it is the mesh's own: a second one would cost NCCL's buffers once
+    more.
+    """
+    degree, ulysses = layout.context_degree, layout.ulysses_degree
+    if degree == 1:
+        return None
+    firsts = range(0, layout.gpus, degree)
+    every = _own_group([range(first, first + degree) for first in firsts], mesh)
+    if ulysses in (1, degree):
+        return SequenceGroups(every, *((None, every) if ulysses == 1 else (every, None)))
+    neighbours = [range(first, first + ulysses) for first in range(0, layout.gpus, ulysses)]
+    rings = [
+        range(first + rank, first + degree, ulysses) for first in firsts for rank in range(ulysses)
+    ]
+    return SequenceGroups(every, _own_group(neighbours, mesh), _own_group(rings, mesh))
+
+
+def _own_group(every: Sequence[Sequence[int]], mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The one of these groups, which together are all ranks, that this rank is in."""
+    if len(every) == 1:
+        return all_ranks(mesh)
+    # Every rank makes every group, in one order: making one is itself a collective of all ranks.
+    own, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in every])
+    assert isinstance(own, dist.ProcessGroup), "every rank is in one of the groups"
+    return own
+
+
+def warm_up(mesh: DeviceMesh, shared: SequenceGroups | None) -> None:
+    """Run each collective of a step once, on a few numbers.
+
+    Its buffers then exist before memory is measured.
+    """
+    if mesh.size() == 1:
+        return
+    device = mesh.device_type
+    part = torch.ones(1, device=device)
+    for dimension in range(mesh.ndim):
+        group = mesh.get_group(dimension)
+        full = torch.ones(mesh.size(dimension), device=device)
+        # Under the names that torch 2.11 knows too.
+        dist.all_gather_into_tensor(full, part, group=group)  # pyright: ignore[reportDeprecated]
+        dist.reduce_scatter_tensor(part, full, group=group)  # pyright: ignore[reportDeprecated]
+        dist.all_reduce(part, group=group)
+    dist.all_reduce(part, group=all_ranks(mesh))
+    if shared is None:
+        return
+    if shared.ulysses is not None:
+        row = torch.ones(dist.get_world_size(shared.ulysses), device=device)
+        dist.all_to_all_single(torch.empty_like(row), row, group=shared.ulysses)
+    if shared.ring is not None:
+        for passed in pass_on([part], shared.ring)[1]:
+            passed.wait()
+        if shared.ulysses is not None:
+            dist.all_reduce(part, group=shared.every)
+
+
+def total(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Sum a tensor over the mesh, in place; each rank had its share."""
+    if mesh.size() > 1:
+        dist.all_reduce(tensor, group=all_ranks(mesh))
+    return tensor
+
+
+def every_ranks(values: Sequence[float], dtype: torch.dtype, mesh: DeviceMesh) -> list[list[Any]]:
+    """Every rank's values, on the host, in the order of the ranks; their counts may differ."""
+    if mesh.size() == 1:
+        return [list(values)]
+    own = torch.tensor(values, dtype=dtype)
+    own_count = torch.tensor([len(own)], device=mesh.device_type)
+    counts = gather_rows(own_count, all_ranks(mesh)).tolist()
+    # A gather takes tensors of one shape: all are padded to the longest, and cut afterwards.
+    rows = F.pad(own, (0, max(counts) - len(own)))[None].to(mesh.device_type)
+    return [
+        row[:count]
+        for row, count in zip(gather_rows(rows, all_ranks(mesh)).tolist(), counts, strict=True)
+    ]
+
+
+def leave() -> NoReturn:
+    """Wait for the others, then leave the group, and the process with status 0.
+
+    Tearing a group down while a peer still talks kills the peer. And gloo's threads may still let
+    go of a tensor: one that does so while the interpreter shuts down aborts the process, after all
+    its work is done. Hence ``os._exit``.
+    """
+    if dist.get_world_size() > 1:
+        dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

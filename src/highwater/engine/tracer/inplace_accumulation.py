@@ -1,0 +1,198 @@
+"""How autograd adds gradients up on plain tensors: in place, where nobody else holds the first; in
+a copy under a dispatch mode.
+
+Where two gradients of one value meet, autograd's engine writes their sum over the one that came
+first, if it is dense, the only tensor of its storage and held by nobody else, and the sum itself is
+not differentiated. It gives that up as soon as a dispatch mode is on, which could tell. The mode
+that traces tells itself, by the counts of references that the engine would have asked for. These
+are higher here by what the mode itself holds: by how much is learned from sums whose answer is
+known. Source: ``accumulate`` in torch/csrc/autograd/input_buffer.cpp, ``is_tensor_stealable`` in
+torch/csrc/autograd/variable.h.
+"""
+
+import ctypes
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import dropwhile, takewhile
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from highwater.engine.tracer.fake_dispatch import QuickFakeMode
+
+aten: Any = torch.ops.aten
+_ADD, _ADD_IN_PLACE = aten.add.Tensor, aten.add_.Tensor
+_PUT, _PUT_IN_PLACE = aten.index_put.default, aten.index_put_.default
+_MOST_CALLERS = 64
+"""Native callers that are looked through; a sum of gradients is some 30 below the engine."""
+_ENGINES_SUM = b"_ZN5torch8autograd11InputBuffer3addE"
+"""torch::autograd::InputBuffer::add, as it is called in PyTorch's library."""
+_LIBRARIES = b"/torch/lib/"
+"""A part of the path of each of PyTorch's own libraries."""
+
+
+class _Counts(NamedTuple):
+    """References to a tensor and its storage."""
+
+    by_cpp: int
+    by_python: int
+    to_storage: int
+
+
+class InplaceAccumulation:
+    """What an operator that a dispatch mode is asked for would be on plain tensors; sums stay as
+    they are until it has learned.
+    """
+
+    def __init__(self) -> None:
+        self._alone: _Counts | None = None
+        self._heard: list[_Counts] | None = None
+
+    def operator(self, func: Any, args: Sequence[Any]) -> Any:
+        """The operator that is called: another one where autograd takes another one."""
+        if func is _ADD:
+            return _ADD_IN_PLACE if self._is_in_place(args) else func
+        # The gradient of ``x[indices]``. Source: index_backward,
+        # torch/csrc/autograd/FunctionsManual.cpp.
+        is_gradient = func is _PUT and args[3:] == (True,) and not torch.is_grad_enabled()
+        return _PUT_IN_PLACE if is_gradient else func
+
+    def learn(self, mode: TorchDispatchMode) -> None:
+        """Learn from sums of fake CUDA tensors in such a mode as will ask. Raises RuntimeError
+        where nothing tells them apart.
+        """
+        told: list[_Counts] = []
+        with QuickFakeMode(), mode:
+            for probe in (_alone, _shared, _held, _viewed):
+                self._heard = []
+                value = torch.ones(2, 2, device="cuda", requires_grad=True) * 1
+                probe(value).sum().backward()
+                if len(self._heard) != 1:
+                    raise RuntimeError(
+                        f"torch {torch.__version__} does not show where autograd adds gradients up"
+                    )
+                told += self._heard
+        self._heard = None
+        self._alone, *others = told
+        if self._alone in others:
+            raise RuntimeError(f"torch {torch.__version__} does not show who holds a gradient")
+
+    def _is_in_place(self, args: Sequence[Any]) -> bool:
+        if (
+            torch.is_grad_enabled()
+            or len(args) != 2
+            or not all(type(each) is FakeTensor for each in args)
+        ):
+            return False
+        counts = _counts(args)
+        if self._heard is not None:
+            if _is_the_engines():
+                self._heard.append(counts)
+            return False
+        return counts == self._alone and _is_dense(args[0]) and _is_the_engines()
+
+
+def _counts(args: Sequence[Any]) -> _Counts:
+    """References to the first argument, which no variable may name meanwhile: nobody else holds it
+    then but the sequence of arguments.
+    """
+    storage = args[0].untyped_storage()._cdata
+    to_storage: Callable[[int], int] = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+    return _Counts(args[0]._use_count(), sys.getrefcount(args[0]), to_storage(storage))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor has each place of its memory once, in whatever order its dimensions are."""
+    places = 1
+    for stride, size in sorted(
+        (stride, size)
+        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        if size != 1
+    ):
+        if stride != places:
+            return False
+        places *= size
+    return True
+
+
+def _alone(value: Tensor) -> Tensor:
+    """A probe: nobody else holds the first of its two gradients."""
+    return value * 2 + value * 3
+
+
+def _shared(value: Tensor) -> Tensor:
+    """A probe: its first gradient is also that of a value made before, for which it waits."""
+    before = torch.ones_like(value, requires_grad=True) * 1
+    value = value * 1
+    return value * 2 + (before + value) * 3
+
+
+def _held(value: Tensor) -> Tensor:
+    """A probe: something in Python holds its first gradient."""
+    return value * 2 + _Kept.apply(value)
+
+
+def _viewed(value: Tensor) -> Tensor:
+    """A probe: its first gradient is another tensor's view."""
+    return value * 2 + value.T * 3
+
+
+class _Kept(torch.autograd.Function):
+    """A function that doubles, and keeps its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        ctx.kept = []
+        return value * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        ctx.kept.append(gradients[0] * 2)
+        return ctx.kept[0]
+
+
+class _Caller(NamedTuple):
+    """A native function that is running."""
+
+    is_torch: bool
+    is_sum: bool
+
+
+class _Symbol(ctypes.Structure):
+    """``Dl_info`` of the C library."""
+
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def _is_the_engines() -> bool:
+    """Whether the engine asked for the sum that is being dispatched: a backward formula may add two
+    tensors as well.
+
+    Python has no frame of it, so that the native ones are asked: of PyTorch's own those that Python
+    was called from.
+    """
+    addresses = (ctypes.c_void_p * _MOST_CALLERS)()
+    count: int = ctypes.CDLL(None).backtrace(addresses, _MOST_CALLERS)
+    callers = dropwhile(lambda caller: not caller.is_torch, map(_caller, addresses[:count]))
+    return any(caller.is_sum for caller in takewhile(lambda caller: caller.is_torch, callers))
+
+
+@cache
+def _caller(address: int) -> _Caller:
+    """The function that an address is in."""
+    symbol = _Symbol()
+    find: Callable[..., int] = ctypes.CDLL(None).dladdr
+    find(ctypes.c_void_p(address), ctypes.byref(symbol))
+    return _Caller(
+        is_torch=_LIBRARIES in (symbol.file or b""),
+        is_sum=(symbol.name or b"").startswith(_ENGINES_SUM),
+    )

@@ -1,0 +1,162 @@
+"""The tracer: a trial's own steps on fake CUDA tensors, at full depth and any length; writes what a
+rank allocates and frees.
+
+``python -m highwater.engine.tracer.tracer ORDER EVENTS`` in a process of its own, on any machine:
+no number is computed, no GPU asked. What runs is the engine's own code; what a CPU build cannot run
+is stood in for by what makes the same allocations: the fused attention and norm, the Triton
+kernels. Plain attention computes only those rows that take the most. What a kernel takes for itself
+and gives back is in ``kernel_workspaces.py``. No size depends on a number: experts are one product
+over all of them, of as many rows wherever a router sends the tokens.
+"""
+
+import gc
+import importlib
+import os
+import sys
+import traceback
+from contextlib import suppress
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from highwater.engine.data.micro_batches import batches
+from highwater.engine.models.build import read_config
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.tracer import fake_cuda, kernel_stubs
+from highwater.engine.tracer.allocation_recorder import AllocationRecorder
+from highwater.engine.tracer.fake_dispatch import QuickFakeMode
+from highwater.engine.tracer.inplace_accumulation import InplaceAccumulation
+from highwater.engine.tracer.kernel_workspaces import WORKSPACES, in_column_sums
+from highwater.engine.tracer.trainers import TRACED
+from highwater.engine.training.rank_context import RankContext
+from highwater.engine.training.rank_run import rehearsal_batch
+from highwater.engine.training.step import train_step
+from highwater.nouns.events import EventLog, TraceOrder
+from highwater.nouns.hardware import Kernel
+from highwater.nouns.trial import TrialSpec
+
+aten: Any = torch.ops.aten
+
+
+def main() -> None:
+    """Trace what the first file orders into the second."""
+    exit_code = 1
+    try:
+        order = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=TraceOrder)
+        target = Path(sys.argv[2])
+        unfinished = target.with_suffix(".partial")
+        unfinished.write_bytes(msgspec.json.encode(trace(order)))
+        unfinished.replace(target)
+        exit_code = 0
+    # the edge of the process, which has to end as the next line has it
+    except Exception:  # noqa: BLE001
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)  # the interpreter's end would let go of fakes that C++ still knows
+
+
+def trace(order: TraceOrder) -> EventLog:
+    """What a rank of the trial allocates and frees on its device, from the model's first shard to
+    the end of the last step.
+
+    What lies in host memory is not in it.
+    """
+    spec = order.spec
+    if spec.settings.lora is not None:
+        _import_adapters()
+    fake_cuda.install()
+    kernel_stubs.put(order.kernel)
+    if spec.settings.optimizer != "adamw":
+        kernel_stubs.put_low_bit()
+    context = _context(spec, order.rank, order.kernel)
+    source = batches(spec, vocab_size=_vocab_size(spec), data_rank=context.data_rank)
+    whole = [[next(source) for _ in range(spec.micro_batches)] for _ in range(spec.steps)]
+    rehearsal = rehearsal_batch(spec, context)
+    sums = InplaceAccumulation()
+    sums.learn(AllocationRecorder(sums))
+    recorder = AllocationRecorder(sums)
+    recorder.hidden = WORKSPACES | {
+        aten.sum.dim_IntList: partial(in_column_sums, resident_threads=order.resident_threads)
+    }
+    trainer = TRACED[order.trainer]
+    trainer.set_up(recorder, context)
+    fake_cuda.heard_record_stream.append(recorder.lend)
+    fake_cuda.heard_gradient.append(recorder.pass_on)
+    # Alone a rank has only copies on its other streams, which are done by then: so H200s recorded.
+    fake_cuda.heard_wait.append(
+        recorder.wait_for if context.mesh.size() > 1 else lambda _: recorder.wait()
+    )
+    _mute_while_shapes_are_asked(recorder)
+    gc.disable()  # a collection would free at moments that another process does not
+    with QuickFakeMode(allow_non_fake_inputs=True), recorder:
+        training = trainer.begin(spec, context, rehearsal, recorder)
+        for step in whole:
+            with unset_fake_temporarily():
+                own = [context.share_of(batch) for batch in step]
+            trainer.before_step(recorder)
+            train_step(training, own, enter=recorder.enter)
+            trainer.after_step(training, own)
+        recorder.is_closed = True
+    versions = {"torch": str(torch.__version__), "transformers": version("transformers")}
+    return EventLog(
+        source="traced",
+        versions=versions,
+        operators=tuple(recorder.operators),
+        modules=tuple(recorder.modules),
+        events=tuple(recorder.events),
+    )
+
+
+def _import_adapters() -> None:
+    """Import what would look for a GPU while there seems to be one: peft, and bitsandbytes with it
+    where that is installed. Who needs what is missing says so.
+    """
+    with suppress(ImportError):
+        importlib.import_module("peft")
+
+
+def _mute_while_shapes_are_asked(recorder: AllocationRecorder) -> None:
+    propagator: Any = ShardingPropagator
+    name = "_propagate_tensor_meta_non_cached"
+    ask = getattr(propagator, name)
+
+    def muted(*args: Any, **kwargs: Any) -> Any:
+        before, recorder.is_muted = recorder.is_muted, True
+        try:
+            return ask(*args, **kwargs)
+        finally:
+            recorder.is_muted = before
+
+    setattr(propagator, name, muted)
+
+
+def _context(spec: TrialSpec, rank: int, kernel: Kernel) -> RankContext:
+    dist.init_process_group("fake", rank=rank, world_size=spec.layout.gpus, store=FakeStore())
+    device = torch.device("cuda", 0)
+    mesh = process_mesh.shard_mesh(spec.layout, device)
+    return RankContext(
+        device=device,
+        kernel=kernel,
+        mesh=mesh,
+        shared=process_mesh.sequence_groups(spec.layout, mesh),
+        nccl_bytes=0,
+    )
+
+
+def _vocab_size(spec: TrialSpec) -> int:
+    return read_config(
+        spec.model_directory, length_tokens=spec.length_tokens, rope=spec.settings.rope
+    ).vocab_size
+
+
+if __name__ == "__main__":
+    main()

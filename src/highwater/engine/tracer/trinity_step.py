@@ -1,0 +1,240 @@
+"""Trinity: the models of Trinity-RFT's trainer (verl's actor on FSDP1), built for what they
+allocate: published tables are of it.
+
+What differs from our own, as that trainer is known to work: Hugging Face's layers as they are;
+logits of every token, prompts too, divided by the temperature in place through a view;
+log-probabilities and entropies whose gradients are two more vectors of logits; optimizer states
+made by the first update; gradients dropped after each; a host that is never far ahead of its GPU.
+The step around them is our ``grpo``. It was traced, compared with the plain objective on the CPU,
+and has run on H200s (docs/results/lab/trinity_trials.py).
+
+Shapes:  T packed tokens of a micro-batch on this rank  E hidden size  V vocabulary  N trained
+tokens
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from highwater.engine.activations.recompute import recompute_layers
+from highwater.engine.attention.registry import Attention, register
+from highwater.engine.data.batches import Batch
+from highwater.engine.kernels import rows as row_kernels
+from highwater.engine.models import weights
+from highwater.engine.models.build import drop_storage, read_config
+from highwater.engine.models.decoder import Decoder, MicroBatchStatistics
+from highwater.engine.models.fill import Fill
+from highwater.engine.models.head_proof import prove_head
+from highwater.engine.parallel import fsdp2
+from highwater.engine.parallel.fsdp1 import shard_flat
+from highwater.engine.tracer.allocation_recorder import AllocationRecorder
+from highwater.engine.training.rank_context import RankContext, compute_dtype
+from highwater.engine.training.step import Training
+from highwater.nouns.trial import TrialSpec
+
+TEMPERATURE = 1.0
+"""Temperature of the reference's trials; logits are divided by it although it is 1."""
+
+
+def set_up(recorder: AllocationRecorder, context: RankContext) -> None:  # noqa: ARG001
+    """Leave out what an embedding's gradient takes for itself: these traces are to lie on lines
+    over the tokens, which those bytes do not.
+    """
+    recorder.hidden.pop(torch.ops.aten.embedding_dense_backward.default)
+
+
+def begin(
+    spec: TrialSpec,
+    context: RankContext,
+    rehearsal: Batch,  # noqa: ARG001 -- it rehearses nothing
+    recorder: AllocationRecorder,
+) -> Training:
+    """Build the models, and do nothing more."""
+    training = assemble(spec, context)
+    recorder.follow(training.policy)
+    return training
+
+
+def before_step(recorder: AllocationRecorder) -> None:
+    """Give the cache back, as the trainer does before it sends the weights to its explorer: once
+    they are there, and after each step.
+    """
+    recorder.release()
+
+
+def after_step(_: Training, __: Sequence[Batch]) -> None:
+    """Nothing of ours comes between two of its steps."""
+
+
+def assemble(spec: TrialSpec, context: RankContext) -> Training:
+    """The actor on FSDP1, and its reference in host memory."""
+    config = read_config(
+        spec.model_directory, length_tokens=spec.length_tokens, rope=spec.settings.rope
+    )
+    dtype = compute_dtype(context.device)
+    how: dict[str, Any] = {
+        "directory": spec.model_directory,
+        "mesh": context.mesh,
+        "compute_dtype": dtype,
+        "seed": spec.seed,
+    }
+
+    def actor(dtype: torch.dtype) -> Actor:
+        attention = register(context.kernel, shared=context.shared, depth=spec.attention_depth)
+        return actor_on_meta(config, attention=attention, dtype=dtype)
+
+    policy = on_fsdp1(actor(torch.float32), **how)
+    _wait_in_every_layer(policy)
+    return Training(
+        policy=policy,
+        reference=offloaded(actor(dtype), **how),
+        optimizer=_AdamW(policy.parameters(), lr=spec.hyperparameters.learning_rate, foreach=True),
+        mesh=context.mesh,
+        sequence=context.sequence,
+        objective="grpo",
+        entropy=True,
+    )
+
+
+class Actor(Decoder):
+    """A causal LM that holds the logits of every token, whichever are trained on."""
+
+    def forward(
+        self,
+        input_ids_T: Tensor,
+        position_ids_T: Tensor,
+        trained_positions_N: Tensor,
+        labels_N: Tensor,
+        document_lengths: Sequence[int],
+        # of `sft`, which the reference trains otherwise
+        logprob_gradient: float | None = None,  # noqa: ARG002
+    ) -> MicroBatchStatistics:
+        """Log-probabilities of ``labels_N`` and entropies, each read at its position; shape N,
+        float32 or wider.
+        """
+        hidden_TE = self.hidden_states(input_ids_T, position_ids_T, document_lengths)
+        logits_TV = self.head(hidden_TE[None]).squeeze(0)
+        logits_TV = divided(logits_TV)
+        labels_T = torch.zeros_like(input_ids_T).index_copy(0, trained_positions_N, labels_N)
+        logprobs_T, entropies_T = _Statistics.apply(logits_TV, labels_T)
+        return MicroBatchStatistics(
+            logprobs_T[trained_positions_N], entropies_T[trained_positions_N], None
+        )
+
+
+def divided(logits_TV: Tensor) -> Tensor:
+    """Divide logits by the temperature, in place, through a view of what the head made."""
+    return logits_TV.div_(TEMPERATURE)
+
+
+class _Statistics(torch.autograd.Function):
+    """Flash attention's cross-entropy and verl's compiled entropy: both read the logits, each makes
+    a gradient of its own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
+        of = row_kernels.statistics(logits_TV, labels_T)
+        ctx.save_for_backward(logits_TV, labels_T, *of)
+        return of.logprob_N, of.entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        logits_TV, labels_T, *rest = ctx.saved_tensors
+        of, nothing_T = row_kernels.RowStatistics(*rest), torch.zeros_like(gradients[0])
+        whole_TV, other_TV = logits_TV.clone(), logits_TV.clone()
+        row_kernels.backward_(whole_TV, labels_T, of, nothing_T, gradients[1])
+        row_kernels.backward_(other_TV, labels_T, of, gradients[0], nothing_T)
+        return whole_TV.add_(other_TV), None
+
+
+class _AdamW(torch.optim.AdamW):
+    """Lets go of gradients between steps, and makes its states at the first one, as PyTorch does by
+    default. The host waits for the GPU before an update: verl looks whether the gradients' norm is
+    finite, and else goes without it (``dp_actor.py``).
+    """
+
+    # nobody has a closure
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        _wait_for_gpu()
+        super().step(closure)
+
+    # our step asks to keep them
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
+        super().zero_grad(set_to_none=True)
+
+
+def _wait_for_gpu(*_: object) -> None:
+    """Wait for the GPU: what other streams used and was given back is free then."""
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
+
+
+def _wait_in_every_layer(policy: Decoder) -> None:
+    """Have the host wait in every layer: the reference's attention reads the longest document's
+    length from the GPU, so that its host is never ahead by a layer.
+    """
+    for name, module in policy.named_modules():
+        if name.endswith("self_attn"):
+            module.register_forward_pre_hook(_wait_for_gpu)
+
+
+def actor_on_meta(config: PreTrainedConfig, *, attention: Attention, dtype: torch.dtype) -> Actor:
+    """The actor on meta, with our attention, which allocates what flash attention does, and Hugging
+    Face's own everything else.
+    """
+    with torch.device("meta"):
+        causal_lm = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config),
+            dtype=dtype,
+            attn_implementation=attention.name,
+            trust_remote_code=False,
+        )
+    drop_storage(causal_lm)
+    prove_head(causal_lm)
+    return Actor(causal_lm, attention=attention)
+
+
+def on_fsdp1(
+    actor: Actor,
+    *,
+    directory: str,
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype,
+    seed: int = 0,
+    use_orig_params: bool = False,
+) -> Decoder:
+    """The actor, recomputed layer by layer and sharded; verl's parameters are FSDP1's vectors.
+    Weights as in ``model.build``.
+    """
+    recompute_layers(actor.layers)
+    with weights.opened(directory) as saved:
+        fill = Fill(actor, saved, device=torch.device(mesh.device_type), seed=seed)
+        how: dict[str, Any] = {
+            "mesh": mesh,
+            "compute_dtype": compute_dtype,
+            "use_orig_params": use_orig_params,
+        }
+        wrapped = shard_flat(actor, actor.layers, materialise=fill.one_unit, **how)
+    fill.finish()
+    return cast(Decoder, wrapped).train()
+
+
+def offloaded(
+    actor: Actor, *, directory: str, mesh: DeviceMesh, compute_dtype: torch.dtype, seed: int = 0
+) -> Decoder:
+    """The actor, frozen, in host memory, with FSDP2: a layer is on the device at a time, as with
+    FSDP1's offload.
+    """
+    with weights.opened(directory) as saved:
+        fill = Fill(actor, saved, device=torch.device(mesh.device_type), seed=seed)
+        fsdp2.shard(actor, list(actor.layers), mesh=mesh, compute_dtype=compute_dtype, offload=True)
+        actor.to_empty(device="cpu")
+        fill.values(actor)
+    fill.finish()
+    return actor.requires_grad_(False).train()

@@ -1,0 +1,1 @@
+"""One training step, the loops around it, and what they write and read back."""

@@ -1,0 +1,353 @@
+"""Checkpoints: model and optimizer as every rank's shards, and the model as a directory that
+``from_pretrained`` loads, or its adapters as one that peft loads.
+
+Both read the shards through torch.distributed.checkpoint.state_dict, which knows FSDP1, FSDP2 and
+shards in host memory. Neither ever makes a whole copy of anything: shards are written as they lie,
+and Hugging Face weights one parameter at a time.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from highwater.engine.models.adapters import (
+    adapted_layer,
+    is_adapter,
+    name_for_peft,
+    write_adapters,
+)
+from highwater.engine.models.decoder import Decoder
+from highwater.engine.models.pretrained import PretrainedDirectory, write_beside
+from highwater.engine.models.weight_names import name_in_files
+from highwater.engine.parallel.fsdp2 import local_shard, own_rows
+from highwater.engine.parallel.mesh import all_ranks, every_ranks
+from highwater.engine.training.shard_index import write_index
+from highwater.engine.training.shard_reader import FlatRange, ShardReader
+from highwater.errors import UsageError
+from highwater.nouns.lora import Lora
+
+
+def save_sharded(
+    model: Decoder, optimizer: torch.optim.Optimizer, directory: Path, *, mesh: DeviceMesh
+) -> int:
+    """Write every rank's shards of model and optimizer to ``directory``; returns the bytes that
+    this rank wrote.
+
+    The format is torch.distributed.checkpoint's: keys ``model`` and ``optimizer``, a tied head
+    under its embedding's name alone; beside it an index that ``load_sharded`` reads. 12 bytes a
+    parameter over all ranks: float32 weights and both moments; with adapters those of them alone,
+    for the model is where it came from. Raises OSError when the disk does not take it.
+    """
+    options = _options(model)
+    weights = get_model_state_dict(model, options=options)
+    for name in [name for name in weights if name_in_files(name) in _tied_names(model)]:
+        del weights[name]
+    state: dict[str, Any] = {
+        "model": weights,
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+    }
+    writer = _CountingWriter(directory)
+    try:
+        # A rank alone talks to nobody: NCCL would spend memory on it.
+        dcp.save(state, storage_writer=writer, no_dist=mesh.size() == 1, process_group=None)
+    except dcp.CheckpointException as error:
+        raise _first_of(error) from error
+    return writer.written_bytes
+
+
+@torch.no_grad()
+def load_sharded(
+    model: Decoder, optimizer: torch.optim.Optimizer, directory: Path, *, mesh: DeviceMesh
+) -> None:
+    """Read what ``save_sharded`` wrote into the shards of model and optimizer, in place: weights,
+    moments and the optimizer's steps are what they were, bit by bit.
+
+    Whoever saved it: another number of ranks or copies, the other strategy, moments in host memory
+    or not. Only moments of 8 bits may be refused on another number of shards, where their blocks of
+    256 numbers are not the same ones. Learning rates and the like are the optimizer's own.
+
+    Each rank reads what it holds, and in host memory is one saved piece at a time: of the largest
+    tensor what one rank saved of it. Raises UsageError for another model's checkpoint, and for a
+    damaged one.
+    """
+    own = _held_by_rank(model, mesh)
+    with ShardReader(directory) as reader:
+        saved = {_saved_name(name): name for name in reader.tensors}
+        _refuse_another_model(model, optimizer, own, saved, reader)
+        for name, buffer in model.named_buffers():
+            key = saved.get(("model", name_in_files(name), ""))
+            if key is not None:
+                reader.fill(key, buffer, FlatRange(0, buffer.numel()))
+        for name, (parameter, _, held) in own.items():
+            shard = local_shard(parameter.detach())
+            reader.fill(saved["model", name, ""], shard, held)
+            for kind, moment in optimizer.state.get(parameter, {}).items():
+                part = held if moment.ndim else FlatRange(0, 1)
+                reader.fill(saved["optimizer", name, kind], local_shard(moment), part)
+
+
+class _TrainedShard(NamedTuple):
+    """A trained parameter, how many numbers it has, and which of them are this rank's."""
+
+    parameter: nn.Parameter
+    numbers: int
+    held: FlatRange
+
+
+def _held_by_rank(model: Decoder, mesh: DeviceMesh) -> dict[str, _TrainedShard]:
+    """The trained parameters by their names in files."""
+    trained = {
+        name_in_files(name): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    if not any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        own: dict[str, _TrainedShard] = {}
+        for name, parameter in trained.items():
+            row = math.prod(parameter.shape[1:])
+            first, last = own_rows(parameter)
+            own[name] = _TrainedShard(
+                parameter, parameter.numel(), FlatRange(first * row, last * row)
+            )
+        return own
+    # FSDP1 cuts its flat vectors into one stretch for each rank, in the order of the ranks.
+    counts = torch.tensor(
+        every_ranks([parameter.numel() for parameter in trained.values()], torch.int64, mesh)
+    )
+    starts = counts.cumsum(0) - counts
+    found = zip(trained.items(), starts[dist.get_rank()].tolist(), counts.sum(0), strict=True)
+    return {
+        name: _TrainedShard(parameter, int(numbers), FlatRange(start, start + parameter.numel()))
+        for (name, parameter), start, numbers in found
+    }
+
+
+def _saved_name(key: str) -> tuple[str, str, str]:
+    """Whose a saved tensor is, the parameter's name in files, and what it is of it."""
+    owner, _, rest = key.partition(".")
+    if owner == "model":
+        return owner, name_in_files(rest), ""
+    parameter, _, kind = rest.removeprefix("state.").rpartition(".")
+    return owner, name_in_files(parameter), kind
+
+
+def _refuse_another_model(
+    model: Decoder,
+    optimizer: torch.optim.Optimizer,
+    own: Mapping[str, _TrainedShard],
+    saved: Mapping[tuple[str, str, str], str],
+    reader: ShardReader,
+) -> None:
+    """Raise UsageError where not the same is trained, or other things are kept of it."""
+    theirs = {name for owner, name, _ in saved if owner == "model"}
+    buffers = {name_in_files(name) for name, _ in model.named_buffers()}
+    differing = sorted(set(own) - theirs) or sorted(theirs - set(own) - buffers)
+    for name in theirs & set(own):
+        shape, (parameter, numbers, _) = reader.tensors[saved["model", name, ""]].shape, own[name]
+        is_whole = isinstance(parameter, DTensor)  # FSDP1's are flat
+        if shape != tuple(parameter.shape) if is_whole else math.prod(shape) != numbers:
+            differing.append(name)
+    for name, (parameter, _, _) in own.items():
+        kinds = optimizer.state.get(parameter, {})
+        differing += [name for kind in kinds if ("optimizer", name, kind) not in saved]
+    if differing:
+        raise UsageError(
+            f"{reader.directory} was saved of another model, or of another optimizer: "
+            f"{differing[0]} is not the same",
+            hint="go on with the model, `--lora` and `--optimizer` that the run began with",
+        )
+
+
+def save_pretrained(
+    model: Decoder,
+    directory: Path,
+    *,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    source: Path,
+    merged: bool = False,
+) -> int:
+    """Write the Hugging Face model to ``directory`` in ``dtype``; returns the bytes that this rank
+    wrote: rank 0 all, others 0. Of a model with adapters those are written, in their own dtype, for
+    peft to load beside the model at ``source``; ``merged``: the model with them added to it.
+
+    Every rank gathers one parameter at a time, as it does in the forward pass; rank 0 alone copies
+    it to its host and writes it. What an earlier save left in the directory is overwritten, file by
+    file. ``source`` is the directory that the model came from. Raises OSError when the disk does
+    not take it.
+    """
+    if model.lora is not None and not merged:
+        return _save_adapters(model, model.lora, directory, mesh=mesh, source=source)
+    shards = _named_shards(model)
+    parameters = {name_in_files(name) for name, _ in model.named_parameters()}
+    dtypes = {
+        name: dtype if name in parameters else tensor.dtype for name, tensor in shards.items()
+    }
+    written_bytes, left = 0, iter(shards.items())
+    try:
+        if dist.get_rank() == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+            shapes = {
+                name: torch.empty(shard.shape, dtype=dtypes[name], device="meta")
+                for name, shard in shards.items()
+            }
+            with PretrainedDirectory(directory, model.causal_lm, shapes) as target:
+                for name, shard in left:
+                    target.write(name, _merged(model, name, shard, dtypes[name], mesh).cpu())
+                written_bytes = target.written_bytes
+            written_bytes += write_beside(
+                directory,
+                model.causal_lm,
+                architecture=model.architecture,
+                dtype=dtype,
+                source=source,
+            )
+    finally:
+        for name, shard in left:  # also where the first rank failed: the others gather it
+            _merged(model, name, shard, dtypes[name], mesh)
+        _meet(mesh)
+    return written_bytes
+
+
+def _meet(mesh: DeviceMesh) -> None:
+    """Wait for the first rank to have written: the others' next step would else be timed with its
+    writing in it.
+    """
+    if mesh.size() > 1:
+        dist.barrier(group=all_ranks(mesh))
+
+
+def _save_adapters(
+    model: Decoder, lora: Lora, directory: Path, *, mesh: DeviceMesh, source: Path
+) -> int:
+    """Write what is trained of a model with adapters, which all ranks gather, as peft has it."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    whole: dict[str, Tensor] = {
+        name_for_peft(name_in_files(name)): _whole(parameter.detach(), parameter.dtype, mesh).cpu()
+        for name, parameter in trained.items()
+    }
+    written_bytes = 0
+    try:
+        if dist.get_rank() == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+            written_bytes = write_adapters(
+                directory, whole, lora, base=str(source), gives_scalars=model.gives_scalars
+            )
+    finally:
+        _meet(mesh)
+    return written_bytes
+
+
+def _merged(
+    model: Decoder, name: str, shard: Tensor, dtype: torch.dtype, mesh: DeviceMesh
+) -> Tensor:
+    """A whole tensor; of a layer with an adapter the sum of both, rounded once."""
+    layer = adapted_layer(model, name)
+    if layer is None:
+        return _whole(shard, dtype, mesh)
+    adapter = layer.adapter
+    assert adapter is not None, "no adapter is off between two passes"
+    a_RI, b_OR = (_whole(each.detach(), each.dtype, mesh) for each in adapter[:2])
+    whole = _whole(shard, shard.dtype, mesh).to(a_RI)
+    return torch.addmm(whole, b_OR, a_RI, alpha=adapter.scale).to(dtype)
+
+
+def _options(model: Decoder) -> StateDictOptions:
+    """FSDP2 hands out its shards; FSDP1 copies of them, which go to the host."""
+    return StateDictOptions(
+        cpu_offload=any(isinstance(module, FullyShardedDataParallel) for module in model.modules()),
+        ignore_frozen_params=model.lora is not None,
+    )
+
+
+def _named_shards(model: Decoder) -> dict[str, Tensor]:
+    """This rank's shards of the Hugging Face model by its own names, in its own order; a tied head
+    is its embedding.
+    """
+    options = replace(_options(model), ignore_frozen_params=False)
+    shards: dict[str, Any] = get_model_state_dict(model, options=options)
+    tied = _tied_names(model)
+    return {
+        name_in_files(name): shard
+        for name, shard in shards.items()
+        if name_in_files(name) not in tied and not is_adapter(name)
+    }
+
+
+def _tied_names(model: Decoder) -> set[str]:
+    """Names, as files have them, under which a parameter is known besides its first."""
+    first = {name for name, _ in model.named_parameters()}
+    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name_in_files(name) for name in every - first}
+
+
+def _whole(shard: Tensor, dtype: torch.dtype, mesh: DeviceMesh) -> Tensor:
+    """The whole tensor, narrowed before it is gathered: what travels and what it takes on the
+    device is the narrow one.
+    """
+    if not isinstance(shard, DTensor):
+        return shard.to(dtype)
+    if mesh.size() == 1:
+        return shard.to_local().to(
+            dtype
+        )  # nothing to gather: not even a communicator is made for it
+    # Shards in host memory travel over the mesh's device.
+    return cast(DTensor, shard.to(device=mesh.device_type, dtype=dtype)).full_tensor()
+
+
+class _CountingWriter(dcp.FileSystemWriter):
+    """Counts what it writes, and fails with the system's own error where torch.save would hide it
+    behind one of its format.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.written_bytes = 0
+
+    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
+        """Write what says where everything is, on the first rank."""
+        super().finish(metadata, results)
+        places = {each.index: each.storage_data for ranks in results for each in ranks}
+        write_index(Path(self.path), metadata, places)
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[Any]]:
+        """Write this rank's items."""
+        try:
+            results = super().write_data(plan, planner)
+        except RuntimeError as error:
+            raise _cause(error) from None  # it crosses ranks by pickle, which keeps no context
+        self.written_bytes += sum(result.size_in_bytes for result in results.wait())
+        return results
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The system's error behind another one; the error itself when there is none."""
+    behind: BaseException | None = error
+    while behind is not None and not isinstance(behind, OSError):
+        behind = behind.__cause__ or behind.__context__
+    return behind or error
+
+
+def _first_of(error: dcp.CheckpointException) -> BaseException:
+    """The system's error on any rank, or else the first error: what torch raises shows no reason in
+    its first line.
+    """
+    failures = [failure for failure, _ in error.failures.values()]
+    return next((failure for failure in failures if isinstance(failure, OSError)), failures[0])

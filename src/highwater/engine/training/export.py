@@ -1,0 +1,166 @@
+"""Export: the trained model as a directory that others load, whole or not there.
+
+transformers loads it, or peft where adapters were trained. The tokenizer's files and the chat
+template go along.
+"""
+
+import errno
+import json
+import os
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from highwater.engine.data.folder_manifest import make_durable
+from highwater.engine.models.pretrained import COPIED
+from highwater.engine.training.agreement import agreed
+from highwater.engine.training.checkpoint import save_pretrained
+from highwater.engine.training.rank_context import compute_dtype
+from highwater.engine.training.step import Training
+from highwater.errors import MachineError, UsageError
+from highwater.nouns.files import CONFIG_BYTES, read_file
+from highwater.units import format_bytes
+
+PARTIAL = ".partial"
+TEMPLATES = "additional_chat_templates"
+"""Folder of chat templates besides the first."""
+_OF_MODEL = "generation_config.json"
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+_OWN_FILE = re.compile(
+    r"model(?:-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|config\.json"
+    r"|adapter_model\.safetensors|adapter_config\.json|README\.md"
+    rf"|{TEMPLATES}/[^/]+|" + "|".join(map(re.escape, COPIED))
+)
+"""Files of a directory that an export was writing when it was killed."""
+
+
+def export(
+    training: Training,
+    directory: Path,
+    *,
+    source: Path,
+    tokenizer: Path | None = None,
+    merged: bool = False,
+) -> int:
+    """Write the policy to ``directory``, in the dtype that the config at ``source`` names, else the
+    one that it computes in; returns the bytes on the disk, on all ranks.
+
+    Of a model with adapters those are written, in their own dtype; ``merged``: the model with them
+    added to it. ``source`` is the directory that the model came from, ``tokenizer`` one with
+    another tokenizer than its own. It is written under another name and renamed at the end.
+
+    Raises UsageError for a directory that is there already, MachineError where the disk does not
+    take it; both on all ranks.
+    """
+    mesh, is_first = training.mesh, dist.get_rank() == 0
+    partial = directory.with_name(directory.name + PARTIAL)
+    with agreed(mesh):
+        if is_first:
+            _refuse_used(directory)
+            _remove_partial(partial)
+    failure: OSError | None = None
+    try:
+        save_pretrained(
+            training.policy,
+            partial,
+            mesh=mesh,
+            dtype=_dtype_of(source) or compute_dtype(training.device),
+            source=source,
+            merged=merged,
+        )
+    except OSError as error:
+        failure = error
+    with agreed(mesh):
+        try:
+            if failure is not None:
+                raise failure
+            if is_first:
+                _copy_beside(partial, tokenizer or source)
+                _settle(partial, directory)
+        except OSError as error:
+            _remove_partial(partial)
+            raise _refusal(directory, error) from error
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def _refuse_used(directory: Path) -> None:
+    """Raise UsageError for a directory in which something is."""
+    if directory.is_symlink() or (
+        directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
+    ):
+        name = shlex.quote(str(directory))
+        raise UsageError(
+            f"{directory} is there already, and a model is not written over anything",
+            hint=f"`mv {name} {name}.before`",
+        )
+
+
+def _remove_partial(partial: Path) -> None:
+    """Remove what an export that ended early left; UsageError where it has other files."""
+    if not partial.exists():
+        return
+    others = [
+        path
+        for path in partial.rglob("*")
+        if not path.is_dir() and _OWN_FILE.fullmatch(str(path.relative_to(partial))) is None
+    ]
+    if others or not partial.is_dir() or partial.is_symlink():
+        name = shlex.quote(str(partial))
+        raise UsageError(
+            f"{partial} is in the way of a model, and has files that are none of one",
+            hint=f"`mv {name} {name}.mine`",
+        )
+    shutil.rmtree(partial)
+
+
+def _dtype_of(source: Path) -> torch.dtype | None:
+    """The dtype that a model's config names; None where it names none that weights are kept in."""
+    config: dict[str, Any] = json.loads(read_file(source / "config.json", most_bytes=CONFIG_BYTES))
+    return _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")))
+
+
+def _copy_beside(partial: Path, tokenizer: Path) -> None:
+    """Copy the tokenizer's files, and no other tokenizer's."""
+    for name in COPIED:
+        if name != _OF_MODEL:
+            (partial / name).unlink(missing_ok=True)
+            if (tokenizer / name).is_file():
+                shutil.copyfile(tokenizer / name, partial / name)
+    if (tokenizer / TEMPLATES).is_dir():
+        (partial / TEMPLATES).mkdir()
+        for template in (tokenizer / TEMPLATES).glob("*.jinja"):
+            shutil.copyfile(template, partial / TEMPLATES / template.name)
+
+
+def _settle(partial: Path, directory: Path) -> None:
+    """Give what is written its name, once all of it is on the disk."""
+    for path in partial.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    for folder in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
+        make_durable(folder)
+    partial.rename(directory)  # over an empty directory, too
+    make_durable(directory.parent)
+
+
+def _refusal(directory: Path, error: OSError) -> MachineError:
+    parent = directory.parent
+    why = str(error.strerror)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        why = f"there is no space left: {format_bytes(shutil.disk_usage(parent).free)} are free"
+    return MachineError(
+        f"the model cannot be written to {directory}: {why}",
+        hint=f"make room (`df -h {shlex.quote(str(parent))}`), and start the run again: it goes on "
+        "from its last checkpoint",
+    )

@@ -1,0 +1,129 @@
+"""Optimizers: AdamW on the shards of a model, everything that it keeps allocated before the first
+step.
+"""
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from highwater.engine.models.weight_names import name_in_files
+from highwater.engine.training.host_states import HostStateAdamW
+from highwater.errors import MachineError
+from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.optimizer import OPTIMIZERS, OptimizerName
+from highwater.nouns.trial import TrialSpec
+
+_NEVER_DECAYS = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+"""Words in the names of norms and biases, which never decay. Source:
+``Trainer.get_decay_parameter_names``, transformers 5.23."""
+
+
+def optimizer_of(model: nn.Module, spec: TrialSpec) -> torch.optim.Optimizer:
+    """The optimizer that a trial asks for, of one of its models: all that depends on its settings
+    is chosen here.
+    """
+    settings = spec.settings
+    return make_optimizer(
+        model,
+        spec.hyperparameters,
+        name=settings.optimizer,
+        keeps_gradients=settings.keeps_gradients,
+        on_host=settings.offloads_states,
+    )
+
+
+def make_optimizer(
+    model: nn.Module,
+    hyperparameters: Hyperparameters,
+    *,
+    name: OptimizerName = "adamw",
+    keeps_gradients: bool = True,
+    on_host: bool = False,
+) -> torch.optim.Optimizer:
+    """AdamW on the float32 shards, its two moments and every gradient already allocated, as zeros;
+    without ``keeps_gradients`` no gradient, which a step then makes and lets go of.
+
+    It runs where the shards are: on the host when they are offloaded. With ``on_host`` the moments
+    alone are there, wherever the shards are (engine/training/host_states.py). A frozen parameter is
+    none of its own: without a gradient, without states, without decay.
+
+    What lives as long as the training is allocated before the first activation. Left to the first
+    step, gradients and moments would be cut out of the blocks that activations just left, and the
+    caching allocator could never join those again: the largest block, the logits, would be needed
+    twice. And what does not fit shows in the first micro-batch, not in the second step.
+
+    Raises MachineError where a package is missing.
+    """
+    groups = _groups(model, weight_decay=hyperparameters.weight_decay)
+    optimizer = _made(name, groups, hyperparameters, on_host=on_host)
+    fill_missing_gradients(optimizer)
+    optimizer.step()  # zero gradients at rate zero: allocates the moments, changes nothing
+    for group in optimizer.param_groups:
+        group["lr"] = hyperparameters.learning_rate
+    for state in optimizer.state.values():
+        state["step"].zero_()
+    if not keeps_gradients:
+        optimizer.zero_grad(set_to_none=True)
+    return optimizer
+
+
+def _made(
+    name: OptimizerName,
+    groups: list[dict[str, Any]],
+    numbers: Hyperparameters,
+    *,
+    on_host: bool,
+) -> torch.optim.Optimizer:
+    """The optimizer of this name, at rate zero."""
+    betas = (numbers.adam_beta1, numbers.adam_beta2)
+    if on_host:
+        assert name == "adamw", "settings refuse others"
+        return HostStateAdamW(groups, lr=0.0, betas=betas, eps=numbers.adam_epsilon)
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=numbers.adam_epsilon, fused=True)
+    try:
+        from highwater.engine.training.low_bit import LowBitAdamW
+    except ImportError as error:
+        raise MachineError(
+            f"{name} needs torchao, which cannot be imported: {error}",
+            hint='`pip install "torchao>=0.18"`, or use `--optimizer adamw`',
+        ) from error
+    return LowBitAdamW(
+        groups, traits=OPTIMIZERS[name], lr=0.0, betas=betas, eps=numbers.adam_epsilon
+    )
+
+
+def fill_missing_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Give zeros to each trained parameter that has no gradient: AdamW would pass it by, and its
+    decay and its moments with it.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            # FSDP1 leaves an empty tensor of what other ranks hold
+            if parameter.grad is None and parameter.numel():
+                parameter.grad = torch.zeros_like(parameter)
+
+
+def _groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
+    """The trained parameters: those that decay, then norms and biases, as transformers' Trainer
+    tells them apart.
+    """
+    norms = {
+        parameter
+        for module in model.modules()
+        if isinstance(module, nn.LayerNorm)
+        for parameter in module.parameters()
+    }
+    decaying: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            does_not = parameter in norms or _NEVER_DECAYS.search(name_in_files(name).lower())
+            (others if does_not else decaying).append(parameter)
+    groups = (
+        {"params": decaying, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    )
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,332 @@
+"""What was alive when memory ran out, from what the engine knows anyway: no history is recorded,
+and a step that goes well does nothing for it.
+
+What lives from step to step is counted once. PyTorch's allocator calls an observer when it gives
+up, before anything is unwound: there the rest is read from its counters, from FSDP's buffers, and
+from the loss's frames, which hold the logits. What the pass has allocated besides since the step
+began is its activations and temporaries, as one number: which of them are saved, only its graph
+knows, and to walk it would run hooks that recompute. Unattributed is what was there before the step
+and has no name.
+"""
+
+import re
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from types import FrameType, TracebackType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from highwater.engine.models.fused.weight_gradient import WeightGradient
+from highwater.engine.parallel.fsdp2 import local_shard
+from highwater.engine.training.layer_watch import LayerWatch
+from highwater.engine.training.step import Training
+from highwater.nouns.trial import AliveMemory
+
+_INTERPRETER = cast(Any, sys)
+"""Nothing public tells what threads are at."""
+_ENGINE = re.compile(r"highwater/engine/(?!training/(out_of_memory|worker)\b)\w+(/\w+)+\.py$")
+"""Files of the engine, this one and the process edge apart."""
+_HOLDS_LOGITS = re.compile(r"highwater/engine/(models|kernels)/")
+"""Files whose frames are looked into."""
+_LOSS = re.compile(r"highwater/engine/(models/loss|kernels/rows\w*)\.py$")
+"""Files in whose frames logits are."""
+_ASKED_ON_CPU = re.compile(r"you tried to allocate (\d+) bytes")
+_PASSES = ("forward", "backward", "experience")
+"""Phases in which activations are allocated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Moment:
+    """What the allocator and the engine said when a request had no room."""
+
+    requested_bytes: int
+    requested_by: str | None
+    device_free_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    largest_free_bytes: int
+    logits_bytes: int
+    gradients_bytes: int
+    communication_bytes: int
+    phase: str
+    layer: int | None
+
+
+class OutOfMemoryWatch:
+    """Knows what lives from step to step, and notes what else was there when memory ran out."""
+
+    def __init__(self, device: torch.device, where: LayerWatch) -> None:
+        """Listen to the allocator; on the CPU there is none."""
+        self._device = device
+        self._where = where
+        self._training: Training | None = None
+        self._parameters_bytes = self._gradients_bytes = self._optimizer_bytes = 0
+        self._lasting: set[int] = set()
+        self._besides_bytes: int | None = None
+        self._moment: _Moment | None = None
+        if device.type == "cuda":
+            attach: Any = torch._C._cuda_attach_out_of_memory_observer  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+            attach(self._note)
+
+    def know(self, training: Training) -> None:
+        """Count what lives as long as the training, which is all there."""
+        self._training = training
+        parameters = self._storages(
+            chain.from_iterable(model.parameters() for model in _models(training))
+        )
+        gradients = self._storages(_gradients(training))
+        optimizer = self._storages(
+            value
+            for _, optimizer in training.trained
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        )
+        self._parameters_bytes = sum(parameters.values())
+        self._gradients_bytes = sum(gradients.values())
+        self._optimizer_bytes = sum(optimizer.values())
+        self._lasting = {*parameters, *gradients, *optimizer}
+
+    def settle(self) -> None:
+        """Note what else is there between two steps: workspaces and buffers."""
+        if self._device.type == "cuda":
+            allocated = torch.cuda.memory_allocated(self._device)
+            self._besides_bytes = max(0, allocated - self._lasting_bytes)
+
+    def alive(self, error: BaseException) -> tuple[AliveMemory, str, int | None]:
+        """What was alive when ``error`` was raised, and the phase and the layer of it."""
+        moment = self._moment
+        if moment is None:
+            return self._without_moment(error), self._where.phase, self._where.layer
+        lasting = self._lasting_bytes - self._gradients_bytes + moment.gradients_bytes
+        rest = moment.allocated_bytes - lasting - moment.logits_bytes - moment.communication_bytes
+        besides = rest if self._besides_bytes is None else min(rest, self._besides_bytes)
+        is_pass = moment.phase in _PASSES and self._besides_bytes is not None
+        activations = max(0, rest - besides) if is_pass else 0
+        return (
+            AliveMemory(
+                parameters_bytes=self._parameters_bytes,
+                gradients_bytes=moment.gradients_bytes,
+                optimizer_states_bytes=self._optimizer_bytes,
+                activations_bytes=activations,
+                logits_bytes=moment.logits_bytes,
+                communication_bytes=moment.communication_bytes,
+                unattributed_bytes=max(0, rest - activations),
+                allocated_bytes=moment.allocated_bytes,
+                reserved_bytes=moment.reserved_bytes,
+                largest_free_bytes=moment.largest_free_bytes,
+                requested_bytes=moment.requested_bytes,
+                requested_by=moment.requested_by,
+                device_free_bytes=moment.device_free_bytes,
+            ),
+            moment.phase,
+            moment.layer,
+        )
+
+    @property
+    def _lasting_bytes(self) -> int:
+        return self._parameters_bytes + self._gradients_bytes + self._optimizer_bytes
+
+    def _without_moment(self, error: BaseException) -> AliveMemory:
+        """What is known where no allocator told: on the CPU, or of a library's own request."""
+        asked = _ASKED_ON_CPU.search(str(error))
+        every = list(_frames_of(error.__traceback__))
+        frames = [frame for frame in every if _HOLDS_LOGITS.search(frame.f_code.co_filename)]
+        return AliveMemory(
+            parameters_bytes=self._parameters_bytes,
+            gradients_bytes=self._gradients_bytes + self._bytes(_weight_gradients(frames)),
+            optimizer_states_bytes=self._optimizer_bytes,
+            logits_bytes=self._bytes(self._logits(frames)),
+            requested_bytes=int(asked[1]) if asked else None,
+            requested_by=_place(reversed(every)),
+        )
+
+    def _note(self, device: int, requested: int, _limit: int, device_free: int) -> None:
+        """Hear from the allocator that a request had no room; an error here would hide that one."""
+        try:
+            callers = list(_callers(_INTERPRETER._getframe()))
+            frames = [
+                frame
+                for each in _INTERPRETER._current_frames().values()
+                for frame in _callers(each)
+                if _HOLDS_LOGITS.search(frame.f_code.co_filename)
+            ]
+            stats = torch.cuda.memory_stats(device)
+            blocks = (
+                block["size"]
+                for segment in torch.cuda.memory_snapshot()
+                if segment["device"] == device
+                for block in segment["blocks"]
+                if block["state"] == "inactive"
+            )
+            training = self._training
+            gradients = self._storages(
+                chain(_weight_gradients(frames), () if training is None else _gradients(training))
+            )
+            self._moment = _Moment(
+                requested_bytes=requested,
+                requested_by=_place(callers),
+                device_free_bytes=device_free,
+                allocated_bytes=stats["allocated_bytes.all.current"],
+                reserved_bytes=stats["reserved_bytes.all.current"],
+                largest_free_bytes=max(blocks, default=0),
+                logits_bytes=self._bytes(self._logits(frames)),
+                gradients_bytes=max(self._gradients_bytes, sum(gradients.values())),
+                communication_bytes=self._gathered_bytes(besides=gradients),
+                phase=self._where.phase,
+                layer=self._where.layer,
+            )
+        except Exception as error:  # noqa: BLE001 -- called by the allocator, which goes on to raise
+            sys.stderr.write(f"what was alive cannot be told: {type(error).__name__}: {error}\n")
+
+    def _logits(self, frames: Iterable[FrameType]) -> Iterator[Tensor]:
+        """Blocks of logits in the loss's frames: a row for each token, a column for each word."""
+        if self._training is None:
+            return
+        words = self._training.policy.causal_lm.config.vocab_size
+        hidden = self._training.policy.causal_lm.config.hidden_size
+        for frame in frames:
+            if _LOSS.search(frame.f_code.co_filename):
+                for value in list(frame.f_locals.values()):
+                    kept = getattr(value, "logits_NV", None)  # of autograd's context
+                    found = kept if isinstance(kept, Tensor) else value
+                    if (
+                        isinstance(found, Tensor)
+                        and found.ndim == 2
+                        and found.shape[1] == words
+                        and found.shape != (hidden, words)
+                    ):
+                        yield found
+
+    def _gathered_bytes(self, *, besides: Collection[int]) -> int:
+        """Bytes of what FSDP holds besides; a rank alone may use its shard as what is gathered, and
+        what copies reduced becomes a gradient.
+        """
+        if self._training is None:
+            return 0
+        found = self._storages(_gathered(self._training))
+        counted = {*self._lasting, *besides}
+        return sum(size for place, size in found.items() if place not in counted)
+
+    def _bytes(self, tensors: Iterable[Tensor]) -> int:
+        """Bytes of tensors that are on the device; of storage that they share once."""
+        return sum(self._storages(tensors).values())
+
+    def _storages(self, tensors: Iterable[Tensor]) -> dict[int, int]:
+        """Bytes of the storages of tensors that are on the device, by their address."""
+        storages: dict[int, int] = {}
+        for own in chain.from_iterable(map(_stored, tensors)):
+            if own.device.type == self._device.type:
+                storage = own.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+        storages.pop(0, None)
+        return storages
+
+
+def _stored(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors in which this rank holds one: of a moment in 8 bits its codes and scales."""
+    own: Any = local_shard(tensor)
+    if not is_traceable_wrapper_subclass(own):
+        yield own
+        return
+    names, _ = own.__tensor_flatten__()
+    for name in names:
+        yield from _stored(getattr(own, name))
+
+
+def _models(training: Training) -> Iterator[nn.Module]:
+    yield from (model for model, _ in training.trained)
+    if training.reference is not None and training.reference is not training.policy:
+        yield training.reference
+
+
+def _gradients(training: Training) -> Iterator[Tensor]:
+    for model, _ in training.trained:
+        parameters = chain(
+            model.parameters(), (each.sharded_param for each in _fsdp2_parameters(model))
+        )
+        yield from (parameter.grad for parameter in parameters if parameter.grad is not None)
+
+
+def _weight_gradients(frames: Iterable[FrameType]) -> Iterator[Tensor]:
+    """Sums of a weight's gradient that a frame is adding up."""
+    for frame in frames:
+        for value in list(frame.f_locals.values()):
+            total = getattr(value, "sum_OI", None) if isinstance(value, WeightGradient) else None
+            if total is not None:
+                yield total
+
+
+def _gathered(training: Training) -> Iterator[Tensor]:
+    """What FSDP holds besides its shards: gathered parameters, and what comes or goes."""
+    for model in _models(training):
+        for parameter in _fsdp2_parameters(model):
+            yield from parameter.all_gather_outputs
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                for group in _groups(module):
+                    yield from _tensors_in(group._all_gather_result)
+                    # between copies, where there are any
+                    yield from _tensors_in(getattr(group, "_partial_reduce_output", None))
+                    yield from _tensors_in(getattr(group, "_all_reduce_state", None))
+                    yield from _tensors_in(getattr(group.comm_ctx, "all_gather_state", None))
+                    yield from _tensors_in(getattr(group.comm_ctx, "reduce_scatter_state", None))
+                    yield from _tensors_in(getattr(group.comm_ctx, "reduce_scatter_states", None))
+            if isinstance(module, FullyShardedDataParallel):
+                flat = getattr(getattr(module, "_handle", None), "flat_param", None)
+                for name in ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard"):
+                    if isinstance(getattr(flat, name, None), Tensor):
+                        yield getattr(flat, name)
+
+
+def _groups(module: FSDPModule) -> Iterable[Any]:
+    """FSDP2's groups of a module, as torch 2.11 and 2.13 have them."""
+    state = cast(Any, module)._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)
+    one = () if several is not None else (state._fsdp_param_group,)
+    return [group for group in (several or one) if group is not None]
+
+
+def _fsdp2_parameters(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in _groups(module):
+                yield from group.fsdp_params
+
+
+def _tensors_in(value: object) -> Iterator[Tensor]:
+    """The tensors in a tuple of tuples and lists."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _tensors_in(each)
+
+
+def _place(frames: Iterable[FrameType]) -> str | None:
+    """The innermost line of the engine, ``highwater/engine/models/loss.py:84 forward``; the
+    innermost comes first in ``frames``.
+    """
+    for frame in frames:
+        found = _ENGINE.search(frame.f_code.co_filename)
+        if found is not None:
+            return f"{found[0]}:{frame.f_lineno} {frame.f_code.co_name}"
+    return None
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _frames_of(trace: TracebackType | None) -> Iterator[FrameType]:
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next

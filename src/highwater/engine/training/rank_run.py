@@ -1,0 +1,210 @@
+"""What every rank of the engine does, in a trial or in training: joins, builds, divides the budget,
+takes steps; a report can be made of it at any time.
+"""
+
+import math
+import os
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+
+import msgspec
+import torch
+from torch import nn
+from torch.cuda.nccl import version as nccl_version
+from transformers.utils import logging as transformers_logging
+
+from highwater.engine.activations.dropout import seeded
+from highwater.engine.data.batches import Batch, Document, pack
+from highwater.engine.training.assemble import assemble
+from highwater.engine.training.layer_watch import LayerWatch
+from highwater.engine.training.memory_log import MemoryWatch, allocator_settings, divide_budget
+from highwater.engine.training.memory_profiler import TrialProfiler, profiler_of
+from highwater.engine.training.out_of_memory import OutOfMemoryWatch
+from highwater.engine.training.rank_context import RankContext, synchronize, take_context
+from highwater.engine.training.statistics_log import StatisticsLog
+from highwater.engine.training.step import (
+    Training,
+    backward_of,
+    clear_gradients,
+    clip_trained,
+    train_step,
+)
+from highwater.nouns.trial import MemoryBudget, RankReport, TrialSpec
+from highwater.version import __version__
+
+REHEARSAL_TOKENS = 256
+"""Tokens per rank of the rehearsal: enough for every kernel, too few to matter."""
+
+
+class RankRun(ABC):
+    """The state of one rank that a report can be made of at any time, also after a failure."""
+
+    def __init__(self, spec: TrialSpec, *, on_phase: Callable[[str], None]) -> None:
+        """``on_phase`` hears what is done next, in words."""
+        self.spec = spec
+        self.on_phase = on_phase
+        self.profiler: TrialProfiler | None = None
+        self.where = LayerWatch()
+        self.out_of_memory: OutOfMemoryWatch | None = None
+        self.report = RankReport(rank=int(os.environ["RANK"]), versions=versions())
+        self.watch: MemoryWatch | None = None
+        self.statistics_log: StatisticsLog | None = None
+
+    @abstractmethod
+    def run(self) -> None:
+        """Do all of it. Raises whatever stops it; ``snapshot`` then says how far it came."""
+
+    def assembled(self) -> tuple[Training, RankContext]:
+        """Join the group and build everything that lives as long as the training."""
+        transformers_logging.set_verbosity_error()
+        context = self._take_context()
+        self.profiler = profiler_of(self.spec, self.report.rank)
+        self.where = LayerWatch(None if self.profiler is None else self.profiler.enter)
+        self.out_of_memory = OutOfMemoryWatch(context.device, self.where)
+        self.where.enter("build")
+        self.on_phase("building the model")
+        training = assemble(self.spec, context)
+        for model, _ in training.trained:
+            self.where.follow(model.layers)
+        self.out_of_memory.know(training)
+        self.report = self.with_(
+            parameters=training.policy.parameter_count, weights=training.policy.weights
+        )
+        if training.policy.weights == "random":
+            sys.stdout.write(
+                f"random weights, of seed {self.spec.seed}: {self.spec.model_directory} has none\n"
+            )
+        if self.spec.statistics is not None:
+            name = self.report.device_name or ""
+            self.statistics_log = StatisticsLog(
+                self.spec, self.spec.statistics, training, device_name=name
+            )
+        return training, context
+
+    def divide_budget(self, training: Training, context: RankContext) -> None:
+        """Give the allocator what the budget leaves, once everything outside it is there."""
+        limit = self.spec.memory_budget_bytes
+        if context.device.type == "cpu":
+            assert limit is not None
+            budget = MemoryBudget(
+                budget_bytes=limit, context_bytes=0, nccl_bytes=0, allocator_cap_bytes=limit
+            )
+        else:
+            self.where.enter("rehearsal")
+            self.on_phase("loading kernels")
+            rehearse(training, rehearsal_batch(self.spec, context))
+            synchronize(context.device)
+            torch.cuda.empty_cache()
+            assert self.out_of_memory is not None
+            self.out_of_memory.settle()
+            budget = divide_budget(
+                context.device, budget_bytes=limit, nccl_bytes=context.nccl_bytes
+            )
+        assert self.watch is not None
+        self.watch.begin()
+        self.report = self.with_(budget=budget)
+
+    def step(self, training: Training, micro_batches: Sequence[Batch], *, number: int) -> None:
+        """Train one step, the first is 1, and keep what it said; raises FloatingPointError where
+        its loss or a norm is not finite.
+        """
+        synchronize(training.device)
+        began = time.perf_counter()
+        first = self.report.first_step_at_unix_s or time.time()
+        with seeded(
+            seed=self.spec.seed, rank=self.report.rank, step=number, device=training.device
+        ):
+            loss, norms = train_step(training, micro_batches, enter=self.enter)
+        names = ("loss", "gradient_norm", "critic_gradient_norm")
+        values = {
+            name: float(value) for name, value in zip(names, (loss, *norms), strict=False)
+        }  # waits for the device
+        for name, value in values.items():
+            if not math.isfinite(value):
+                raise FloatingPointError(
+                    f"the {name.replace('_', ' ')} of step {number} is {value}"
+                )
+        self.report = self.with_(
+            losses=(*self.report.losses, values["loss"]),
+            gradient_norms=(*self.report.gradient_norms, values["gradient_norm"]),
+            step_times_s=(*self.report.step_times_s, time.perf_counter() - began),
+            first_step_at_unix_s=first,
+        )
+        if self.statistics_log is not None and self.watch is not None:
+            seconds, peaks = self.report.step_times_s[-1], self.watch.peaks()
+            self.statistics_log.write(number, values, step_time_s=seconds, memory=peaks)
+
+    def snapshot(self) -> RankReport:
+        """The report as of now, memory peaks included."""
+        return self.with_(memory=self.watch.peaks()) if self.watch else self.report
+
+    def _take_context(self) -> RankContext:
+        context = take_context(self.spec)
+        self.watch = MemoryWatch(context.device)
+        self.report = self.with_(
+            attention_kernel=context.kernel,
+            allocator_settings=self._allocator_settings(context.device),
+            device_name=torch.cuda.get_device_name(context.device)
+            if context.device.type == "cuda"
+            else "CPU",
+        )
+        return context
+
+    def _allocator_settings(self, device: torch.device) -> dict[str, str]:
+        """What the allocator says of itself; RuntimeError when it is not what the settings ask."""
+        settings = allocator_settings(device)
+        asked = str(self.spec.settings.allocator == "expandable")
+        if settings.get("expandable_segments", asked) != asked:
+            raise RuntimeError(
+                f"the allocator runs with expandable_segments {settings['expandable_segments']}, "
+                f"asked for {asked}"
+            )
+        return settings
+
+    def enter(self, phase: str) -> None:
+        """Note the phase of a step that begins."""
+        self.where.enter(phase)
+        if self.watch:
+            self.watch.sample()
+
+    def with_(self, **changes: object) -> RankReport:
+        """The report with these fields changed."""
+        return msgspec.structs.replace(self.report, **changes)
+
+
+def rehearsal_batch(spec: TrialSpec, context: RankContext) -> Batch:
+    """This rank's share of a micro-batch that is too small to matter."""
+    ids = torch.zeros(min(REHEARSAL_TOKENS, spec.length_tokens), dtype=torch.long)
+    documents = [Document(ids, ids)] * (
+        spec.sequences * context.sequence_degree
+    )  # none is longer than the trial's
+    return context.share_of(pack(documents))
+
+
+def rehearse(training: Training, batch: Batch) -> None:
+    """All of a step but the updates: the driver loads kernels at their first use, outside the
+    allocator.
+    """
+
+    def clear(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        clip_trained(training, model, optimizer)
+        clear_gradients(training, model, optimizer)
+
+    backward_of(training, [batch], then=clear)
+
+
+def versions() -> dict[str, str]:
+    """What this process runs on."""
+    found = {
+        "highwater": __version__,
+        "torch": str(torch.__version__),
+        "transformers": version("transformers"),
+    }
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+        found["nccl"] = ".".join(str(part) for part in nccl_version())
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    return found

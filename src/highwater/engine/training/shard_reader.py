@@ -1,0 +1,156 @@
+"""Reads parts of saved tensors into shards that are allocated already, whoever cut them.
+
+Every sharding cuts a tensor into stretches of its numbers as they lie in memory: FSDP2 and what is
+saved at rows, FSDP1 anywhere. So what a rank holds is a range of flat numbers, and what is read is
+where such ranges overlap. One saved piece at a time is in host memory.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.utils import (
+    _create_file_view,  # pyright: ignore[reportPrivateUsage] -- its own reader's, in 2.13
+)
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from highwater.engine.training.shard_index import IndexedPiece, IndexedTensor, damaged, read_index
+from highwater.errors import UsageError
+from highwater.nouns.files import open_regular
+from highwater.nouns.optimizer import QUANTIZED_BLOCK
+
+
+class FlatRange(NamedTuple):
+    """The flat numbers of a tensor from ``start`` up to ``stop``."""
+
+    start: int
+    stop: int
+
+
+class ShardReader:
+    """The tensors of one sharded checkpoint."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read the index; UsageError where it cannot be."""
+        self.directory = directory
+        self.tensors: Mapping[str, IndexedTensor] = read_index(directory).tensors
+        self._open: dict[str, IO[bytes]] = {}
+
+    def fill(self, name: str, target: Tensor, held: FlatRange) -> None:
+        """Fill a shard, contiguous, with the numbers of a saved tensor that it holds.
+
+        Raises UsageError for a tensor of another dtype, for moments of 8 bits whose blocks lie
+        across shards, and for files that are damaged.
+        """
+        saved = self.tensors[name]
+        length = held.stop - held.start
+        assert target.numel() == length, f"{name}: a shard of {target.numel()} for {length}"
+        filled = 0
+        for piece in saved.pieces:
+            there = _range_of(name, piece, saved)
+            both = FlatRange(max(held.start, there.start), min(held.stop, there.stop))
+            if both.start < both.stop:
+                filled += both.stop - both.start
+                _copy(
+                    name,
+                    _FlatPlace(self._read(piece), both.start - there.start),
+                    _FlatPlace(target, both.start - held.start),
+                    both.stop - both.start,
+                )
+        if filled != length:
+            missing = f"of the numbers of {name} {filled} of {length} are in it"
+            raise damaged(self.directory, ValueError(missing))
+
+    def _read(self, piece: IndexedPiece) -> Tensor:
+        path = self.directory / piece.file
+        try:
+            if piece.file not in self._open:
+                self._open[piece.file] = open_regular(path)
+            view: Any = _create_file_view(
+                self._open[piece.file],  # pyright: ignore[reportArgumentType] -- as dcp calls it
+                piece.start_bytes,
+                piece.length_bytes,
+            )
+            found = torch.load(view, map_location="cpu", weights_only=True)
+        except Exception as error:  # a damaged file fails in any of torch's ways
+            raise damaged(path, error) from error
+        if not isinstance(found, Tensor) or tuple(found.shape) != piece.sizes:
+            raise damaged(path, ValueError("a tensor in it is not what the index says"))
+        return found.detach()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._open.values():
+            file.close()
+
+
+class _FlatPlace(NamedTuple):
+    """A tensor, and the first of its flat numbers that is meant."""
+
+    tensor: Tensor
+    first: int
+
+
+def _range_of(name: str, piece: IndexedPiece, saved: IndexedTensor) -> FlatRange:
+    """Where a piece lies among the numbers of the whole: it is cut at rows."""
+    if piece.offsets[1:] != (0,) * len(piece.offsets[1:]) or piece.sizes[1:] != saved.shape[1:]:
+        raise UsageError(
+            f"{name} was saved in pieces that are no whole rows",
+            hint="go on from a checkpoint that `highwater train` wrote",
+        )
+    row = math.prod(saved.shape[1:])
+    first = piece.offsets[0] * row if piece.offsets else 0
+    return FlatRange(first, first + math.prod(piece.sizes))
+
+
+def _copy(name: str, source: _FlatPlace, target: _FlatPlace, length: int) -> None:
+    """Copy flat numbers from one tensor to another, as they are."""
+    is_coded, wants_codes = (
+        is_traceable_wrapper_subclass(each.tensor) for each in (source, target)
+    )
+    if wants_codes:
+        _copy_codes(name, source, target, length, is_coded=is_coded)
+        return
+    found: Any = source.tensor
+    if is_coded:  # the numbers that the codes stand for, in the float32 that they compute in
+        found = found.dequantize()
+    if found.dtype != target.tensor.dtype:
+        kept, wanted = (str(each.dtype).removeprefix("torch.") for each in (found, target.tensor))
+        raise UsageError(
+            f"{name} was saved in {kept}, and is kept in {wanted} now",
+            hint="go on with the settings that the run began with: `--parameters`, `--optimizer`",
+        )
+    own = target.tensor.view(-1)[target.first : target.first + length]
+    own.copy_(found.reshape(-1)[source.first : source.first + length])
+
+
+def _copy_codes(
+    name: str, source: _FlatPlace, target: _FlatPlace, length: int, *, is_coded: bool
+) -> None:
+    """Copy codes and scales of 8 bits, which hold for whole blocks."""
+    if not is_coded or any(n % QUANTIZED_BLOCK for n in (source.first, target.first, length)):
+        kept = "float32" if not is_coded else "blocks that lie otherwise"
+        raise UsageError(
+            f"the moments of 8 bits of {name} are cut otherwise on this number of GPUs: they were "
+            f"saved in {kept}, and would be rounded anew",
+            hint="go on with as many GPUs a copy as saved it",
+        )
+    theirs, own = (loose.tensor for loose in (source, target))
+    codes, scales = _coded(own)
+    their_codes, their_scales = _coded(theirs)
+    for numbers, others, size in (
+        (codes, their_codes, 1),
+        (scales, their_scales, QUANTIZED_BLOCK),
+    ):
+        first, start, count = target.first // size, source.first // size, length // size
+        numbers.view(-1)[first : first + count].copy_(others.reshape(-1)[start : start + count])
+
+
+def _coded(moment: Any) -> tuple[Tensor, Tensor]:
+    """The codes and the scales of torchao's ``OptimState8bit``."""
+    return moment.codes, moment.scale

@@ -1,0 +1,346 @@
+"""Statistics of a step: numbers that read the same however it is split over micro-batches and
+ranks.
+
+A quantity (nouns/quantities.py) says what it is over and which ranks it is put together from; each
+rank adds its parts. One sum over all ranks carries everything, scalars and two numbers for each
+document alone: a number has a slot for each of its groups of ranks, smallest and largest ones a
+slot for each rank, and nothing is averaged or exponentiated before it arrived. It comes after the
+update, when no activation is alive, and in an operation that a step has used before: NCCL would
+take memory for another.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.errors import UsageError
+from highwater.nouns.quantities import DOCUMENT, QUANTITIES, Group, How, Quantity
+
+Reduced = float | int | tuple[float | int | None, ...] | None
+"""A number; of ``each`` one for every rank; None where there is nothing to divide or compare."""
+_NOT_SENT = ("same", "rate")
+_NOTHING = {"sum": 0.0, "mean": 0.0, "min": math.inf, "max": -math.inf, "each": math.nan}
+"""The part of a rank that has nothing to add."""
+_OF_ONES_OWN = ("sum", "mean", "min", "max")
+"""How a quantity that a user declares may be put together."""
+_PER_DOCUMENT = 2
+"""Numbers of a document: the sum of its trained tokens' log-probabilities, and their count."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coordinates:
+    """A rank among all: neighbours share sequences."""
+
+    rank: int
+    ranks: int
+    sharing: int
+    """Ranks that share one sequence."""
+
+    @property
+    def data_ranks(self) -> int:
+        """Groups of ranks that share sequences."""
+        return self.ranks // self.sharing
+
+    @property
+    def data_rank(self) -> int:
+        """Which of these groups the rank is in."""
+        return self.rank // self.sharing
+
+    def slots(self, group: Group) -> int:
+        """Groups of this kind that there are."""
+        return {
+            "rank": self.ranks,
+            "context": self.data_ranks,
+            "data": self.sharing,
+            "all": 1,
+        }[group]
+
+    def slot(self, group: Group) -> int:
+        """Which of them the rank is in."""
+        return {
+            "rank": self.rank,
+            "context": self.data_rank,
+            "data": self.rank % self.sharing,
+            "all": 0,
+        }[group]
+
+    def members(self, group: Group) -> range:
+        """The ranks of the rank's own group."""
+        first = self.data_rank * self.sharing
+        return {
+            "rank": range(self.rank, self.rank + 1),
+            "context": range(first, first + self.sharing),
+            "data": range(self.rank % self.sharing, self.ranks, self.sharing),
+            "all": range(self.ranks),
+        }[group]
+
+
+class Statistics:
+    """The parts that this rank adds to a step's numbers, until they are exported."""
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        sequence: dist.ProcessGroup | None,
+        *,
+        quantities: Mapping[str, Quantity] | None = None,
+        groups: Mapping[str, Group] | None = None,
+        denominators: Mapping[str, str] | None = None,
+    ) -> None:
+        """``mesh`` is of all ranks; those of ``sequence`` share this rank's sequences, None: no
+        other does. ``quantities`` are the caller's own, by name, besides QUANTITIES: a rank that
+        adds nothing to one adds 0; in the group ``data`` each of the ranks that share a sequence
+        adds the same, which counts once.
+        ``groups`` overrides by name which ranks a quantity is put together from, ``denominators``
+        the sum that a mean is divided by. All are the same on all ranks.
+
+        Raises UsageError for what cannot be put together so.
+        """
+        self._mesh = mesh
+        sharing = 1 if sequence is None else dist.get_world_size(sequence)
+        self.coordinates = Coordinates(rank=mesh.get_rank(), ranks=mesh.size(), sharing=sharing)
+        self._own = quantities or {}
+        self._quantities = _declared(self._own, groups or {}, denominators or {})
+        self._shares = {
+            name: 1 / sharing for name, quantity in self._own.items() if quantity.group == "data"
+        }
+        """Part of a value that each rank adds, where all that share a sequence have it alike."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all parts."""
+        self._parts: dict[str, float] = {}
+        self._of_documents: list[tuple[float, float]] = []
+        self._has_logprobs = False
+
+    def add(self, name: str, value: float) -> None:
+        """Add this rank's part: to a sum, to the numerator of a mean, or to the rank's own number;
+        or one more number of which the smallest or largest counts. ``same`` is set.
+
+        Raises UsageError, with the names that there are, for another one.
+        """
+        match known(name, self._quantities).how:
+            case "sum" | "mean" | "each":
+                part = value * self._shares.get(name, 1)
+                self._parts[name] = self._parts.get(name, 0.0) + part
+            case "min":
+                self._parts[name] = min(self._parts.get(name, math.inf), value)
+            case "max":
+                self._parts[name] = max(self._parts.get(name, -math.inf), value)
+            case _:
+                self._parts[name] = value
+
+    def add_documents(self, logprob_sums: Sequence[float] | None, counts: Sequence[int]) -> None:
+        """Add this rank's part of documents, the same ones in the same order on all ranks that
+        share them: the sum of the trained tokens' log-probabilities, None where a step has none,
+        and how many they are.
+        """
+        self._has_logprobs |= logprob_sums is not None
+        self._of_documents += zip(logprob_sums or [0.0] * len(counts), counts, strict=True)
+
+    def export(self, *, most_documents: int) -> dict[str, Reduced]:
+        """The step's numbers, those that parts were added to and the caller's own; all ranks take
+        part, and forget their parts.
+
+        ``most_documents``: the most that any rank added, the same on all ranks. A number that is
+        not put together from all ranks is that of this rank's group. Raises UsageError for a mean
+        to whose denominator a rank added nothing.
+        """
+        row = torch.tensor(
+            [*self._scalars(), *self._documents(most_documents)], dtype=torch.float64
+        )
+        assert len(row) == self.width(most_documents), "a row is as long on every rank"
+        slots = summed(row, self._mesh).tolist()
+        numbers: dict[str, Reduced] = {**self._parts}
+        for name, quantity, group in self._sent:
+            width = self.coordinates.slots(group) * _numbers_of(quantity)
+            own, slots = slots[:width], slots[width:]
+            if name in numbers or name in self._own:
+                numbers[name] = self._number(name, quantity, group, own)
+        numbers |= self._over_documents(slots, most_documents)
+        self.reset()
+        return {name: numbers[name] for name in self._quantities if name in numbers}
+
+    def width(self, most_documents: int) -> int:
+        """Numbers that are summed over the ranks where none has more documents."""
+        scalars = (
+            self.coordinates.slots(group) * _numbers_of(each) for _, each, group in self._sent
+        )
+        return sum(scalars) + _PER_DOCUMENT * most_documents * self.coordinates.data_ranks
+
+    @property
+    def _sent(self) -> Iterator[tuple[str, Quantity, Group]]:
+        """The scalars that are summed, each with the kind of group that has a slot of its own: what
+        cannot be added up has one for each rank.
+        """
+        for name, quantity in self._quantities.items():
+            if quantity.per != DOCUMENT and quantity.how not in _NOT_SENT:
+                is_sum = quantity.how in ("sum", "mean")
+                yield name, quantity, quantity.group if is_sum else "rank"
+
+    def _scalars(self) -> Iterator[float]:
+        """This rank's parts in the slots of its groups, zeros in those of others."""
+        for name, quantity, group in self._sent:
+            parts = [self._parts.get(name, _NOTHING[quantity.how])]
+            if quantity.how == "mean":
+                assert quantity.per is not None, "a mean is over something"
+                # NaN tells every rank that this one's denominator is missing
+                parts.append(self._parts.get(quantity.per, math.nan if name in self._parts else 0))
+            for part in parts:
+                slots = [0.0] * self.coordinates.slots(group)
+                slots[self.coordinates.slot(group)] = part
+                yield from slots
+
+    def _documents(self, most: int) -> Iterator[float]:
+        """This rank's part of its documents, zeros for those of other data ranks."""
+        padding = [(0.0, 0.0)] * (most - len(self._of_documents))
+        for data_rank in range(self.coordinates.data_ranks):
+            is_own = data_rank == self.coordinates.data_rank
+            for numbers in [*self._of_documents, *padding] if is_own else [(0.0, 0.0)] * most:
+                yield from numbers
+
+    def _number(
+        self, name: str, quantity: Quantity, group: Group, slots: Sequence[float]
+    ) -> Reduced:
+        """A quantity's number of this rank, from all groups' slots."""
+        own = slots[self.coordinates.slot(group)]
+        members = (slots[rank] for rank in self.coordinates.members(quantity.group))
+        match quantity.how:
+            case "sum":
+                return _counted(own, quantity)
+            case "mean":
+                count = slots[self.coordinates.slots(group) + self.coordinates.slot(group)]
+                if math.isnan(count):
+                    raise UsageError(
+                        f"{name} is a mean over {quantity.per}, to which nothing was added on a "
+                        f"rank that added to {name}",
+                        hint=f"add to `{quantity.per}` too, on every rank, if only 0",
+                    )
+                return own / count if count else None
+            case "min":
+                return _finite(min(members))
+            case "max":
+                return _finite(max(members))
+            case _:
+                return tuple(_counted(slot, quantity) for slot in slots)
+
+    def _over_documents(self, slots: Sequence[float], most: int) -> dict[str, Reduced]:
+        """The numbers that are per document."""
+        pairs = list(zip(slots[0::_PER_DOCUMENT], slots[1::_PER_DOCUMENT], strict=True))
+        first = self.coordinates.data_rank * most
+        numbers: dict[str, Reduced] = {}
+        for name, quantity in self._quantities.items():
+            if quantity.per != DOCUMENT:
+                continue
+            of = pairs if quantity.group == "all" else pairs[first : first + most]
+            valid = [(logprobs, count) for logprobs, count in of if count]
+            if quantity.how == "sum":
+                numbers[name] = len(valid)
+            elif self._has_logprobs:
+                numbers[name] = _perplexity(quantity.how, valid)
+        return numbers
+
+
+def _declared(
+    own: Mapping[str, Quantity], groups: Mapping[str, Group], denominators: Mapping[str, str]
+) -> dict[str, Quantity]:
+    """All quantities, the caller's own too, some of other ranks, or over something else."""
+    for name, quantity in own.items():
+        if name in QUANTITIES:
+            raise UsageError(
+                f"{name} is one of the step's own numbers", hint=f"call yours `my_{name}`"
+            )
+        if quantity.how not in _OF_ONES_OWN or (quantity.how == "mean") != bool(quantity.per):
+            raise UsageError(
+                f"{name} cannot be declared as {quantity.how} over {quantity.per or 'nothing'}",
+                hint="use `Quantity(how='mean', per='n_valid_tokens')`, or `how='sum'`, `'min'` or "
+                "`'max'` without `per`",
+            )
+    quantities = {**QUANTITIES, **own}
+    # what ranks have alike is added in shares, of which there is one on each of all ranks
+    whole: dict[str, Group] = {
+        name: "all" if quantity.group == "data" else quantity.group
+        for name, quantity in own.items()
+    }
+    groups = {**whole, **groups}
+    means = {name: quantity.per for name, quantity in own.items() if quantity.per is not None}
+    denominators = {**means, **denominators}
+    for name, group in groups.items():
+        quantity = known(name, quantities)
+        if group not in get_args(Group):
+            raise UsageError(
+                f"{group} is no group of ranks", hint=f"use one of {', '.join(get_args(Group))}"
+            )
+        if quantity.how in (*_NOT_SENT, "each"):
+            raise UsageError(
+                f"{name} is not put together from ranks: each has it, or tells its own",
+                hint=f"leave {name} out of `groups`",
+            )
+        if quantity.per == DOCUMENT and group not in ("context", "all"):
+            raise UsageError(
+                f"{name} of {group}: a document's numbers are of all ranks that share it",
+                hint="use `context` or `all`",
+            )
+        quantities[name] = replace(quantity, group=group)
+    for name, per in denominators.items():
+        quantity, over = known(name, quantities), known(per, quantities)
+        if quantity.how != "mean" or DOCUMENT in (quantity.per, over.per) or over.how != "sum":
+            raise UsageError(
+                f"{name} over {per}: a mean over tokens is divided by a sum",
+                hint="divide it by `n_tokens`, for example",
+            )
+        quantities[name] = replace(quantities[name], per=per)
+    return quantities
+
+
+def known(name: str, quantities: Mapping[str, Quantity]) -> Quantity:
+    """The quantity of this name. Raises UsageError, with the names that there are, for another."""
+    if name not in quantities:
+        own = f"my_{name}" if name in QUANTITIES else name
+        others = f", or use one of {', '.join(quantities)}" if quantities else ""
+        raise UsageError(
+            f"{name} is no quantity that is declared here",
+            hint=f"declare it, `quantities={{'{own}': Quantity(how='sum')}}`{others}",
+        )
+    return quantities[name]
+
+
+def summed(row: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The sum of every rank's row, on the host."""
+    if mesh.size() == 1:
+        return row
+    return process_mesh.total(row.to(mesh.device_type), mesh).cpu()
+
+
+def _numbers_of(quantity: Quantity) -> int:
+    """Numbers in one slot: a mean has a numerator and a denominator."""
+    return 2 if quantity.how == "mean" else 1
+
+
+def _perplexity(how: How, documents: Sequence[tuple[float, float]]) -> Reduced:
+    """The mean, smallest or largest perplexity of documents, each by the sum of its
+    log-probabilities and their count.
+    """
+    if not documents:
+        return None
+    sums, counts = torch.tensor(documents, dtype=torch.float64).T
+    perplexities_D = (-sums / counts).exp()  # infinite rather than an error
+    of = {"mean": torch.mean, "min": torch.min, "max": torch.max}[how]
+    return _finite(float(of(perplexities_D)))
+
+
+def _counted(value: float, quantity: Quantity) -> float | int | None:
+    if not math.isfinite(value):
+        return None
+    return round(value) if quantity.is_count else value
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,411 @@
+"""One optimizer step, in reading order: what it must know first, forward and backward of every
+micro-batch, clip, update.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from highwater.engine.data.batches import Batch
+from highwater.engine.models.decoder import Decoder, MicroBatchStatistics
+from highwater.engine.parallel.collectives import sum_over
+from highwater.engine.parallel.fsdp1 import release_gradients
+from highwater.engine.parallel.fsdp2 import local_shard
+from highwater.engine.parallel.mesh import copies, total
+from highwater.engine.parallel.offload import adding_up
+from highwater.engine.training import objectives
+from highwater.engine.training.experience import (
+    Experience,
+    group_experience,
+    reference_experience,
+    token_experience,
+)
+from highwater.engine.training.optimizers import fill_missing_gradients
+from highwater.engine.training.step_record import StepRecord
+from highwater.errors import UsageError
+from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.objective import TRAITS, Objective, ObjectiveTraits
+
+CLIP_EPSILON = 1e-6
+"""Added to the norm that gradients are divided by, as in PyTorch."""
+EnterPhase = Callable[[str], None]
+"""Listener that is told the name of each phase as it begins."""
+UseGradients = Callable[[nn.Module, torch.optim.Optimizer], None]
+"""What is done with a model's gradients, and its optimizer, once they are whole."""
+
+
+def _nobody(phase: str) -> None:
+    """Listen to no phase."""
+
+
+def _leave(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Leave a model's gradients where they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What a step trains, what judges it, and where."""
+
+    policy: Decoder
+    """The model that is trained; a ScalarModel where the objective has a scalar head."""
+    optimizer: torch.optim.Optimizer
+    mesh: DeviceMesh
+    """All ranks, over which every model is sharded."""
+    sequence: dist.ProcessGroup | None = None
+    """The ranks that share this rank's sequences."""
+    objective: Objective = "sft"
+    entropy: bool = False
+    """Whether the policy's entropy is part of the loss."""
+    critic: Decoder | None = None
+    critic_optimizer: torch.optim.Optimizer | None = None
+    reference: Decoder | None = None
+    """The frozen model that the policy is held to, where the objective has a reference."""
+    hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)
+    keeps_gradients: bool = True
+    """Whether gradients stay allocated between steps; else each backward pass makes them anew."""
+    record: StepRecord = field(default_factory=StepRecord)
+    """What the last step left for its statistics."""
+
+    @property
+    def traits(self) -> ObjectiveTraits:
+        """What the objective needs."""
+        return TRAITS[self.objective]
+
+    @property
+    def trained(self) -> Sequence[tuple[Decoder, torch.optim.Optimizer]]:
+        """Every model that a step updates, the policy first."""
+        policy = (self.policy, self.optimizer)
+        if self.critic is None:
+            return (policy,)
+        assert self.critic_optimizer is not None, "a critic comes with its optimizer"
+        return (policy, (self.critic, self.critic_optimizer))
+
+    @property
+    def device(self) -> torch.device:
+        """The device where activations live."""
+        return torch.device(self.mesh.device_type)
+
+
+def train_step(
+    training: Training, micro_batches: Sequence[Batch], *, enter: EnterPhase = _nobody
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """One step on this rank's micro-batches; returns the policy's loss over the whole batch, and
+    the gradients' norms.
+
+    The first norm is the policy's, the second the critic's where there is one.
+
+    Gradients are reduced to their shards after every micro-batch: unsharded ones never accumulate.
+    """
+    norms: list[Tensor] = []
+
+    def update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        enter("optimizer")
+        norms.append(clip_trained(training, model, optimizer))
+        optimizer.step()
+        clear_gradients(training, model, optimizer)
+
+    loss = backward_of(training, micro_batches, enter=enter, then=update)
+    return total(loss, training.mesh), tuple(reversed(norms))
+
+
+def backward_of(
+    training: Training,
+    micro_batches: Sequence[Batch],
+    *,
+    enter: EnterPhase = _nobody,
+    then: UseGradients = _leave,
+) -> Tensor:
+    """Add the gradients of all micro-batches to the shards; returns this rank's share of the
+    policy's loss.
+
+    ``then`` hears of each model as its gradients are whole, of the critic before the policy goes
+    forward, so that those of one are gone when those of the other come. The policy's loss has the
+    critic's values from before the step.
+    """
+    enter("experience")
+    experiences = _experiences(training, micro_batches)
+    counted = count(training, micro_batches)
+    training.record.begin(micro_batches, most_documents=counted.most_documents)
+    if training.critic is not None:
+        for batch, experience in zip(micro_batches, experiences, strict=True):
+            enter("forward")
+            share = _critic_loss(
+                training.critic,
+                batch.to(training.device),
+                experience,
+                counted.trained,
+                training.hyperparameters,
+            )
+            _backward(share, training.critic, enter)
+        assert training.critic_optimizer is not None, "a critic comes with its optimizer"
+        then(training.critic, training.critic_optimizer)
+    loss = torch.zeros((), device=training.device)
+    for batch, experience in zip(micro_batches, experiences, strict=True):
+        enter("forward")
+        share = _policy_loss(training, batch.to(training.device), experience, counted)
+        loss = loss + _backward(share, training.policy, enter)
+    then(training.policy, training.optimizer)
+    return loss
+
+
+def clip_trained(training: Training, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+    """Clip the gradients of a model that is trained, as the hyperparameters say; returns their
+    norm before.
+    """
+    if not training.keeps_gradients:
+        fill_missing_gradients(optimizer)
+    return clip(model, mesh=training.mesh, max_norm=training.hyperparameters.max_grad_norm)
+
+
+def clear_gradients(training: Training, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Zero what the update has used, or let go of it."""
+    optimizer.zero_grad(set_to_none=not training.keeps_gradients)
+    if not training.keeps_gradients:
+        release_gradients(model)
+
+
+def clip(model: nn.Module, *, mesh: DeviceMesh, max_norm: float) -> Tensor:
+    """Clip the whole gradient to ``max_norm`` (0: leave it), in place; returns its norm before, on
+    the mesh's device.
+
+    Shards are measured where they are, on the host when offloaded, and one number is summed over
+    the ranks: no collective runs on the host, for which NCCL's group would need gloo beside it. In
+    the shards' dtype, as FSDP1's own ``clip_grad_norm_`` is not; of bfloat16 in float32. A gradient
+    in bfloat16 that is clipped is rounded to the nearest once more.
+    """
+    gradients = [local_shard(p.grad) for p in model.parameters() if p.grad is not None]
+    own = _total_norm(gradients).to(mesh.device_type)
+    # In float64 a norm's square cannot overflow.
+    norm = (total(own.double().square(), mesh) / copies(mesh)).sqrt().to(own.dtype)
+    if not max_norm:
+        return norm
+    factor = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
+    if all(gradient.device.type == "cpu" for gradient in gradients) and float(factor) == 1:
+        # a pass over all of them in host memory for nothing; a GPU would be waited for to know
+        return norm
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient.device))
+    return norm
+
+
+def _total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The norm of all gradients, of those in bfloat16 in float32."""
+    if not any(gradient.dtype is torch.bfloat16 for gradient in gradients):
+        return nn.utils.get_total_norm(gradients)
+    norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+class Counts(NamedTuple):
+    """Counts over all ranks that means of this step are taken over."""
+
+    trained: int
+    """Trained tokens, or pairs of documents: those of the objective."""
+    tokens: int
+    """All tokens, padding apart: those of the routers' auxiliary loss."""
+    most_documents: int
+    """The most documents that any rank has."""
+
+
+def count(training: Training, micro_batches: Sequence[Batch]) -> Counts:
+    """Count over all micro-batches of all ranks.
+
+    Raises UsageError where nothing is trained: such a step would prove any length.
+    """
+    mesh, traits = training.mesh, training.traits
+    tokens = sum(len(batch.input_ids_T) - batch.padding_tokens for batch in micro_batches)
+    trained = sum(len(batch.labels_N) for batch in micro_batches)
+    of_ranks = [sum(len(batch.rewards) for batch in micro_batches)]
+    if mesh.size() > 1:
+        of_ranks = [of_ranks[0] if rank == mesh.get_rank() else 0 for rank in range(mesh.size())]
+        own = torch.tensor([tokens, trained, *of_ranks], device=mesh.device_type)
+        tokens, trained, *of_ranks = total(own, mesh).tolist()
+    documents = sum(of_ranks)
+    if not (documents if traits.gives_scalars else trained):
+        raise UsageError(
+            "a step of this data trains no token, on any rank: its loss would be the same whatever "
+            "the model says",
+            hint="label tokens after a document's first one with their ids: nothing precedes the "
+            "first, and -100 is not trained on",
+        )
+    # Ranks that share sequences have a part of their tokens, and all of their documents.
+    pairs = documents // (2 * sharing(training.sequence))
+    return Counts(
+        trained=pairs if traits.pairs else trained, tokens=tokens, most_documents=max(of_ranks)
+    )
+
+
+def _experiences(training: Training, micro_batches: Sequence[Batch]) -> Sequence[Experience | None]:
+    """What the objective has to know beforehand."""
+    match training.traits.advantages:
+        case "groups":
+            assert training.reference is not None
+            return group_experience(
+                training.reference, micro_batches, mesh=training.mesh, sequence=training.sequence
+            )
+        case "tokens":
+            return token_experience(
+                training.critic,
+                micro_batches,
+                mesh=training.mesh,
+                sequence=training.sequence,
+                hyperparameters=training.hyperparameters,
+            )
+        case "none" if training.reference is not None:
+            return reference_experience(training.reference, micro_batches, device=training.device)
+        case "none":
+            return [None] * len(micro_batches)
+
+
+def _policy_loss(
+    training: Training, batch: Batch, experience: Experience | None, counted: Counts
+) -> Tensor:
+    """This micro-batch's share of the policy's loss, that of the routers included: the one place
+    where an objective's name is compared.
+    """
+    match training.objective:
+        case "sft":
+            gradient = objectives.sft_logprob_gradient(trained_tokens=counted.trained)
+            statistics = _statistics(training.policy, batch, gradient)
+            loss = objectives.sft(statistics.logprobs_N, trained_tokens=counted.trained)
+        case "grpo" | "ppo":
+            assert experience is not None
+            statistics = _statistics(training.policy, batch)
+            loss = _clipped_loss(training, statistics, batch, experience, counted.trained)
+        case "rw":
+            return reward_loss(training.policy, batch, training.sequence, pairs=counted.trained)
+        case "dpo":
+            assert experience is not None
+            statistics = _statistics(training.policy, batch)
+            logprobs_N = statistics.logprobs_N
+            loss = preference_loss(training, logprobs_N, batch, experience, pairs=counted.trained)
+    of_tokens = (experience.advantages_N, experience.reference_logprobs_N) if experience else ()
+    training.record.keep(statistics.logprobs_N, statistics.entropies_N, *of_tokens)
+    if statistics.router_loss is not None:
+        loss = loss + statistics.router_loss / counted.tokens
+    return loss
+
+
+def _statistics(
+    policy: Decoder, batch: Batch, logprob_gradient: float | None = None
+) -> MicroBatchStatistics:
+    """The policy's forward pass; ``logprob_gradient`` as ``token_statistics`` has it."""
+    return policy(
+        batch.input_ids_T,
+        batch.position_ids_T,
+        batch.trained_positions_N,
+        batch.labels_N,
+        batch.document_lengths,
+        logprob_gradient,
+    )
+
+
+def _clipped_loss(
+    training: Training,
+    statistics: MicroBatchStatistics,
+    batch: Batch,
+    experience: Experience,
+    counted: int,
+) -> Tensor:
+    """The clipped ratios; less the entropy, and with the divergence from a reference, where the
+    settings have them.
+    """
+    assert experience.advantages_N is not None
+    logprobs_N, numbers = statistics.logprobs_N, training.hyperparameters
+    loss = objectives.clip_loss(
+        logprobs_N,
+        objectives.old_logprobs(batch.old_logprobs_N, logprobs_N.detach()),
+        experience.advantages_N.to(logprobs_N.dtype),
+        low=numbers.clip_ratio_low,
+        high=numbers.clip_ratio_high,
+        dual=numbers.dual_clip,
+        trained_tokens=counted,
+    )
+    if training.entropy:
+        loss = loss - objectives.entropy_bonus(
+            statistics.entropies_N,
+            coefficient=numbers.entropy_coefficient,
+            trained_tokens=counted,
+        )
+    if experience.reference_logprobs_N is not None:
+        loss = loss + objectives.divergence(
+            logprobs_N,
+            experience.reference_logprobs_N,
+            estimator=numbers.kl_estimator,
+            coefficient=numbers.kl_coefficient,
+            trained_tokens=counted,
+        )
+    return loss
+
+
+def reward_loss(
+    model: Decoder, batch: Batch, sequence: dist.ProcessGroup | None, *, pairs: int
+) -> Tensor:
+    """The reward of a document is its last token's number, on whichever rank that is; every rank
+    has an equal share of the loss.
+    """
+    numbers_P = model(batch.input_ids_T, batch.position_ids_T, batch.ends_P, batch.document_lengths)
+    rewards_D = sum_over(
+        numbers_P.new_zeros(len(batch.rewards)).index_copy(0, batch.ended_P, numbers_P), sequence
+    )
+    return objectives.pairwise(rewards_D, pairs=pairs) / sharing(sequence)
+
+
+def preference_loss(
+    training: Training, logprobs_N: Tensor, batch: Batch, experience: Experience, *, pairs: int
+) -> Tensor:
+    """A document's log-ratio is summed over its tokens, on whichever ranks they are; every rank has
+    an equal share of the loss.
+    """
+    assert experience.reference_logprobs_N is not None
+    log_ratios_D = objectives.document_sums(
+        logprobs_N - experience.reference_logprobs_N,
+        batch.documents_N,
+        documents=len(batch.rewards),
+    )
+    loss = objectives.preference(
+        sum_over(log_ratios_D, training.sequence),
+        beta=training.hyperparameters.dpo_beta,
+        pairs=pairs,
+    )
+    return (loss / sharing(training.sequence)).to(logprobs_N.dtype)
+
+
+def sharing(sequence: dist.ProcessGroup | None) -> int:
+    """Ranks that share a sequence."""
+    return 1 if sequence is None else dist.get_world_size(sequence)
+
+
+def _critic_loss(
+    critic: Decoder,
+    batch: Batch,
+    experience: Experience | None,
+    counted: int,
+    numbers: Hyperparameters,
+) -> Tensor:
+    assert experience is not None
+    assert experience.values_N is not None
+    assert experience.returns_N is not None
+    values_N = critic(
+        batch.input_ids_T, batch.position_ids_T, batch.trained_positions_N, batch.document_lengths
+    )
+    return objectives.value_loss(
+        values_N,
+        experience.values_N,
+        experience.returns_N,
+        clip=numbers.value_clip,
+        coefficient=numbers.value_coefficient,
+        trained_tokens=counted,
+    )
+
+
+def _backward(share: Tensor, model: nn.Module, enter: EnterPhase) -> Tensor:
+    enter("backward")
+    with adding_up(model):
+        share.backward()
+    return share.detach()

@@ -1,0 +1,123 @@
+"""Step records: what the forward passes of a step say of each trained token, copied to the host
+while the step goes on.
+
+Nothing stays on the device for it, and nobody waits: the numbers may be read once the device is
+synchronised, as it is when a step's loss is. They are 8 to 24 bytes for each trained token.
+
+Shapes:  N trained tokens of one micro-batch, this rank's share  D documents of the micro-batch
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from highwater.engine.data.batches import Batch
+from highwater.engine.models.loss import LogitRange
+from highwater.engine.training import objectives
+from highwater.engine.training.statistics import Statistics
+from highwater.nouns.hyperparameters import Hyperparameters
+
+_OF_LOGITS = ("logit_min", "logit_max", "logit_min_avg", "logit_max_avg")
+"""Quantities, in the order in which a LogitRange is read."""
+
+
+class TokenNumbers(NamedTuple):
+    """Numbers of a micro-batch's trained tokens; None for what the objective has not."""
+
+    logprobs_N: Tensor
+    entropies_N: Tensor
+    advantages_N: Tensor | None = None
+    reference_logprobs_N: Tensor | None = None
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """The record of one step on one rank, written by the step."""
+
+    micro_batches: Sequence[Batch] = ()
+    """This rank's micro-batches, on the host."""
+    most_documents: int = 0
+    """The most documents that any rank has in the step."""
+    tokens: list[TokenNumbers] = field(default_factory=list[TokenNumbers])
+    """Numbers of each micro-batch; none for an objective without log-probabilities."""
+    logit_range: LogitRange | None = None
+    """The range of the policy's logits, where it is asked for."""
+
+    def begin(self, micro_batches: Sequence[Batch], *, most_documents: int) -> None:
+        """Forget the step before."""
+        self.micro_batches, self.most_documents, self.tokens = micro_batches, most_documents, []
+        if self.logit_range is not None:
+            self.logit_range.reset()
+
+    def keep(self, *numbers: Tensor | None) -> None:
+        """Begin to copy the numbers of the next micro-batch's tokens, in TokenNumbers' order."""
+        # Into pinned memory: on a GPU neither the host nor any stream waits for it.
+        copies = (n if n is None else n.detach().to("cpu", non_blocking=True) for n in numbers)
+        self.tokens.append(TokenNumbers(*copies))  # pyright: ignore[reportArgumentType]
+
+    def add_to(self, statistics: Statistics, numbers: Hyperparameters) -> None:
+        """Add this rank's parts of the step's numbers, computed on the host in float64."""
+        if self.logit_range is not None:
+            for name, value in zip(_OF_LOGITS, self.logit_range.read(), strict=True):
+                statistics.add(name, value)
+        first_of_sharing = statistics.coordinates.slot("data") == 0
+        for index, batch in enumerate(self.micro_batches):
+            _add_counts(statistics, batch, counts_documents=first_of_sharing)
+            if not self.tokens:
+                statistics.add_documents(None, _trained_of_documents(batch))
+                continue
+            tokens = TokenNumbers(*(None if n is None else n.double() for n in self.tokens[index]))  # pyright: ignore[reportArgumentType]
+            sums_D = objectives.document_sums(
+                tokens.logprobs_N, batch.documents_N, documents=len(batch.rewards)
+            )
+            statistics.add_documents(sums_D.tolist(), _trained_of_documents(batch))
+            statistics.add("nll", -float(tokens.logprobs_N.sum()))
+            statistics.add("entropy", float(tokens.entropies_N.sum()))
+            _add_ratios(statistics, batch, tokens, numbers)
+
+
+def _add_counts(statistics: Statistics, batch: Batch, *, counts_documents: bool) -> None:
+    tokens = len(batch.input_ids_T) - batch.padding_tokens
+    valid = len(batch.labels_N)
+    of = {"n_tokens": tokens, "n_valid_tokens": valid, "prompt_tokens": tokens - valid}
+    for name, count in of.items():
+        statistics.add(name, count)
+        statistics.add(f"{name}_by_rank", count)
+    # The ranks that share documents each have all of them.
+    statistics.add("n_documents", len(batch.rewards) * counts_documents)
+
+
+def _trained_of_documents(batch: Batch) -> list[int]:
+    return torch.bincount(batch.documents_N, minlength=len(batch.rewards)).tolist()
+
+
+def _add_ratios(
+    statistics: Statistics, batch: Batch, tokens: TokenNumbers, numbers: Hyperparameters
+) -> None:
+    """Add what compares the policy with who sampled the tokens, and with a reference."""
+    logprobs_N = tokens.logprobs_N
+    if tokens.advantages_N is not None:
+        old_N = objectives.old_logprobs(batch.old_logprobs_N, logprobs_N)
+        clipped_N, held_N = objectives.clipped_tokens(
+            logprobs_N,
+            old_N,
+            tokens.advantages_N,
+            low=numbers.clip_ratio_low,
+            high=numbers.clip_ratio_high,
+            dual=numbers.dual_clip,
+        )
+        statistics.add("clip_fraction", int(clipped_N.sum()))
+        statistics.add("dual_clip_fraction", int(held_N.sum()))
+        statistics.add("kl_old", float((old_N - logprobs_N).sum()))
+    if tokens.reference_logprobs_N is not None:
+        divergence = objectives.divergence(
+            logprobs_N,
+            tokens.reference_logprobs_N,
+            estimator=numbers.kl_estimator,
+            coefficient=1.0,
+            trained_tokens=1,
+        )
+        statistics.add("kl_reference", float(divergence))

@@ -1,0 +1,474 @@
+"""Trainer: the step of a trial in one's own loop, on one process or on the ranks that share it.
+
+What a search measured is what trains: the same keywords, made into a TrialSpec, and the models and
+optimizers that ``assemble`` makes of it for a trial. docs/reference/library.md is the page for
+whoever uses it.
+"""
+
+import gc
+import math
+import os
+import resource
+import warnings
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+
+from highwater.engine.activations.dropout import seeded
+from highwater.engine.data.batches import Batch, digest, pack
+from highwater.engine.data.user_documents import read_documents
+from highwater.engine.parallel.mesh import every_ranks
+from highwater.engine.training import checkpoint
+from highwater.engine.training.assemble import assemble
+from highwater.engine.training.evaluation import Evaluation, evaluate
+from highwater.engine.training.layer_watch import LayerWatch
+from highwater.engine.training.memory_log import allocator_settings, divide_budget
+from highwater.engine.training.memory_profiler import TrialProfiler, profiler_of
+from highwater.engine.training.rank_context import (
+    compute_dtype,
+    device_of,
+    synchronize,
+    take_context,
+)
+from highwater.engine.training.rank_run import rehearsal_batch, rehearse
+from highwater.engine.training.statistics import Reduced, Statistics, known
+from highwater.engine.training.statistics_log import follow_logits
+from highwater.engine.training.step import train_step
+from highwater.engine.training.trainer_keywords import in_keywords, trial_of
+from highwater.errors import HighwaterError, UsageError
+from highwater.model.model import load_model
+from highwater.nouns.allocator_variables import ALLOCATOR_MODES, ALLOCATOR_VARIABLES
+from highwater.nouns.quantities import QUANTITIES, Quantity
+from highwater.nouns.request import Request
+from highwater.units import counted, parse_tokens
+
+_SOURCE = "the loop"
+"""Who yields documents, in what is said of them."""
+_LOOPBACK = "lo"
+
+
+class StepResult(NamedTuple):
+    """What a step tells; the same on every rank."""
+
+    loss: float
+    """The policy's, before the update: its mean over the trained tokens, or pairs, of all ranks."""
+    gradient_norm: float
+    """Norm of the policy's whole gradient, before it is clipped."""
+    tokens: int
+    """Tokens of the step's documents, over all data-parallel ranks."""
+    critic_gradient_norm: float | None = None
+    """The critic's; None without one."""
+
+
+class Trainer:
+    """A model, its optimizer and all else that a step takes, in a loop of one's own.
+
+    Every rank of the loop makes one, with the same keywords, and calls the same methods in the same
+    order. A process has one at a time: it joins the process group, which ``close`` leaves.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        length: int | str,
+        seed: int = 0,
+        quantities: Mapping[str, Quantity] | None = None,
+        **settings: Any,
+    ) -> None:
+        """Join the ranks, and build what is trained on this one's device.
+
+        ``model`` is a directory with weights, an id of the Hub or a catalog name, whose weights are
+        random, drawn by ``seed``. ``length`` is the longest document, in tokens. ``quantities`` are
+        the loop's own numbers, by name, to which it adds. ``settings`` are those of
+        ``highwater.run_trial`` that say something about a step. The allocator, or on the CPU this
+        process's data segment, is bounded only where ``memory`` is named.
+
+        Raises HighwaterError for what cannot be trained, before anything is built.
+        """
+        self.spec, request = trial_of(str(model), parse_tokens(str(length)), settings, seed=seed)
+        if dist.is_initialized():
+            raise UsageError(
+                "this process is in a process group already, and a Trainer joins one of its own",
+                hint="make the Trainer first, and `close()` it before the next one",
+            )
+        self._data_limit = resource.getrlimit(resource.RLIMIT_DATA)
+        """What this process's data segment is bounded by once the Trainer is closed."""
+        self._is_bounded = request.memory is not None
+        self._closed = False
+        self._profiler: TrialProfiler | None = None
+        self._own = quantities or {}
+        self._first_addition: int | None = None
+        """Steps that were done when something was first added since the last export."""
+        self.steps_done = 0
+        """Steps so far, whose number dropout's random numbers are drawn by: a loop that goes on
+        from a save may set it."""
+        if self._is_bounded and self.spec.device == "cpu":
+            _bound_data(self.spec.memory_budget_bytes)
+        _stay_on_this_machine()
+        try:
+            self._build(request)
+        except BaseException:
+            if self._profiler is not None:
+                self._profiler.write_failed()
+            if self.spec.layout.gpus == 1:
+                self._leave()
+            raise
+
+    def _build(self, request: Request) -> None:
+        self._context = take_context(self.spec)
+        if request.allocator is not None:
+            _check_allocator(self.device, ALLOCATOR_MODES[request.allocator])
+        self._statistics = Statistics(
+            self._context.mesh, self._context.sequence, quantities=self._own
+        )
+        self._profiler = profiler_of(self.spec, self.rank)
+        self._where = LayerWatch(None if self._profiler is None else self._profiler.enter)
+        self._where.enter("build")
+        self.training = assemble(self.spec, self._context)
+        """Models and optimizers, for ``train_step`` and whatever else a loop calls."""
+        if self._profiler is not None:
+            for model, _ in self.training.trained:
+                self._where.follow(model.layers)
+        if request.logit_range:
+            follow_logits(self.training)
+        if self._is_bounded and self.device.type == "cuda":
+            self._bound_allocator()
+        self._where.enter("data")
+        if self.training.policy.weights == "random" and self.rank == 0:
+            warnings.warn(
+                f"random weights, of seed {self.spec.seed}: {self.spec.model_directory} has none",
+                stacklevel=3,
+            )
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._context.device
+
+    @property
+    def rank(self) -> int:
+        """This process's number among all ranks."""
+        return dist.get_rank()
+
+    @property
+    def data_rank(self) -> int:
+        """The number of the data-parallel rank, whose documents this rank is given: ranks that
+        share sequences have one number, and are given the same documents.
+        """
+        return self._context.data_rank
+
+    @property
+    def data_parallel_degree(self) -> int:
+        """How many data-parallel ranks there are, each with documents of its own."""
+        return self.spec.layout.data_parallel_degree
+
+    @property
+    def learning_rate(self) -> float:
+        """The optimizer's learning rate, and the critic's; set, it is that of the next step on."""
+        return float(self.training.optimizer.param_groups[0]["lr"])
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        if not (math.isfinite(rate) and rate >= 0):
+            raise UsageError(
+                f"learning rate is {rate}, and has to be 0 or more", hint="for example `1e-5`"
+            )
+        for _, optimizer in self.training.trained:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+
+    def step(self, micro_batches: Iterable[Any]) -> StepResult:
+        """Train on micro-batches of this data-parallel rank: forward, backward, clip, update.
+
+        Each is a list of documents, which are packed into one row without padding: token ids, or a
+        mapping with ``input_ids`` and maybe ``labels``, ``reward``, ``group`` and ``logprobs``.
+        Documents are at most ``length`` long, a micro-batch ``length`` times the sequences per
+        micro-batch. Every rank gives as many micro-batches.
+
+        Raises UsageError, before anything is trained, for documents that cannot be; on all ranks
+        where one rank's cannot. Raises FloatingPointError for a loss or a norm that is not finite:
+        the update was made by then, and the weights are lost.
+        """
+        whole, tokens = self._read(micro_batches, trains=True)
+        number = self.steps_done + 1
+        seed = self.spec.seed
+        own = self._shares(whole)
+        with self._recorded(), seeded(seed=seed, rank=self.rank, step=number, device=self.device):
+            loss, norms = train_step(self.training, own, enter=self._where.enter)
+            policy_norm, *critic_norm = map(float, norms)  # waits for the device
+            result = StepResult(float(loss), policy_norm, tokens, *critic_norm)
+        self.steps_done = number
+        for name, value in result._asdict().items():
+            if value is None:
+                continue
+            if not math.isfinite(value):
+                raise FloatingPointError(
+                    f"the {name.replace('_', ' ')} of step {number} is {value}"
+                )
+            if name in QUANTITIES:
+                self._statistics.add(name, value)
+        return result
+
+    def add(self, name: str, value: float) -> None:
+        """Add this rank's part of one of the ``quantities``: to a sum, to the numerator of a mean
+        or to its denominator; or one more number of which the smallest or largest counts.
+
+        Raises UsageError, with the names that were declared, for another one.
+        """
+        known(name, self._own)
+        self._statistics.add(name, float(value))
+        if self._first_addition is None:
+            self._first_addition = self.steps_done
+
+    def statistics(self) -> dict[str, Reduced]:
+        """The numbers of the last step, and what the loop added since this was called last, over
+        all ranks, which all call it.
+
+        Raises UsageError where the loop added to more than one step.
+        """
+        first, self._first_addition = self._first_addition, None
+        if first is not None and self.steps_done - first > 1:
+            self._statistics.reset()
+            raise UsageError(
+                f"the loop added to {self.steps_done - first} steps, and statistics are of one",
+                hint="call `statistics()` after every step that the loop adds to",
+            )
+        record = self.training.record
+        record.add_to(self._statistics, self.training.hyperparameters)
+        return self._statistics.export(most_documents=record.most_documents)
+
+    def evaluate(self, micro_batches: Iterable[Any]) -> Evaluation:
+        """The mean loss of micro-batches, as ``step`` takes them, of which nothing is trained."""
+        whole, _ = self._read(micro_batches, trains=False)
+        own = self._shares(whole)
+        with self._recorded(trains=False):
+            self._where.enter("evaluation")
+            return evaluate(self.training, own)
+
+    def batches(self, micro_batches: Iterable[Any]) -> list[Batch]:
+        """This rank's shares of micro-batches, as ``step`` takes them: what ``train_step`` does."""
+        return self._shares(self._read(micro_batches, trains=True)[0])
+
+    def save(self, directory: str | Path, *, merged: bool = False) -> None:
+        """Write the policy to a new directory, for ``from_pretrained``: in bfloat16 from a GPU, in
+        float32 from the CPU. Of a model with LoRA its adapters are written, for peft; ``merged``:
+        the model with them added to it.
+
+        The first rank writes, beside the directory, and gives it its name when all is on the disk.
+        Raises UsageError for a directory that holds something.
+        """
+        target = Path(directory).absolute()
+        partial = target.with_name(f".{target.name}.partial")
+        self._agree(self._obstacle_to_saving(target, merged=merged))
+        checkpoint.save_pretrained(
+            self.training.policy,
+            partial,
+            mesh=self.training.mesh,
+            dtype=compute_dtype(self.device),
+            source=Path(self.spec.model_directory),
+            merged=merged,
+        )
+        if self.rank == 0:
+            partial.replace(target)
+        self._wait()
+
+    def close(self) -> None:
+        """Wait for the other ranks, let go of the model and leave the process group; called again,
+        do nothing.
+        """
+        if self._closed:
+            return
+        self._wait()
+        self._leave()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        elif not self._closed and self.spec.layout.gpus == 1:
+            # of several, the others may wait in a collective: whoever started them ends them
+            self._leave()
+
+    @contextmanager
+    def _recorded(self, *, trains: bool = True) -> Generator[None]:
+        """Record the block where ``memory_profiler`` says so; what fails leaves a snapshot."""
+        if self._profiler is None:
+            yield
+            return
+        try:
+            with self._profiler.step(self.steps_done, trains=trains):
+                yield
+        except BaseException:
+            self._profiler.write_failed()
+            raise
+        self._where.enter("data")
+
+    def _leave(self) -> None:
+        self._closed = True
+        if self._profiler is not None:
+            self._profiler.end()
+        if self._is_bounded and self.spec.device == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1.0, device_of(self.spec.device))
+        resource.setrlimit(resource.RLIMIT_DATA, self._data_limit)
+        for name in ("training", "_context", "_statistics"):
+            self.__dict__.pop(name, None)
+        gc.collect()  # gloo's threads end with the last who knows the group, not at the exit
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _wait(self) -> None:
+        if dist.get_world_size() > 1:
+            dist.barrier()
+
+    def _shares(self, whole: Sequence[Batch]) -> list[Batch]:
+        return [self._context.share_of(batch) for batch in whole]
+
+    def _read(self, micro_batches: Iterable[Any], *, trains: bool) -> tuple[list[Batch], int]:
+        """The whole micro-batches of this data-parallel rank, and the tokens of all of them.
+
+        Raises UsageError on every rank where one cannot go on: the others would wait for it.
+        """
+        whole: list[Batch] = []
+        refusal: HighwaterError | None = None
+        try:
+            whole = [self._packed(micro_batch) for micro_batch in micro_batches]
+            if trains:
+                self._check_count(len(whole))
+        except HighwaterError as error:
+            error.hint = in_keywords(error.hint)
+            refusal = error
+        self._agree(refusal)
+        return whole, self._compare(whole)
+
+    def _packed(self, micro_batch: Any) -> Batch:
+        spec = self.spec
+        # a ring shares no document that some layer's window cuts
+        has_ring = spec.layout.ring_degree > 1
+        window = load_model(spec.model_directory).shape.window_tokens if has_ring else None
+        documents = read_documents(
+            micro_batch,
+            spec,
+            source=_SOURCE,
+            vocab_size=self.training.policy.causal_lm.config.vocab_size,
+            window_tokens=window,
+        )
+        tokens = sum(len(document.ids_L) for document in documents)
+        most = spec.length_tokens * spec.sequences
+        if tokens > most:
+            raise UsageError(
+                f"{_SOURCE} yielded a micro-batch of {tokens:,} tokens, and {most:,} is the most: "
+                f"{counted(spec.sequences, 'sequence')} of {spec.length_tokens:,}",
+                hint="give a step more micro-batches, or the Trainer "
+                f"`sequences_per_micro_batch={-(-tokens // spec.length_tokens)}`",
+            )
+        return pack(documents)
+
+    def _check_count(self, micro_batches: int) -> None:
+        if not micro_batches:
+            raise UsageError(
+                "a step of no micro-batches trains nothing", hint="give one or more: `[documents]`"
+            )
+        if not self.spec.settings.accumulates and micro_batches > 1:
+            raise UsageError(
+                f"a step of {micro_batches} micro-batches, of a Trainer that adds up no gradients",
+                hint="give a step one, or leave `micro_batches=1` out",
+            )
+
+    def _agree(self, refusal: HighwaterError | None) -> None:
+        """Raise on every rank where one refuses: its own error there, which rank on others."""
+        told = every_ranks([int(refusal is not None)], torch.int64, self.training.mesh)
+        if refusal is not None:
+            raise refusal
+        for rank, (refused,) in enumerate(told):
+            if refused:
+                raise UsageError(
+                    f"rank {rank} cannot go on, and the others would wait for it",
+                    hint=f"its own error, in what rank {rank} writes, says why",
+                )
+
+    def _compare(self, whole: Sequence[Batch]) -> int:
+        """The tokens of all data-parallel ranks. Raises UsageError for numbers of micro-batches, or
+        documents, that are not the same where they have to be.
+        """
+        tokens = sum(len(batch.input_ids_T) for batch in whole)
+        sharing = self._context.sequence_degree
+        own = int(digest(whole)) if sharing > 1 else 0
+        told = every_ranks([len(whole), own, tokens], torch.int64, self.training.mesh)
+        counts = sorted({count for count, _, _ in told})
+        if len(counts) > 1:
+            raise UsageError(
+                f"ranks were given {' and '.join(map(str, counts))} micro-batches, and all go "
+                "through as many",
+                hint="deal out as many to each `data_rank`, and leave over what is too few",
+            )
+        for data_rank in range(self.data_parallel_degree):
+            together = told[data_rank * sharing : (data_rank + 1) * sharing]
+            if len({value for _, value, _ in together}) > 1:
+                raise UsageError(
+                    f"the {sharing} ranks of data rank {data_rank}, which train parts of the same "
+                    "documents, were given different ones",
+                    hint="choose documents by `data_rank`, and seed what is drawn by it",
+                )
+        return sum(count for _, _, count in told[::sharing])
+
+    def _obstacle_to_saving(self, target: Path, *, merged: bool) -> HighwaterError | None:
+        settings = self.spec.settings
+        if merged and settings.lora is None:
+            return UsageError("merged adapters, and no LoRA", hint="leave `merged=True` out")
+        if merged and settings.lora_base != "bf16":
+            return UsageError(
+                "adapters were trained beside a model in nf4, and would be merged into another one",
+                hint="leave `merged=True` out: peft merges them into the model of your choice",
+            )
+        if self.rank == 0 and (target.is_file() or (target.is_dir() and any(target.iterdir()))):
+            return UsageError(
+                f"{target} holds something, and a save replaces nothing",
+                hint=f"name a new directory: `{target.name}-{self.steps_done}`",
+            )
+        return None
+
+    def _bound_allocator(self) -> None:
+        """Give the allocator what ``memory`` leaves, once everything outside it is there."""
+        rehearse(self.training, rehearsal_batch(self.spec, self._context))
+        synchronize(self.device)
+        torch.cuda.empty_cache()
+        divide_budget(
+            self.device,
+            budget_bytes=self.spec.memory_budget_bytes,
+            nccl_bytes=self._context.nccl_bytes,
+        )
+
+
+def _bound_data(budget_bytes: int | None) -> None:
+    """Bound this process's data segment, unless it is bounded more."""
+    assert budget_bytes is not None
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    least = budget_bytes if soft == resource.RLIM_INFINITY else min(soft, budget_bytes)
+    resource.setrlimit(resource.RLIMIT_DATA, (least, hard))
+
+
+def _stay_on_this_machine() -> None:
+    """Have ranks of one machine listen where nobody else reaches them, unless the user said."""
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, _LOOPBACK)
+
+
+def _check_allocator(device: torch.device, mode: str) -> None:
+    """Raise UsageError for an allocator in another mode than the one that was named: it is chosen
+    as the process begins.
+    """
+    name, _, wanted = mode.partition(":")
+    found = allocator_settings(device).get(name, wanted)
+    if found != wanted:
+        raise UsageError(
+            f"the allocator runs with {name} {found}, and {wanted} is asked for",
+            hint=f"`export {ALLOCATOR_VARIABLES[0]}={mode}` before the loop starts",
+        )

@@ -1,0 +1,157 @@
+"""Keywords of a Trainer: those of ``highwater.run_trial`` that say something about a step, made
+into the trial whose step it is.
+
+They are checked as a trial's are, against what this process sees: its GPU stands for that of every
+rank.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import torch
+
+from highwater.engine.training.rank_context import device_of
+from highwater.errors import HighwaterError, UsageError
+from highwater.model.model import load_model
+from highwater.model.rope import WITHOUT_YARN_IN_FILES, yarn
+from highwater.nouns.declared_settings import DECLARED, TOPICS
+from highwater.nouns.hardware import Gpu, Machine
+from highwater.nouns.plan import plan_trial
+from highwater.nouns.profiling import SETTING, SNAPSHOTS, SnapshotOrder, refuse_profiling
+from highwater.nouns.request import Request, request_from
+from highwater.nouns.trial import Device, TrialSpec
+from highwater.units import format_tokens
+
+_RUNG = ("memory", "token_budget", "device", "logit_range", SETTING, "log_dir")
+"""What a step has beside what every command takes, and beside its numbers."""
+_FLAG = re.compile(r"--([a-z][a-z0-9-]*)(?: ([^\s`-][^\s`]*))?")
+_FLAGS = re.compile(rf"`((?:{_FLAG.pattern} ?)+)`")
+_NUMBER = re.compile(r"\d+(\.\d+)?(e-?\d+)?")
+KEYWORDS = tuple(
+    row.name
+    for topic, rows in TOPICS.items()
+    for row in rows
+    if topic in ("optimizer", "objective")
+    or (topic == "trial" and ("emit" in row.commands or row.name in _RUNG))
+)
+"""Settings that a Trainer takes, besides model, length and seed."""
+
+
+def trial_of(
+    model: str, length_tokens: int, settings: Mapping[str, Any], *, seed: int
+) -> tuple[TrialSpec, Request]:
+    """The trial whose step is trained, and the request that asks for it.
+
+    Raises HighwaterError for what cannot be trained, and for a setting that says nothing here; its
+    hint speaks in keywords.
+    """
+    try:
+        return _trial_of(model, length_tokens, settings, seed=seed)
+    except HighwaterError as error:
+        error.hint = in_keywords(error.hint)
+        raise
+
+
+def in_keywords(hint: str) -> str:
+    """A hint of the command line's, its flags spelled as keywords."""
+    return _FLAGS.sub(_as_keywords, hint)
+
+
+def _trial_of(
+    model: str, length_tokens: int, settings: Mapping[str, Any], *, seed: int
+) -> tuple[TrialSpec, Request]:
+    _refuse_what_is_no_steps(settings)
+    device: Device = "cuda" if torch.cuda.is_available() else "cpu"
+    request = request_from({"model": model, "device": device, **settings}, keywords=True)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    request = msgspec.structs.replace(
+        request, gpus=(ranks,), device=request.device or device, allow_busy=True
+    )
+    _refuse_unsavable(request, length_tokens)
+    assert request.device is not None
+    refuse_profiling(request.memory_profiler, device=request.device)
+    spec = plan_trial(request, _machine(request.device, ranks), length_tokens)
+    return msgspec.structs.replace(spec, seed=seed, memory_snapshots=_snapshots(request)), request
+
+
+def _snapshots(request: Request) -> SnapshotOrder | None:
+    """Where the loop's snapshots go, which has no log to lie beside."""
+    if request.memory_profiler is None:
+        return None
+    directory = Path(request.log_dir).resolve() / SNAPSHOTS
+    return SnapshotOrder(directory=str(directory), profiling=request.memory_profiler)
+
+
+def _as_keywords(flags: re.Match[str]) -> str:
+    """Flags as keywords: ``ulysses=4, ring=2``; what stands without a value is a name."""
+    found = _FLAG.findall(flags[1])
+    spelled = (
+        f"{name.replace('-', '_')}={value if _NUMBER.fullmatch(value) else repr(value)}"
+        if value
+        else name.replace("-", "_")
+        for name, value in found
+    )
+    return f"`{', '.join(spelled)}`"
+
+
+def _refuse_what_is_no_steps(settings: Mapping[str, Any]) -> None:
+    """Raise UsageError for a setting of searches and of trials alone; what no setting is called is
+    left to the request.
+    """
+    for name in settings:
+        if name == "gpus":
+            raise UsageError(
+                "gpus: a Trainer is on one GPU, and its loop runs once for each",
+                hint="leave `gpus` out, and start as many processes: `python -m "
+                "highwater.engine.ranks --nproc 2 loop.py`",
+            )
+        is_unheard = name == "log_dir" and SETTING not in settings
+        if is_unheard or (name in DECLARED and name not in KEYWORDS):
+            raise UsageError(
+                f"{name} is a setting of searches and trials, and says nothing about a step",
+                hint=f"leave `{name}` out",
+            )
+
+
+def _refuse_unsavable(request: Request, length_tokens: int) -> None:
+    """Raise UsageError for a model that is trained with YaRN, and could not be loaded with it."""
+    model = load_model(request.model)
+    if model.shape.model_type in WITHOUT_YARN_IN_FILES and yarn(
+        model, length_tokens=length_tokens, rope=request.rope
+    ):
+        native = model.shape.native_length_tokens
+        raise UsageError(
+            f"{model.shape.model_type} in transformers takes no YaRN from its config: what is "
+            f"saved of {model.name} after training with it could not be loaded",
+            hint=f"use `length={native}`, the {format_tokens(native)} tokens that it was made for, "
+            "or less, and leave `rope` out",
+        )
+
+
+def _machine(device: Device, ranks: int) -> Machine:
+    """What trials would count on: a GPU like this process's own for every rank, and this host."""
+    memory, gpus = psutil.virtual_memory(), ()
+    if device == "cuda" and torch.cuda.is_available():
+        own = device_of(device)
+        gpu = Gpu(
+            index=0,
+            name=torch.cuda.get_device_name(own),
+            memory_total_bytes=torch.cuda.get_device_properties(own).total_memory,
+            memory_used_bytes=0,
+            compute_capability=torch.cuda.get_device_capability(own),
+            processes=(),
+        )
+        gpus = (gpu,) * ranks
+    return Machine(
+        gpus=gpus,
+        driver_version=None,
+        cpu_cores=len(os.sched_getaffinity(0)),
+        host_memory_total_bytes=memory.total,
+        host_memory_available_bytes=memory.available,
+        versions={},
+    )

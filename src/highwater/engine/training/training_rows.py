@@ -1,0 +1,119 @@
+"""The rows of one rank in a run of training: its share of each step, and the loss over what is
+evaluated.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from shlex import quote
+from typing import NamedTuple
+
+from highwater.engine.data.batches import Batch, pack
+from highwater.engine.data.evaluation_rows import evaluation_rows
+from highwater.engine.data.step_plan import StepPlan
+from highwater.engine.data.store import OpenCorpus, open_corpus
+from highwater.engine.training.evaluation import evaluate
+from highwater.engine.training.rank_context import RankContext
+from highwater.engine.training.step import Training
+from highwater.errors import UsageError
+from highwater.model.model import load_model
+from highwater.nouns.training import TrainingSpec
+
+_EVALUATED = 16
+"""Rows that are in memory at a time, and their log-probabilities on the device."""
+
+
+class OwnRow(NamedTuple):
+    """A rank's share of one micro-batch, and what is in the whole."""
+
+    batch: Batch
+    names: tuple[str, ...]
+    """Of its documents, as messages name them: ``data.jsonl:17``."""
+
+
+class TrainingRows:
+    """The micro-batches of this rank, of any step."""
+
+    def __init__(self, spec: TrainingSpec, context: RankContext) -> None:
+        """Open what is trained and what is evaluated. Raises UsageError for a corpus that is
+        damaged, or of which this layout cannot make rows.
+        """
+        self._context = context
+        self._ranks = spec.trial.layout.data_parallel_degree
+        self._row_tokens = spec.trial.length_tokens * spec.trial.sequences
+        self._corpus = _opened(spec, spec.corpus.directory)
+        traits = spec.trial.settings.traits
+        self._pairs = traits.pairs
+        self._plan = StepPlan(
+            self._corpus.lengths,
+            self._corpus.units,
+            row_tokens=self._row_tokens,
+            micro_batches=spec.micro_batches,
+            seed=spec.trial.seed,
+            spread_units=traits.advantages == "groups",
+        )
+        self._evaluation = (
+            None if spec.evaluation is None else _opened(spec, spec.evaluation.directory)
+        )
+
+    def of_step(self, step: int) -> list[OwnRow]:
+        """This rank's of a step; data ranks take turns in those of the whole."""
+        return [
+            self._row(self._corpus, documents)
+            for documents in self._plan.step(step)[self._context.data_rank :: self._ranks]
+        ]
+
+    def evaluate(self, training: Training) -> float | None:
+        """The mean loss over the corpus that is evaluated, each document once; None where it has
+        none.
+
+        Data ranks take turns in its rows. Those that are left over, fewer than ranks, every rank
+        evaluates whole: shards are gathered for as many rows on each.
+        """
+        if self._evaluation is None:
+            return None
+        rows = evaluation_rows(
+            self._evaluation.lengths,
+            self._evaluation.units if self._pairs else None,
+            row_tokens=self._row_tokens,
+        )
+        even = len(rows) - len(rows) % self._ranks
+        own, left = rows[:even][self._context.data_rank :: self._ranks], rows[even:]
+        total_loss, counted = 0.0, 0.0
+        for part, copies in ((own, 1), (left, self._ranks)):
+            for start in range(0, len(part), _EVALUATED):
+                some = part[start : start + _EVALUATED]
+                batches = [self._row(self._evaluation, documents).batch for documents in some]
+                found = evaluate(training, batches)
+                if found.loss is not None:
+                    total_loss += found.loss * found.counted / copies
+                    counted += found.counted / copies
+        return total_loss / counted if counted else None
+
+    def _row(self, corpus: OpenCorpus, documents: Sequence[int]) -> OwnRow:
+        whole = pack([corpus.document(number) for number in documents])
+        names = tuple(corpus.name_of(number) for number in documents)
+        return OwnRow(self._context.share_of(whole), names)
+
+
+def _opened(spec: TrainingSpec, directory: str) -> OpenCorpus:
+    """An open corpus; raises UsageError for ids that the model does not know, and for documents
+    that a ring cannot share.
+    """
+    corpus = open_corpus(Path(directory))
+    shape = load_model(spec.trial.model_directory).shape
+    if corpus.largest_id >= shape.vocab_size:
+        raise UsageError(
+            f"the corpus in {directory} has the token id {corpus.largest_id}, and the model knows "
+            f"0 to {shape.vocab_size - 1}",
+            hint=f"remove it, and it is made anew: `rm -r {quote(directory)}`",
+        )
+    window_tokens = shape.window_tokens
+    longest = corpus.summary.longest_tokens
+    if window_tokens is None or spec.trial.layout.ring_degree == 1 or longest <= window_tokens:
+        return corpus
+    raise UsageError(
+        f"a document of {longest:,} tokens is past the sliding window of {window_tokens:,} in "
+        f"which {spec.trial.model_name} attends, and a ring shares only what all layers attend to "
+        "whole",
+        hint="use `--ulysses` in the place of `--ring`",
+    )

@@ -1,0 +1,310 @@
+"""Training on one rank: the trial's step over a corpus, from the last checkpoint to the last step,
+with evaluations, checkpoints and an export; told to stop, it leaves a checkpoint first.
+"""
+
+import math
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from highwater.engine.parallel.fsdp2 import local_shard
+from highwater.engine.parallel.mesh import total
+from highwater.engine.training.agreement import gathered
+from highwater.engine.training.export import export
+from highwater.engine.training.rank_run import RankRun
+from highwater.engine.training.run_checkpoints import RunCheckpoints
+from highwater.engine.training.step import Training
+from highwater.engine.training.training_rows import OwnRow, TrainingRows
+from highwater.errors import UsageError
+from highwater.nouns.codec import to_json
+from highwater.nouns.files import open_regular
+from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.training import RunState, TrainingProgress, TrainingSpec, run_digest
+
+_MOST_NAMED = 4
+"""Documents that a message names."""
+
+
+class TrainingRun(RankRun):
+    """A run of training, as one of its ranks."""
+
+    def __init__(self, spec: TrainingSpec, *, on_phase: Callable[[str], None]) -> None:
+        """``on_phase`` hears a ``TrainingProgress`` as JSON."""
+        super().__init__(spec.trial, on_phase=self._say_phase)
+        self.training_spec = spec
+        self._on_progress = on_phase
+        self._progress = TrainingProgress(phase="starting", steps=spec.steps)
+        self._state = RunState(
+            step=0, corpus_digest=spec.corpus.digest, run_digest=run_digest(spec)
+        )
+        self._saved_step: int | None = None
+        self._is_told_to_stop = False
+        self._checkpoints = RunCheckpoints(Path(spec.output_directory))
+
+    def run(self) -> None:
+        """Train what is left of the steps, or until it is told to stop."""
+        signal.signal(signal.SIGTERM, self._stop)
+        spec = self.training_spec
+        training, context = self.assembled()
+        self._resume(training)
+        if self._state.step == 0:
+            self._refuse_broken_model(training)
+        self.divide_budget(training, context)
+        rows = TrainingRows(spec, context)
+        if self._state.step == 0 and not self._state.evaluations:
+            self._evaluate_if_due(training, rows, is_first=True)
+        while self._state.step < spec.steps and not self._has_to_stop(training):
+            step = self._state.step + 1
+            self._train(training, rows.of_step(step), step)
+            self._evaluate_if_due(training, rows)
+            if step == spec.steps or (spec.save_every and step % spec.save_every == 0):
+                self._save(training)
+        if self._saved_step != self._state.step:
+            self._save(training)
+        if self._state.step == spec.steps:
+            self._export(training)
+        self.where.enter("report")
+        self._say(phase="done" if self._state.step == spec.steps else "stopped")
+
+    def _resume(self, training: Training) -> None:
+        self._say_phase("looking for a checkpoint")
+        state = self._checkpoints.resume(training, checkpoint=self.training_spec.resume_from)
+        if state is None:
+            self._keep_lines_up_to(-1)  # those of a run that had no checkpoint yet
+            return
+        self._saved_step = state.step
+        if state.run_digest != self._state.run_digest:
+            raise UsageError(
+                f"{self.training_spec.output_directory} has checkpoints of another training",
+                hint=f"use `--output {self.training_spec.output_directory}-2`",
+            )
+        self._state = _without_other_best(state, self.training_spec)
+        self._keep_lines_up_to(state.step)
+        sys.stdout.write(f"goes on after step {state.step}\n")
+
+    def _keep_lines_up_to(self, step: int) -> None:
+        """Leave the lines of statistics that are not done again; on the first rank."""
+        if self.report.rank == 0 and self.spec.statistics is not None:
+            keep_lines_up_to(Path(self.spec.statistics.path), step=step)
+
+    def _train(self, training: Training, batches: Sequence[OwnRow], step: int) -> None:
+        self.where.enter("data")
+        self._say(phase="training")
+        _set_rate(training, self.spec.hyperparameters.learning_rate, self.training_spec, step)
+        own = [row.batch for row in batches]
+        try:
+            with self.profiler.step(step - 1) if self.profiler else nullcontext():
+                self.step(training, own, number=step)
+        except FloatingPointError as error:  # on all ranks: losses and norms are of them all
+            raise self._refusal_of(str(error), _broken_in(training, batches), step) from error
+        loss = self.report.losses[-1]
+        self._state = msgspec.structs.replace(
+            self._state, step=step, losses=(*self._state.losses, loss), evaluation_loss=None
+        )
+        # Those of all ranks were counted in the step already.
+        tokens = sum(sum(row.batch.document_lengths) for row in batches)
+        self._say(
+            phase="training",
+            step=step,
+            loss=loss,
+            tokens=self._progress.tokens + tokens * self.spec.layout.data_parallel_degree,
+            seconds=self._progress.seconds + self.report.step_times_s[-1],
+        )
+
+    def _refusal_of(self, what: str, found: "_Broken", step: int) -> UsageError:
+        """What a user is told of a step whose loss is no number, and what to type."""
+        kept = self._what_is_kept()
+        elsewhere = f"--output {self.training_spec.output_directory}-2"
+        if found.broken and set(found.broken) != set(found.every):
+            return UsageError(
+                f"{what}: it broke in {_some_of(found.broken)}; {kept}",
+                hint=f"look at what is there, leave it out of the data, and use `{elsewhere}`",
+            )
+        problem = f"{what}: the step had {_some_of(found.every)}; {kept}"
+        if step == 1:
+            return UsageError(
+                problem,
+                hint=f"the weights in {self.spec.model_directory} are broken, or all of these "
+                f"documents are: mend them, and use `{elsewhere}`",
+            )
+        return self._too_fast(problem)
+
+    def _too_fast(self, problem: str) -> UsageError:
+        rate = self.spec.hyperparameters.learning_rate
+        lower = min(rate / 10, Hyperparameters().learning_rate)
+        elsewhere = f"--output {self.training_spec.output_directory}-2"
+        return UsageError(
+            problem, hint=f"train more slowly: `--learning-rate {lower:g} {elsewhere}`"
+        )
+
+    def _what_is_kept(self) -> str:
+        latest = self._checkpoints.latest()
+        return f"the last checkpoint is {latest.name}" if latest else "there is no checkpoint yet"
+
+    def _evaluate_if_due(
+        self, training: Training, rows: TrainingRows, *, is_first: bool = False
+    ) -> None:
+        """Evaluate before the first step, when it is due, and after the last one; note the best."""
+        spec, step = self.training_spec, self._state.step
+        is_due = is_first or step == spec.steps
+        is_due = is_due or bool(spec.evaluate_every and step % spec.evaluate_every == 0)
+        if spec.evaluation is None or not is_due:
+            return
+        self.where.enter("evaluation")
+        self._say(phase="evaluating")
+        loss = rows.evaluate(training)
+        if loss is None or not math.isfinite(loss):
+            raise UsageError(
+                f"the held-out loss after step {step} is {loss}",
+                hint="look at the held-out data, or leave `--eval-data` and `--eval-every` out",
+            )
+        if self.statistics_log is not None:  # before what is saved says that it was evaluated
+            self.statistics_log.write_evaluation(step, loss)
+        evaluations = (*self._state.evaluations, (step, loss))
+        self._state = msgspec.structs.replace(
+            self._state,
+            evaluations=evaluations,
+            evaluation_loss=loss,
+            evaluation_digest=spec.evaluation.digest,
+        )
+        best = self._state.best_loss
+        if not is_first and (best is None or loss < best):
+            self._state = msgspec.structs.replace(self._state, best_step=step, best_loss=loss)
+            if step != spec.steps and not (spec.save_every and step % spec.save_every == 0):
+                self._save(training)
+        self._say(phase="training", evaluation_loss=loss, evaluation_step=step)
+
+    def _save(self, training: Training) -> None:
+        self.where.enter("save")
+        self._say(phase="saving")
+        self._refuse_broken_weights(training)
+        self._checkpoints.save(training, self._state)
+        self._saved_step = self._state.step
+
+    def _refuse_broken_weights(self, training: Training) -> None:
+        """Raise UsageError, on all ranks, for weights that are not finite: an update breaks them
+        one step before the loss shows it, and they are not saved over good ones.
+        """
+        if _has_broken_weights(training, frozen=False):
+            step = self._state.step
+            what = f"the update of step {step} left weights that are no finite numbers"
+            raise self._too_fast(f"{what}; {self._what_is_kept()}")
+
+    def _refuse_broken_model(self, training: Training) -> None:
+        """Raise UsageError, on all ranks, for a model whose weights are not finite as they lie in
+        its files, frozen ones too.
+        """
+        if _has_broken_weights(training, frozen=True):
+            raise UsageError(
+                f"{self.spec.model_directory} has weights that are no finite numbers",
+                hint="copy or download its weights again, or name another checkpoint of it",
+            )
+
+    def _export(self, training: Training) -> None:
+        self.where.enter("save")
+        self._say(phase="writing the model")
+        export(
+            training,
+            Path(self.training_spec.model_directory),
+            source=Path(self.spec.model_directory),
+            merged=self.spec.settings.lora_merged,
+        )
+
+    def _stop(self, *_: object) -> None:
+        self._is_told_to_stop = True
+
+    def _has_to_stop(self, training: Training) -> bool:
+        """Whether any rank was told to stop: all of them stop after the same step."""
+        told = torch.tensor(float(self._is_told_to_stop), device=training.device)
+        return bool(total(told, training.mesh))
+
+    def _say_phase(self, phase: str) -> None:
+        self._say(phase=phase)
+
+    def _say(self, **changes: object) -> None:
+        self._progress = msgspec.structs.replace(self._progress, **changes)
+        self._on_progress(to_json(self._progress))
+
+
+def _set_rate(training: Training, rate: float, spec: TrainingSpec, step: int) -> None:
+    """Give every optimizer the learning rate of a step."""
+    for _, optimizer in training.trained:
+        for group in optimizer.param_groups:
+            group["lr"] = rate * spec.schedule.factor(step)
+
+
+class _Broken(NamedTuple):
+    """The documents of a step whose loss is no number, by their names."""
+
+    broken: tuple[str, ...]
+    """Those that have a trained token whose log-probability is not finite."""
+    every: tuple[str, ...]
+
+
+def _broken_in(training: Training, rows: Sequence[OwnRow]) -> _Broken:
+    """Which documents of a step broke, on all ranks."""
+    broken: list[str] = []
+    for row, tokens in zip(rows, training.record.tokens, strict=False):
+        is_broken_N = ~tokens.logprobs_N.isfinite().cpu()
+        broken += [row.names[each] for each in row.batch.documents_N[is_broken_N].unique().tolist()]
+    every = [name for row in rows for name in row.names]
+    of_all = gathered((broken, every), training.mesh, kind=tuple[list[str], list[str]])
+    return _Broken(*(tuple(dict.fromkeys(chain(*names))) for names in zip(*of_all, strict=True)))
+
+
+def _some_of(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return f"{', '.join(names[:_MOST_NAMED])}{more}"
+
+
+def _without_other_best(state: RunState, spec: TrainingSpec) -> RunState:
+    """The state that a run goes on from, without a best evaluation of another corpus: losses over
+    that one do not compare with those to come.
+    """
+    digest = None if spec.evaluation is None else spec.evaluation.digest
+    if digest is None or state.evaluation_digest in (None, digest):
+        return state
+    return msgspec.structs.replace(state, best_step=None, best_loss=None)
+
+
+def keep_lines_up_to(path: Path, *, step: int) -> None:
+    """Leave the lines of a file of statistics that are not past a step, where there is one: what a
+    run that was ended had done since its last checkpoint is done again.
+    """
+    try:
+        with open_regular(path) as file:
+            lines = file.readlines()
+    except FileNotFoundError:
+        return
+    kept = [line for line in lines if _step_of(line) <= step]
+    beside = path.with_name(f".{path.name}.partial")
+    beside.write_bytes(b"".join(kept))
+    beside.replace(path)
+
+
+def _step_of(line: bytes) -> float:
+    """The step of a line; of one that is cut off none comes after it."""
+    try:
+        return float(msgspec.json.decode(line)["step"])
+    except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
+        return math.inf
+
+
+def _has_broken_weights(training: Training, *, frozen: bool) -> bool:
+    """Whether weights, on any rank, are no finite numbers: those that are trained, or all."""
+    shards = (
+        local_shard(parameter.detach())
+        for model, _ in training.trained
+        for parameter in model.parameters()
+        if frozen or parameter.requires_grad
+    )
+    is_broken = any(not bool(shard.isfinite().all()) for shard in shards)
+    told = torch.tensor(float(is_broken), device=training.device)
+    return bool(total(told, training.mesh))

@@ -1,0 +1,190 @@
+"""The worker: one rank's process, from its memory limit to its report. Started with the paths of
+spec and reports.
+
+The process edge: whatever stops a trial is recorded whole in the report, and the exit status says
+that it did. torch is imported only after the limits are set, so that they bound all of it.
+"""
+
+import mmap
+import os
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from highwater.errors import HighwaterError
+from highwater.nouns.oom import exhausted_memory
+from highwater.nouns.protocols import OnPhase
+from highwater.nouns.secrets import LOGGED, kept
+from highwater.nouns.trial import (
+    PHASE_FILE,
+    AliveMemory,
+    Failure,
+    FailureKind,
+    RankReport,
+    TrialSpec,
+)
+from highwater.units import MIB
+
+if TYPE_CHECKING:
+    from highwater.engine.training.rank_run import RankRun
+
+EXIT_FAILED = 1
+_SPENT_BYTES = 64 * MIB
+"""No thread's stack and no library's data is larger: who still gets as much did not fail for want
+of memory."""
+
+
+def main() -> None:
+    """Run one rank of a trial: ``python -m highwater.engine.training.worker SPEC REPORTS``."""
+    spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=TrialSpec)
+
+    def made(on_phase: OnPhase) -> "RankRun":
+        from highwater.engine.training.trial import Trial
+
+        return Trial(spec, on_phase=on_phase)
+
+    run_rank(spec, made, Path(sys.argv[2]))
+
+
+def run_rank(spec: TrialSpec, made: Callable[[OnPhase], "RankRun"], reports: Path) -> None:
+    """Run what ``made`` makes under the limit of ``spec``, and leave the report; ``made`` imports
+    torch, and nothing before it does.
+    """
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    if spec.device == "cpu":
+        assert spec.memory_budget_bytes is not None
+        resource.setrlimit(resource.RLIMIT_DATA, (spec.memory_budget_bytes, before[1]))
+    run = None
+    try:
+        run = made(partial(_tell, reports))
+        run.run()
+        _write(reports, run.snapshot())
+    except BaseException as error:  # noqa: BLE001 -- the process edge: the whole error is recorded
+        try:
+            kind = _kind(error, spec)
+            resource.setrlimit(
+                resource.RLIMIT_DATA, before
+            )  # what is left of the limit may be too little for a report
+            _report_failure(reports, _failed(run, error, kind))
+            if run is not None and run.profiler is not None:
+                run.profiler.write_failed()
+                sys.stderr.flush()
+        finally:
+            # No clean-up: the peers may hang in a collective, and the reaper ends them once this
+            # process is gone.
+            os._exit(EXIT_FAILED)
+    from highwater.engine.parallel.mesh import leave
+
+    leave()
+
+
+def _tell(reports: Path, phase: str) -> None:
+    """Leave word of what the first rank does, for whoever waits. Nothing depends on it."""
+    if os.environ["RANK"] == "0":
+        with suppress(OSError):
+            partial_path = reports / f"{PHASE_FILE}.partial"
+            partial_path.write_text(phase, encoding="utf-8")
+            partial_path.replace(reports / PHASE_FILE)
+
+
+def _kind(error: BaseException, spec: TrialSpec) -> FailureKind:
+    if isinstance(error, HighwaterError):
+        return "refused"
+    return exhausted_memory(error, device=spec.device, is_spent=_is_spent) or "error"
+
+
+def _is_spent() -> bool:
+    """Whether this process gets no more memory of its own."""
+    try:
+        mmap.mmap(-1, _SPENT_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except OSError:
+        return True
+    return False
+
+
+def _report_failure(reports: Path, report: RankReport) -> None:
+    """Write the report, then the log: the log's disk may be the one that is full, and then it is
+    still told why.
+    """
+    try:
+        _write(reports, report)
+    finally:
+        sys.stderr.write(kept(_printable(traceback.format_exc()), most=LOGGED) + "\n")
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _failed(run: "RankRun | None", error: BaseException, kind: FailureKind) -> RankReport:
+    """The report of a rank that did not finish."""
+    hint = error.hint if isinstance(error, HighwaterError) else None
+    phase, layer = (run.where.phase, run.where.layer) if run else ("setup", None)
+    alive = None
+    if run is not None and kind == "device_memory":
+        alive, phase, layer = _alive(run, error)
+    failure = Failure(
+        kind=kind,
+        phase=phase,
+        text=_text(error),
+        at_unix_s=time.time(),
+        hint=hint,
+        layer=layer,
+        alive=alive,
+    )
+    return msgspec.structs.replace(_last_report(run), failure=failure)
+
+
+def _alive(run: "RankRun", error: BaseException) -> tuple[AliveMemory | None, str, int | None]:
+    """What was alive when memory ran out, and where the step was."""
+    try:
+        if run.out_of_memory is not None:
+            return run.out_of_memory.alive(error)
+    except Exception:  # noqa: BLE001 -- the process edge: the failure itself is told all the same
+        traceback.print_exc()
+    return None, run.where.phase, run.where.layer
+
+
+def _text(error: BaseException) -> str:
+    """The exception, type first. A file's name may be in it whose bytes are no text: they are
+    escaped, and the rest is kept.
+    """
+    try:
+        said = str(error)
+    except Exception as broken:  # noqa: BLE001 -- somebody's own exception, whose text is broken
+        said = f"its text cannot be had: {type(broken).__name__}"
+    return kept(_printable(f"{type(error).__name__}: {said}"))
+
+
+def _printable(text: str) -> str:
+    return text.encode("utf-8", errors="backslashreplace").decode("utf-8")
+
+
+def _last_report(run: "RankRun | None") -> RankReport:
+    """What is known of a rank that failed; without its peaks where the device answers nothing any
+    more.
+    """
+    if run is None:
+        return RankReport(rank=int(os.environ["RANK"]))
+    try:
+        return run.snapshot()
+    except RuntimeError:  # a CUDA error that sticks: every further call raises it again
+        return run.report
+
+
+def _write(reports: Path, report: RankReport) -> None:
+    """Write the report whole or not at all."""
+    target = reports / f"rank-{report.rank:03d}.json"
+    partial = target.with_suffix(".partial")
+    partial.write_bytes(msgspec.json.encode(report))
+    partial.replace(target)
+
+
+if __name__ == "__main__":
+    main()

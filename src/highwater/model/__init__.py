@@ -1,0 +1,1 @@
+"""Models as their ``config.json`` tells them: shapes, families, weight files, footprints."""

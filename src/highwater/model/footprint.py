@@ -1,0 +1,348 @@
+"""Footprint: what a trial keeps for as long as it runs, on devices, on the host and on disk. The
+peak of a step is memory/formula/formula.py's.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from highwater.model.layer_kind import Matrices
+from highwater.model.model import STATE_BYTES_PER_PARAMETER, ModelShape
+from highwater.nouns.layout import Layout
+from highwater.nouns.lora import adapter_matrices, adapter_parameters, saved_by_base
+from highwater.nouns.optimizer import MOMENTS, PIECE, STREAMED, STREAMED_BUFFERS
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import Device
+from highwater.nouns.working_sizes import ELEMENT_BYTES
+from highwater.units import MIB
+
+PROCESS_BYTES = 512 * MIB
+"""Host memory of one process that runs Python with torch."""
+STAGED_LAYERS = 3
+"""Layers whose offloaded gradients have pinned blocks at a time: the copy of one runs, that of
+another is awaited, and the blocks of the third are given out again once the GPU has come to where
+they were let go."""
+GRADIENT_BYTES_PER_PARAMETER = 4
+"""Bytes of a gradient, in float32: a part of ``STATE_BYTES_PER_PARAMETER``."""
+MOMENT_BYTES = 4
+"""Bytes of a moment in host memory, which is float32."""
+SHARDED_BYTES_PER_PARAMETER = 12
+"""Bytes on disk for each parameter: float32 weights and both moments, in float32 too."""
+
+
+_SAVED_TENSOR_BYTES, _NAME_BYTES, _CONFIG_BYTES = 3072, 256, 4096
+"""Bytes on disk besides the numbers: of a tensor in a sharded checkpoint, with what its metadata
+says; of one in a file of safetensors; of an adapter's configuration. Rounded up from files."""
+
+
+class CheckpointBytes(NamedTuple):
+    """Bytes that one trial has on disk at the most, over all ranks."""
+
+    sharded_bytes: int
+    hf_bytes: int
+
+
+def checkpoint_bytes(shape: ModelShape, settings: Settings, device: Device) -> CheckpointBytes:
+    """Bytes that a trial writes. Hugging Face weights count once: those of a step overwrite those
+    of the step before.
+    """
+    return CheckpointBytes(
+        sharded_bytes=(
+            SHARDED_BYTES_PER_PARAMETER
+            * (shape.parameters if settings.lora is None else trained_parameters(shape, settings))
+            - _saved_by_moments(shape, settings)
+            - _saved_by_narrow(1, shape, settings)
+            + 3 * _SAVED_TENSOR_BYTES * _adapter_tensors(shape, settings)
+        )
+        * settings.trained_models
+        * (settings.checkpoint == "sharded"),
+        hf_bytes=0 if settings.save_hf == "never" else _hf_bytes(shape, settings, device),
+    )
+
+
+def _hf_bytes(shape: ModelShape, settings: Settings, device: Device) -> int:
+    """Bytes of weights for others: of adapters in float32, or of a model with all that is in it."""
+    if settings.lora is None or settings.lora_merged:
+        return ELEMENT_BYTES[device] * shape.parameters
+    tensors = _adapter_tensors(shape, settings)
+    return 4 * trained_parameters(shape, settings) + _NAME_BYTES * tensors + _CONFIG_BYTES
+
+
+def _adapter_tensors(shape: ModelShape, settings: Settings) -> int:
+    """Matrices of all adapters, small enough for what a file says of them to count."""
+    return sum(each.number for each in _adapters(shape, settings))
+
+
+def device_state_bytes(
+    shape: ModelShape, settings: Settings, *, device: Device, shards: int = 1
+) -> int:
+    """Bytes of parameters, gradients and both moments of every trained model at the peak, over all
+    ``shards`` devices that share them, as if each had as many rows as the first one; gradients of
+    one micro-batch come only when the layers go backward.
+
+    Offloaded, FSDP2 leaves nothing; FSDP1 a float32 gradient until the backward pass ends
+    (engine/parallel/fsdp1.py). Where states alone are offloaded it is all but the moments. On the
+    CPU there is nowhere else. A reward model has a number in the place of the vocabulary, and no
+    head where that is not the embedding; a critic, too, though here it counts as whole.
+    """
+    per_parameter = STATE_BYTES_PER_PARAMETER
+    if settings.offloads_model and device == "cuda":
+        per_parameter = GRADIENT_BYTES_PER_PARAMETER if settings.strategy == "fsdp" else 0
+    elif settings.offloads_states and device == "cuda":
+        per_parameter -= MOMENTS * MOMENT_BYTES
+    frozen = 0
+    if settings.adapters is not None and per_parameter:
+        element = ELEMENT_BYTES[device]
+        uneven = _beyond_even(_in_layers(shape), settings, shards)
+        frozen = element * (policy_parameters(shape, settings) + uneven)
+        frozen -= saved_by_base(shape, settings.adapters, element=element)
+    trained = per_parameter * (
+        trained_parameters(shape, settings) + _uneven(shape, settings, shards)
+    )
+    saved = _saved_by_narrow(2, shape, settings, shards=shards)
+    saved += _saved_by_moments(shape, settings, shards=shards) if per_parameter else 0
+    return (frozen + trained - saved) * settings.trained_models
+
+
+def trained_parameters(shape: ModelShape, settings: Settings) -> int:
+    """Parameters of the policy that are trained: its own, or its adapters' and a number's in the
+    place of the vocabulary.
+    """
+    if settings.adapters is None:
+        return policy_parameters(shape, settings)
+    number = shape.hidden_size if settings.traits.gives_scalars else 0
+    return adapter_parameters(shape, settings.adapters) + number
+
+
+def gradient_bytes(shape: ModelShape, settings: Settings, *, shards: int = 1) -> int:
+    """Bytes of the gradients of every trained model, over all ``shards`` devices that share them,
+    as if each had as many rows as the first one.
+    """
+    parameters = trained_parameters(shape, settings) + _uneven(shape, settings, shards)
+    saved = _saved_by_narrow(1, shape, settings, shards=shards)
+    return (GRADIENT_BYTES_PER_PARAMETER * parameters - saved) * settings.trained_models
+
+
+def _saved_by_narrow(
+    numbers: int, shape: ModelShape, settings: Settings, *, shards: int = 1
+) -> int:
+    """Bytes that so many numbers a parameter take less than in float32: weights, and gradients."""
+    if settings.parameters != "bf16":
+        return 0
+    uneven = _beyond_even(_in_layers(shape), settings, shards)
+    return 2 * numbers * (policy_parameters(shape, settings) + uneven)
+
+
+def _uneven(shape: ModelShape, settings: Settings, shards: int) -> int:
+    """Trained parameters of layers that ``shards`` devices would have more if each had as many rows
+    of them as the first one.
+    """
+    trained = _in_layers(shape) if settings.lora is None else _adapters(shape, settings)
+    return _beyond_even(trained, settings, shards)
+
+
+def _beyond_even(every: Iterable[Matrices], settings: Settings, shards: int) -> int:
+    """Numbers that ``shards`` devices would have more if each had as many rows of these matrices as
+    the first one: FSDP2 cuts rows, FSDP1 what it makes one tensor of.
+    """
+    if settings.strategy != "fsdp2":
+        return 0
+    return sum(each.beyond_even(shards) for each in every)
+
+
+def _saved_by_moments(shape: ModelShape, settings: Settings, *, shards: int = 1) -> int:
+    """Bytes that a model's moments take less than in float32, over all of the GPUs that share them;
+    of uneven shards, as the first GPU has them.
+    """
+    traits = settings.optimizer_traits
+    if not traits.is_quantized:
+        parameters = trained_parameters(shape, settings) + _uneven(shape, settings, shards)
+        return MOMENTS * (4 - traits.moment_bytes) * parameters
+    saved = 0
+    for number, rows, row_size in _trained_matrices(shape, settings):
+        shard = -(-rows // shards) * row_size
+        saved_by_shard = MOMENTS * 4 * shard - traits.moments_bytes(shard)
+        saved += number * (saved_by_shard * rows * row_size // shard)
+    return saved
+
+
+def update_bytes(
+    shape: ModelShape, settings: Settings, *, shards: int, device: Device = "cuda"
+) -> int:
+    """Bytes that an update makes on one device for the numbers that it moves at once, of the
+    largest shard or of a piece of it: of codes two float32 numbers each
+    (engine/training/low_bit.py), of moments in host memory the buffers that they come through
+    (engine/training/host_states.py). On the CPU it is not compiled, and each operation leaves a
+    tensor.
+    """
+    every = (-(-rows // shards) * size for _, rows, size in _trained_matrices(shape, settings))
+    if settings.offloads_states:
+        return STREAMED_BUFFERS * MOMENTS * MOMENT_BYTES * min(STREAMED, max(every))
+    piece = min(PIECE, max(every))
+    if device == "cpu":
+        return settings.optimizer_traits.eager_bytes * piece
+    return MOMENTS * 4 * piece if settings.optimizer_traits.is_quantized else 0
+
+
+def _trained_matrices(shape: ModelShape, settings: Settings) -> tuple[Matrices, ...]:
+    """The matrices of the policy, or of its adapters: a reward model has no head where that is not
+    the embedding.
+    """
+    if settings.lora is not None:
+        return _adapters(shape, settings)
+    every = matrices(shape)
+    if settings.traits.gives_scalars and not shape.tied_embeddings:
+        return (*every[:-1], every[-1]._replace(number=1))
+    return every
+
+
+def policy_parameters(shape: ModelShape, settings: Settings) -> int:
+    """Parameters of the policy: a reward model has no head where that is not the embedding."""
+    has_no_head = settings.traits.gives_scalars and not shape.tied_embeddings
+    return shape.parameters - has_no_head * shape.vocab_size * shape.hidden_size
+
+
+def host_state_bytes(shape: ModelShape, settings: Settings, *, layout: Layout) -> int:
+    """Host memory that models take, over all ranks of one machine: offloaded states, and the
+    reference.
+
+    Besides what is pinned (``pinned_state_bytes``) offloading leaves in ordinary memory: with FSDP2
+    gradients and both moments, with FSDP1 the moments and the sum of the gradients. Of states
+    alone all is pinned.
+    """
+    trained = shape.parameters
+    if settings.lora is not None:
+        trained = trained_parameters(shape, settings)
+    ordinary = 12 * settings.trained_models * trained if settings.offloads_model else 0
+    ordinary *= layout.machine_gpus // layout.shard_degree
+    return pinned_state_bytes(shape, settings, layout=layout) + ordinary
+
+
+def pinned_state_bytes(shape: ModelShape, settings: Settings, *, layout: Layout) -> int:
+    """Pinned host memory of models, over all ranks of one machine: a part of ``host_state_bytes``.
+
+    Offloaded with FSDP2 it holds the parameters, one block for each tensor's shard; with FSDP1 the
+    parameters and the latest gradient, one block for each layer's shard. Of states alone it holds
+    both moments, one block for each of a tensor's shard. The reference is a
+    bfloat16 model under FSDP2. PyTorch rounds a pinned block up to a power of two
+    (https://github.com/pytorch/pytorch/pull/171662); norms, a few KiB each, are left out of that.
+    """
+    reference = (
+        _pinned_matrices_bytes(matrices(shape), layout=layout, bytes_per_element=2)
+        if settings.has_second_model
+        else 0
+    )
+    if not (settings.offloads_model or settings.offloads_states):
+        return reference
+    if settings.offloads_states:
+        pinned = MOMENTS * _pinned_matrices_bytes(
+            _trained_matrices(shape, settings), layout=layout, bytes_per_element=MOMENT_BYTES
+        )
+    elif settings.lora is not None:
+        pinned = _pinned_matrices_bytes(
+            matrices(shape), layout=layout, bytes_per_element=2
+        ) + _pinned_matrices_bytes(_adapters(shape, settings), layout=layout, bytes_per_element=4)
+    elif settings.strategy == "fsdp2":
+        pinned = _pinned_matrices_bytes(
+            matrices(shape),
+            layout=layout,
+            bytes_per_element=4,
+        )
+    else:
+        pinned = _pinned_units_bytes(shape, layout)
+    return reference + settings.trained_models * pinned
+
+
+def _pinned_units_bytes(shape: ModelShape, layout: Layout) -> int:
+    """Pinned blocks of FSDP1: of each layer's shard, and of what is outside of layers, for the
+    parameters and for a gradient.
+    """
+
+    def block_bytes(parameters: int) -> int:
+        return _pinned_bytes(4 * -(-parameters // layout.shard_degree))
+
+    of_layers = sum(run.count * block_bytes(run.kind.parameters) for run in shape.runs)
+    return 2 * layout.machine_gpus * (of_layers + block_bytes(shape.parameters_outside_layers))
+
+
+def staged_gradient_bytes(shape: ModelShape, settings: Settings, *, layout: Layout) -> int:
+    """Host memory that FSDP2's offloaded gradients pass through, over all ranks of one machine,
+    besides that of the states.
+
+    A pinned block for each tensor's shard in float32, of a few layers, of the embedding and of the
+    head; a critic's gradients pass through the same blocks. Layers whose tensors have the same
+    sizes share blocks, whatever they attend to; layers with experts and those without share none.
+    Source: engine/parallel/offload.py; tests/gpu/test_gradient_offload.py compares.
+    """
+    if not settings.offloads_model or settings.strategy != "fsdp2":
+        return 0
+    counts = Counter[tuple[Matrices, ...]]()
+    for run in shape.runs:
+        trained = run.kind.matrices
+        if settings.adapters is not None:
+            trained = adapter_matrices(run.kind, shape.model_type, settings.adapters)
+        counts[trained] += run.count
+    staged = (
+        size for layer, count in counts.items() for size in _times(min(STAGED_LAYERS, count), layer)
+    )
+    tables = (_tables(shape),) if settings.lora is None else ()
+    return _pinned_matrices_bytes((*staged, *tables), layout=layout, bytes_per_element=4)
+
+
+def _pinned_matrices_bytes(
+    sizes: Iterable[Matrices],
+    *,
+    layout: Layout,
+    bytes_per_element: int,
+) -> int:
+    """Pinned blocks of these matrices, one for the shard that each GPU has of each."""
+
+    def block_bytes(rows: int, row_size: int) -> int:
+        return _pinned_bytes(bytes_per_element * -(-rows // layout.shard_degree) * row_size)
+
+    return layout.machine_gpus * sum(
+        number * block_bytes(rows, size) for number, rows, size in sizes
+    )
+
+
+def matrices(shape: ModelShape) -> tuple[Matrices, ...]:
+    """Every parameter of two dimensions or more: how many of it, its rows, which are what FSDP2
+    cuts, and the size of a row.
+    """
+    return (*_in_layers(shape), _tables(shape))
+
+
+def _in_layers(shape: ModelShape) -> tuple[Matrices, ...]:
+    return tuple(size for run in shape.runs for size in _times(run.count, run.kind.matrices))
+
+
+def _adapters(shape: ModelShape, settings: Settings) -> tuple[Matrices, ...]:
+    """Every matrix of a model's adapters."""
+    adapters = settings.adapters
+    if adapters is None:
+        return ()
+    return tuple(
+        size
+        for run in shape.runs
+        for size in _times(run.count, adapter_matrices(run.kind, shape.model_type, adapters))
+    )
+
+
+def _times(layers: int, sizes: tuple[Matrices, ...]) -> tuple[Matrices, ...]:
+    """The matrices of this many layers that each have these."""
+    return tuple(Matrices(layers * each.number, each.rows, each.row_size) for each in sizes)
+
+
+def _tables(shape: ModelShape) -> Matrices:
+    """Embedding and head, or one where they are tied."""
+    return Matrices(1 if shape.tied_embeddings else 2, shape.vocab_size, shape.hidden_size)
+
+
+def _pinned_bytes(requested: int) -> int:
+    """Bytes of the pinned block that PyTorch takes for a request: the next power of two."""
+    return 1 << (max(1, requested) - 1).bit_length()
+
+
+def layer_input_bytes(shape: ModelShape) -> int:
+    """Bytes per token of the inputs of all layers in bfloat16: what recomputation keeps."""
+    return sum(2 * run.count * run.kind.hidden_size for run in shape.runs)

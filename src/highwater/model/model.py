@@ -1,0 +1,316 @@
+"""ModelShape and Model: what a Hugging Face ``config.json`` says about memory and time, read
+without transformers.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from highwater.errors import ModelError
+from highwater.model.families import EXPERTS_PER_TOKEN, UNGATED, WITH_SINKS
+from highwater.model.layer_kind import AttentionKind, LayerKind, LayerRun, MlpKind, runs_of
+from highwater.model.model_config import (
+    Mixture,
+    config_digest,
+    heads_of,
+    layer_count,
+    layer_windows,
+    layers_without_experts,
+    mixture_of,
+    read_config,
+    refuse_dropout,
+    score_cap,
+    size,
+    tied_embeddings,
+    trained_family,
+)
+from highwater.model.model_place import model_place
+from highwater.model.rope_block import own_rope_scaling
+from highwater.model.small_parameters import small_parameters
+from highwater.model.weight_files import refuse_quantised, unties
+from highwater.nouns.codec import Record
+
+WITHOUT_ROPE = frozenset(("opt",))
+"""Trained families whose positions are no RoPE: learned, fixed or none. A config.json tells nothing
+of it."""
+
+_MOST_PARAMETERS = 10**15
+"""No model has more, and bytes of one that had would not fit into the 64 bits of a document."""
+STATE_BYTES_PER_PARAMETER = 16
+"""float32: parameter, gradient and both moments of AdamW."""
+
+
+class ModelShape(Record, frozen=True, kw_only=True):
+    """The sizes of a decoder-only transformer. Source: the fields of the same meaning in
+    ``config.json``.
+
+    Whoever counts something of layers reads ``runs``; the fields that describe layers are what
+    studies have recorded from the first version on.
+    """
+
+    model_type: str
+    hidden_size: int
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    """Width of the MLP; of one expert in a mixture of experts."""
+    vocab_size: int
+    native_length_tokens: int
+    """``max_position_embeddings``: the longest length the model was made for."""
+    tied_embeddings: bool
+    """The head is the embedding: as the config says, unless the files hold both, and different
+    ones."""
+    experts: int = 1
+    experts_per_token: int = 1
+    balanced_experts: bool = False
+    """The config asks for the routers' auxiliary loss, which keeps their probabilities."""
+    shared_expert_size: int = 0
+    """Width of the MLP that every token goes through beside its experts; 0 where there is none."""
+    dense_layers: int = 0
+    """Layers of a mixture of experts that have one MLP in the place of experts."""
+    dense_intermediate_size: int = 0
+    """Width of that MLP."""
+    mlp_matrices: int = 3
+    """Weights of an MLP: gate, up and down, or 2 where there is no gate."""
+    layer_runs: tuple[LayerRun, ...] | msgspec.UnsetType = msgspec.UNSET
+    """The layers, where the fields above cannot tell them: where some attend within a window,
+    beside sinks or with a cap, or layers without experts stand behind others. Else unset, and in no
+    document."""
+    small_parameters: int | msgspec.UnsetType = msgspec.UNSET
+    """Biases, norms of heads and the like, where the config switches some on or off that its class
+    has otherwise. Else unset, and in no document."""
+
+    def __post_init__(self) -> None:
+        """Raise ModelError for runs of another number of layers, or of layers of another width."""
+        runs = self.layer_runs
+        if runs is msgspec.UNSET:
+            return
+        is_whole = sum(run.count for run in runs) == self.layers
+        if not is_whole or any(run.kind.hidden_size != self.hidden_size for run in runs):
+            raise ModelError(
+                f"the runs of a {self.model_type} are not its {self.layers} layers of hidden size "
+                f"{self.hidden_size}",
+                hint="read the model anew: its config.json names its layers",
+            )
+
+    @property
+    def runs(self) -> tuple[LayerRun, ...]:
+        """The layers, from the embedding to the head, as runs of one kind."""
+        return self.layer_runs or _runs_by_sizes(self)
+
+    @property
+    def window_tokens(self) -> int | None:
+        """The shortest window: the longest document that every layer attends to whole. None where
+        no layer has a window.
+        """
+        windows = (run.kind.attention.window_tokens for run in self.runs)
+        return min((window for window in windows if window is not None), default=None)
+
+    @property
+    def caps_scores(self) -> bool:
+        """Whether some layer caps the scores of its attention, which no fused kernel does."""
+        return any(run.kind.attention.soft_cap is not None for run in self.runs)
+
+    @property
+    def reads_everything(self) -> bool:
+        """Whether every layer reads all earlier tokens by a plain softmax: neither window nor sinks
+        nor a cap.
+        """
+        kinds = (run.kind.attention for run in self.runs)
+        return not any(each.window_tokens or each.has_sinks or each.soft_cap for each in kinds)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of a decoder of this shape, biases and norms included: as many as its own
+        class in transformers has.
+        """
+        return _parameters(self)
+
+    @property
+    def parameters_outside_layers(self) -> int:
+        """Parameters of embedding, head and the last norm."""
+        tables = 1 if self.tied_embeddings else 2
+        return tables * self.vocab_size * self.hidden_size + self.hidden_size
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Weights that one token is multiplied with: layers (the routed experts only) and the head,
+        no embedding.
+        """
+        in_layers = sum(run.count * run.kind.matmul_parameters for run in self.runs)
+        return in_layers + self.vocab_size * self.hidden_size
+
+
+@lru_cache(maxsize=256)
+def _parameters(shape: ModelShape) -> int:
+    small = shape.small_parameters
+    if small is msgspec.UNSET:
+        small = small_parameters(
+            shape.model_type,
+            shape.runs,
+            hidden_size=shape.hidden_size,
+            native_length_tokens=shape.native_length_tokens,
+        )
+    in_layers = sum(run.count * run.kind.parameters for run in shape.runs)
+    return in_layers + shape.parameters_outside_layers + small
+
+
+@lru_cache(maxsize=256)
+def _runs_by_sizes(shape: ModelShape) -> tuple[LayerRun, ...]:
+    """The runs of a shape that states none: layers without experts, then the others."""
+    usual = LayerKind(
+        hidden_size=shape.hidden_size,
+        attention=AttentionKind(
+            query_heads=shape.query_heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim
+        ),
+        mlp=MlpKind(
+            width=shape.intermediate_size,
+            matrices=shape.mlp_matrices,
+            experts=shape.experts,
+            experts_per_token=shape.experts_per_token,
+            shared_width=shape.shared_expert_size,
+        ),
+    )
+    dense = msgspec.structs.replace(
+        usual, mlp=MlpKind(width=shape.dense_intermediate_size, matrices=shape.mlp_matrices)
+    )
+    return runs_of(((shape.dense_layers, dense), (shape.layers - shape.dense_layers, usual)))
+
+
+class Model(Record, frozen=True, kw_only=True):
+    """A model that can be trained: its name, its directory and its shape."""
+
+    name: str
+    """Last component of the path or of the Hub's id, or the catalog name; the name in tables and
+    log paths."""
+    directory: str
+    """Absolute path that holds ``config.json``, and maybe ``*.safetensors``."""
+    config_digest: str
+    """Digest of the parsed ``config.json``: two paths with one digest are one model."""
+    shape: ModelShape
+    own_rope_scaling: bool
+    """The config brings RoPE scaling of its own."""
+    rope: bool = True
+    """Its positions are RoPE, which can be scaled past the native length."""
+
+
+def load_model(name: str) -> Model:
+    """The model of a directory with ``config.json``, of an id on the Hugging Face Hub such as
+    ``Qwen/Qwen2.5-7B-Instruct``, or of a catalog name such as ``Qwen3-0.6B``; where it is looked
+    for, model/model_place.py says.
+
+    Raises ModelError when there is none, when the config lacks a field that training needs, or when
+    the weights beside it are quantised, incomplete or no model's (model/weight_files.py). What is
+    read of them is their headers.
+    """
+    place = model_place(name)
+    directory, source = place.directory, str(place.directory / "config.json")
+    config = read_config(directory / "config.json")
+    shape = shape_of(config, source=source)
+    refuse_quantised(directory, config)
+    refuse_dropout(config, source)
+    if shape.tied_embeddings and unties(directory):
+        shape = msgspec.structs.replace(shape, tied_embeddings=False)
+    return Model(
+        name=place.name,
+        directory=str(directory),
+        config_digest=config_digest(config, source),
+        shape=shape,
+        own_rope_scaling=own_rope_scaling(config, source),
+        rope=shape.model_type not in WITHOUT_ROPE,
+    )
+
+
+def shape_of(config: dict[str, Any], *, source: str) -> ModelShape:
+    """The shape in a parsed ``config.json``; ``source`` names it in errors. What it lacks is as its
+    class in transformers has it.
+
+    Raises ModelError for missing fields, sizes that cannot be, encoder-decoder models, and those
+    that read more than text.
+    """
+    family = trained_family(config, source)
+    heads, mixture = heads_of(config, source), mixture_of(config, source)
+    shape = ModelShape(
+        model_type=family,
+        hidden_size=size(config, "hidden_size", source),
+        layers=layer_count(config, source),
+        query_heads=heads.query_heads,
+        kv_heads=heads.kv_heads,
+        head_dim=heads.head_dim,
+        intermediate_size=mixture.width,
+        vocab_size=size(config, "vocab_size", source),
+        native_length_tokens=size(config, "max_position_embeddings", source),
+        tied_embeddings=tied_embeddings(config, source),
+        experts=mixture.experts,
+        experts_per_token=mixture.experts_per_token,
+        balanced_experts=mixture.experts > 1
+        and config.get("output_router_logits") is True
+        and config.get("router_aux_loss_coef") != 0,
+        shared_expert_size=mixture.shared_size,
+        dense_layers=mixture.dense_layers,
+        dense_intermediate_size=mixture.dense_width if mixture.dense_layers else 0,
+        mlp_matrices=2 if family in UNGATED else 3,
+    )
+    _refuse_impossible(shape, config, source)
+    return _with_switches(_with_runs(shape, config, mixture, source), config)
+
+
+def _refuse_impossible(shape: ModelShape, config: dict[str, Any], source: str) -> None:
+    """Raise ModelError for more experts a token than there are, and for sizes of no model."""
+    if shape.experts_per_token > shape.experts > 1:
+        names = (name for name in EXPERTS_PER_TOKEN if config.get(name) is not None)
+        raise ModelError(
+            f"each token goes to {shape.experts_per_token} experts of {shape.experts} in {source}",
+            hint=f"set {next(names, EXPERTS_PER_TOKEN[0])} to {shape.experts} or less",
+        )
+    if shape.parameters > _MOST_PARAMETERS:
+        raise ModelError(
+            f"{source} describes {shape.parameters} parameters, more than any model has",
+            hint="check its sizes",
+        )
+
+
+def _with_runs(
+    shape: ModelShape, config: dict[str, Any], mixture: Mixture, source: str
+) -> ModelShape:
+    """The shape with its layers as the config names them one by one, where sizes alone do not tell
+    them.
+    """
+    windows, dense = layer_windows(config, source), layers_without_experts(config, mixture)
+    without, usual = shape.runs[0].kind, shape.runs[-1].kind
+    has_sinks, soft_cap = shape.model_type in WITH_SINKS, score_cap(config, source)
+    runs = runs_of(
+        (1, _attending(without if is_dense else usual, window, has_sinks, soft_cap))
+        for window, is_dense in zip(windows, dense, strict=True)
+    )
+    return shape if runs == shape.runs else msgspec.structs.replace(shape, layer_runs=runs)
+
+
+def _with_switches(shape: ModelShape, config: dict[str, Any]) -> ModelShape:
+    """The shape with its small parameters, where the config switches some that its class has
+    otherwise.
+    """
+    usual, own = (
+        small_parameters(
+            shape.model_type,
+            shape.runs,
+            hidden_size=shape.hidden_size,
+            native_length_tokens=shape.native_length_tokens,
+            config=switches,
+        )
+        for switches in (None, config)
+    )
+    return shape if usual == own else msgspec.structs.replace(shape, small_parameters=own)
+
+
+def _attending(
+    kind: LayerKind, window_tokens: int | None, has_sinks: bool, soft_cap: float | None
+) -> LayerKind:
+    """A kind of layer that attends within a window, beside sinks, or with capped scores."""
+    attention = msgspec.structs.replace(
+        kind.attention, window_tokens=window_tokens, has_sinks=has_sinks, soft_cap=soft_cap
+    )
+    return msgspec.structs.replace(kind, attention=attention)

@@ -1,0 +1,139 @@
+"""RoPE: how far a model's positions reach, and the YaRN block of a length past them.
+
+Both are read from ``config.json``, without transformers.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from highwater.model.families import CLASS_DEFAULTS, ROPE_BY_LAYER, value_of
+from highwater.model.model import Model
+from highwater.model.model_config import read_config
+from highwater.model.rope_block import BEFORE_SCALING, rope_block
+from highwater.nouns.codec import Record
+from highwater.nouns.settings import Rope
+
+WITHOUT_YARN_IN_FILES = ("phi3",)
+"""Families whose config class takes no YaRN: it trains, and its saved model cannot be loaded."""
+_KEPT = ("rope_theta", "partial_rotary_factor")
+_OLD_NAMES = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
+"""Names of these fields in families that have them beside ``rope_parameters``."""
+_ROPE_THETA = 10_000.0
+"""The base of a family that has none of its own."""
+
+
+def yarn_parameters(factor: float | str, *, native_length_tokens: int) -> dict[str, str | float]:
+    """YaRN's block, by the names of transformers.
+
+    What this package writes, prints or emits of it begins here.
+    """
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": native_length_tokens,
+    }
+
+
+def kept_parameters(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of a model's own that stay where YaRN takes the place of the others."""
+    return {name: own[name] for name in _KEPT if own.get(name) is not None}
+
+
+def grows(own: Mapping[str, Any]) -> bool:
+    """Whether a model's own scaling goes on past its native length.
+
+    That is ``dynamic``, whose frequencies follow each document's length; not with Hunyuan's
+    ``alpha``, which fixes them.
+    """
+    return own.get("rope_type", own.get("type")) == "dynamic" and not own.get("alpha")
+
+
+def unscalable(model: Model) -> str | None:
+    """Why no YaRN takes the model's positions past its native length, in words.
+
+    None where one can.
+    """
+    family = model.shape.model_type
+    if not model.rope:
+        return f"{family} has no RoPE to scale"
+    if family in ROPE_BY_LAYER or any(isinstance(value, Mapping) for value in _own(model).values()):
+        return f"{family} has a RoPE for each kind of layer, which one scaling does not fit"
+    if family == "ministral3":
+        return "ministral3 scales its queries by their positions, which YaRN does not say"
+    if family == "phimoe":
+        return "phimoe scales cosines by the length, which YaRN does not say"
+    return None
+
+
+def ends_at_native(model: Model, rope: Rope) -> bool:
+    """Whether nothing scales the positions past the native length.
+
+    Nothing can, or the model brings its own scaling, up to there.
+    """
+    if unscalable(model) is not None:
+        return True
+    return model.own_rope_scaling and rope == "auto" and not grows(_own(model))
+
+
+class Yarn(Record, frozen=True, kw_only=True):
+    """The YaRN that a config needs for its positions to reach a length."""
+
+    factor: float
+    """Length over native length."""
+    rope_parameters: dict[str, str | float]
+    """YaRN's block as transformers 5 names it; ``rope_scaling`` before."""
+    max_position_embeddings: int
+
+    @property
+    def block(self) -> dict[str, Any]:
+        """Fields of the model's ``config.json``."""
+        return {
+            "rope_parameters": dict(self.rope_parameters),
+            "max_position_embeddings": self.max_position_embeddings,
+        }
+
+
+def yarn(model: Model, *, length_tokens: int, rope: Rope = "auto") -> Yarn | None:
+    """The block that ``engine/models/rope.py`` writes for a length; None where positions stay as
+    they are.
+
+    A length that cannot be reached is refused before: see ``nouns/search_lengths.py``.
+    """
+    config, own = read_config(Path(model.directory, "config.json")), _own(model)
+    native = model.shape.native_length_tokens
+    if unscalable(model) is not None or (
+        length_tokens <= native and not (model.own_rope_scaling and rope == "yarn")
+    ):
+        return None
+    if model.own_rope_scaling:
+        if rope == "auto" and grows(own):
+            return None
+        # Where the class has the field beside the block, it overrides the block's.
+        beside = BEFORE_SCALING in CLASS_DEFAULTS[model.shape.model_type]
+        before = value_of(config, BEFORE_SCALING) if beside else own.get(BEFORE_SCALING)
+        native = int(before or native)
+    if length_tokens <= native:
+        return None
+    factor = length_tokens / native
+    return Yarn(
+        factor=factor,
+        rope_parameters={
+            **kept_parameters({**_beside(config), **own}),
+            **yarn_parameters(factor, native_length_tokens=native),
+        },
+        max_position_embeddings=length_tokens,
+    )
+
+
+def _beside(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters that a config, or else its class, has beside the block, which leaves them out."""
+    names = _OLD_NAMES.get(config["model_type"], {})
+    values = {name: value_of(config, names.get(name, name)) for name in _KEPT}
+    found = {name: value for name, value in values.items() if value is not None}
+    return {"rope_theta": _ROPE_THETA} | found
+
+
+def _own(model: Model) -> dict[str, Any]:
+    path = Path(model.directory, "config.json")
+    return rope_block(read_config(path), str(path))

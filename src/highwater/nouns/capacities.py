@@ -1,0 +1,198 @@
+"""Capacities: the longest length of one model on some GPUs with some settings, whoever found it."""
+
+from typing import Literal
+
+from highwater.nouns.codec import Record
+from highwater.nouns.hardware import kind_name
+from highwater.nouns.ladder import simplicity
+from highwater.nouns.study import Cell, Limit, Question, Study
+from highwater.nouns.trainer import OURS, AnyTrainer
+from highwater.nouns.trial import Outcome
+from highwater.units import format_bytes
+
+_OF_MEMORY: tuple[Limit, ...] = ("memory", "host_memory")
+"""Ends of a search that say what does not fit."""
+Source = Literal["measured", "simulated", "predicted", "published"]
+"""Trials, a memory law in their place, a prediction of this project, or somebody else's table."""
+
+
+class Capacity(Record, frozen=True, kw_only=True):
+    """One cell's bracket: lengths known to fit, and lengths known not to.
+
+    Between the two are those of which nobody knows (docs/decisions/015).
+    """
+
+    model_name: str
+    config_digest: str | None
+    """Digest of the model's config; None: an older file does not say."""
+    native_length_tokens: int
+    device_name: str
+    """Kind of GPU, as in the catalog where it is known.
+
+    ``A100-80GB``; ``H200-141GB with 79.15 GiB`` under a memory budget.
+    """
+    cell: Cell
+    capacity_tokens: int
+    """The longest length that fits; 0: none is known to."""
+    does_not_fit_tokens: int | None = None
+    """The shortest length known not to fit; None: nobody knows of one."""
+    odd_tokens: tuple[int, ...] = ()
+    """Lengths whose own trials said the opposite of the bracket.
+
+    Outcomes are not always monotone.
+    """
+    margin_bytes: int = 0
+    """Bytes that a length has to leave of a GPU's memory to count as one that fits, where they were
+    asked for."""
+    is_memory_only: bool = False
+    """Memory holds it; trained in full was less, or nothing."""
+    source: Source
+    trainer: AnyTrainer = OURS
+    """The trainer whose step it is."""
+    command: str | None = None
+    """The command that started it, where that is a user's own."""
+    found_in: str
+    """File that says so, or the command that predicts it."""
+
+    def fits(self, length_tokens: int) -> bool | None:
+        """Whether this length fits, by its own trials before the bracket; None: nobody knows."""
+        fails = self.does_not_fit_tokens
+        if self.capacity_tokens < length_tokens and (fails is None or length_tokens < fails):
+            return None
+        if length_tokens not in self.odd_tokens and not self._follows(length_tokens):
+            return None
+        return (length_tokens <= self.capacity_tokens) != (length_tokens in self.odd_tokens)
+
+    def _follows(self, length_tokens: int) -> bool:
+        """Whether the bracket tells of a length that it does not end at.
+
+        With a token budget a shorter length may pack more tokens than a longer one that fit, and a
+        longer one fewer than one that did not: of such a length nobody knows.
+        """
+        settings, degree = self.cell.settings, self.cell.layout.context_degree
+        if settings.token_budget_tokens is None:
+            return True
+
+        def packed(tokens: int) -> int:
+            return tokens * settings.sequences(tokens, context_degree=degree)
+
+        if length_tokens <= self.capacity_tokens:
+            return packed(length_tokens) <= packed(self.capacity_tokens)
+        fails = self.does_not_fit_tokens
+        return packed(length_tokens) == 0 or fails is None or packed(length_tokens) >= packed(fails)
+
+
+def simplest(capacities: tuple[Capacity, ...], length_tokens: int) -> Capacity | None:
+    """The simplest capacity that trains a length; None where none does.
+
+    All are of one model on as many GPUs of one kind.
+    """
+    return next((each for each in in_order(capacities) if each.fits(length_tokens)), None)
+
+
+def may_be_simpler(
+    capacities: tuple[Capacity, ...], length_tokens: int, found: Capacity | None
+) -> bool:
+    """Whether nobody knows if a simpler cell than ``found`` trains a length.
+
+    With ``found`` None, whether nobody knows it of any cell.
+    """
+    known = {capacity.cell for capacity in capacities if capacity.fits(length_tokens) is not None}
+    unknown = (capacity.cell for capacity in capacities if capacity.cell not in known)
+    return any(found is None or simplicity(cell) < simplicity(found.cell) for cell in unknown)
+
+
+def in_order(capacities: tuple[Capacity, ...]) -> list[Capacity]:
+    """The capacities, simplest first.
+
+    Of one cell what was trained in full comes before what memory alone is known to hold.
+    """
+    return sorted(capacities, key=lambda each: (simplicity(each.cell), each.is_memory_only))
+
+
+def study_capacities(study: Study) -> tuple[Capacity, ...]:
+    """What a study knows of each cell of its question."""
+    return tuple(
+        capacity for cell in study.question.cells for capacity in cell_capacities(study, cell)
+    )
+
+
+def cell_capacities(study: Study, cell: Cell) -> tuple[Capacity, ...]:
+    """A cell's answer as capacities, or what its trials say so far.
+
+    A memory-only proof is a capacity of its own.
+    """
+    answer = study.answer_of(cell)
+    if answer is None:
+        memory_only = study.longest_fit_tokens(cell, Outcome.MEMORY_ONLY_FIT)
+        fits = study.longest_fit_tokens(cell)
+        fails = _shortest_failure(study, cell, max(fits or 0, memory_only or 0))
+    else:
+        memory_only = None if answer.memory_only is None else answer.memory_only.length_tokens
+        fits = answer.capacity_tokens
+        fails = answer.does_not_fit_tokens if answer.limit in _OF_MEMORY else None
+    found = (_of_study(study, cell, fits or 0, fails),)
+    if memory_only is None:
+        return found
+    return (*found, _of_study(study, cell, memory_only, fails, is_memory_only=True))
+
+
+def kind_with_memory(device_name: str, device_bytes: int | None) -> str:
+    """The catalog's name of a GPU, where it has one.
+
+    With its memory, where that is not the whole card's.
+    """
+    name = kind_name(device_name)
+    return name if device_bytes is None else f"{name} with {format_bytes(device_bytes)}"
+
+
+def _of_study(
+    study: Study, cell: Cell, fits: int, fails: int | None, *, is_memory_only: bool = False
+) -> Capacity:
+    question: Question = study.question
+    return Capacity(
+        model_name=question.model.name,
+        config_digest=question.model.config_digest,
+        native_length_tokens=question.model.shape.native_length_tokens,
+        device_name=kind_with_memory(question.device_name, question.memory_budget_bytes),
+        cell=cell,
+        capacity_tokens=fits,
+        does_not_fit_tokens=fails,
+        odd_tokens=_odd_tokens(study, cell, fits, fails),
+        margin_bytes=question.margin_bytes,
+        is_memory_only=is_memory_only,
+        source="simulated" if question.simulated else "measured",
+        trainer=OURS if question.foreign is None else question.foreign.trainer,
+        command=None if question.foreign is None else question.foreign.typed or None,
+        found_in=study.path or "a search that was not recorded",
+    )
+
+
+def _shortest_failure(study: Study, cell: Cell, longest_fit: int) -> int | None:
+    """The shortest length beyond the longest fit that a trial says does not fit.
+
+    It ran out of memory, or left less of it than was asked for.
+    """
+    failed = (
+        trial.spec.length_tokens
+        for trial in study.trials_of(cell)
+        if trial.result is not None
+        and trial.result.outcome.tells
+        and not study.question.counts_as_fit(trial.result)
+    )
+    return min((tokens for tokens in failed if tokens > longest_fit), default=None)
+
+
+def _odd_tokens(study: Study, cell: Cell, fits: int, fails: int | None) -> tuple[int, ...]:
+    """Lengths whose trials say the opposite of the bracket; of several trials all have to fit."""
+    told: dict[int, bool] = {}
+    for trial in study.trials_of(cell):
+        if trial.result is not None and trial.result.outcome.tells:
+            tokens = trial.spec.length_tokens
+            told[tokens] = told.get(tokens, True) and study.question.counts_as_fit(trial.result)
+    odd = (
+        tokens
+        for tokens, is_fit in told.items()
+        if (fails is not None and tokens >= fails if is_fit else tokens <= fits)
+    )
+    return tuple(sorted(odd))

@@ -1,0 +1,302 @@
+"""The cells that a request asks about: every layout that can work, on every rung of its ladder."""
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
+
+import msgspec
+
+from highwater.errors import UsageError
+from highwater.model.model import ModelShape
+from highwater.nouns.bounds import MOST_GPUS_OF_A_MACHINE
+from highwater.nouns.grid import Grid
+from highwater.nouns.ladder import default_ladder
+from highwater.nouns.layout import USUAL_GPUS_OF_A_MACHINE, Layout
+from highwater.nouns.request import Request
+from highwater.nouns.settings import Strategy
+from highwater.nouns.sparse_pattern import SparsePatternConfig
+from highwater.nouns.study import Cell, counted_ranks
+from highwater.nouns.trial import Device
+from highwater.units import format_tokens
+
+
+def cells_of(
+    request: Request,
+    shape: ModelShape,
+    device: Device,
+    counts: tuple[int, ...],
+    *,
+    has_ring: bool = True,
+    within_machines: bool = False,
+    machines: int = 1,
+    longest_tokens: int | None = None,
+) -> tuple[tuple[Cell, ...], tuple[str, ...]]:
+    """Every layout that can work, on every rung; and a note for each that is skipped.
+
+    ``has_ring``: of a trainer that can share sequences by a ring. ``within_machines``: whether a
+    machine holds each copy of the states, and shares its sequences with no other; ``machines``: how
+    many were named, 1 where none were. ``longest_tokens``: the longest document; None where that is
+    not known.
+    """
+    if device == "cpu" and request.allocator == "expandable":
+        raise UsageError(
+            "`--device cpu` and `--allocator expandable` exclude each other",
+            hint="leave `--allocator` out",
+        )
+    rungs = default_ladder(
+        device=device,
+        base=request.common_settings,
+        allocator=request.allocator,
+        loss=request.loss,
+    )
+    asked = list(dict.fromkeys(_asked(request, counts, machines)))
+    pattern = request.common_settings.pattern
+    has_ring = has_ring and (pattern is None or _sparse_obstacle(pattern, device) is None)
+    bounds = _Bounds(
+        *(shape, device, request.strategy, has_ring, within_machines, longest_tokens, pattern),
+        is_packed=request.lora_base == "nf4",
+        machines=machines,
+    )
+    obstacles = {each: bounds.obstacle(each) for each in asked}
+    layouts = [each.layout for each, obstacle in obstacles.items() if obstacle is None]
+    skipped = {each: why for each, why in obstacles.items() if why is not None}
+    if not layouts:
+        works = _offers(list(skipped), request, counts, bounds)
+        whys = {why: each for each, why in reversed(skipped.items())}
+        problem = "; ".join(f"{whys[why].label_on(device)}: {why}" for why in reversed(whys))
+        raise UsageError(problem, hint=f"use {works}")
+    cells = tuple(Cell(layout=layout, settings=rung) for layout, rung in product(layouts, rungs))
+    return cells, tuple(
+        f"{each.label_on(device)} is skipped: {why}" for each, why in skipped.items()
+    )
+
+
+def within_token_budget(
+    cells: tuple[Cell, ...], grid: Grid, device: Device
+) -> tuple[tuple[Cell, ...], tuple[str, ...]]:
+    """The cells whose token budget holds a sequence of the start length, and a note for each that
+    does not; all where none does.
+    """
+    kept = [
+        cell
+        for cell in cells
+        if cell.settings.sequences(grid.start_tokens, context_degree=cell.layout.context_degree)
+    ]
+    if not kept:
+        return cells, ()
+    skipped = [cell.label_on(device) for cell in cells if cell not in kept]
+    why = (
+        f"is skipped: its token budget does not hold a sequence of "
+        f"{format_tokens(grid.start_tokens)} tokens"
+    )
+    return tuple(kept), tuple(f"{label} {why}" for label in skipped)
+
+
+def heads_obstacle(shape: ModelShape, degree: int) -> str | None:
+    """Why this many GPUs cannot trade heads, in words; None when they can."""
+    if shape.query_heads % degree:
+        return f"{degree} does not divide the model's {shape.query_heads} query heads"
+    if shape.kv_heads % degree and degree % shape.kv_heads:
+        return f"{degree} and the model's {shape.kv_heads} key/value heads do not divide each other"
+    return None
+
+
+def ring_obstacle(shape: ModelShape, longest_tokens: int | None) -> str | None:
+    """Why no ring can share documents up to this length, in words; None when one can. A length
+    of None is not known yet.
+    """
+    if shape.caps_scores:
+        return "a ring does not cap the scores of attention (attn_logit_softcapping)"
+    window = shape.window_tokens
+    if window is None or longest_tokens is None or longest_tokens <= window:
+        return None
+    return (
+        f"a ring shares no document of {format_tokens(longest_tokens)} tokens whose layers attend "
+        f"in a sliding window of {format_tokens(window)}"
+    )
+
+
+def _sparse_obstacle(pattern: SparsePatternConfig, device: Device) -> str | None:
+    """Why no ring attends by a pattern, in words; None where it does."""
+    if pattern.follows_content:
+        return "block_top_k chooses keys by what is in them, which no rank of a ring knows"
+    if device == "cuda":
+        return "what block-sparse attention takes in a ring of GPUs is not predicted"
+    return None
+
+
+class _Degrees(NamedTuple):
+    """A layout that was asked for, and may not be one."""
+
+    gpus: int
+    ulysses: int
+    ring: int
+    copies: int
+    machines: int = 1
+    """Machines that were named; 1 where none were."""
+
+    @property
+    def context(self) -> int:
+        """GPUs that would share one sequence."""
+        return self.ulysses * self.ring
+
+    def is_shared_as(self, other: "_Degrees") -> bool:
+        """Whether sequences are shared as in another."""
+        return (self.ulysses, self.ring) == (other.ulysses, other.ring)
+
+    def flags_after(self, other: "_Degrees") -> str:
+        """The flags that make this of another, as one types them."""
+        is_shared = self.is_shared_as(other)
+        shares = "" if is_shared else f"--ulysses {self.ulysses} --ring {self.ring}"
+        copies = "" if self.copies == other.copies else f"--copies {self.copies}"
+        return " ".join(filter(None, (shares, copies)))
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(
+            gpus=self.gpus,
+            ulysses_degree=self.ulysses,
+            ring_degree=self.ring,
+            replicate_degree=self.copies,
+            machines=self.machines if self.machines > 1 else msgspec.UNSET,
+        )
+
+    def label_on(self, device: Device) -> str:
+        """``SP=2, ring=3 on 6 GPUs``."""
+        # on as many as the degrees would do on, a layout that is one has their spelling
+        gpus = self.ulysses * self.ring * self.copies
+        whole = self._replace(gpus=gpus, machines=1).layout
+        degrees = whole.degrees if self.ulysses > 1 else (f"SP={self.ulysses}", *whole.degrees)
+        return f"{', '.join(degrees)} on {counted_ranks(self.gpus, device)}"
+
+
+class _Bounds(NamedTuple):
+    """What bounds the layouts that can work, besides the number of GPUs."""
+
+    shape: ModelShape
+    device: Device
+    strategy: Strategy
+    has_ring: bool
+    within_machines: bool
+    longest_tokens: int | None
+    pattern: SparsePatternConfig | None
+    """What attention keeps of the keys; None: all."""
+    is_packed: bool
+    """Whether the model is frozen in NF4."""
+    machines: int = 1
+    """Machines that were named; 1 where none were."""
+
+    def obstacle(self, asked: _Degrees) -> str | None:
+        """Why so many GPUs cannot be laid out so, in words; None when they can."""
+        ranks, context = counted_ranks(asked.gpus, self.device), asked.context
+        if asked.gpus % context:
+            product_ = f" x {asked.ring} = {context}" if asked.ring > 1 else ""
+            return f"{asked.ulysses}{product_} does not divide {ranks}"
+        if asked.gpus % asked.copies:
+            return f"{asked.copies} copies do not divide {ranks}"
+        if asked.copies > 1 and self.strategy != "fsdp2":
+            return "FSDP1 keeps no copies of its shards"
+        if self.is_packed and asked.copies < asked.gpus:
+            return "a model in nf4 is not sharded, each GPU has a copy"
+        if asked.ring > 1:
+            why = ring_obstacle(self.shape, self.longest_tokens)
+            if why is not None:
+                return why
+        if asked.ring > 1 and self.pattern is not None:
+            why = _sparse_obstacle(self.pattern, self.device)
+            if why is not None:
+                return why
+        across = self._across_machines(asked.layout) if self.within_machines else None
+        return across or heads_obstacle(self.shape, asked.ulysses)
+
+    def _across_machines(self, layout: Layout) -> str | None:
+        """That a copy or a sequence would be shared by machines, in words; None where neither."""
+        if not layout.is_several_machines:
+            return None
+        if layout.machines and layout.machine_gpus % layout.shard_degree:
+            return (
+                f"{layout.shard_degree} GPUs share the states, and a machine has "
+                f"{layout.machine_gpus}"
+            )
+        if layout.shard_degree > MOST_GPUS_OF_A_MACHINE:
+            return (
+                f"{layout.shard_degree} GPUs share the states, and {MOST_GPUS_OF_A_MACHINE} are "
+                "the most of one machine"
+            )
+        if layout.machine_gpus % layout.context_degree:
+            return (
+                f"{layout.context_degree} GPUs share a sequence, and a machine has "
+                f"{layout.machine_gpus}"
+            )
+        return None
+
+    def layouts(self, gpus: int) -> Iterator[_Degrees]:
+        """Every layout of so many GPUs that can work."""
+        divisors = [each for each in range(1, gpus + 1) if gpus % each == 0]
+        rings = divisors if self.has_ring else [1]
+        degrees = product(divisors, rings, divisors)
+        every = (_Degrees(gpus, *each, machines=self.machines) for each in degrees)
+        return (each for each in every if self.obstacle(each) is None)
+
+
+def _asked(request: Request, counts: tuple[int, ...], machines: int) -> Iterator[_Degrees]:
+    for each in product(counts, request.ulysses, request.ring, request.copies):
+        yield _Degrees(*each, machines=machines)
+
+
+def _offers(
+    refused: Sequence[_Degrees], request: Request, counts: tuple[int, ...], bounds: _Bounds
+) -> str:
+    """Flags that work in the place of what was asked for: the nearest layout of as many GPUs and,
+    unless copies alone are in the way, every degree that some of the counts can trade heads by.
+    """
+    beside = ""
+    if all(next(bounds.layouts(gpus), None) is None for gpus in counts):
+        # several machines need copies, which FSDP1 has not
+        bounds, beside = bounds._replace(strategy="fsdp2"), "--strategy fsdp2"
+    nearest = {each: _nearest(each, bounds) for each in refused}
+    works = [to.flags_after(each) for each, to in nearest.items() if to.is_shared_as(each)]
+    if not works:
+        works = [
+            to.flags_after(each)
+            for each, to in nearest.items()
+            if bounds.has_ring and (each.ring > 1 or each.gpus % each.context == 0)
+        ]
+        works += _ulysses_alone(refused, request, counts, bounds)
+    works = [f"`{' '.join(filter(None, (way, beside)))}`" for way in dict.fromkeys(works)]
+    return works[0] if len(works) == 1 else f"{', '.join(works[:-1])} or {works[-1]}"
+
+
+def _nearest(refused: _Degrees, bounds: _Bounds) -> _Degrees:
+    """The layout that is most like one that does not work: as many GPUs share a sequence where they
+    can, and as many of them by heads; of several machines, usual ones.
+    """
+
+    def distance(each: _Degrees) -> tuple[int, ...]:
+        context = abs(each.context - refused.context)
+        heads, copies = abs(each.ulysses - refused.ulysses), abs(each.copies - refused.copies)
+        is_unusual = bounds.within_machines and (
+            each.layout.is_several_machines and each.layout.machine_gpus > USUAL_GPUS_OF_A_MACHINE
+        )
+        return (context > 0, heads, context, -each.context, is_unusual, copies)
+
+    return min(bounds.layouts(refused.gpus), key=distance)
+
+
+def _ulysses_alone(
+    refused: Sequence[_Degrees], request: Request, counts: tuple[int, ...], bounds: _Bounds
+) -> Iterator[str]:
+    """The flags of every degree that some of the counts can trade heads by, without a ring, and
+    with the copies that were asked for where those work.
+    """
+    ring = " --ring 1" if any(each.ring > 1 for each in refused) else ""
+    for degree in range(1, min(max(counts), bounds.shape.query_heads) + 1):
+        every = product(counts, (degree,), (1,), request.copies)
+        asked = (_Degrees(*each, machines=bounds.machines) for each in every)
+        if any(bounds.obstacle(each) is None for each in asked):
+            yield f"--ulysses {degree}{ring}"
+        else:
+            layouts = (each for gpus in counts for each in bounds.layouts(gpus))
+            copies = [e.copies for e in layouts if (e.ulysses, e.ring) == (degree, 1)]
+            if copies:
+                yield f"--ulysses {degree}{ring} --copies {min(copies)}"

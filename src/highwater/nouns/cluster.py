@@ -1,0 +1,362 @@
+"""Cluster: GPUs that are not here, as a user names them.
+
+``4xA100-80GB``, ``H200-141GB``, ``2x8xH100-80GB`` of two machines, or ``8`` of this machine's kind.
+"""
+
+import re
+from difflib import SequenceMatcher
+from typing import NamedTuple
+
+import msgspec
+
+from highwater.errors import MachineError, UsageError
+from highwater.nouns.bounds import MOST_GPUS_OF_A_MACHINE, MOST_GPUS_PREDICTED
+from highwater.nouns.codec import Record
+from highwater.nouns.hardware import (
+    OLDEST_CAPABILITY,
+    Gpu,
+    GpuKind,
+    Machine,
+    gpu_catalog,
+    kind_of,
+    lacking,
+)
+from highwater.units import GIB, binary_size, format_bytes, parse_bytes
+
+_NAMED = re.compile(r"(?:(\d+)\s*[xX×*]\s*)?(.+)")
+_OF_A_MACHINE = re.compile(r"(\d+)(?:\s*[xX×*]\s*(.+))?")
+"""What follows the number of machines: the GPUs of each, and their kind."""
+_EXAMPLE = "`--gpus 4xA100-80GB`"
+_DIGITS = 9
+_COUNT_ALONE = re.compile(rf"(\d{{1,{_DIGITS}}})\s*[xX×*]")
+"""A count that no kind follows."""
+_SIZE = re.compile(r"(\d{2,3})(?:gi?b?)?")
+"""A word of a GPU's name that says how much memory it has: ``80GB``."""
+_SAID_SIZE = re.compile(r"\b(\d{1,3})gi?b\b")
+"""The same anywhere in a name, its unit written."""
+_UNKNOWN_GIB = 16
+"""Memory of the example for a GPU of which nobody knows it."""
+_LEAST_BYTES = GIB
+"""Bytes that a GPU has at least: less is a number without its unit."""
+_SAME_FROM = 0.9
+"""Least share of the size in a card's name that its driver reports."""
+_NUMBER = re.compile(r"([a-z ]*)(\d+)([a-z]*)")
+"""A card's name: letters, its number, letters right behind it: ``l 40 s``, ``rtx 4090``."""
+_FORMS = ("sxm", "pcie", "nvl")
+"""Letters behind a number that name how a card is built, and not another card."""
+_WORD, _ALIKE = 3, 0.6
+"""Letters from which a word may be mistyped, and the share of them that has to be right."""
+
+
+class Cluster(Record, frozen=True, kw_only=True):
+    """GPUs of one kind, and what each can hold."""
+
+    gpus: int
+    device_name: str
+    device_bytes: int
+    """Memory of one GPU, as its driver reports it."""
+    compute_capability: tuple[int, int] = OLDEST_CAPABILITY
+    """The oldest that trains, where nobody named the kind."""
+    machines: int = 1
+    """Machines that have as many of the GPUs each, where somebody named them; else 1."""
+    may_shard_across: bool = False
+    """Whether one copy of the states may be sharded across machines: where it is only to be known
+    whether so many GPUs would do."""
+
+    @property
+    def is_several_machines(self) -> bool:
+        """Whether no machine has so many GPUs, or several were named."""
+        return self.machines > 1 or self.gpus > MOST_GPUS_OF_A_MACHINE
+
+    @property
+    def typed(self) -> str:
+        """The GPUs as ``--gpus`` takes them: ``8xH100-80GB``, ``2x8xH100-80GB``; without the kind
+        where no catalog has it.
+        """
+        known = self.device_name if kind_of(self.device_name) else None
+        return _typed(self.gpus, known, machines=self.machines)
+
+    def on_one_machine(self) -> "Cluster":
+        """The GPUs of one of the machines, as many as it can have."""
+        own = self.gpus // self.machines if self.machines > 1 else MOST_GPUS_OF_A_MACHINE
+        return msgspec.structs.replace(self, gpus=min(own, self.gpus), machines=1)
+
+    def machine(self) -> Machine:
+        """A machine with these GPUs and nothing else known."""
+        gpu = Gpu(
+            index=0,
+            name=self.device_name,
+            memory_total_bytes=self.device_bytes,
+            memory_used_bytes=0,
+            compute_capability=self.compute_capability,
+            processes=(),
+        )
+        return Machine(
+            gpus=(gpu,) * self.gpus,
+            driver_version=None,
+            cpu_cores=self.gpus,
+            host_memory_total_bytes=0,
+            host_memory_available_bytes=0,
+            versions={},
+        )
+
+
+def cluster(text: str | None, *, gpu_memory_bytes: int | None, machine: Machine | None) -> Cluster:
+    """Read ``--gpus`` and ``--gpu-memory``: a count and a kind of the catalog, or either alone; in
+    front of both the number of machines that have so many each.
+
+    ``machine`` is this one, where somebody has looked: a count without a kind, or nothing at all,
+    means its GPUs. Raises UsageError for a kind that is not known, or whose memory nobody has read;
+    MachineError for one without bf16.
+    """
+    named = _parse(text)
+    if gpu_memory_bytes is not None:
+        refuse_small_gpu(gpu_memory_bytes)
+    found = _cluster(named, gpu_memory_bytes, machine)
+    return msgspec.structs.replace(found, machines=named.machines)
+
+
+class _Named(NamedTuple):
+    """What somebody typed."""
+
+    machines: int = 1
+    gpus: int | None = None
+    """Of all machines together; None where no number was typed."""
+    kind: str | None = None
+
+
+def _cluster(named: _Named, gpu_memory_bytes: int | None, machine: Machine | None) -> Cluster:
+    count, name = named.gpus, named.kind
+    if name is not None:
+        return _of_kind(_kind(name, named, gpu_memory_bytes), count or 1, gpu_memory_bytes)
+    if gpu_memory_bytes is not None:
+        return Cluster(
+            gpus=count or 1, device_name=nameless(gpu_memory_bytes), device_bytes=gpu_memory_bytes
+        )
+    if machine is None or not machine.gpus:
+        raise UsageError(
+            "no GPU is here, and none is named",
+            hint=f"name some: {_EXAMPLE}, or `--gpus 4 --gpu-memory 80GiB`",
+        )
+    here = machine.gpus[0]
+    return Cluster(
+        gpus=count or len(machine.gpus),
+        device_name=here.name,
+        device_bytes=min(g.memory_total_bytes for g in machine.gpus),
+        compute_capability=here.compute_capability,
+    )
+
+
+def _of_kind(kind: GpuKind, count: int, gpu_memory_bytes: int | None) -> Cluster:
+    """GPUs of a kind that trains, with its own memory where no other is given."""
+    _refuse_unfit(kind)
+    memory = kind.usable_bytes if gpu_memory_bytes is None else gpu_memory_bytes
+    if memory is None:
+        raise UsageError(
+            f"the memory of {kind.name} is not in the catalog",
+            hint=f"add {own_memory(kind.name)}",
+        )
+    return Cluster(
+        gpus=count,
+        device_name=kind.name,
+        device_bytes=memory,
+        compute_capability=kind.compute_capability,
+    )
+
+
+def names_no_kind(text: str) -> bool:
+    """Whether a text has numbers alone: of this machine's GPUs, or of any with a memory."""
+    return re.fullmatch(r"\s*\d+(?:\s*[xX×*]\s*\d+)?\s*", text) is not None
+
+
+def refuse_small_gpu(memory_bytes: int) -> None:
+    """Raise UsageError for a memory that no GPU has."""
+    if memory_bytes < _LEAST_BYTES:
+        least = f"{format_bytes(_LEAST_BYTES)} is the least"
+        problem = f"a GPU with a memory of {format_bytes(memory_bytes)}; {least}"
+        raise UsageError(problem, hint="give its own, for example `--gpu-memory 80GiB`")
+
+
+def nameless(device_bytes: int) -> str:
+    """The name of GPUs of which nothing but the memory is known."""
+    return f"a GPU of {format_bytes(device_bytes)}"
+
+
+def _parse(text: str | None) -> _Named:
+    if text is None:
+        return _Named()
+    if text.strip().isdecimal():
+        return _Named(gpus=_counted(text, text))
+    match = _NAMED.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"{text!r} names no GPUs", hint=f"for example {_EXAMPLE}")
+    count = None if match[1] is None else _counted(match[1], text)
+    within = _OF_A_MACHINE.fullmatch(match[2])
+    is_kind = within is None or (within[2] is None and int(within[1]) > MOST_GPUS_PREDICTED)
+    if count is None or within is None or is_kind:  # `2x4090`: a card by its number
+        return _Named(gpus=count, kind=match[2])
+    own = _counted(within[1], text)
+    if own > MOST_GPUS_OF_A_MACHINE or count * own > MOST_GPUS_PREDICTED:
+        fewer = min(own, MOST_GPUS_OF_A_MACHINE)
+        machines = min(count, MOST_GPUS_PREDICTED // fewer)
+        most = _typed(fewer * machines, within[2], machines=machines)
+        raise UsageError(
+            f"{text!r}: a machine has {MOST_GPUS_OF_A_MACHINE} GPUs at the most, and a prediction "
+            f"is about up to {MOST_GPUS_PREDICTED}",
+            hint=f"for example `--gpus {most}`",
+        )
+    return _Named(machines=count, gpus=count * own, kind=within[2])
+
+
+def _refuse_unfit(kind: GpuKind) -> None:
+    missing = lacking(kind)
+    if missing:
+        raise MachineError(f"{kind.name} has no {' and no '.join(missing)}", hint=f"use {_EXAMPLE}")
+
+
+def _counted(digits: str, text: str) -> int:
+    if len(digits) > _DIGITS or not 1 <= int(digits) <= MOST_GPUS_PREDICTED:
+        raise UsageError(
+            f"{text!r}: a prediction is about 1 to {MOST_GPUS_PREDICTED} GPUs",
+            hint=f"for example {_EXAMPLE}",
+        )
+    return int(digits)
+
+
+def _kind(name: str, named: _Named, gpu_memory_bytes: int | None) -> GpuKind:
+    """The kind of this name in the catalog, or of a driver's name.
+
+    Raises UsageError for another memory than that kind has.
+    """
+    kinds = {kind.name.lower(): kind for kind in gpu_catalog()}
+    found = kinds.get(name.lower()) or kind_of(name)
+    counted = _COUNT_ALONE.fullmatch(name) if named.gpus is None else None
+    gpus = min(max(1, int(counted[1])), MOST_GPUS_OF_A_MACHINE) if counted else named.gpus or 1
+    asked = named._replace(gpus=gpus)
+    if found is None:
+        near = _near(name)
+        if near is not None:
+            _refuse_unfit(near)  # who types it so would be refused next
+        raise UsageError(
+            f"the catalog has no GPU {name!r}; `highwater gpus` lists those that it has",
+            hint=_meant(near, asked, gpu_memory_bytes, name),
+        )
+    size = _contradicting_size(name, found)
+    if size is not None:
+        family = (kind for kind in kinds.values() if _family(kind.name) == _family(found.name))
+        sizes = [kind for kind in family if _has(kind, size)]
+        problem = f"{name!r} has {size} GB, and the catalog's {found.name} has not"
+        hint = _meant(sizes[0] if sizes else None, asked, gpu_memory_bytes, f"{size}GB")
+        raise UsageError(problem, hint=hint)
+    return found
+
+
+def _contradicting_size(name: str, kind: GpuKind) -> int | None:
+    """The size in GB that a name says and the kind that it names has not."""
+    matches = map(_SIZE.fullmatch, re.split(r"[\s-]+", name.lower()))
+    said = (int(match[1]) for match in matches if match)
+    own = (size for size in said if size not in kind.host_gigabytes)
+    return next((size for size in own if not _has(kind, size)), None)
+
+
+def _has(kind: GpuKind, size: int) -> bool:
+    """Whether the kind is sold with so many GB.
+
+    Of one whose memory nobody has read its name tells, or nothing.
+    """
+    if kind.usable_bytes is None:
+        return "gb" not in kind.name.lower() or f"{size}gb" in kind.name.lower()
+    return _SAME_FROM * size * GIB < kind.usable_bytes <= size * GIB
+
+
+def _near(name: str) -> GpuKind | None:
+    """The kind that somebody may have meant who typed a name that no catalog has.
+
+    It has the very number that was typed, between the same letters, or nearly the same where they
+    are a word; another number is another card.
+    """
+    typed = _numbered(name)
+    if typed is None:
+        return None
+    kinds = [
+        kind
+        for kind in gpu_catalog()
+        if kind.usable_bytes and _contradicting_size(name, kind) is None
+    ]
+    near = [kind for kind in kinds if _is_meant(kind, *typed)]
+    if not near and typed[0] == "":  # `4090`: its number alone, if only one has it
+        near = [kind for kind in kinds if (_numbered(kind.name) or ("",) * 3)[1:] == typed[1:]]
+        near = near if len(near) == 1 else []
+    return near[0] if near else None
+
+
+def _numbered(name: str) -> tuple[str, str, str] | None:
+    """The letters before a card's number, the number, and letters right behind it; None without a
+    number.
+    """
+    match = _NUMBER.match(re.sub(r"[^a-z0-9]+", " ", name.lower()).strip())
+    return None if match is None else (match[1].replace(" ", ""), match[2], match[3])
+
+
+def _is_meant(kind: GpuKind, before: str, number: str, behind: str) -> bool:
+    own = _numbered(kind.name)
+    if own is None or own[1] != number or own[2] != (behind if behind not in _FORMS else ""):
+        return False
+    ratio = SequenceMatcher(None, own[0], before).ratio()
+    return own[0] == before or (min(len(own[0]), len(before)) >= _WORD and ratio >= _ALIKE)
+
+
+def _family(name: str) -> str:
+    """``h100``; of a name whose first word has no number, the whole."""
+    first = name.lower().partition("-")[0]
+    return first if any(letter.isdecimal() for letter in first) else name.lower()
+
+
+def _meant(kind: GpuKind | None, asked: _Named, gpu_memory_bytes: int | None, name: str) -> str:
+    """What to type: the kind, or the memory, which stands for any GPU, where no kind is meant;
+    ``name``: what was typed of it.
+    """
+    if gpu_memory_bytes is None and kind is not None and kind.usable_bytes is not None:
+        return f"use `--gpus {_typed(asked.gpus or 1, kind.name, machines=asked.machines)}`"
+    gpus = f"--gpus {_typed(asked.gpus or 1, None, machines=asked.machines)} "
+    if gpu_memory_bytes is not None:
+        return f"name its memory, `{gpus}--gpu-memory {_size(gpu_memory_bytes)}`"
+    return f"name {own_memory(name, gpus)}"
+
+
+def own_memory(name: str, gpus: str = "") -> str:
+    """What to type of a GPU whose memory no catalog has: never more than it has.
+
+    A card of 48 GB may have 48 x 10⁹ bytes; of one whose name says nothing its driver tells.
+    ``gpus`` are flags in front.
+    """
+    said = _SAID_SIZE.search(name.lower())
+    if said is None:
+        return (
+            "the memory that `nvidia-smi` shows of it, for one of "
+            f"{_UNKNOWN_GIB} GiB `{gpus}--gpu-memory {_UNKNOWN_GIB}GiB`"
+        )
+    size = binary_size(int(said[1]) * 10**9)
+    return f"its memory, `{gpus}--gpu-memory {size}` or what `nvidia-smi` shows of it"
+
+
+def _typed(gpus: int, kind: str | None, *, machines: int = 1) -> str:
+    """GPUs as ``--gpus`` takes them: of several machines the number of these in front, which is
+    what 8, or else the most that divide the GPUs, make of more than one has.
+    """
+    if machines == 1 and gpus > MOST_GPUS_OF_A_MACHINE:
+        usual = (8, *range(MOST_GPUS_OF_A_MACHINE, 0, -1))
+        machines = gpus // next(own for own in usual if gpus % own == 0)
+    counts = (machines, gpus // machines) if machines > 1 else (gpus,)
+    return "x".join((*map(str, counts), *((kind,) if kind else ())))
+
+
+def _size(count: int) -> str:
+    """The size as one types it: ``60.5GiB``, or the bytes themselves."""
+    spellings = (f"{count / GIB:.{digits}g}" for digits in (6, 15))
+    exact = (
+        f"{text}GiB"
+        for text in spellings
+        if text.replace(".", "").isdecimal() and parse_bytes(f"{text}GiB") == count
+    )
+    return next(exact, str(count))

@@ -1,0 +1,126 @@
+"""Command templates: the command of ``--trainer command``, a trial's values in its placeholders.
+
+Words are split as a POSIX shell splits them, and no shell runs them. ``{length}`` and the others of
+``PLACEHOLDERS`` stand for the trial's values; ``{{`` and ``}}`` are braces.
+"""
+
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from string import Formatter
+
+from highwater.errors import UsageError
+from highwater.nouns.refusals import nearest
+from highwater.nouns.secrets import HIDDEN, hidden_words
+from highwater.nouns.trial import TrialSpec
+
+PLACEHOLDERS: Mapping[str, str] = {
+    "length": "tokens of one sequence",
+    "gpus": "GPUs, or processes on the CPU",
+    "ulysses": "GPUs that share one sequence by heads",
+    "ring": "GPUs that share one sequence by passing keys and values on",
+    "copies": "copies of what is sharded",
+    "shards": "GPUs over copies",
+    "model": "directory of the model",
+    "steps": "optimizer steps",
+    "micro_batches": "micro-batches of a step",
+    "sequences": "sequences of a micro-batch",
+    "seed": "seed of the trial",
+    "output": "directory of the trial's own, removed after it",
+}
+"""What may stand in braces, and what it is."""
+EXAMPLE = "python train.py --max-len {length} --steps {steps}"
+
+
+def split_command(text: str, *, example: str = EXAMPLE) -> tuple[str, ...]:
+    """The words of a command, checked; ``example`` is what hints show.
+
+    Raises UsageError for quotes that do not end, for no word, for a placeholder that nobody knows,
+    and where no word has the length.
+    """
+    words = split_words(text, example=example)
+    shown = hidden_words(words)
+    named = {name for word, as_ in zip(words, shown, strict=True) for name in _named(word, as_)}
+    for name in sorted(named - set(PLACEHOLDERS)):
+        near = nearest(name, tuple(PLACEHOLDERS))
+        raise UsageError(
+            f"unknown placeholder {{{name}}} in the command",
+            hint=f"did you mean `{{{near}}}`?"
+            if near
+            else "there are "
+            + ", ".join(f"{{{each}}}" for each in PLACEHOLDERS)
+            + "; a brace is written `{{` or `}}`",
+        )
+    if "length" not in named:
+        raise UsageError(
+            "the command has no {length}: every trial would be the same",
+            hint=f"put it where the command takes the tokens of a sequence: `{example}`",
+        )
+    return words
+
+
+def split_words(text: str, *, example: str = EXAMPLE) -> tuple[str, ...]:
+    """The words of a command. Raises UsageError for quotes that do not end, for no word, and where
+    a secret was hidden.
+    """
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(
+            f"the command cannot be split into words: {error}",
+            hint=f"for example `--command '{example}'`",
+        ) from error
+    if not words:
+        raise UsageError("the command is empty", hint=f"for example `--command '{example}'`")
+    if any(HIDDEN in word for word in words):
+        raise UsageError(
+            f"the command has {HIDDEN} where a secret stood, which no study keeps",
+            hint=f"type the secret itself in the place of {HIDDEN}",
+        )
+    return words
+
+
+def placeholders_of(words: tuple[str, ...]) -> frozenset[str]:
+    """The placeholders in a command's words."""
+    return frozenset(name for word in words for name in _named(word, word))
+
+
+def filled_command(
+    words: tuple[str, ...], spec: TrialSpec, output: Path, *, model: Path | None = None
+) -> tuple[str, ...]:
+    """The words with a trial's values in the place of their placeholders; ``model``: the directory
+    that is opened where it is not the trial's own.
+    """
+    values = {
+        "length": spec.length_tokens,
+        "gpus": spec.layout.gpus,
+        "ulysses": spec.layout.ulysses_degree,
+        "ring": spec.layout.ring_degree,
+        "copies": spec.layout.replicate_degree,
+        "shards": spec.layout.shard_degree,
+        "model": model or spec.model_directory,
+        "steps": spec.steps,
+        "micro_batches": spec.micro_batches,
+        "sequences": spec.sequences,
+        "seed": spec.seed,
+        "output": output,
+    }
+    return tuple(word.format_map(values) for word in words)
+
+
+def _named(word: str, shown: str) -> Iterator[str]:
+    """The names in a word's braces, each alone: nothing is computed of them. ``shown``: the word as
+    an error quotes it.
+    """
+    try:
+        for _, name, form, conversion in Formatter().parse(word):
+            if name is None:
+                continue
+            if form or conversion:
+                raise ValueError(f"{{{name}}} takes neither a format nor a conversion")
+            yield name
+    except ValueError as error:
+        raise UsageError(
+            f"the command's word {shown!r} is no template: {error}",
+            hint="a brace that is no placeholder is written `{{` or `}}`",
+        ) from error

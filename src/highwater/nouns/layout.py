@@ -1,0 +1,196 @@
+"""Layout: how many GPUs, and how they share the sequence and the states."""
+
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+import msgspec
+
+from highwater.errors import UsageError
+from highwater.nouns.bounds import MOST_GPUS, MOST_GPUS_OF_A_MACHINE
+from highwater.nouns.codec import Record
+from highwater.nouns.declaration import words_of
+
+USUAL_GPUS_OF_A_MACHINE = 8
+"""GPUs that a machine is taken to have where there are several, and no copy has more."""
+
+
+class Layout(Record, frozen=True, kw_only=True):
+    """GPUs of one trial and the degrees they are split into."""
+
+    gpus: int = 1
+    """Processes, one per GPU (on the CPU: one per worker)."""
+    ulysses_degree: int = 1
+    """GPUs that share one sequence by all-to-all over heads."""
+    ring_degree: int = 1
+    """GPUs that share one sequence by rotating K and V."""
+    replicate_degree: int = 1
+    """HSDP copies; the shards number ``gpus / replicate_degree``."""
+    machines: int | msgspec.UnsetType = msgspec.UNSET
+    """Machines that have as many of the GPUs each, where somebody named them; unset, and in no
+    document, where what one machine has follows from the other numbers."""
+
+    def __post_init__(self) -> None:
+        """Raise UsageError unless every degree is positive and divides the GPUs."""
+        for name in ("gpus", "ulysses_degree", "ring_degree", "replicate_degree"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}", hint="use 1 or more")
+            if getattr(self, name) > MOST_GPUS:
+                raise UsageError(
+                    f"{name} is {getattr(self, name)}, and {MOST_GPUS} is the most",
+                    hint=f"use {MOST_GPUS} or less",
+                )
+        if self.gpus % self.context_degree:
+            works = ", ".join(str(d) for d in range(1, self.gpus + 1) if self.gpus % d == 0)
+            raise UsageError(
+                f"context degree {self.context_degree} does not divide {self.gpus} GPUs",
+                hint=f"use one of {works}",
+            )
+        if self.gpus % self.replicate_degree:
+            raise UsageError(
+                f"{self.replicate_degree} copies do not divide {self.gpus} GPUs",
+                hint="use `replicate_degree=1`",
+            )
+
+    @property
+    def context_degree(self) -> int:
+        """GPUs that share one sequence."""
+        return self.ulysses_degree * self.ring_degree
+
+    @property
+    def data_parallel_degree(self) -> int:
+        """Groups of GPUs that each train on their own sequences."""
+        return self.gpus // self.context_degree
+
+    @property
+    def shard_degree(self) -> int:
+        """GPUs over which parameters, gradients and optimizer states are sharded."""
+        return self.gpus // self.replicate_degree
+
+    @property
+    def is_several_machines(self) -> bool:
+        """Whether no machine has so many GPUs, or several were named."""
+        return self.gpus > MOST_GPUS_OF_A_MACHINE or (self.machines or 1) > 1
+
+    @property
+    def machine_gpus(self) -> int:
+        """GPUs of one machine: as they were named; else all, as far as one has so many; else those
+        of one copy, or of as many as fit into a usual one.
+        """
+        if self.machines:
+            return self.gpus // self.machines
+        if self.gpus <= MOST_GPUS_OF_A_MACHINE:
+            return self.gpus
+        return self.shard_degree * max(1, USUAL_GPUS_OF_A_MACHINE // self.shard_degree)
+
+    @property
+    def degrees(self) -> tuple[str, ...]:
+        """Each degree that is not 1, as every label has it: ``SP=2``, ``ring=3``, ``2 copies``."""
+        return tuple(each.label.format(degree) for each, degree in self._spelled if degree > 1)
+
+    @property
+    def suffix(self) -> str:
+        """A label's words after the GPUs: ``, SP=2, ring=3``; empty where every degree is 1."""
+        return "".join(f", {degree}" for degree in self.degrees)
+
+    @property
+    def sharing(self) -> str:
+        """Text under ``SP`` in a table: ``2``; with a ring ``2, ring=3``."""
+        (_, ulysses_degree), *others = self._spelled
+        shared = (each.label.format(degree) for each, degree in others if degree > 1)
+        return ", ".join((str(ulysses_degree), *shared))
+
+    @property
+    def slug(self) -> str:
+        """The degrees in paths: ``sp-1``, ``sp-2``, ``sp-2+ring-3``.
+
+        The first is always there, as in the published log tree.
+        """
+        (first, ulysses_degree), *others = self._spelled
+        more = (f"{each.slug}-{degree}" for each, degree in others if degree > 1)
+        return "+".join((f"{first.slug}-{ulysses_degree}", *more))
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Words to type that name the layout: ``--gpus 4 --ulysses 2``.
+
+        There is one more for each other degree that is not 1.
+        """
+        return ("--gpus", str(self.gpus), *self.degree_flags)
+
+    @property
+    def degree_flags(self) -> tuple[str, ...]:
+        """Words to type that name the degrees alone: ``--ulysses 2``."""
+        return tuple(words_of(self.degree_settings))
+
+    @property
+    def degree_settings(self) -> dict[str, int]:
+        """The degrees by the names of their settings: ``{"ulysses": 2}``; the first always, others
+        where they are not 1.
+        """
+        first, *others = self._spelled
+        return {
+            spelling.setting: degree
+            for spelling, degree in (first, *(each for each in others if each[1] > 1))
+        }
+
+    def across(self, machines: int) -> "Layout":
+        """The layout of as many machines that each have this one, as copies of the states."""
+        return msgspec.structs.replace(
+            self,
+            gpus=self.gpus * machines,
+            replicate_degree=self.replicate_degree * machines,
+            machines=machines,
+        )
+
+    @property
+    def of_one_machine(self) -> "Layout":
+        """What ``across`` was asked of; this one where no machines were named."""
+        machines = self.machines or 1
+        return msgspec.structs.replace(
+            self,
+            gpus=self.gpus // machines,
+            replicate_degree=max(1, self.replicate_degree // machines),
+            machines=msgspec.UNSET,
+        )
+
+    def without(self, settings: Collection[str]) -> "Layout":
+        """The layout of as many GPUs in which the degrees of these settings are 1."""
+        fields = (each.field for each in _SPELLINGS if each.setting in settings)
+        return msgspec.structs.replace(self, **dict.fromkeys(fields, 1))
+
+    @property
+    def _spelled(self) -> tuple[tuple["_Spelling", int], ...]:
+        return tuple((spelling, getattr(self, spelling.field)) for spelling in _SPELLINGS)
+
+
+class _Spelling(NamedTuple):
+    """The spelling of one degree, wherever it is written: the only place that says so."""
+
+    field: str
+    label: str
+    slug: str
+    setting: str
+
+
+_SPELLINGS = (
+    _Spelling("ulysses_degree", "SP={}", "sp", "ulysses"),
+    _Spelling("ring_degree", "ring={}", "ring", "ring"),
+    _Spelling("replicate_degree", "{} copies", "copies", "copies"),
+)
+
+
+def flags_of(layouts: Iterable[Layout]) -> tuple[str, ...]:
+    """Words to type that name several layouts at once, each number once: ``--gpus 2 4 --ulysses 1
+    2``.
+    """
+    found = list(layouts)
+    values = {"gpus": _distinct(layout.gpus for layout in found)}
+    for spelling in _SPELLINGS:
+        degrees = _distinct(getattr(layout, spelling.field) for layout in found)
+        if spelling is _SPELLINGS[0] or degrees != ["1"]:
+            values[spelling.setting] = degrees
+    return tuple(words_of(values))
+
+
+def _distinct(numbers: Iterable[int]) -> list[str]:
+    return list(dict.fromkeys(map(str, numbers)))

@@ -1,0 +1,365 @@
+"""Plan: a request made into a question that this machine can be asked. Pure: nothing is started,
+nothing is written.
+"""
+
+import shlex
+
+import msgspec
+
+from highwater.errors import HighwaterError, ModelError, UsageError
+from highwater.model.footprint import PROCESS_BYTES, device_state_bytes
+from highwater.model.model import Model, load_model
+from highwater.nouns.cells import cells_of, within_token_budget
+from highwater.nouns.codec import Record
+from highwater.nouns.declaration import words_of
+from highwater.nouns.foreign_request import foreign_of, with_one_count
+from highwater.nouns.foreign_trainer import FOREIGN, ForeignTrainer
+from highwater.nouns.grid import PUBLISHED_STEP_TOKENS, Grid
+from highwater.nouns.hardware import Machine
+from highwater.nouns.lora import refuse_no_target
+from highwater.nouns.pieces import pieces
+from highwater.nouns.plan_notes import (
+    ON_THE_CPU_NOTE,
+    SPARSE_NOTE,
+    base_notes,
+    foreign_notes,
+    memory_notes,
+    offload_notes,
+    optimizer_notes,
+    own_code_notes,
+    weights_notes,
+    yarn_notes,
+)
+from highwater.nouns.profiling import refuse_absent_ranks
+from highwater.nouns.request import Request
+from highwater.nouns.search_lengths import check_yarn, grid_of, refuse_past_native
+from highwater.nouns.sparse_pattern import SPARSE_KERNEL_BLOCK
+from highwater.nouns.study import Cell, Question
+from highwater.nouns.time_limits import budget_of, proof_of, timeout_of
+from highwater.nouns.trainer import TRAINERS, TrainerName
+from highwater.nouns.trial import PROMPT_TOKENS, Device, TrialSpec
+from highwater.nouns.trial_hardware import (
+    TrialHardware,
+    check_host_memory,
+    cpu_memory,
+    hardware_of,
+)
+from highwater.units import format_tokens
+
+_ROW_BYTES = 16
+"""A row of a grouped product's operands is a multiple of so many bytes. Source:
+``torch._grouped_mm``."""
+_NO_PROOF = "leave `--proof` out"
+
+
+class Plan(Record, frozen=True, kw_only=True):
+    """What will be asked, and what the user should know before it starts."""
+
+    question: Question
+    notes: tuple[str, ...] = ()
+    budget_s: float | None = None
+    """Seconds that the search may take; None: as long as its trials do."""
+    timeout_s: float = 0.0
+    """Seconds that one trial may take in full."""
+    begins_shortest: bool = False
+    """Whether each cell begins with the start length, whatever is predicted of it."""
+
+
+def plan(
+    request: Request,
+    machine: Machine,
+    *,
+    trainer: TrainerName = "highwater",
+    within_machines: bool = False,
+    machines: int = 1,
+) -> Plan:
+    """The question that a request asks of a machine, and of a trainer; ``within_machines`` and
+    ``machines`` as for ``cells_of``.
+
+    Raises ModelError, UsageError or MachineError for what cannot be asked, before anything starts.
+    """
+    model = load_model(request.model)
+    device: Device = request.device or ("cuda" if machine.gpus else "cpu")
+    asked = request
+    if request.device == "cpu" and request.memory is None:
+        request = msgspec.structs.replace(request, memory=cpu_memory(request, machine))
+    of_memory = memory_notes(asked, device, request.memory_bytes)
+    foreign = foreign_of(request)
+    if foreign is not None:
+        planned = _foreign_plan(request, machine, model, device, foreign)
+        return msgspec.structs.replace(planned, notes=(*of_memory, *planned.notes))
+    _check_proof(request, model)
+    _refuse_ragged_experts(model, device)
+    _refuse_other_attention(request, model, device)
+    _refuse_narrow_copies(request)
+    if request.common_settings.adapters is not None:
+        refuse_no_target(model.shape, request.common_settings.adapters)
+    where = hardware_of(request, machine, model, device)
+    grid, capped = grid_of(request, model, device)
+    check_yarn(request, model, grid.max_tokens)
+    cells, skipped = cells_of(
+        request,
+        model.shape,
+        device,
+        where.counts,
+        has_ring=not TRAINERS[trainer].refused(["ring"]),
+        within_machines=within_machines,
+        machines=machines,
+        # how long documents of a user's data are is known when they come
+        longest_tokens=grid.max_tokens if request.data is None else None,
+    )
+    cells, too_small = within_token_budget(cells, grid, device)
+    most_gpus = max(cell.layout.gpus for cell in cells)
+    refuse_absent_ranks(request.memory_profiler, gpus=most_gpus)
+    if device == "cuda" and not request.dry_run:
+        check_host_memory(machine, model, cells)
+    proof = proof_of(request, model, device)
+    budget_s = budget_of(request, proof, device, cells)
+    timeout_s = timeout_of(request, proof, budget_s, device, cells)
+    question = _question(request, model, where, cells, grid)
+    if proof == "memory":
+        question = msgspec.structs.replace(question, proof=proof, timeout_s=timeout_s)
+    question.trial(cells[0], grid.start_tokens)  # raises for what a trial cannot be
+    of_settings = (
+        *optimizer_notes(cells[0].settings),
+        *base_notes(cells[0].settings),
+        *offload_notes(cells[0].settings, device),
+    )
+    of_model = (
+        *own_code_notes(model),
+        *yarn_notes(model, request.max_tokens, request.rope),
+        *weights_notes(model, cells[0].settings, simulated=request.dry_run),
+    )
+    fallback = (ON_THE_CPU_NOTE,) if request.device is None and device == "cpu" else ()
+    of_attention = () if cells[0].settings.pattern is None else (SPARSE_NOTE,)
+    of_cells = (*skipped, *too_small, *capped)
+    notes = (*fallback, *of_memory, *of_cells, *of_attention, *of_settings, *of_model)
+    return Plan(question=question, notes=notes, budget_s=budget_s, timeout_s=timeout_s)
+
+
+def _foreign_plan(
+    request: Request, machine: Machine, model: Model, device: Device, foreign: ForeignTrainer
+) -> Plan:
+    """The question that is asked of a foreign trainer: what this package's engine could not train
+    is its own affair, and its rungs are what is set from outside, the allocator.
+    """
+    request = msgspec.structs.replace(
+        with_one_count(request, foreign), proof="full", loss=FOREIGN[foreign.trainer].loss
+    )
+    where = hardware_of(request, machine, model, device)
+    grid, capped = grid_of(request, model, device)
+    cells, skipped = cells_of(request, model.shape, device, where.counts)
+    budget_s = budget_of(request, "full", device, cells)
+    question = _question(request, model, where, cells, grid)
+    question = msgspec.structs.replace(question, foreign=foreign, prompt_tokens=PROMPT_TOKENS)
+    question.trial(cells[0], grid.start_tokens)  # raises for what a trial cannot be
+    fallback = (ON_THE_CPU_NOTE,) if request.device is None and device == "cpu" else ()
+    return Plan(
+        question=question,
+        notes=(*fallback, *foreign_notes(request, foreign, device), *skipped, *capped),
+        budget_s=budget_s,
+        timeout_s=timeout_of(request, "full", budget_s, device, cells),
+    )
+
+
+def _question(
+    request: Request, model: Model, where: TrialHardware, cells: tuple[Cell, ...], grid: Grid
+) -> Question:
+    return Question(
+        model=model,
+        device=where.device,
+        device_name=where.device_name,
+        device_total_bytes=where.total_bytes,
+        memory_budget_bytes=request.memory_bytes,
+        cells=cells,
+        grid=grid,
+        method=request.method,
+        confirm=request.confirm,
+        margin_bytes=request.margin_bytes,
+        steps=request.steps,
+        micro_batches=request.micro_batches,
+        prompt_tokens=request.prompt_tokens or 0,
+        hyperparameters=request.hyperparameters,
+        data=request.data,
+        simulated=request.dry_run,
+    )
+
+
+def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialSpec:
+    """One trial of a request: the cheapest rung, unless the request names one; one GPU, unless it
+    names a count.
+
+    Raises what ``plan`` raises, and UsageError when the request names several layouts.
+    """
+    if length_tokens < 2:
+        raise UsageError(
+            "a length of 1 token", hint="use `--length 2` or more: one to read, one to predict"
+        )
+    model = load_model(request.model)
+    _refuse_an_unnamed_cpu(request, machine, length_tokens)
+    if request.trainer not in FOREIGN:
+        refuse_past_native(model, request.rope, length_tokens, flag="--length")
+    question = plan(_alone(request, length_tokens), machine).question
+    cell, *others = question.cells
+    degrees = ("ulysses", "ring", "copies")
+    if others or any(len(getattr(request, name)) > 1 for name in degrees):
+        several = [name for name in degrees[1:] if len(getattr(request, name)) > 1]
+        words = words_of({"gpus": 1, "ulysses": 1, **dict.fromkeys(several, 1)})
+        raise UsageError(
+            "one trial runs in one layout, several are named", hint=f"use `{' '.join(words)}`"
+        )
+    spec = msgspec.structs.replace(
+        question.trial(cell, length_tokens), attention_depth=request.attention_depth
+    )
+    _check_depth(spec, question.model)
+    return spec
+
+
+def _alone(request: Request, length_tokens: int) -> Request:
+    """The search of one length on one rung."""
+    return msgspec.structs.replace(
+        request,
+        proof="full",
+        attention_depth=None,
+        start_length=length_tokens,
+        max_length=length_tokens,
+        gpus=request.gpus or (1,),
+        loss=request.loss or "full",
+        allocator=request.allocator or "native",
+    )
+
+
+def _refuse_an_unnamed_cpu(request: Request, machine: Machine, length_tokens: int) -> None:
+    """Raise UsageError for one trial without a word of the CPU where there is nothing else."""
+    gpus, is_limited = max(request.gpus or (1,)), request.memory is not None
+    if request.device is None and not machine.gpus and gpus == 1 and not is_limited:
+        fits = _has_room_on_the_cpu(request, machine, length_tokens)
+        hint = "add `--device cpu` to train on it" if fits else gpus_hint(request, length_tokens)
+        raise UsageError("no GPU is visible, and the CPU is not named", hint=hint)
+
+
+def _has_room_on_the_cpu(request: Request, machine: Machine, length_tokens: int) -> bool:
+    """Whether a trial can be on the CPU, and its states in this machine's memory."""
+    on_the_cpu = msgspec.structs.replace(request, device="cpu")
+    try:
+        spec = plan_trial(on_the_cpu, machine, length_tokens)
+    except HighwaterError:
+        return False
+    states = device_state_bytes(load_model(request.model).shape, spec.settings, device="cpu")
+    return states + PROCESS_BYTES <= machine.host_memory_total_bytes
+
+
+def gpus_hint(request: Request, length_tokens: int) -> str:
+    """What to type where there is no GPU, and the CPU will not do."""
+    asked = f"{shlex.quote(request.model)} --gpus 1xH100-80GB --length {length_tokens}"
+    return f"start it where GPUs are; `highwater predict {asked}` says how many it takes"
+
+
+def _check_proof(request: Request, model: Model) -> None:
+    """Raise UsageError for what a search cannot prove in that way."""
+    if request.attention_depth is not None:
+        raise UsageError(
+            "an attention depth is for one trial: a search chooses it", hint="use `--proof memory`"
+        )
+    if request.proof == "memory" and request.dry_run:
+        raise UsageError(
+            "`--proof memory` and `--dry-run` exclude each other: no simulated trial takes time",
+            hint=_NO_PROOF,
+        )
+    if request.proof == "memory" and model.shape.layers < 2:
+        raise UsageError(
+            f"{model.name} has one layer: a memory-only trial would save nothing", hint=_NO_PROOF
+        )
+
+
+def _refuse_narrow_copies(request: Request) -> None:
+    """Raise UsageError for copies of shards in bfloat16: FSDP2 keeps sums over copies in float32
+    for longer, and how much of them a GPU holds at its peak is not known.
+    """
+    if request.parameters == "bf16" and max(request.copies) > 1:
+        raise UsageError(
+            f"{max(request.copies)} copies of parameters in bf16 were not predicted right",
+            hint="use `--parameters float32`",
+        )
+
+
+def _refuse_other_attention(request: Request, model: Model, device: Device) -> None:
+    """Raise errors for a pattern of blocks where a model has windows or sinks of its own, where
+    attention would be cut into pieces, and where a GPU has no kernel for it.
+    """
+    if request.attention == "dense":
+        return
+    leave = "leave `--attention` out"
+    kinds = [run.kind.attention for run in model.shape.runs]
+    if any(kind.window_tokens or kind.has_sinks or kind.soft_cap for kind in kinds):
+        raise ModelError(
+            f"{model.name} has layers with a window, sinks or capped scores of their own, which "
+            "block-sparse attention would take the place of",
+            hint=leave,
+        )
+    if device == "cuda":
+        refuse_without_kernel(request)
+    if request.prediction == "trace":
+        raise UsageError(
+            "steps with block-sparse attention are not traced", hint="use `--prediction formula`"
+        )
+    if request.proof == "memory" or request.attention_depth is not None:
+        raise UsageError(
+            "a memory-only trial cuts dense attention into pieces, and block-sparse attention is "
+            "no longer than its blocks",
+            hint=_NO_PROOF if request.proof == "memory" else "leave `--attention-depth` out",
+        )
+
+
+def refuse_without_kernel(request: Request) -> None:
+    """Raise UsageError for a pattern that FlexAttention does not compute on GPUs."""
+    if request.pattern_type == "block_top_k":
+        raise UsageError(
+            "block_top_k, which chooses keys by what is in them, has no kernel on GPUs",
+            hint="use `--pattern-type dilated_sparse`, or `--device cpu`",
+        )
+    whole = -(-request.block_size // SPARSE_KERNEL_BLOCK) * SPARSE_KERNEL_BLOCK
+    if request.block_size != whole:
+        raise UsageError(
+            f"blocks of {request.block_size} tokens: on GPUs a block is a multiple of "
+            f"{SPARSE_KERNEL_BLOCK}",
+            hint=f"use `--block-size {whole}`",
+        )
+
+
+def _check_depth(spec: TrialSpec, model: Model) -> None:
+    """Raise UsageError for a memory-only trial that would be a full one."""
+    depth, layers = spec.attention_depth, model.shape.layers
+    if depth is None:
+        return
+    if depth >= layers:
+        raise UsageError(
+            f"an attention depth of {depth}: {model.name} has {layers} layers",
+            hint="leave `--attention-depth` out to train in full",
+        )
+    tokens = spec.length_tokens * spec.sequences
+    if spec.data is None and pieces(tokens, spec.device) is None:
+        near = -(-spec.length_tokens // PUBLISHED_STEP_TOKENS) * PUBLISHED_STEP_TOKENS
+        raise UsageError(
+            f"{format_tokens(tokens)} tokens cannot be cut into equal pieces that take the same "
+            f"memory",
+            hint=f"use `--length {near}`",
+        )
+
+
+def _refuse_ragged_experts(model: Model, device: Device) -> None:
+    """Raise ModelError for experts whose grouped product PyTorch does not compute: it wants rows of
+    a multiple of 16 bytes.
+    """
+    numbers = _ROW_BYTES // (4 if device == "cpu" else 2)
+    for what, width in (
+        ("expert's MLP", model.shape.intermediate_size),
+        ("hidden states", model.shape.hidden_size),
+    ):
+        if model.shape.experts > 1 and width % numbers:
+            raise ModelError(
+                f"the {what} of {model.name} are {width} numbers wide, and products of experts "
+                f"need a multiple of {numbers}",
+                hint=f"use a model whose widths are multiples of {numbers}, for example "
+                "`highwater predict Qwen3-30B-A3B --gpus 8xH100-80GB`",
+            )

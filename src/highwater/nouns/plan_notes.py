@@ -1,0 +1,167 @@
+"""Notes of a plan: what a user should know before trials start, where nothing is refused."""
+
+from pathlib import Path
+
+from highwater.model.families import value_of
+from highwater.model.model import Model
+from highwater.model.model_config import has_own_code, read_config
+from highwater.model.rope import yarn
+from highwater.model.weight_files import SCORE, saved_tensors, weight_files
+from highwater.nouns.foreign_trainer import FOREIGN, ForeignTrainer
+from highwater.nouns.request import Request
+from highwater.nouns.settings import Rope, Settings
+from highwater.nouns.study import Question
+from highwater.nouns.trial import Device
+from highwater.units import MIB, format_bytes, format_tokens
+
+_YARN_IN_USE = 8
+"""Times that published models stretch their native length by YaRN: Qwen's cards 4, OLMo 3's config
+8."""
+ON_THE_CPU_NOTE = "no GPU is visible: trials run on the CPU, as with `--device cpu`"
+
+SPARSE_NOTE = (
+    "block-sparse attention changes the model: a token reads the blocks that a pattern keeps, not "
+    "every earlier token"
+)
+
+
+def foreign_notes(request: Request, foreign: ForeignTrainer, device: Device) -> tuple[str, ...]:
+    """What is and what is not known of trials that are seen from outside."""
+    traits = FOREIGN[foreign.trainer]
+    title = traits.title
+    seen = "data segments" if device == "cpu" else "device memory used"
+    notes = [f"{title} is started from outside: peaks are {seen}, sampled while it runs"]
+    if device == "cuda" and not traits.has_run_on_gpus:
+        notes.append(
+            f"{title} has not been tried on GPUs yet, only on the CPU: `--trainer command` starts "
+            "it by your own command"
+        )
+    if device == "cuda" and request.memory is not None:
+        notes.append(
+            "`--memory` bounds PyTorch's allocator in the trainer's processes: what takes memory "
+            "past it is seen, not stopped"
+        )
+    if foreign.done_pattern == "":
+        notes.append("`--done-pattern ''`: exit status 0 is taken for all steps done")
+    return tuple(notes)
+
+
+def optimizer_notes(settings: Settings) -> tuple[str, ...]:
+    """What an optimizer rounds that AdamW in float32 does not."""
+    if settings.optimizer_traits.is_exact:
+        return ()
+    parameters = " and parameters" if settings.parameters == "bf16" else ""
+    return (
+        f"{settings.optimizer} is lossy: moments{parameters} are rounded at every update, which "
+        "differs by that from AdamW's in float32",
+    )
+
+
+def base_notes(settings: Settings) -> tuple[str, ...]:
+    """What a frozen model in four bits has lost."""
+    if settings.lora_base == "bf16":
+        return ()
+    return ("nf4 is lossy: the frozen model's weights are rounded to 4 bits, once",)
+
+
+def memory_notes(request: Request, device: Device, budget_bytes: int | None) -> tuple[str, ...]:
+    """What bounds each process of a trial on the CPU where no memory limit is named."""
+    if request.memory is not None or device != "cpu" or budget_bytes is None:
+        return ()
+    return (
+        f"no `--memory` is named: each process may take {format_bytes(budget_bytes)}, its share of "
+        f"half of the free memory, and 8 GiB at most; `--memory {budget_bytes // MIB}MiB` asks the "
+        "same again",
+    )
+
+
+def offload_notes(settings: Settings, device: Device) -> tuple[str, ...]:
+    """What offload does not do here, for who would expect it; nothing where it does all."""
+    if not (settings.offloads_model or settings.offloads_states):
+        return ()
+    if device == "cpu":
+        return ("on the CPU offload changes nothing: states are in host memory in any case",)
+    if settings.strategy == "fsdp":
+        return (
+            "FSDP1 offloads parameters and optimizer states; a gradient, 4 bytes a parameter over "
+            "all GPUs, stays on them until "
+            "each backward pass ends; `--strategy fsdp2` offloads that too",
+        )
+    return ()
+
+
+def own_code_notes(model: Model) -> tuple[str, ...]:
+    """That code which came with a model is not run."""
+    if not has_own_code(read_config(Path(model.directory, "config.json"))):
+        return ()
+    return (
+        f"{model.name} brings code of its own (auto_map in its config.json), which is not run: "
+        f"it is taken for the {model.shape.model_type} of transformers",
+    )
+
+
+def yarn_notes(model: Model, length_tokens: int | None, rope: Rope) -> tuple[str, ...]:
+    """That YaRN stretches positions further than it is known to serve; nothing where no length was
+    named.
+    """
+    scaled = None if length_tokens is None else yarn(model, length_tokens=length_tokens, rope=rope)
+    if scaled is None or scaled.factor <= _YARN_IN_USE:
+        return ()
+    return (
+        f"YaRN stretches the positions of {model.name} {scaled.factor:.4g} times: published models "
+        f"go up to {_YARN_IN_USE} times, so measure what the model learns of such lengths",
+    )
+
+
+def weights_notes(model: Model, settings: Settings, *, simulated: bool = False) -> tuple[str, ...]:
+    """What a trial does not start from weights that are here; nothing of a simulated one, but what
+    time would be of experts.
+    """
+    directory = Path(model.directory)
+    if not weight_files(directory):
+        return _of_random_weights(model, simulated=simulated)
+    notes: list[str] = []
+    tensors = saved_tensors(directory)
+    gives_numbers = settings.critic or settings.traits.gives_scalars
+    if tensors and SCORE not in tensors and gives_numbers and not simulated:
+        notes.append(
+            f"random weights in the head that gives one number a token: the files of {model.name} "
+            f"have no {SCORE}"
+        )
+    if not model.shape.tied_embeddings and value_of(
+        read_config(directory / "config.json"), "tie_word_embeddings"
+    ):
+        notes.append(
+            f"the head of {model.name} is trained apart from the embedding, though its "
+            f"config.json ties them: its files hold both, "
+            "with different values, and transformers does the same"
+        )
+    return tuple(notes)
+
+
+def _of_random_weights(model: Model, *, simulated: bool) -> tuple[str, ...]:
+    if simulated:
+        return ()
+    random = f"random weights: {model.name} has none here"
+    if model.shape.experts > 1:
+        return (
+            f"{random}, and random ones send the tokens to its {model.shape.experts} experts "
+            f"nearly evenly: time may differ "
+            "with trained ones, memory does not (every token goes to as many experts, "
+            "whichever they are)",
+        )
+    return (f"{random}; memory and time are those of trained ones, the loss is not",)
+
+
+def prompt_notes(path: Path | str | None, question: Question) -> tuple[str, ...]:
+    """That sequences of a study's trials began with a prompt, where the full loss made no logits of
+    its tokens.
+    """
+    has_logits = any(cell.settings.holds_logits for cell in question.cells)
+    is_synthetic = question.foreign is None and question.data is None
+    if not (question.prompt_tokens and has_logits and is_synthetic):
+        return ()
+    return (
+        f"sequences of {path} begin with a prompt of {format_tokens(question.prompt_tokens)} "
+        "tokens, of which the full loss makes no logits: without `--study` every token is counted",
+    )

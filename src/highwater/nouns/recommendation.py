@@ -1,0 +1,180 @@
+"""Recommendation: the simplest settings that train a length on some GPUs, and why.
+
+It says why simpler ones do not, and what the next would buy.
+"""
+
+from typing import Literal
+
+from highwater.model.rope import Yarn
+from highwater.nouns.capacities import Source
+from highwater.nouns.codec import Record
+from highwater.nouns.headroom import Risk
+from highwater.nouns.ladder import simplicity
+from highwater.nouns.study import Cell
+from highwater.nouns.trainer import AnyTrainer
+from highwater.units import counted
+
+AlternativeKind = Literal["more GPUs", "a larger GPU", "more host memory", "technique"]
+
+
+class StepTime(Record, frozen=True, kw_only=True):
+    """Time of a step, from a trial whose speed was measured, or from what such GPUs do in a
+    second.
+    """
+
+    time_s: float
+    source: Source
+    """``measured`` at this very length; ``predicted`` from another one at the same FLOP/s, or
+    without a trial."""
+    step_tokens: int
+    """Tokens of that step: every micro-batch of every data-parallel rank."""
+    tokens_per_s: float
+    """Tokens per second, over all GPUs: those of the trial, or without one of this step."""
+    measured_length_tokens: int | None
+    """Length of the trial that the time was measured in; None where there is none."""
+
+
+class Candidate(Record, frozen=True, kw_only=True):
+    """One cell at the length asked."""
+
+    cell: Cell
+    is_lowered: bool
+    """Whether the token budget is below the default.
+
+    Fewer sequences a micro-batch make more micro-batches for as many sequences.
+    """
+    token_budget_tokens: int
+    """Tokens of a micro-batch for each GPU: ``ceil(sequences x length / context degree)``."""
+    fits: bool
+    """Whether it fits; predicted, whether it leaves the headroom in question and the upper end of
+    its interval is below the GPU's memory. Where no candidate does, the roomiest that may fit is
+    taken for one, and its ``risk`` says so."""
+    risk: Risk | None = None
+    """Predicted: how sure it is that it fits; None: by the prediction itself it does not."""
+    source: Source
+    """Who says whether it fits."""
+    found_in: str
+    """The study's file, or the command that predicts it."""
+    is_memory_only: bool = False
+    """Measured: memory holds it, and nobody trained it in full."""
+    headroom_bytes: int | None
+    """Bytes that a GPU has left, at least; below 0: what it lacks; None: nobody knows."""
+    headroom_length_tokens: int | None = None
+    """Measured: length of the trial whose headroom that is.
+
+    It is this length or a longer one, which leaves no more.
+    """
+    lacks_bytes: int | None = None
+    """Bytes that are missing of the memory that ends it; measured, at least.
+
+    None where it fits, or where nobody knows.
+    """
+    lacks_of: Literal["device", "host"] | None = None
+    host_bytes: int | None = None
+    """Host memory that it takes, predicted; None: nobody knows."""
+    capacity_tokens: int
+    """The longest length that fits; 0: none on the grid does."""
+    capacity_source: Source
+    is_at_least: bool = False
+    """Whether the capacity is this or more.
+
+    Nothing longer was tried or asked about, or it ended otherwise than by memory.
+    """
+    step_time: StepTime | None = None
+    """None: no trial of this cell had its speed measured, and nobody knows how fast such GPUs
+    are."""
+
+    @property
+    def label(self) -> str:
+        """``Env, 4 GPUs, SP=2``, and how many sequences where they are fewer than by default."""
+        if not self.is_lowered:
+            return self.cell.label
+        sequences = counted(self.cell.settings.sequences_per_micro_batch, "sequence")
+        return f"{self.cell.label}, {sequences} a micro-batch"
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Sort key of candidates, the simplest first: the ladder's order.
+
+        A lowered budget stands right before offload.
+        """
+        return order(self.cell, is_lowered=self.is_lowered)
+
+
+def order(cell: Cell, *, is_lowered: bool) -> tuple[int, ...]:
+    """Sort key of cells with one token budget or the lowered one, the simplest first."""
+    offload, *others = simplicity(cell)
+    return (offload, int(is_lowered), *others)
+
+
+class Alternative(Record, frozen=True, kw_only=True):
+    """What is predicted to train the length where nothing that was asked about does."""
+
+    kind: AlternativeKind
+    what: str
+    """``8 x H20-96GB``, in words."""
+    flags: tuple[str, ...] = ()
+    """Flags to type instead of those that were typed; empty: nothing to type does it."""
+    without: tuple[str, ...] = ()
+    """Flags to leave out."""
+    label: str | None = None
+    """The simplest cell that fits then; None: nothing here is known to."""
+    cell: Cell | None = None
+    """That cell."""
+    headroom_bytes: int | None = None
+    host_bytes: int | None = None
+    """Host memory that it takes."""
+
+
+class Recommendation(Record, frozen=True, kw_only=True):
+    """Every cell at one length, the simplest first, and which to take."""
+
+    schema_version: int = 1
+    model_name: str
+    native_length_tokens: int
+    trainer: AnyTrainer
+    length_tokens: int
+    gpus: int
+    """GPUs of the trainer."""
+    rollout_gpus: int = 0
+    """GPUs set aside for rollout; the candidates do not have them."""
+    device_name: str
+    device_bytes: int
+    """Memory of one GPU, as its driver reports it."""
+    reserved_bytes: int = 0
+    """Bytes of it that others take."""
+    host_memory_bytes: int | None = None
+    """Memory of the machine; None: nobody knows, so it ends nothing."""
+    usual_host: str | None = None
+    """The machine that usually has such GPUs, where its memory is taken because nobody said."""
+    margin_bytes: int = 0
+    """Headroom that was asked for."""
+    default_sequences: int
+    """Sequences a micro-batch that the default token budget holds."""
+    chosen: Candidate | None
+    """The first candidate that fits; None: none does."""
+    candidates: tuple[Candidate, ...]
+    yarn: Yarn | None
+    """None: the length needs no scaling of the positions."""
+    alternatives: tuple[Alternative, ...] = ()
+    """What would train the length; empty where a candidate fits."""
+    accuracy: str
+    """What is known of the errors of what is predicted."""
+    unlike: tuple[str, ...] = ()
+    """What is predicted and no recorded trial had."""
+    not_modelled: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def earlier(self) -> tuple[Candidate, ...]:
+        """The simpler candidates, none of which fits; all candidates where none does."""
+        if self.chosen is None:
+            return self.candidates
+        return self.candidates[: self.candidates.index(self.chosen)]
+
+    @property
+    def later(self) -> tuple[Candidate, ...]:
+        """The candidates after the chosen one, which save more memory."""
+        if self.chosen is None:
+            return ()
+        return self.candidates[self.candidates.index(self.chosen) + 1 :]

@@ -1,0 +1,399 @@
+"""Settings: what one rung fixes about the training step, whatever the model, the length and the
+GPUs.
+"""
+
+from typing import Literal
+
+from highwater.errors import UsageError
+from highwater.nouns.bounds import MOST_SEQUENCES
+from highwater.nouns.codec import Record
+from highwater.nouns.declared_settings import DECLARED, IN_A_LABEL
+from highwater.nouns.lora import ALL_LINEAR, Lora, LoraBase, check_lora
+from highwater.nouns.objective import TRAITS, Objective, ObjectiveTraits
+from highwater.nouns.optimizer import OPTIMIZERS, OptimizerName, OptimizerTraits
+from highwater.nouns.sparse_pattern import (
+    WINDOWED,
+    PatternType,
+    SparsePatternConfig,
+    SparsityRatio,
+)
+
+Strategy = Literal["fsdp", "fsdp2"]
+Allocator = Literal["native", "expandable"]
+Loss = Literal["full", "chunked"]
+Entropy = Literal["none", "full", "chunked"]
+Recompute = Literal["none", "layer", "all-but-attention"]
+Rope = Literal["auto", "yarn"]
+SaveHf = Literal["always", "never", "last"]
+Checkpoint = Literal["none", "sharded"]
+AttentionMethod = Literal["dense", "block_sparse"]
+Parameters = Literal["float32", "bf16"]
+Offload = bool | Literal["states"]
+
+TRAINED_OTHERWISE = ("lora", "lora_base", "optimizer")
+"""Fields after which something else is learned, which a guide can be asked for."""
+
+_PATTERN = SparsePatternConfig()
+PATTERN_FIELDS = (
+    "pattern_type",
+    "sparsity_ratio",
+    "block_size",
+    "local_window_size",
+    "global_tokens",
+)
+"""Fields of a pattern, which have the same names in a rung."""
+
+
+class Settings(Record, frozen=True, kw_only=True):
+    """One rung of the ladder."""
+
+    strategy: Strategy = "fsdp2"
+    """How parameters, gradients and optimizer states are sharded."""
+    allocator: Allocator = "native"
+    """Mode of PyTorch's caching allocator; ``expandable`` is the guide's "Env"."""
+    loss: Loss = "full"
+    """``full`` keeps the logits of a whole micro-batch; ``chunked`` never more than one chunk."""
+    entropy: Entropy = "none"
+    """Entropy of every token's distribution in the loss: none; ``full``, from the logits as the
+    loss has them; or ``chunked``, recomputed, and the log-probability from the same chunks: the
+    logits are never whole, whatever ``loss`` says."""
+    optimizer: OptimizerName = "adamw"
+    """What updates the parameters: AdamW in float32, or with moments of 8 bits or in bfloat16,
+    whose update is another by their rounding (nouns/optimizer.py)."""
+    parameters: Parameters = "float32"
+    """What trained parameters are kept in. ``bf16`` is what a GPU computes with: an update rounds
+    each parameter to one of its two neighbours at random (engine/training/low_bit.py)."""
+    offload: Offload = False
+    """What lives in host memory: parameters, gradients and optimizer states, whose update is the
+    host's; or with ``states`` the optimizer's moments alone, which the GPU updates
+    (engine/training/host_states.py). Read by ``offloads_model`` and ``offloads_states``: both
+    values are true.
+    """
+    lora: int | None = None
+    """Rank of adapters, which are trained in the place of the model; it is frozen, and in the dtype
+    in which it computes. None: all of it is trained."""
+    lora_alpha: float | None = None
+    """What adapters are multiplied by, times their rank. None: twice the rank."""
+    lora_targets: str = ALL_LINEAR
+    """Linear layers with an adapter: every one but the head, or names with commas between them."""
+    lora_base: LoraBase = "bf16"
+    """What LoRA's frozen model is in: what it computes in, or its linear layers in ``nf4``, four
+    bits a number (QLoRA)."""
+    lora_merged: bool = False
+    """What ``save_hf`` writes is the model with its adapters added to it. False: the adapters."""
+    objective: Objective = "sft"
+    """What is minimised: the negative log-likelihood, GRPO's or PPO's clip loss, or over pairs a
+    reward model's loss or DPO's. What each needs is in nouns/objective.py."""
+    critic: bool = False
+    """``ppo``: a second model of token values is trained along."""
+    sequences_per_micro_batch: int = 1
+    """Sequences packed into one micro-batch, without padding."""
+    token_budget_tokens: int | None = None
+    """Tokens of a micro-batch that each GPU may get: as many sequences are packed as it holds.
+    None: the number above."""
+    recompute: Recompute = "layer"
+    """Activations recomputed in the backward pass: none, each decoder layer's, or all of a layer's
+    but what its attention kernel returns: faster, the more so the longer the sequence, and one more
+    number per token, layer and query channel is kept."""
+    mlp_tiles: int | None = None
+    """Tiles over the tokens in which a gated MLP is computed; 1 is all at once. None: with
+    recomputation, where they cost no time, tiles of a fixed size; without it no tiles."""
+    rope: Rope = "auto"
+    """``auto``: YaRN past the native length unless the model brings its own scaling; ``yarn``: YaRN
+    all the same."""
+    save_hf: SaveHf = "never"
+    """Steps after which Hugging Face weights are written: all (``always``), none (``never``) or the
+    ``last``."""
+    checkpoint: Checkpoint = "none"
+    """``sharded``: every rank writes its shards of model and optimizer after the last step."""
+    accumulates: bool = True
+    """Gradients of two or more micro-batches are added up in a step. False: a step has one."""
+    attention: AttentionMethod = "dense"
+    """``dense`` reads every earlier token of a document; ``block_sparse`` the blocks that a pattern
+    keeps, in every layer: another model than the one whose weights are trained."""
+    pattern_type: PatternType = _PATTERN.pattern_type
+    """``block_sparse``: how the blocks are chosen that are kept (nouns/sparse_pattern.py), and so
+    with what follows."""
+    sparsity_ratio: SparsityRatio = _PATTERN.sparsity_ratio
+    block_size: int = _PATTERN.block_size
+    local_window_size: int = _PATTERN.local_window_size
+    global_tokens: int = _PATTERN.global_tokens
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for counts that cannot be, and for settings that exclude each other."""
+        _check_counts(self)
+        _check_objective(self)
+        _check_attention(self)
+        _check_lora(self)
+        _check_optimizer(self)
+        _check_offloaded_states(self)
+
+    def sequences(self, length_tokens: int, *, context_degree: int) -> int:
+        """Sequences of this length in one micro-batch; 0 where the token budget does not hold one
+        (of pairs: one pair).
+        """
+        if self.token_budget_tokens is None:
+            return self.sequences_per_micro_batch
+        held = self.token_budget_tokens * context_degree // length_tokens
+        together = self.traits.documents_together
+        return held // together * together
+
+    def longest_tokens(self, *, context_degree: int) -> int | None:
+        """The longest sequence that the token budget holds; None without one."""
+        if self.token_budget_tokens is None:
+            return None
+        return self.token_budget_tokens * context_degree // self.traits.documents_together
+
+    @property
+    def traits(self) -> ObjectiveTraits:
+        """What the objective needs."""
+        return TRAITS[self.objective]
+
+    @property
+    def adapters(self) -> Lora | None:
+        """What is trained in the place of the model; None where it is trained itself."""
+        if self.lora is None:
+            return None
+        alpha = 2 * self.lora if self.lora_alpha is None else self.lora_alpha
+        return Lora(rank=self.lora, alpha=alpha, targets=self.lora_targets, base=self.lora_base)
+
+    @property
+    def has_second_model(self) -> bool:
+        """Whether a reference is a model of its own: with adapters it is the policy without."""
+        return self.traits.has_reference and self.lora is None
+
+    @property
+    def offloads_model(self) -> bool:
+        """Whether parameters, gradients and optimizer states are all in host memory."""
+        return self.offload is True
+
+    @property
+    def offloads_states(self) -> bool:
+        """Whether the optimizer's moments alone are in host memory."""
+        return self.offload == "states"
+
+    @property
+    def optimizer_traits(self) -> OptimizerTraits:
+        """What the optimizer keeps, and needs."""
+        return OPTIMIZERS[self.optimizer]
+
+    @property
+    def pattern(self) -> SparsePatternConfig | None:
+        """What is kept of the keys; None where all are."""
+        if self.attention == "dense":
+            return None
+        return SparsePatternConfig(**{name: getattr(self, name) for name in PATTERN_FIELDS})
+
+    @property
+    def trained_models(self) -> int:
+        """Models with gradients and optimizer states."""
+        return 2 if self.critic else 1
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients stay allocated from the start, for micro-batches to be added to; else
+        a backward pass makes them as activations go, and the update lets go of them.
+
+        Offloaded ones stay: no activation wants their place in host memory.
+        """
+        return self.accumulates or self.offloads_model
+
+    @property
+    def holds_logits(self) -> bool:
+        """Whether the logits of a whole micro-batch are alive at once."""
+        return self.loss == "full" and self.entropy != "chunked" and not self.traits.gives_scalars
+
+    @property
+    def label(self) -> str:
+        """The rung's name in tables: ``vanilla``, ``Env``, ``Env + chunked``, ``Env + Offload``,
+        ...
+        """
+        parts = (row.label_of(getattr(self, row.rung_field)) for row in IN_A_LABEL)
+        return " + ".join(filter(None, parts)) or "vanilla"
+
+    @property
+    def slug(self) -> str:
+        """The rung's name in paths, ``env+offload``: the label in lower case, without blanks."""
+        return self.label.lower().replace(" ", "")
+
+
+def _check_counts(settings: Settings) -> None:
+    """Raise UsageError for a number of sequences, of tiles or of tokens that cannot be."""
+    if settings.sequences_per_micro_batch < 1:
+        raise UsageError(
+            f"{settings.sequences_per_micro_batch} sequences per micro-batch",
+            hint="use `--sequences-per-micro-batch 1`",
+        )
+    for name, what in (
+        ("sequences_per_micro_batch", "sequences per micro-batch"),
+        ("mlp_tiles", "MLP tiles"),
+    ):
+        count = getattr(settings, name) or 1
+        if count > MOST_SEQUENCES:
+            raise UsageError(
+                f"{count} {what}, and {MOST_SEQUENCES} is the most",
+                hint=f"use `{DECLARED[name].flag} {MOST_SEQUENCES}` or fewer",
+            )
+    if settings.token_budget_tokens is not None and settings.token_budget_tokens < 1:
+        raise UsageError(
+            f"a token budget of {settings.token_budget_tokens}",
+            hint="for example `--token-budget 16k`",
+        )
+    if settings.mlp_tiles is not None and settings.mlp_tiles < 1:
+        raise UsageError(
+            f"{settings.mlp_tiles} MLP tiles", hint="use `--mlp-tiles 1` or more, or leave it out"
+        )
+
+
+def _check_objective(settings: Settings) -> None:
+    """Raise UsageError for what the objective does not have, and for what it cannot be trained
+    on.
+    """
+    if settings.critic and not settings.traits.critic:
+        raise UsageError(
+            f"the objective {settings.objective} has no critic",
+            hint="use `--objective ppo`, or leave `--critic` out",
+        )
+    if settings.entropy != "none" and settings.traits.advantages == "none":
+        raise UsageError(
+            f"the objective {settings.objective} has no entropy in it", hint="use `--entropy none`"
+        )
+    if (
+        settings.traits.pairs
+        and settings.token_budget_tokens is None
+        and settings.sequences_per_micro_batch % 2
+    ):
+        raise UsageError(
+            f"{settings.objective} trains on pairs, and {settings.sequences_per_micro_batch} "
+            f"sequences per micro-batch are not",
+            hint="use `--sequences-per-micro-batch 2`",
+        )
+
+
+def _check_attention(settings: Settings) -> None:
+    """Raise UsageError for a pattern that cannot be, and for one of dense attention."""
+    if settings.attention == "block_sparse":
+        _check_window(settings)  # in a user's flags, before the pattern says it in Python's words
+    if settings.pattern is not None:
+        if settings.recompute == "all-but-attention":
+            raise UsageError(
+                "block-sparse attention is not kept in recomputation: it is the cheap part",
+                hint="use `--recompute layer`, or `--recompute none`",
+            )
+        return
+    for name in PATTERN_FIELDS:
+        if getattr(settings, name) != getattr(_PATTERN, name):
+            row = DECLARED[name]
+            raise UsageError(
+                f"{row.words} {getattr(settings, name)}: dense attention keeps every block",
+                hint=f"use `--attention block_sparse`, or leave `{row.flag}` out",
+            )
+
+
+def _check_window(settings: Settings) -> None:
+    """Raise UsageError for a share of what a window says."""
+    if settings.pattern_type in WINDOWED and settings.sparsity_ratio is not None:
+        raise UsageError(
+            f"sparsity ratio {settings.sparsity_ratio}: the window of {settings.pattern_type} "
+            "says what is kept",
+            hint="leave `--sparsity-ratio` out, or use `--pattern-type dilated_sparse`",
+        )
+
+
+def _check_lora(settings: Settings) -> None:
+    """Raise UsageError for adapters that cannot be, and for what they are not trained with."""
+    adapters = settings.adapters
+    if adapters is not None:
+        check_lora(adapters)
+        if settings.lora_merged and settings.save_hf == "never":
+            raise UsageError(
+                "merged adapters, and nothing is saved",
+                hint="add `--save-hf last`, or leave `--lora-merged` out",
+            )
+        if settings.strategy != "fsdp2":
+            raise UsageError(
+                "LoRA keeps frozen and trained parameters apart, and FSDP1 has them in one piece",
+                hint="use `--strategy fsdp2`",
+            )
+        _check_base(settings)
+        return
+    for name in ("lora_alpha", "lora_targets", "lora_base", "lora_merged"):
+        if getattr(settings, name) not in (None, ALL_LINEAR, "bf16", False):
+            raise UsageError(
+                f"{DECLARED[name].words} {getattr(settings, name)}, and no LoRA",
+                hint=f"add `--lora 32`, or leave `{DECLARED[name].flag}` out",
+            )
+
+
+def _check_base(settings: Settings) -> None:
+    """Raise UsageError for what a model in NF4 is not used with."""
+    if settings.lora_base == "bf16":
+        return
+    if settings.offloads_model:
+        raise UsageError(
+            "a model in nf4 stays on the GPU, and `--offload` has it come from the host",
+            hint="leave `--offload` out, or `--lora-base`",
+        )
+    if settings.lora_merged:
+        raise UsageError(
+            "adapters were trained beside a model in nf4, and would be merged into another one",
+            hint="leave `--lora-merged` out: peft merges them into the model of your choice",
+        )
+
+
+def _check_optimizer(settings: Settings) -> None:
+    """Raise UsageError for what parameters in bfloat16, and moments of few bits, are not computed
+    with.
+    """
+    _check_parameters(settings)
+    if settings.optimizer == "adamw":
+        return
+    if settings.offloads_model:
+        raise UsageError(
+            f"{settings.optimizer} updates on the GPU, and `--offload` on the host",
+            hint="use `--optimizer adamw`, or leave `--offload` out",
+        )
+    if settings.strategy != "fsdp2":
+        raise UsageError(
+            f"{settings.optimizer} has a moment for each tensor's shard, and FSDP1 flat ones",
+            hint="use `--strategy fsdp2`, or `--optimizer adamw`",
+        )
+
+
+def _check_offloaded_states(settings: Settings) -> None:
+    """Raise UsageError for moments that cannot be in host memory by themselves."""
+    if not settings.offloads_states:
+        return
+    if settings.optimizer != "adamw":
+        raise UsageError(
+            f"`--offload states` keeps AdamW's moments in float32, and {settings.optimizer} has "
+            "its own",
+            hint="use `--optimizer adamw`, or leave `--offload states` out",
+        )
+    if settings.strategy != "fsdp2":
+        raise UsageError(
+            "`--offload states` keeps the moments of each tensor's shard, and FSDP1 has flat ones",
+            hint="use `--strategy fsdp2`, or `--offload`, which FSDP1 has",
+        )
+
+
+def _check_parameters(settings: Settings) -> None:
+    """Raise UsageError for what would lose updates or gradients of parameters in bfloat16."""
+    if settings.parameters == "float32":
+        return
+    if settings.lora is not None:
+        raise UsageError(
+            "LoRA's adapters are trained in float32, and the model beside them is in bf16 already",
+            hint="leave `--parameters` out",
+        )
+    if settings.optimizer == "adamw":
+        raise UsageError(
+            "adamw rounds to the nearest, which loses small updates of parameters in bf16",
+            hint="use `--optimizer adamw-8bit --micro-batches 1`, whose updates are rounded at "
+            "random, or `--parameters float32`",
+        )
+    if settings.accumulates:
+        raise UsageError(
+            "gradients of parameters in bf16 would be added up in bf16, micro-batch by micro-batch",
+            hint="use `--micro-batches 1`, or `--parameters float32`",
+        )

@@ -1,0 +1,135 @@
+"""Sparse patterns: which keys the tokens of a sequence keep, in blocks, and how large a share.
+
+Attention is causal: shares are of the pairs of a token and one that is not after it.
+
+Source: the published ``SparsePatternConfig`` and its lengths; ``dilated_sparse`` keeps
+every so many-th block back from a row's own; ``strided`` half so and half a row's last blocks, as
+Child et al. do by token, https://arxiv.org/abs/1904.10509; ``random`` draws them, spread evenly.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+from msgspec.structs import replace
+
+from highwater.errors import UsageError
+from highwater.nouns.codec import Record
+from highwater.nouns.refusals import nearest
+
+PatternType = Literal[
+    "local_window", "global_local", "dilated_sparse", "strided", "random", "block_top_k"
+]
+SparsityRatio = float | Literal["adaptive"] | None
+WINDOWED: tuple[PatternType, ...] = ("local_window", "global_local")
+"""Patterns whose window, and not a ratio, says what is kept."""
+DEFAULT_RATIO = 0.1
+MOST_BLOCK_TOKENS = 4096
+"""Tokens of a block at the most: the scores of a pair of blocks are all at hand at once."""
+SPARSE_KERNEL_BLOCK = 64
+"""Tokens that divide a block on GPUs. Source: the kernels of FlexAttention."""
+ADAPTIVE = ((65_536, 0.05), (131_072, 0.02), (None, 0.01))
+"""The published shares: 5 % up to 65,536 tokens, 2 % up to 131,072, 1 % above."""
+
+
+_LEAST = {"block_size": 1, "local_window_size": 1, "global_tokens": 0, "seed": 0}
+
+
+def check_word(name: str, value: object, words: tuple[str, ...]) -> None:
+    """Raise UsageError for a word that is none of those that there are, with the nearest."""
+    if value in words:
+        return
+    raise UsageError(
+        f"{name} {value!r} is none of {', '.join(words)}",
+        hint=f'use `{name}="{nearest(str(value), words) or words[0]}"`',
+    )
+
+
+def is_count(value: object, *, least: int = 1) -> bool:
+    """Whether a value is a whole number, and not too small."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def refuse_branches(lengths: Sequence[int], rates: Sequence[int]) -> None:
+    """Raise UsageError for segments and rates of dilated attention that cannot be."""
+    if len(lengths) != len(rates) or not lengths:
+        raise UsageError(
+            f"{len(lengths)} segment lengths and {len(rates)} dilation rates",
+            hint="give a rate for each segment length",
+        )
+    for what, counts in (("segment lengths", lengths), ("dilation rates", rates)):
+        if not all(map(is_count, counts)):
+            raise UsageError(f"{what} {list(counts)}", hint="use whole numbers of 1 or more")
+
+
+class SparsePatternConfig(Record, frozen=True, repr_omit_defaults=True):
+    """One pattern."""
+
+    pattern_type: PatternType = "dilated_sparse"
+    sparsity_ratio: SparsityRatio = None
+    """Share of the earlier key blocks that each block of queries KEEPS, its own among them: above
+    0, up to 1. ``adaptive``: the less, the longer the sequence. None: 0.1, and of a windowed
+    pattern what its window gives, which any other ratio contradicts."""
+    block_size: int = 128
+    """Tokens of a block, of queries and of keys."""
+    local_window_size: int = 512
+    """Tokens that a token sees of a windowed pattern: itself and those before it."""
+    global_tokens: int = 64
+    """First tokens of the sequence, which ``global_local`` lets every later token see."""
+    seed: int = 0
+    """Of ``random``'s draws."""
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for a pattern that there is not, and for numbers that cannot be."""
+        check_word("pattern_type", self.pattern_type, get_args(PatternType))
+        self._check_ratio()
+        for name, least in _LEAST.items():
+            value: object = getattr(self, name)
+            if not is_count(value, least=least):
+                raise UsageError(
+                    f"{name} is {value!r}", hint=f"use a whole number, {least} or more"
+                )
+        if self.block_size > MOST_BLOCK_TOKENS:
+            raise UsageError(
+                f"block_size is {self.block_size}, and {MOST_BLOCK_TOKENS} is the most",
+                hint=f"use {MOST_BLOCK_TOKENS} or less",
+            )
+
+    def _check_ratio(self) -> None:
+        ratio: Any = self.sparsity_ratio
+        if ratio is None or (ratio == "adaptive" and not self.is_windowed):
+            return
+        if ratio == "adaptive":
+            raise UsageError(
+                f"sparsity_ratio adaptive: the window of {self.pattern_type} says what is kept",
+                hint='leave `sparsity_ratio` out, or use `pattern_type="dilated_sparse"`',
+            )
+        is_number = isinstance(ratio, float | int) and not isinstance(ratio, bool)
+        if not is_number or not 0 < ratio <= 1:
+            raise UsageError(
+                f"sparsity_ratio {ratio!r}: it is the share of key blocks that are kept",
+                hint='use a number above 0 and up to 1, for example 0.05, or "adaptive"',
+            )
+
+    @property
+    def is_windowed(self) -> bool:
+        """Whether a window says what is kept."""
+        return self.pattern_type in WINDOWED
+
+    @property
+    def follows_content(self) -> bool:
+        """Whether what is kept depends on queries and keys, and differs by head."""
+        return self.pattern_type == "block_top_k"
+
+    def at(self, length_tokens: int) -> "SparsePatternConfig":
+        """The pattern with the share that ``adaptive`` has at a length, for parts of it."""
+        if self.sparsity_ratio != "adaptive":
+            return self
+        return replace(self, sparsity_ratio=self.ratio_at(length_tokens))
+
+    def ratio_at(self, length_tokens: int) -> float:
+        """Share of the key blocks that a row of blocks keeps, of a pattern without a window."""
+        if self.sparsity_ratio == "adaptive":
+            return next(
+                share for longest, share in ADAPTIVE if longest is None or length_tokens <= longest
+            )
+        return DEFAULT_RATIO if self.sparsity_ratio is None else self.sparsity_ratio

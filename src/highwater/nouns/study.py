@@ -1,0 +1,396 @@
+"""Studies: what one asks (Question, Cell), what it answers (CellAnswer), and its record (Study)."""
+
+from typing import Literal
+
+from highwater.errors import UsageError
+from highwater.model.model import Model
+from highwater.nouns.bounds import MOST_REPEATS
+from highwater.nouns.codec import Record
+from highwater.nouns.environment import Environment
+from highwater.nouns.foreign_trainer import ForeignTrainer
+from highwater.nouns.grid import Grid
+from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.identity import key_of
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.settings_words import short_settings
+from highwater.nouns.trial import PROMPT_TOKENS, Device, Outcome, TrialResult, TrialSpec
+
+STUDY_SCHEMA_VERSION = 3
+"""Version of a study that is begun now.
+
+Those of version 1 have no ``cell_expected`` lines, those of version 2 no checksums: they are read,
+and resumed without any.
+"""
+
+RANK_WORDS: dict[Device, tuple[str, str]] = {
+    "cuda": ("GPU", "GPUs"),
+    "cpu": ("process", "processes"),
+}
+"""What a user calls a rank, and several, on each device."""
+
+
+def counted_ranks(count: int, device: Device) -> str:
+    """A number of ranks in words: ``1 GPU``, ``2 processes``."""
+    return f"{count} {RANK_WORDS[device][count != 1]}"
+
+
+Method = Literal["bisect", "linear"]
+Proof = Literal["full", "memory"]
+Limit = Literal["memory", "host_memory", "ceiling", "time", "inconclusive"]
+
+
+class Cell(Record, frozen=True, kw_only=True):
+    """One place of the answer's table: a layout on a rung."""
+
+    layout: Layout
+    settings: Settings
+
+    @property
+    def label(self) -> str:
+        """The cell in words: ``expandable, chunked loss, 4 GPUs, SP=2``; with a ring ``nothing set,
+        6 GPUs, SP=2, ring=3``.
+        """
+        return self.label_on("cuda")
+
+    def label_on(self, device: Device) -> str:
+        """The label in the device's words: a rank on the CPU is a process, not a GPU."""
+        ranks = counted_ranks(self.layout.gpus, device)
+        return f"{short_settings(self.settings)}, {ranks}{self.layout.suffix}"
+
+
+class Question(Record, frozen=True, kw_only=True):
+    """What a study asks. Two questions with one key ask the same."""
+
+    model: Model
+    device: Device
+    device_name: str
+    """The GPU as its driver names it, or ``CPU``."""
+    device_total_bytes: int | None
+    """Memory of one GPU; None on the CPU."""
+    memory_budget_bytes: int | None
+    cells: tuple[Cell, ...]
+    """Cells in the order in which they are answered."""
+    grid: Grid
+    method: Method = "bisect"
+    confirm: int = 0
+    """Times that both trials of the edge are repeated, and lengths tried above it."""
+    margin_bytes: int = 0
+    """Headroom in bytes below which a trial does not count as one that fits."""
+    steps: int = 2
+    micro_batches: int = 2
+    data: str | None = None
+    simulated: bool = False
+    proof: Proof = "full"
+    """Which trials prove a length.
+
+    ``memory``: where a full trial would exceed ``timeout_s``, a memory-only one tells what fits.
+    """
+    hyperparameters: Hyperparameters = Hyperparameters()
+    """Numbers of optimizer and objective, the same on every rung, at every length."""
+    timeout_s: float | None = None
+    """Longest time for one trial, where the answer depends on it: with the proof ``memory``.
+
+    It is how the question is asked, no part of it: with more time the same study goes further. In a
+    recorded study it is the limit when it was last opened (docs/decisions/026).
+    """
+    foreign: ForeignTrainer | None = None
+    """The trainer that is tried; None: this package's engine."""
+    prompt_tokens: int = PROMPT_TOKENS
+    """First tokens of a synthetic sequence that its trials do not train; of a foreign trainer, and
+    of data of the user's, without a meaning."""
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for a question without a cell, or with negative counts."""
+        if not self.cells:
+            raise UsageError(
+                "there is no cell to search: no rung on any GPU count", hint="use `--gpus 1`"
+            )
+        if self.confirm < 0 or self.margin_bytes < 0:
+            flag = "--confirm 0" if self.confirm < 0 else "--headroom 0"
+            raise UsageError(
+                "confirm and headroom cannot be negative", hint=f"use `{flag}` or more"
+            )
+        if self.confirm > MOST_REPEATS:
+            raise UsageError(
+                f"{self.confirm} repeats, and {MOST_REPEATS} is the most",
+                hint=f"use `--confirm {MOST_REPEATS}` or fewer",
+            )
+        if (self.proof == "memory") != (self.timeout_s is not None):
+            raise UsageError(
+                "the proof `memory` and a time limit go together",
+                hint="for example `--proof memory --timeout 5m`",
+            )
+
+    @property
+    def key(self) -> str:
+        """Digest of the question, which names its study.
+
+        Without the place where the model lies, its layers as they were read, which its
+        configuration's digest tells, and the time limit.
+        """
+        return key_of(
+            self,
+            without=("directory", "layer_runs", "small_parameters", "base_config_path"),
+            blank=("timeout_s",),
+        )
+
+    def size_of(self, cell: Cell) -> int:
+        """Lengths of the grid that a cell can try: its token budget may end it earlier."""
+        longest = cell.settings.longest_tokens(context_degree=cell.layout.context_degree)
+        if longest is None:
+            return self.grid.size
+        return min(self.grid.size, self.grid.index_at_most(longest))
+
+    def counts_as_fit(self, result: TrialResult) -> bool:
+        """Whether the trial fit, in full or memory-only, with the headroom that is asked for.
+
+        Headroom that nobody measured is none.
+        """
+        has_margin = self.margin_bytes == 0 or (result.headroom_bytes or 0) >= self.margin_bytes
+        return result.outcome.is_fit and has_margin
+
+    def trial(self, cell: Cell, length_tokens: int, *, memory_only: bool = False) -> TrialSpec:
+        """The trial of one length in one cell, in full or memory-only."""
+        return TrialSpec(
+            model_name=self.model.name,
+            model_directory=self.model.directory,
+            config_digest=self.model.config_digest,
+            device=self.device,
+            layout=cell.layout,
+            settings=cell.settings,
+            hyperparameters=self.hyperparameters,
+            length_tokens=length_tokens,
+            memory_budget_bytes=self.memory_budget_bytes,
+            steps=self.steps,
+            micro_batches=self.micro_batches,
+            prompt_tokens=self.prompt_tokens,
+            data=self.data,
+            attention_depth=1 if memory_only else None,
+            foreign=self.foreign,
+        )
+
+
+class MemoryOnlyFit(Record, frozen=True, kw_only=True):
+    """A length that a memory-only trial proved: memory holds it, and nobody trained it."""
+
+    length_tokens: int
+    peak_reserved_bytes: int | None
+    """Measured peak; on the CPU the data segment's."""
+    headroom_bytes: int | None
+
+
+class CellAnswer(Record, frozen=True, kw_only=True):
+    """The answer for one cell: the longest length that fit, and the next, which did not.
+
+    It also says how sure that is.
+    """
+
+    cell: Cell
+    capacity_tokens: int | None
+    """Longest length that fit; 0 when the start length does not; None when no trial told."""
+    does_not_fit_tokens: int | None
+    """Shortest length above it that did not fit.
+
+    None when the ceiling or a failure ended the search.
+    """
+    limit: Limit
+    """What ended the search above the capacity."""
+    reason: str
+    """One line: why the length above failed, or why it was not tried."""
+    trials: int
+    """Trials that this answer took, retries included.
+
+    After a resumption those count too that were recorded before it.
+    """
+    monotone: bool = True
+    """Whether no shorter length failed where a longer one fit, and no repeat disagreed."""
+    contradictions: tuple[str, ...] = ()
+    """Each observation that is not monotone, in words."""
+    peak_reserved_bytes: int | None = None
+    """Measured peak at the capacity; on the CPU the data segment's."""
+    headroom_bytes: int | None = None
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    memory_only: MemoryOnlyFit | None = None
+    """Proof ``memory``: the longest length that fit in a memory-only trial.
+
+    None where it is no longer than the capacity, which is the longest that was trained in full. The
+    next length, ``does_not_fit_tokens``, is this one's.
+    """
+
+    @property
+    def reach_tokens(self) -> int | None:
+        """Longest length that memory was seen to hold, by either proof."""
+        return self.capacity_tokens if self.memory_only is None else self.memory_only.length_tokens
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether a longer length may fit: time ended the search, or no attempt told."""
+        return self.limit in ("time", "inconclusive")
+
+
+class UnprovenAnswer(Record, frozen=True, kw_only=True):
+    """An answer that stands in a study and that its trials do not bear out."""
+
+    answer: CellAnswer
+    why: str
+    """What the trials do not bear out, in words."""
+
+
+class RecordedTrial(Record, frozen=True, kw_only=True):
+    """One launch of one trial, as the study has it."""
+
+    spec: TrialSpec
+    attempt: int = 1
+    repeat: int = 0
+    """The number of the repeat: 0 for the first time, 1 and up for repeats that confirm it."""
+    result: TrialResult | None = None
+    """The result of the trial; None where it started, and nobody lived to record its end."""
+    timeout_s: float | None = None
+    """The time limit under which the trial ended, where the question has one."""
+
+    def ran_out_of_less_than(self, timeout_s: float) -> bool:
+        """Whether the trial timed out under a shorter limit than this one."""
+        is_late = self.result is not None and self.result.outcome is Outcome.TIMEOUT
+        return is_late and self.timeout_s is not None and self.timeout_s < timeout_s
+
+
+class Past(Record, frozen=True, kw_only=True):
+    """What a study has of one cell, for whoever goes on with its search."""
+
+    answer: CellAnswer | None = None
+    """The answer, where no more time than it had could change it.
+
+    The cell is then not searched again.
+    """
+    trials: tuple[RecordedTrial, ...] = ()
+    """Trials whose results are taken as they are, in the study's order."""
+
+
+class Expectation(Record, frozen=True, kw_only=True):
+    """What was predicted of a cell before its first trial.
+
+    A trace or a file also ordered the cell's trials, if they were bisected.
+    """
+
+    cell: Cell
+    likely_tokens: int
+    """Longest length that was likely to fit; 0: none."""
+    prediction: str
+    """``formula``, ``trace``, or the file that was named."""
+
+
+class Study(Record, frozen=True, kw_only=True):
+    """A study as it was when it was read: an immutable snapshot."""
+
+    schema_version: int = STUDY_SCHEMA_VERSION
+    """Schema version of its journal."""
+    path: str | None = None
+    """The journal on disk; None when nothing was recorded, as in a dry run."""
+    question: Question
+    trials: tuple[RecordedTrial, ...] = ()
+    """Trials in the order in which they started; one that was run again stands where it ended."""
+    answers: tuple[CellAnswer, ...] = ()
+    """Answers that the study's trials bear out, in the order of the question's cells.
+
+    A cell without an answer yet is absent.
+    """
+    unproven: tuple[UnprovenAnswer, ...] = ()
+    """Answers that the file has and its trials do not bear out.
+
+    Nobody measured them, and their cells count as not answered.
+    """
+    answers_within_s: tuple[float, ...] = ()
+    """The time limit of each answer, in their order; empty where the question has none."""
+    expectations: tuple[Expectation, ...] = ()
+    """Expectations of cells, in the question's order.
+
+    Empty for journals from before they were recorded.
+    """
+    notes: tuple[str, ...] = ()
+    """What a reader should know about the record or the search, one line each."""
+    command: tuple[str, ...] = ()
+    """What was typed to ask, or last to resume.
+
+    Empty when it was asked from Python, and where it is no search of highwater's.
+    """
+    environments: tuple[Environment, ...] = ()
+    """Machines on which it was asked and resumed, by an allow-list.
+
+    Empty for dry runs, and for journals from before they were recorded.
+    """
+
+    @property
+    def versions(self) -> dict[str, tuple[str, ...]]:
+        """Versions that its trials said they ran with: each that there was, in their order."""
+        found: dict[str, dict[str, None]] = {}
+        for trial in self.trials:
+            for rank in trial.result.ranks if trial.result else ():
+                for name, version in rank.versions.items():
+                    found.setdefault(name, {})[version] = None
+        return {name: tuple(versions) for name, versions in found.items()}
+
+    @property
+    def finished_trials(self) -> int:
+        """Number of trials with a result."""
+        return sum(trial.result is not None for trial in self.trials)
+
+    def answer_of(self, cell: Cell) -> CellAnswer | None:
+        """The cell's answer; None where there is none yet."""
+        return next((answer for answer in self.answers if answer.cell == cell), None)
+
+    def unproven_of(self, cell: Cell) -> UnprovenAnswer | None:
+        """The cell's answer that its trials do not bear out; None where there is none."""
+        return next((each for each in self.unproven if each.answer.cell == cell), None)
+
+    def expectation_of(self, cell: Cell) -> Expectation | None:
+        """What was predicted of the cell before its first trial; None where nothing was."""
+        return next((each for each in self.expectations if each.cell == cell), None)
+
+    def trials_of(self, cell: Cell) -> tuple[RecordedTrial, ...]:
+        """The cell's trials, in the order in which they started."""
+        place = cell.layout, cell.settings
+        return tuple(t for t in self.trials if (t.spec.layout, t.spec.settings) == place)
+
+    def longest_fit_tokens(self, cell: Cell, outcome: Outcome = Outcome.FIT) -> int | None:
+        """Longest length of the cell that counts as a fit so far; None before the first.
+
+        Only trials of this outcome are looked at.
+        """
+        fits = (
+            trial.spec.length_tokens
+            for trial in self.trials_of(cell)
+            if trial.result is not None
+            and trial.result.outcome is outcome
+            and self.question.counts_as_fit(trial.result)
+        )
+        return max(fits, default=None)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every cell has an answer.
+
+        It has to be given within no less time than there was when the study was last opened.
+        """
+        return len(self.answers_within(self.question.timeout_s)) == len(self.question.cells)
+
+    def answers_within(self, timeout_s: float | None) -> tuple[CellAnswer, ...]:
+        """Answers that were given within no less time than this.
+
+        All answers where the question has no limit.
+        """
+        if timeout_s is None or not self.answers_within_s:
+            return self.answers
+        pairs = zip(self.answers, self.answers_within_s, strict=True)
+        return tuple(answer for answer, within_s in pairs if within_s >= timeout_s)
+
+    @property
+    def longest_timeout_s(self) -> float | None:
+        """The longest time limit of its answers and trials, and of whoever opened it last.
+
+        None where the question has none.
+        """
+        of_trials = (trial.timeout_s for trial in self.trials)
+        limits = (self.question.timeout_s, *self.answers_within_s, *of_trials)
+        return max((limit_s for limit_s in limits if limit_s is not None), default=None)

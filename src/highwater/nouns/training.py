@@ -1,0 +1,250 @@
+"""Trainings: what crosses the door for a whole run of training, and what its first rank says.
+
+The step is a trial's: ``TrainingSpec.trial`` is what a search would have tried, and models, memory
+and the step are made from it. Beside it stands what a trial has not: a corpus, a schedule,
+evaluation, checkpoints.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from highwater.errors import UsageError
+from highwater.nouns.codec import Record, digest
+from highwater.nouns.corpus import Corpus
+from highwater.nouns.hyperparameters import DEFAULTS
+from highwater.nouns.settings import PATTERN_FIELDS, Settings
+from highwater.nouns.trial import TrialSpec
+from highwater.units import counted
+
+ScheduleName = Literal["constant", "linear", "cosine"]
+
+
+class Schedule(Record, frozen=True, kw_only=True):
+    """The learning rate's course over a run, as a factor of the hyperparameters' own."""
+
+    name: ScheduleName = "constant"
+    warmup_steps: int = 0
+    """Steps over which the rate rises to the whole, in equal steps; the first has 0, as in
+    transformers' schedules."""
+    steps: int
+    """Steps of the whole run."""
+
+    def factor(self, step: int) -> float:
+        """The factor of an optimizer step; the first is 1.
+
+        Source: ``get_scheduler`` of transformers 5, whose step 0 is ours 1.
+        """
+        done = step - 1
+        if done < self.warmup_steps:
+            return done / max(1, self.warmup_steps)
+        if self.name == "constant":
+            return 1.0
+        left = max(1, self.steps - self.warmup_steps)
+        progress = (done - self.warmup_steps) / left
+        if self.name == "linear":
+            return max(0.0, 1.0 - progress)
+        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
+
+
+class TrainingSpec(Record, frozen=True, kw_only=True):
+    """One run of training: everything that its weights may depend on, and where it writes."""
+
+    trial: TrialSpec
+    """The step: model, layout, settings, hyperparameters, length and memory. ``steps``, ``data``
+    and ``micro_batches`` in it say nothing here."""
+    corpus: Corpus
+    evaluation: Corpus | None = None
+    """What is evaluated and never trained; None: nothing is."""
+    steps: int
+    """Optimizer steps of the whole run."""
+    micro_batches: int
+    """Micro-batches of the whole step, over all data-parallel ranks, which take turns in them."""
+    schedule: Schedule
+    evaluate_every: int = 0
+    """Steps between evaluations; 0: only after the last one. There is one before the first step."""
+    save_every: int = 0
+    """Steps between checkpoints; 0: only after the last one."""
+    output_directory: str
+    """Absolute path of the run's folder."""
+    model_directory: str
+    """Absolute path of the model's folder, which is made at the end: not there before."""
+    resume_from: str | None = None
+    """Name of the checkpoint to go on from, ``step-000100``; None: the latest."""
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for what cannot be divided."""
+        refuse_uneven(self.micro_batches, self.trial.layout.data_parallel_degree)
+
+    @property
+    def own_micro_batches(self) -> int:
+        """Micro-batches of one data-parallel rank in a step."""
+        return self.micro_batches // self.trial.layout.data_parallel_degree
+
+
+def refuse_uneven(rows: int, ranks: int) -> None:
+    """Raise UsageError for rows of a step of which data-parallel ranks cannot have as many each."""
+    if rows < 1 or rows % ranks:
+        raise UsageError(
+            f"{counted(rows, 'row')} a step, and {ranks} GPUs or groups of GPUs that have as many "
+            "each",
+            hint=f"use `--rows {max(ranks, rows - rows % ranks)}`",
+        )
+
+
+def run_digest(spec: TrainingSpec) -> str:
+    """Digest of what decides a run's curve: two runs with one digest have one curve, but for the
+    order of sums. How the model is spread over GPUs, what is recomputed or in host memory, and when
+    something is saved or evaluated is not in it. What has its default is left out, so that a
+    setting that is added later changes no digest.
+    """
+    decisive = _decisive(spec)
+    return digest({name: it for name, it in decisive.items() if it != _USUAL.get(name, ...)})
+
+
+def differences(before: TrainingSpec, now: TrainingSpec) -> tuple[str, ...]:
+    """What decides the curve and is not as it was, a few words for each, the most telling first;
+    empty where ``now`` goes on as ``before`` would have.
+    """
+    was, is_ = _decisive(before), _decisive(now)
+    changed = [name for name in dict.fromkeys((*was, *is_)) if was.get(name) != is_.get(name)]
+    return tuple(
+        _difference(name, was.get(name), is_.get(name))
+        for name in changed
+        if _FOLLOWS.get(name) not in changed
+    )
+
+
+_ANOTHER = {
+    "config_digest": "the model is another: its config.json differs",
+    "corpus_digest": "the data is another: its files, its tokenizer or how it is cut differ",
+}
+"""Sentences for what nobody reads a value of."""
+_WORDS = {
+    "length_tokens": "--length",
+    "micro_batches": "--rows",
+    "sequences": "--sequences-per-micro-batch",
+    "steps": "--steps, on which the schedule depends",
+}
+"""How users name what has another name than its flag."""
+_FOLLOWS = {
+    **dict.fromkeys(("lora_alpha", "lora_targets", "lora_base"), "lora"),
+    "steps": "schedule",
+}
+"""What need not be said where this changed, too."""
+_OF_SETTINGS = (
+    *("objective", "critic", "optimizer", "parameters", "rope", "attention"),
+    *PATTERN_FIELDS,
+)
+_USUAL: Mapping[str, Any] = {
+    **DEFAULTS,
+    **{name: getattr(Settings(), name) for name in _OF_SETTINGS},
+    "entropy": False,
+    "sequences": 1,
+    "schedule": "constant",
+    "warmup_steps": 0,
+    **dict.fromkeys(("lora", "lora_alpha", "lora_targets", "lora_base", "steps")),
+}
+
+
+def _decisive(spec: TrainingSpec) -> dict[str, Any]:
+    """Everything that decides the curve, by name; the learning rate's steps only where its course
+    depends on them.
+    """
+    trial, settings, adapters = spec.trial, spec.trial.settings, spec.trial.settings.adapters
+    return {
+        "config_digest": trial.config_digest,
+        "corpus_digest": spec.corpus.digest,
+        **{name: getattr(settings, name) for name in _OF_SETTINGS},
+        "entropy": settings.entropy != "none",
+        "lora": adapters and adapters.rank,
+        "lora_alpha": adapters and float(adapters.alpha),
+        "lora_targets": adapters and adapters.targets,
+        "lora_base": adapters and adapters.base,
+        "length_tokens": trial.length_tokens,
+        "micro_batches": spec.micro_batches,
+        "sequences": trial.sequences,
+        "seed": trial.seed,
+        "schedule": spec.schedule.name,
+        "warmup_steps": spec.schedule.warmup_steps,
+        "steps": None if spec.schedule.name == "constant" else spec.schedule.steps,
+        **{name: getattr(trial.hyperparameters, name) for name in DEFAULTS},
+        "device": trial.device,
+    }
+
+
+def _difference(name: str, was: Any, is_: Any) -> str:
+    if name in _ANOTHER:
+        return _ANOTHER[name]
+    words = _WORDS.get(name, f"--{name.replace('_', '-')}")
+    began, goes_on = ("none" if it is None else str(it).lower() for it in (was, is_))
+    return f"{words}: {began} when the run began, {goes_on} now"
+
+
+CHECKPOINTS = "checkpoints"
+"""Name of the folder of checkpoints in a run's own."""
+STATE_FILE = "state.json"
+"""Name of the file of a ``RunState`` in a checkpoint."""
+_CHECKPOINT = re.compile(r"step-([0-9]{6,})")
+
+
+def checkpoint_name(step: int) -> str:
+    """The name of a checkpoint's folder: ``step-000100``."""
+    return f"step-{step:06}"
+
+
+def checkpoint_step(name: str) -> int | None:
+    """The step of the checkpoint whose folder has this name; None: no checkpoint has it, or one
+    that is not whole, or set aside.
+    """
+    found = _CHECKPOINT.fullmatch(name)
+    return None if found is None else int(found[1])
+
+
+class RunState(Record, frozen=True, kw_only=True):
+    """Where a run is; in each of its checkpoints."""
+
+    step: int
+    """Optimizer steps that are done."""
+    losses: tuple[float, ...] = ()
+    """The loss of each step so far."""
+    evaluations: tuple[tuple[int, float], ...] = ()
+    """Step and loss of each evaluation so far; step 0 is before the first."""
+    best_step: int | None = None
+    """The step whose evaluation was the best; None: there was none."""
+    best_loss: float | None = None
+    evaluation_loss: float | None = None
+    """The loss of the evaluation after this very step; None: there was none."""
+    evaluation_digest: str | None = None
+    """Digest of the corpus that is evaluated: losses over another one do not compare."""
+    corpus_digest: str
+    run_digest: str
+    """Digest of what has to be the same to go on exactly: ``run_digest`` of the spec."""
+
+
+class BestCheckpoint(Record, frozen=True, kw_only=True):
+    """Which of a run's checkpoints has the best evaluation; beside them."""
+
+    checkpoint: str
+    """Name of its folder."""
+    step: int
+    loss: float
+
+
+class TrainingProgress(Record, frozen=True, kw_only=True):
+    """A word of the first rank about where it is, for whoever draws a bar."""
+
+    phase: str
+    """In words: "building the model", "training", "evaluating", "saving"."""
+    step: int = 0
+    steps: int = 0
+    loss: float | None = None
+    evaluation_loss: float | None = None
+    """Of the latest evaluation; None: there was none since this process began."""
+    evaluation_step: int | None = None
+    """Steps that were done before that evaluation."""
+    tokens: int = 0
+    """Tokens trained since this process began."""
+    seconds: float = 0.0
+    """Seconds of those steps."""

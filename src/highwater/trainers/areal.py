@@ -1,0 +1,134 @@
+"""A recommendation as AReaL's YAML for GRPO.
+
+AReaL's FSDP engine is FSDP2 with Ulysses, which it calls context parallelism
+(``areal/engine/fsdp_engine.py``). A micro-batch is cut before a sequence is shared, so
+``max_tokens_per_mb`` counts the tokens of all GPUs that share one.
+
+SGLang takes new adapters from files alone, so ``weight_update_mode`` is ``disk`` with LoRA
+(``areal/engine/sglang_remote.py``).
+
+Source of the names: ``areal/api/cli_args.py`` and ``alloc_mode.py`` of areal 1.0.4.
+"""
+
+from highwater.errors import UsageError
+from highwater.nouns.lora import Lora
+from highwater.nouns.recommendation import Candidate, Recommendation
+from highwater.trainers.adapter_words import one_dtype, whole_alpha
+from highwater.trainers.emitted import (
+    Emitted,
+    Value,
+    emitted,
+    environment,
+    heading,
+    model_lies,
+    refusals,
+    yaml_path,
+    yarn_lines,
+)
+
+VERSION = "1.0.4"
+DATASET = "${oc.env:DATASET}"
+_COMMAND = "python3 train.py --config areal.yaml"
+_UNTESTED = (
+    "AReaL calls LoRA with an optimizer_dtype of float32 untested (areal/engine/fsdp_engine.py)"
+)
+_NAMED = ("actor", "saver", "evaluator", "recover", "stats_logger")
+"""Sections that want the names of what is run."""
+
+
+def areal(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
+    """Write a whole file, but for the data.
+
+    Raises UsageError where no GPUs are set aside, since AReaL's rollout has its own, and for an
+    alpha that is no whole number.
+    """
+    if not found.rollout_gpus:
+        raise UsageError(
+            "AReaL's rollout has GPUs of its own, and none are set aside",
+            hint="add `--rollout-gpus 1` or more",
+        )
+    cannot: list[str] = []
+    if chosen.cell.settings.strategy == "fsdp":
+        cannot.append("FSDP1: its engine is FSDP2, for which this length was not predicted")
+    said = heading(found, chosen, "areal", name="AReaL", version=VERSION)
+    said += model_lies(model_path, before="it starts")
+    said.append(
+        "before it starts: export DATASET=where prompts come from; train.py is a script like "
+        "examples/math/gsm8k_rl.py"
+    )
+    said.append("actor.optimizer.lr is to be replaced by yours")
+    said.append(f"the prompt and gconfig.max_new_tokens together: {found.length_tokens}")
+    said.append(
+        f"{found.rollout_gpus} rollout engines of one GPU each: how they are divided is not part "
+        "of the recommendation"
+    )
+    if chosen.cell.settings.lora is not None:
+        said += [one_dtype(name="AReaL", field="actor.optimizer_dtype"), _UNTESTED]
+    said += refusals(cannot, name="AReaL")
+    said += yarn_lines(found, why="trainer and rollout read the model itself")
+    said.append(f"start: {_COMMAND}")
+    values = _values(found, chosen, yaml_path(model_path))
+    return emitted("areal", VERSION, said, values, command=_COMMAND, cannot=cannot)
+
+
+def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[str, Value]:
+    values: dict[str, Value] = {
+        "experiment_name": "highwater",
+        "trial_name": "long",
+        "cluster.n_nodes": 1,
+        "cluster.n_gpus_per_node": found.gpus + found.rollout_gpus,
+        "scheduler.type": "local",
+        "tokenizer_path": "${actor.path}",
+        **_actor(chosen, model_path),
+        "rollout.backend": f"sglang:d{found.rollout_gpus}",
+        "sglang.model_path": "${actor.path}",
+        "sglang.context_length": found.length_tokens,
+        **_lora_values(chosen.cell.settings.adapters),
+        "train_dataset.path": DATASET,
+        "train_dataset.type": "rl",
+    }
+    for section in _NAMED:
+        names = ("experiment_name", "trial_name")
+        values |= {f"{section}.{name}": f"${{{name}}}" for name in names}
+        values |= {f"{section}.fileroot": "${cluster.fileroot}"} if section != "actor" else {}
+    return values
+
+
+def _lora_values(lora: Lora | None) -> dict[str, Value]:
+    """Adapters, of the actor and as its rollout serves them."""
+    if lora is None:
+        return {}
+    names = enumerate(lora.names or (lora.targets,))
+    return {
+        "actor.use_lora": True,
+        "actor.peft_type": "lora",
+        "actor.lora_rank": lora.rank,
+        "actor.lora_alpha": whole_alpha(lora, name="AReaL"),
+        **{f"actor.target_modules.{number}": name for number, name in names},
+        "actor.weight_update_mode": "disk",
+        "rollout.use_lora": True,
+        "sglang.enable_lora": True,
+        "sglang.max_lora_rank": lora.rank,
+    }
+
+
+def _actor(chosen: Candidate, model_path: str) -> dict[str, Value]:
+    layout = chosen.cell.layout
+    shared = f"c{layout.ulysses_degree}" if layout.ulysses_degree > 1 else ""
+    values: dict[str, Value] = {
+        "actor.path": model_path,
+        "actor.backend": f"fsdp:d{layout.data_parallel_degree}{shared}",
+        "actor.dtype": "bfloat16",
+        "actor.optimizer_dtype": "float32",
+        "actor.gradient_checkpointing": True,
+        "actor.mb_spec.max_tokens_per_mb": chosen.token_budget_tokens * layout.ulysses_degree,
+        "actor.fsdp.offload_params": chosen.cell.settings.offloads_model,
+        "actor.optimizer.type": "adam",
+        "actor.optimizer.lr": 1e-6,
+        "actor.scheduling_spec.0.gpu": 1,
+        "actor.scheduling_spec.0.cmd": "python3 -m areal.infra.rpc.rpc_server",
+    }
+    return values | {
+        f"actor.scheduling_spec.0.env_vars.{name}": value
+        for name, value in environment(chosen.cell.settings).items()
+    }

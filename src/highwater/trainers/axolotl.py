@@ -1,0 +1,257 @@
+"""A recommendation as Axolotl's configuration file, for its supervised training.
+
+Its context parallelism is ring-flash-attn's, beside FSDP2: keys and values of a few heads are
+gathered where sequences are packed, and passed round a ring where they are not. FSDP2 there trains
+parameters in the dtype that they are loaded in, which is bfloat16.
+
+Source of the names: ``utils/schemas`` of axolotl 0.19.0; of what they do: ``utils/trainer.py``,
+``monkeypatch/accelerate/fsdp2.py`` and ``monkeypatch/ring_attn``.
+"""
+
+from collections.abc import Mapping
+
+from highwater.model.rope import Yarn
+from highwater.nouns.allocator_variables import allocator_environment
+from highwater.nouns.layout import Layout
+from highwater.nouns.objective import Objective
+from highwater.nouns.optimizer import OptimizerName
+from highwater.nouns.recommendation import Candidate, Recommendation
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell
+from highwater.trainers.adapter_words import whole_alpha
+from highwater.trainers.emitted import (
+    DATASET,
+    WHOLE_SHARDS,
+    Emitted,
+    Value,
+    emitted,
+    engine_alone,
+    exports,
+    heading,
+    model_lies,
+    other_objective,
+    refusals,
+    refuse_obstacle,
+    refuse_optimizer,
+    shared_copies,
+    to_replace,
+)
+from highwater.trainers.finetuning import FineTuning
+from highwater.trainers.logits import (
+    CUT_CROSS_ENTROPY,
+    LIGER,
+    is_fused,
+    unfused,
+    whole_logits_bytes,
+)
+
+VERSION = "0.19.0"
+FILE = "axolotl.yaml"
+OPTIMIZERS: Mapping[OptimizerName, str] = {
+    "adamw": "adamw_torch_fused",
+    "adamw-8bit": "adamw_torch_8bit",
+}
+"""``optimizer`` by optimizer: the second is torchao's, which FSDP2 shards; it refuses the 8-bit
+ones of bitsandbytes."""
+_LIGER = "axolotl.integrations.liger.LigerPlugin"
+_CUT = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
+_NARROW = (
+    "parameters in float32: with FSDP2 it has them, their gradients and both moments in bfloat16, "
+    "which takes less, and loses updates below 0.2 % of a number; `--strategy fsdp` keeps float32"
+)
+_RING = (
+    "sequences shared among GPUs need the package ring-flash-attn: pip install "
+    "'axolotl[ring-flash-attn]'"
+)
+_LIGERS_LOSS = "the chunked loss is Liger's: its log says `Applying LIGER`"
+_CUT_LOSS = (
+    "the chunked loss is Cut Cross Entropy, of Axolotl's own fork: where it is missing, the error "
+    "says how to install it"
+)
+
+
+def axolotl(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
+    """Write a whole file, but for the data.
+
+    Raises UsageError for an objective other than ``sft``, for copies that share sequences, for an
+    optimizer that it does not have, and for an alpha that is no whole number.
+    """
+    settings, layout = chosen.cell.settings, chosen.cell.layout
+    refuse_untrainable(chosen.cell)
+    training = FineTuning.of(found, chosen, model_path)
+    fused = _fused_values(training)
+    logits_bytes = None if fused else whole_logits_bytes(chosen, training.shape)
+    # it turns expandable segments on by itself where the environment says nothing
+    variables = allocator_environment(settings.allocator)
+    cannot = (*_cannot(chosen.cell), *engine_alone(settings, name="Axolotl"))
+    if not fused:
+        cannot += unfused(chosen.cell, "for this family, which neither of its plugins knows")
+    elsewhere = "" if model_path else ' --base_model="$MODEL_PATH"'
+    start = f"torchrun --nproc_per_node={layout.gpus} -m axolotl.cli.train"
+    command = f"{start} {FILE}{elsewhere}"
+    said = [
+        *heading(
+            found, chosen, "axolotl", name="Axolotl", version=VERSION, logits_bytes=logits_bytes
+        ),
+        *model_lies(model_path, before="it starts"),
+        *exports(variables, before="it starts"),
+        to_replace("datasets", "learning_rate", settings=settings),
+        *((_RING,) if layout.context_degree > 1 else ()),
+        *((_LIGERS_LOSS if fused["plugins.0"] == _LIGER else _CUT_LOSS,) if fused else ()),
+        *refusals(cannot, name="Axolotl"),
+        f"start: {command}",
+    ]
+    return emitted(
+        "axolotl",
+        VERSION,
+        said,
+        axolotl_values(training),
+        command=command,
+        environment=variables,
+        cannot=cannot,
+        logits_bytes=logits_bytes,
+    )
+
+
+def refuse_untrainable(cell: Cell) -> None:
+    """Raise UsageError for an objective, a layout or an optimizer that Axolotl does not have."""
+    refuse_obstacle(cell, _obstacle)
+    refuse_optimizer(cell.settings, OPTIMIZERS, name="Axolotl")
+
+
+def _obstacle(objective: Objective, layout: Layout) -> str | None:
+    """Why Axolotl's file is not written for an objective in a layout; None where it is."""
+    unknown = other_objective(objective, ("sft",), name="Axolotl", is_written=True)
+    if unknown is not None:
+        return unknown
+    if 1 < layout.context_degree == layout.shard_degree < layout.gpus:
+        return "Axolotl has no copies of one ring: it wants two rings in each"
+    return shared_copies(layout, name="Axolotl")
+
+
+def _is_second(cell: Cell) -> bool:
+    """Whether FSDP2 shards the states: copies and shared sequences are its alone."""
+    layout = cell.layout
+    is_alone = layout.context_degree == layout.replicate_degree == 1
+    return cell.settings.strategy == "fsdp2" or not is_alone
+
+
+def _packs(cell: Cell) -> bool:
+    """Whether sequences are packed: of several GPUs' one row alone may be."""
+    settings = cell.settings
+    return cell.layout.context_degree == 1 or settings.sequences_per_micro_batch == 1
+
+
+def _cannot(cell: Cell) -> tuple[str, ...]:
+    settings, layout = cell.settings, cell.layout
+    said: list[str] = []
+    if layout.context_degree > 1:
+        how = "Ulysses" if layout.ring_degree == 1 else "a ring"
+        does = "gather keys and values of a few heads" if _packs(cell) else "pass them on"
+        said.append(
+            f"{how}: {layout.context_degree} GPUs share each sequence by context parallelism, "
+            f"where they {does}"
+        )
+    if not _packs(cell):
+        said.append(
+            f"packed sequences, {settings.sequences_per_micro_batch} in a micro-batch that GPUs "
+            "share: batches are padded"
+        )
+    if _is_second(cell) and settings.strategy == "fsdp":
+        said.append("FSDP1 with shared sequences or copies: they are FSDP2's")
+    if _is_second(cell) and settings.lora is None:
+        said.append(_NARROW)
+    if settings.optimizer_traits.is_quantized:
+        said.append(WHOLE_SHARDS)
+    return tuple(said)
+
+
+def axolotl_values(training: FineTuning) -> dict[str, Value]:
+    """Axolotl's settings by name: what holds memory, and stand-ins for what is learned."""
+    cell, model_path = training.cell, training.model_path
+    settings = cell.settings
+    values: dict[str, Value] = {"base_model": model_path} if model_path else {}
+    values |= {
+        "sequence_len": training.length_tokens,
+        "sample_packing": _packs(cell),
+        **({"pad_to_sequence_len": True} if _packs(cell) else {}),
+        "micro_batch_size": settings.sequences_per_micro_batch,
+        "gradient_accumulation_steps": 1,
+        "bf16": True,
+        "attn_implementation": "flash_attention_2",
+        "optimizer": OPTIMIZERS[settings.optimizer],
+        "learning_rate": 1e-5,
+        **_lora_values(settings),
+        **_rope_values(training.yarn),
+    }
+    return values | {
+        **_fused_values(training),
+        **_sharding(cell),
+        "datasets.0.path": DATASET,
+        "datasets.0.type": "chat_template",
+    }
+
+
+def _fused_values(training: FineTuning) -> dict[str, Value]:
+    """The loss that never holds whole logits; nothing where none was asked for, or none is there.
+    Of a family that Liger does not know Axolotl would patch any, some of them wrongly.
+    """
+    if is_fused(training.cell, training.shape, LIGER):
+        return {"plugins.0": _LIGER, "liger_fused_linear_cross_entropy": True}
+    if is_fused(training.cell, training.shape, CUT_CROSS_ENTROPY):
+        return {"plugins.0": _CUT, "cut_cross_entropy": True}
+    return {}
+
+
+def _lora_values(settings: Settings) -> dict[str, Value]:
+    """Adapters as peft has them; a model in NF4 is bitsandbytes', its scales quantized, too."""
+    lora = settings.adapters
+    if lora is None:
+        return {}
+    values: dict[str, Value] = {"adapter": "qlora" if lora.base == "nf4" else "lora"}
+    values |= {"load_in_4bit": True} if lora.base == "nf4" else {}
+    values |= {"lora_r": lora.rank, "lora_alpha": whole_alpha(lora, name="Axolotl")}
+    values["lora_dropout"] = 0.0
+    if lora.names is None:
+        return values | {"lora_target_linear": True}
+    return values | {f"lora_target_modules.{n}": name for n, name in enumerate(lora.names)}
+
+
+def _rope_values(yarn: Yarn | None) -> dict[str, Value]:
+    if yarn is None:
+        return {}
+    section = "overrides_of_model_config"
+    parameters = yarn.rope_parameters.items()
+    return {
+        **{f"{section}.rope_parameters.{name}": value for name, value in parameters},
+        f"{section}.max_position_embeddings": yarn.max_position_embeddings,
+    }
+
+
+def _sharding(cell: Cell) -> dict[str, Value]:
+    """FSDP, by which its own recomputation goes, and the degrees that are not 1."""
+    settings, layout, is_second = cell.settings, cell.layout, _is_second(cell)
+    fsdp: dict[str, Value] = {
+        "offload_params": settings.offloads_model,
+        "activation_checkpointing": settings.recompute != "none",
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "state_dict_type": "SHARDED_STATE_DICT",
+        # it refuses the other with a model in four bits
+        "cpu_ram_efficient_loading": settings.lora_base != "nf4",
+        **({"reshard_after_forward": True} if is_second else _FIRST),
+    }
+    degrees = {
+        "dp_replicate_size": layout.replicate_degree,
+        "dp_shard_size": layout.shard_degree // layout.context_degree,
+        "context_parallel_size": layout.context_degree,
+    }
+    is_shared = layout.context_degree * layout.replicate_degree > 1
+    return {
+        "fsdp_version": 2 if is_second else 1,
+        **{f"fsdp_config.{name}": value for name, value in fsdp.items()},
+        **({name: n for name, n in degrees.items() if n > 1} if is_shared else {}),
+    }
+
+
+_FIRST: Mapping[str, Value] = {"use_orig_params": True, "sync_module_states": True}
+"""What FSDP1 is told besides; it shards everything by default."""

@@ -1,0 +1,357 @@
+"""Emitted: a recommendation in another trainer's words, whose prediction stands behind it, and what
+configurations share.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Collection, Mapping
+from itertools import combinations
+from typing import Any, Literal
+
+import msgspec
+
+from highwater.errors import ModelError, UsageError
+from highwater.model.model import ModelShape, load_model
+from highwater.nouns.allocator_variables import allocator_environment
+from highwater.nouns.codec import Record
+from highwater.nouns.declaration import words_of
+from highwater.nouns.layout import Layout
+from highwater.nouns.objective import Objective
+from highwater.nouns.optimizer import OptimizerName
+from highwater.nouns.recommendation import Candidate, Recommendation
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell
+from highwater.nouns.trainer import is_step_of, step_in_words
+from highwater.trainers.logits import bytes_with_logits
+from highwater.units import format_bytes, format_tokens
+
+Target = Literal[
+    "trinity",
+    "verl",
+    "areal",
+    "trl",
+    "torchtitan",
+    "accelerate",
+    "axolotl",
+    "llamafactory",
+    "ms-swift",
+]
+Value = bool | int | float | str
+WHOLE_SHARDS = (
+    "moments of 8 bits that are updated in pieces: torchao updates a whole shard at once, which "
+    "takes 8 bytes for each number of the largest"
+)
+"""What no trainer that has its moments of 8 bits from torchao can express."""
+DATASET = "REPLACE-WITH-YOUR-DATASET"
+"""What stands where a file has to name data, which are the user's."""
+
+
+class Emitted(Record, frozen=True, kw_only=True):
+    """One configuration."""
+
+    schema_version: int = 1
+    target: Target
+    checked_with: str
+    """Version of the package whose names these are."""
+    values: dict[str, Value]
+    """Settings by name, the sections of a name joined by dots."""
+    environment: dict[str, str]
+    """Variables to set before any process starts, Ray's included."""
+    cannot: tuple[str, ...] = ()
+    """What the recommendation has and this trainer has no words for; the text says it too."""
+    fits: bool | None = None
+    """Whether it fits, by a prediction of this very trainer's step. None: nobody predicted that
+    one. False: its logits alone are larger than a GPU."""
+    logits_bytes: int | None = None
+    """Bytes of a GPU that logits in float32 take, where the trainer's loss holds them whole."""
+    beside: dict[str, str] = msgspec.field(default_factory=dict)
+    """Other files that the text names, by their names."""
+    command: str
+    """The command that starts the training."""
+    text: str
+    """The file, to be written as it is."""
+
+
+def emitted(
+    target: Target,
+    version: str,
+    said: list[str],
+    values: dict[str, Value],
+    *,
+    command: str,
+    environment: Mapping[str, str] | None = None,
+    cannot: Collection[str] = (),
+    logits_bytes: int | None = None,
+    beside: Mapping[str, str] | None = None,
+    text: str | None = None,
+) -> Emitted:
+    """The configuration; without a ``text`` of its own it is YAML, under what is said of it."""
+    if text is None:
+        text = yaml_text(said, values)
+    return Emitted(
+        target=target,
+        checked_with=version,
+        values=values,
+        environment=dict(environment or {}),
+        cannot=tuple(cannot),
+        logits_bytes=logits_bytes,
+        beside=dict(beside or {}),
+        command=command,
+        text=text,
+    )
+
+
+def yaml_text(said: list[str], values: Mapping[str, Value]) -> str:
+    """A file of YAML, under what is said of it."""
+    import yaml  # here: the grammar of the command line needs the names of targets alone
+
+    return comment(said) + yaml.safe_dump(nested(values), sort_keys=False, allow_unicode=True)
+
+
+def environment(settings: Settings) -> dict[str, str]:
+    """What a rung sets before any process starts."""
+    return allocator_environment("expandable") if settings.allocator == "expandable" else {}
+
+
+def exports(variables: Mapping[str, str], *, before: str) -> list[str]:
+    """The variables as a shell sets them: lines of a comment."""
+    return (
+        [
+            f"before {before}: export "
+            f"{' '.join(f'{name}={value}' for name, value in variables.items())}"
+        ]
+        if variables
+        else []
+    )
+
+
+def model_lies(model_path: str | None, *, before: str) -> list[str]:
+    """What names the model's directory where nobody said where it lies: lines of a comment, none
+    else.
+    """
+    return [] if model_path else [f"before {before}: export MODEL_PATH=the model's directory"]
+
+
+def yaml_path(model_path: str | None) -> str:
+    """The model's directory in a file that OmegaConf reads; by the environment where nobody said
+    where it lies.
+    """
+    return "${oc.env:MODEL_PATH}" if model_path is None else literal(model_path)
+
+
+def shape_here(found: Recommendation, model_path: str | None) -> ModelShape | None:
+    """The shape of the model that a recommendation is of; None where its files are not here."""
+    try:
+        return load_model(model_path or found.model_name).shape
+    except ModelError:
+        return None
+
+
+Obstacle = Callable[[Objective, Layout], str | None]
+"""Says why a trainer cannot train an objective in a layout, in words; None where it can."""
+
+
+def refuse_obstacle(cell: Cell, obstacle: Obstacle) -> None:
+    """Raise UsageError for what a trainer cannot train, with every way to change as little of it as
+    will do: degrees to 1, or the objective to ``sft``.
+    """
+    asked, layout = cell.settings.objective, cell.layout
+    problem = obstacle(asked, layout)
+    if problem is None:
+        return
+    changes: dict[str, object] = {name: 1 for name, n in layout.degree_settings.items() if n > 1}
+    changes |= {} if asked == "sft" else {"objective": "sft"}
+    ways = (way for size in range(1, len(changes) + 1) for way in combinations(changes, size))
+    works = [
+        {name: changes[name] for name in way}
+        for way in ways
+        if obstacle("sft" if "objective" in way else asked, layout.without(way)) is None
+    ]
+    least = [f"`{shlex.join(words_of(way))}`" for way in works if len(way) == len(works[0])]
+    raise UsageError(problem, hint=f"use {' or '.join(least)}")
+
+
+def other_objective(
+    objective: Objective, known: Collection[Objective], *, name: str, is_written: bool = False
+) -> str | None:
+    """That a trainer does not have this objective, and which it has; None where it has it.
+
+    ``is_written``: it may have others, which nobody wrote a configuration for yet.
+    """
+    if objective in known:
+        return None
+    if is_written:
+        return f"{name}'s configuration is written for {', '.join(known)}, not for {objective}"
+    return f"{name} trains {', '.join(known)}, not {objective}"
+
+
+def refuse_optimizer(settings: Settings, known: Collection[OptimizerName], *, name: str) -> None:
+    """Raise UsageError for an optimizer that a trainer does not have, and for parameters that are
+    rounded at random, which no other trainer has.
+    """
+    is_narrow = settings.parameters != "float32"
+    if not is_narrow and settings.optimizer in known:
+        return
+    asked: dict[str, object] = {"optimizer": settings.optimizer}
+    asked |= {"parameters": settings.parameters} if is_narrow else {}
+    what = "parameters in bf16 with its rounding" if is_narrow else settings.optimizer
+    raise UsageError(f"{name} has no {what}", hint=f"leave `{shlex.join(words_of(asked))}` out")
+
+
+def to_replace(*names: str, settings: Settings) -> str:
+    """What is the user's to fill in: a line of a comment. A step of one micro-batch stays so."""
+    steps = ("gradient_accumulation_steps",) if settings.accumulates else ()
+    return f"yours to replace: {', '.join((*names, *steps))}"
+
+
+def shared_copies(layout: Layout, *, name: str) -> str | None:
+    """That sequences are shared between copies, as a trainer's mesh has none; None where not."""
+    if layout.shard_degree % layout.context_degree == 0:
+        return None
+    return (
+        f"{name} shares a sequence inside a copy, of {layout.shard_degree} GPUs, not among "
+        f"{layout.context_degree}"
+    )
+
+
+def engine_alone(settings: Settings, *, name: str) -> list[str]:
+    """What only highwater's own engine does."""
+    said: list[str] = []
+    if settings.recompute == "all-but-attention":
+        said.append(
+            f"--recompute all-but-attention: {name} recomputes whole layers, which takes less "
+            f"memory and more time"
+        )
+    if settings.mlp_tiles is not None:
+        said.append(f"--mlp-tiles {settings.mlp_tiles}: {name} has no tiles over the tokens")
+    return said
+
+
+def refusals(cannot: Collection[str], *, name: str) -> list[str]:
+    """What a trainer cannot express: lines of a comment."""
+    return [f"{name} cannot express {each}" for each in cannot]
+
+
+def heading(
+    found: Recommendation,
+    chosen: Candidate,
+    target: Target,
+    *,
+    name: str,
+    version: str,
+    logits_bytes: int | None = None,
+) -> list[str]:
+    """What the configuration is, who says that it fits and of whom: lines of a comment. Of a
+    trainer that is not predicted they say what the predicted one takes, and nothing of fitting.
+    """
+    rollout = f", {found.rollout_gpus} more for rollout" if found.rollout_gpus else ""
+    title = (
+        f"{name} {version}: {found.model_name}, {format_tokens(found.length_tokens)} tokens, "
+        f"{found.gpus} x {found.device_name}{rollout}"
+    )
+    yours = (
+        f"{name}'s settings that hold memory; what it learns, from what and how long is yours to "
+        f"add"
+    )
+    why = found.accuracy if chosen.source == "predicted" else f"in {chosen.found_in}"
+    behind = f"{chosen.source} for {step_in_words(found.trainer)} ({why})"
+    if not is_step_of(found.trainer, target):
+        first = unpredicted(found, chosen, name=name, logits_bytes=logits_bytes)
+        return [first, title, chosen.label, f"the comparison: {behind}", yours]
+    if chosen.source in ("published", "simulated"):
+        behind = f"{chosen.source}, {found.accuracy}"
+    capacity = (
+        f"up to {format_tokens(chosen.capacity_tokens)} "
+        f"tokens{' or more' * chosen.is_at_least} ({chosen.capacity_source})"
+    )
+    headroom = (
+        "headroom unknown"
+        if chosen.headroom_bytes is None
+        else f"{format_bytes(chosen.headroom_bytes)} of headroom"
+    )
+    headroom += "" if chosen.risk is None else f", {chosen.risk}"
+    return [title, f"{chosen.label}: {headroom}, {capacity}", behind, yours]
+
+
+def unpredicted(
+    found: Recommendation, chosen: Candidate, *, name: str, logits_bytes: int | None
+) -> str:
+    """That nobody predicted a trainer, what the predicted step takes for comparison, and what the
+    trainer's logits take besides; where those alone are larger than a GPU, that it does not fit.
+    """
+    what = f"{found.model_name} at {format_tokens(found.length_tokens)} tokens"
+    room_bytes = found.device_bytes - found.reserved_bytes
+    each = f"each GPU's {format_bytes(room_bytes)}"
+    logits = (
+        f"{name}'s loss holds whole logits, 10 bytes for each token and word of the vocabulary: "
+        f"{format_bytes(logits_bytes or 0)} of {each}"
+    )
+    if logits_bytes is not None and logits_bytes > room_bytes:
+        return f"No: {what} does not fit. {logits}, for them alone."
+    step = step_in_words(found.trainer).partition(",")[0]
+    takes = f"{step} trains it"
+    if chosen.headroom_bytes is not None:
+        takes = f"{step} takes {format_bytes(room_bytes - chosen.headroom_bytes)} of {each}"
+    said = f"Not predicted for this trainer: nobody measured what {name} takes for {what}."
+    said += f" For comparison, {takes}, {chosen.source}."
+    if logits_bytes is None:
+        return said
+    with_them = bytes_with_logits(found, chosen, logits_bytes)
+    ends = ", more than there is" if with_them > room_bytes else ""
+    return f"{said} {logits}; {format_bytes(with_them)} with the rest of that comparison{ends}."
+
+
+def yarn_lines(found: Recommendation, *, why: str) -> list[str]:
+    """The block for the model's config.json: lines of a comment; none up to the native length."""
+    if found.yarn is None:
+        return []
+    return [f"YaRN: {why}; in the model's config.json:", json.dumps(found.yarn.block)]
+
+
+def answered_first(found: Emitted, answer: str) -> Emitted:
+    """The configuration, whose files say the answer in their first comment; JSON has none."""
+    beside = {name: _answered_first(text, answer) for name, text in found.beside.items()}
+    return msgspec.structs.replace(found, text=_answered_first(found.text, answer), beside=beside)
+
+
+def _answered_first(text: str, answer: str) -> str:
+    first, end, rest = text.partition("\n")
+    if first.startswith("#!"):
+        return f"{first}{end}{comment([answer])}{rest}"
+    return f"{comment([answer])}{text}" if first.startswith("# ") else text
+
+
+def comment(lines: list[str]) -> str:
+    """The lines as a comment of YAML and of a shell, whatever a model is called: no line ends where
+    nobody ended it.
+    """
+    return "".join(f"# {''.join(c if c.isprintable() else '?' for c in line)}\n" for line in lines)
+
+
+def literal(text: str) -> str:
+    r"""The text as OmegaConf's text: ``${`` begins no interpolation there, ``\${``. Backslashes
+    count before ``${`` alone.
+
+    Source: OmegaConf's grammar, checked with 2.3.1.
+    """
+    return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", text)
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """``{"a.b": 1, "c.0.d": 2}`` as ``{"a": {"b": 1}, "c": [{"d": 2}]}``."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        *sections, last = name.split(".")
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = value
+    return {name: _with_lists(value) for name, value in tree.items()}
+
+
+def _with_lists(tree: Any) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    held = {name: _with_lists(value) for name, value in tree.items()}
+    return list(held.values()) if held and all(name.isdecimal() for name in held) else held

@@ -1,0 +1,187 @@
+"""A recommendation as LLaMA-Factory's configuration file, for its supervised training.
+
+FSDP is accelerate's, whose file lies beside it. Recomputation is LLaMA-Factory's own, so that
+FSDP's stays off. It loads a model in bfloat16, and has what is trained of it in float32. A sequence
+is not shared among GPUs there.
+
+Source of the names: ``hparams`` of llamafactory 0.9.5; of what they do: ``model/adapter.py``,
+``model/model_utils`` and ``launcher.py``.
+"""
+
+from collections.abc import Mapping
+
+from highwater.nouns.layout import Layout
+from highwater.nouns.objective import Objective
+from highwater.nouns.optimizer import OptimizerName
+from highwater.nouns.recommendation import Candidate, Recommendation
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell
+from highwater.trainers.accelerate import FILE as LAUNCHER
+from highwater.trainers.accelerate import launched_values
+from highwater.trainers.adapter_words import whole_alpha
+from highwater.trainers.emitted import (
+    DATASET,
+    WHOLE_SHARDS,
+    Emitted,
+    Value,
+    emitted,
+    engine_alone,
+    environment,
+    exports,
+    heading,
+    model_lies,
+    other_objective,
+    refusals,
+    refuse_obstacle,
+    refuse_optimizer,
+    to_replace,
+    yaml_text,
+    yarn_lines,
+)
+from highwater.trainers.finetuning import FineTuning
+from highwater.trainers.logits import LIGER, is_fused, unfused, whole_logits_bytes
+
+VERSION = "0.9.5"
+FILE = "llamafactory.yaml"
+OPTIMIZERS: Mapping[OptimizerName, str | None] = {
+    "adamw": None,  # the default, torch's AdamW in the parameters' dtype
+    "adamw-8bit": "adamw_torch_8bit",
+}
+"""``optim`` by optimizer: the other is torchao's, which FSDP shards."""
+_FLASH = "flash_attn: fa2 needs the package flash-attn; without it another attention is taken"
+FUSED = LIGER - {
+    *("exaone4", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "olmo3", "smollm3"),
+}
+"""Families that it has Liger fuse the loss of (``model/model_utils/liger_kernel.py``)."""
+_FUSED_LOSS = "enable_liger_kernel is the chunked loss, and needs the package liger-kernel"
+
+
+def llamafactory(
+    found: Recommendation, chosen: Candidate, *, model_path: str | None = None
+) -> Emitted:
+    """The file of ``llamafactory-cli train``, and accelerate's beside it.
+
+    Raises UsageError for an objective other than ``sft``, for sequences shared among GPUs and for
+    copies, for an optimizer that it does not have, and for an alpha that is no whole number.
+    """
+    settings = chosen.cell.settings
+    refuse_untrainable(chosen.cell)
+    training = FineTuning.of(found, chosen, model_path)
+    has_fused = is_fused(chosen.cell, training.shape, FUSED)
+    logits_bytes = None if has_fused else whole_logits_bytes(chosen, training.shape)
+    cannot = [WHOLE_SHARDS] if settings.optimizer_traits.is_quantized else []
+    if not has_fused:
+        cannot += unfused(chosen.cell, "for this family, which its Liger kernel does not know")
+    cannot += engine_alone(settings, name="LLaMA-Factory")
+    variables = environment(chosen.cell.settings)
+    elsewhere = "" if model_path else ' "model_name_or_path=$MODEL_PATH"'
+    command = (
+        f"accelerate launch --config_file {LAUNCHER} -m llamafactory.launcher {FILE}{elsewhere}"
+    )
+    said = [
+        *heading(
+            found,
+            chosen,
+            "llamafactory",
+            name="LLaMA-Factory",
+            version=VERSION,
+            logits_bytes=logits_bytes,
+        ),
+        f"beside it {LAUNCHER}: how it is sharded",
+        *model_lies(model_path, before="it starts"),
+        *exports(variables, before="it starts"),
+        to_replace("dataset", "template", "output_dir", "learning_rate", settings=settings),
+        _FLASH,
+        *((_FUSED_LOSS,) if has_fused else ()),
+        *refusals(cannot, name="LLaMA-Factory"),
+        *yarn_lines(found, why="its rope_scaling has whole factors alone"),
+        f"start: {command}",
+    ]
+    return emitted(
+        "llamafactory",
+        VERSION,
+        said,
+        llamafactory_values(training),
+        command=command,
+        environment=variables,
+        cannot=cannot,
+        logits_bytes=logits_bytes,
+        beside={LAUNCHER: _launcher(chosen.cell)},
+    )
+
+
+def refuse_untrainable(cell: Cell) -> None:
+    """Raise UsageError for an objective, a layout or an optimizer that LLaMA-Factory does not
+    have.
+    """
+    refuse_obstacle(cell, _obstacle)
+    refuse_optimizer(cell.settings, OPTIMIZERS, name="LLaMA-Factory")
+
+
+def _obstacle(objective: Objective, layout: Layout) -> str | None:
+    """Why LLaMA-Factory's file is not written for an objective in a layout; None where it is."""
+    unknown = other_objective(objective, ("sft",), name="LLaMA-Factory", is_written=True)
+    if unknown is not None:
+        return unknown
+    if layout.context_degree > 1:
+        return f"LLaMA-Factory {VERSION} shares no sequence among GPUs"
+    if layout.replicate_degree > 1:
+        return "LLaMA-Factory's states are sharded among all GPUs, without copies"
+    return None
+
+
+def _launcher(cell: Cell) -> str:
+    said = [f"how accelerate starts {FILE}, which recomputes by itself"]
+    return yaml_text(said, llamafactory_launcher(cell))
+
+
+def llamafactory_launcher(cell: Cell) -> dict[str, Value]:
+    """Accelerate's settings by name, which leave recomputation to LLaMA-Factory."""
+    return launched_values(cell, "none") | {"fsdp_config.fsdp_activation_checkpointing": False}
+
+
+def llamafactory_values(training: FineTuning) -> dict[str, Value]:
+    """LLaMA-Factory's settings by name: what holds memory, and stand-ins for what is learned."""
+    settings, model_path = training.cell.settings, training.model_path
+    values: dict[str, Value] = {"model_name_or_path": model_path} if model_path else {}
+    optimizer = OPTIMIZERS[settings.optimizer]
+    return values | {
+        "stage": "sft",
+        "do_train": True,
+        **_trained_values(settings),
+        "dataset": DATASET,
+        "cutoff_len": training.length_tokens,
+        "neat_packing": True,
+        "output_dir": "output",
+        "per_device_train_batch_size": settings.sequences_per_micro_batch,
+        "gradient_accumulation_steps": 1,
+        "learning_rate": 1e-5,
+        "bf16": True,
+        "flash_attn": "fa2",
+        "disable_gradient_checkpointing": settings.recompute == "none",
+        "use_reentrant_gc": False,
+        **({"enable_liger_kernel": True} if is_fused(training.cell, training.shape, FUSED) else {}),
+        **({} if optimizer is None else {"optim": optimizer}),
+    }
+
+
+def _trained_values(settings: Settings) -> dict[str, Value]:
+    """All of the model, or adapters; a model in NF4 is bitsandbytes'."""
+    lora = settings.adapters
+    if lora is None:
+        return {"finetuning_type": "full"}
+    values: dict[str, Value] = {
+        "finetuning_type": "lora",
+        "lora_rank": lora.rank,
+        "lora_alpha": whole_alpha(lora, name="LLaMA-Factory"),
+        "lora_dropout": 0.0,
+        "lora_target": ",".join(lora.names or ("all",)),
+    }
+    if lora.base == "nf4":
+        values |= {
+            "quantization_method": "bnb",
+            "quantization_bit": 4,
+            "quantization_type": "nf4",
+            "double_quantization": True,
+        }
+    return values

@@ -1,0 +1,225 @@
+"""A recommendation as ms-swift's configuration file, for its supervised training.
+
+FSDP2 is told by a file of JSON beside it. Its sequence parallelism shares as many key heads as
+divide among the GPUs, and what GPUs are left pass keys and values round a ring.
+
+Source of the names: ``arguments`` of ms-swift 4.6.0, ``config/fsdp2.json`` and ``cli/main.py``; of
+what they do: ``sequence_parallel/sequence_parallel.py`` and ``trainers/seq2seq_trainer.py``.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+
+from highwater.model.hub import is_hub_id
+from highwater.model.model import ModelShape
+from highwater.nouns.layout import Layout
+from highwater.nouns.objective import Objective
+from highwater.nouns.optimizer import OptimizerName
+from highwater.nouns.recommendation import Candidate, Recommendation
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell
+from highwater.trainers.emitted import (
+    DATASET,
+    WHOLE_SHARDS,
+    Emitted,
+    Value,
+    emitted,
+    engine_alone,
+    environment,
+    heading,
+    model_lies,
+    other_objective,
+    refusals,
+    refuse_obstacle,
+    refuse_optimizer,
+    to_replace,
+    yarn_lines,
+)
+from highwater.trainers.finetuning import FineTuning
+from highwater.trainers.logits import is_fused, unfused, whole_logits_bytes
+
+VERSION = "4.6.0"
+FILE = "ms-swift.yaml"
+SHARDING = "fsdp.json"
+OPTIMIZERS: Mapping[OptimizerName, str] = {
+    "adamw": "adamw_torch_fused",
+    "adamw-8bit": "adamw_torch_8bit",
+}
+"""``optim`` by optimizer: the second is torchao's, which FSDP2 shards."""
+_FLASH = "attn_impl: flash_attention_2 needs the package flash-attn, and packing needs it"
+_KIND = (
+    "a directory that is not called as the model on the Hub wants to be told what it is: "
+    "`--model_type qwen3 --template qwen3`, for example; the error lists those that it may be"
+)
+_FUSED_LOSS = "use_liger_kernel is the chunked loss, and needs the package liger-kernel"
+
+
+def ms_swift(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
+    """The file of ``swift sft``, and FSDP2's beside it.
+
+    Raises UsageError for an objective other than ``sft``, for copies, and for an optimizer that it
+    does not have.
+    """
+    settings = chosen.cell.settings
+    refuse_untrainable(chosen.cell)
+    training = FineTuning.of(found, chosen, model_path)
+    has_fused = _fuses(training)
+    logits_bytes = None if has_fused else whole_logits_bytes(chosen, training.shape)
+    cannot = (
+        *_cannot(training),
+        *engine_alone(settings, name="ms-swift"),
+    )
+    command = f"swift sft {FILE}{'' if model_path else _ELSEWHERE}"
+    said = [
+        *heading(
+            found, chosen, "ms-swift", name="ms-swift", version=VERSION, logits_bytes=logits_bytes
+        ),
+        f"beside it {SHARDING}: how it is sharded",
+        *model_lies(model_path, before="it starts"),
+        to_replace("dataset", "learning_rate", settings=settings),
+        *(() if model_path and is_hub_id(model_path) else (_KIND,)),
+        _FLASH,
+        *((_FUSED_LOSS,) if has_fused else ()),
+        *refusals(cannot, name="ms-swift"),
+        *yarn_lines(found, why="the model is read from there"),
+        f"start: {command}",
+    ]
+    return emitted(
+        "ms-swift",
+        VERSION,
+        said,
+        ms_swift_values(training),
+        command=command,
+        environment=environment(chosen.cell.settings),
+        cannot=cannot,
+        logits_bytes=logits_bytes,
+        beside={SHARDING: json.dumps(ms_swift_sharding(settings), indent=2) + "\n"},
+    )
+
+
+_ELSEWHERE = ' --model "$MODEL_PATH"'
+"""The flag that names the model where nobody said where it lies: its YAML knows no variables."""
+
+
+def refuse_untrainable(cell: Cell) -> None:
+    """Raise UsageError for an objective, a layout or an optimizer that ms-swift does not have."""
+    refuse_obstacle(cell, _obstacle)
+    refuse_optimizer(cell.settings, OPTIMIZERS, name="ms-swift")
+
+
+def _obstacle(objective: Objective, layout: Layout) -> str | None:
+    """Why ms-swift's file is not written for an objective in a layout; None where it is."""
+    unknown = other_objective(objective, ("sft",), name="ms-swift", is_written=True)
+    if unknown is None and layout.replicate_degree > 1:
+        return "ms-swift's states are sharded among all GPUs, without copies"
+    return unknown
+
+
+def _fuses(training: FineTuning) -> bool:
+    """Whether the loss is Liger's: with shared sequences it would take no effect."""
+    cell = training.cell
+    return cell.layout.context_degree == 1 and is_fused(cell, training.shape)
+
+
+def sharing_heads(layout: Layout, shape: ModelShape | None) -> int:
+    """GPUs that share a sequence by heads in ms-swift; the others pass keys and values on."""
+    key_heads = layout.ulysses_degree if shape is None else shape.kv_heads
+    return math.gcd(key_heads, layout.context_degree)
+
+
+def _cannot(training: FineTuning) -> tuple[str, ...]:
+    cell, shape = training.cell, training.shape
+    settings, layout = cell.settings, cell.layout
+    said: list[str] = []
+    by_heads = sharing_heads(layout, shape)
+    if by_heads != layout.ulysses_degree:
+        ring = layout.context_degree // by_heads
+        rest = f", and {ring} such groups pass keys and values on" if ring > 1 else ""
+        said.append(
+            f"{layout.suffix.removeprefix(', ')}: {by_heads} GPUs share heads{rest}, as the number "
+            "of key heads has it"
+        )
+    if settings.strategy == "fsdp":
+        said.append("FSDP1: it is written for FSDP2")
+    if not _fuses(training):
+        is_shared = layout.context_degree > 1
+        why = "with shared sequences" if is_shared else "for this family, which Liger does not know"
+        said += unfused(cell, why)
+    if settings.optimizer_traits.is_quantized:
+        said.append(WHOLE_SHARDS)
+    return tuple(said)
+
+
+def ms_swift_values(training: FineTuning) -> dict[str, Value]:
+    """ms-swift's settings by name: what holds memory, and stand-ins for what is learned."""
+    cell, model_path = training.cell, training.model_path
+    settings, layout = cell.settings, cell.layout
+    values: dict[str, Value] = {"model": model_path} if model_path else {}
+    # by itself it would look for an id on ModelScope
+    values |= {"use_hf": True} if model_path is None or is_hub_id(model_path) else {}
+    variables: dict[str, Value] = {
+        "NPROC_PER_NODE": layout.gpus,
+        **environment(settings),
+    }
+    return values | {
+        **_trained_values(settings),
+        "dataset.0": DATASET,
+        "torch_dtype": "bfloat16",
+        "bf16": True,
+        "attn_impl": "flash_attention_2",
+        "max_length": training.length_tokens,
+        "packing": True,
+        "per_device_train_batch_size": settings.sequences_per_micro_batch,
+        "gradient_accumulation_steps": 1,
+        "sequence_parallel_size": layout.context_degree,
+        "gradient_checkpointing": False,
+        "fsdp": SHARDING,
+        "optim": OPTIMIZERS[settings.optimizer],
+        "learning_rate": 1e-5,
+        **({"use_liger_kernel": True} if _fuses(training) else {}),
+        **{f"ENV.{name}": value for name, value in variables.items()},
+    }
+
+
+def _trained_values(settings: Settings) -> dict[str, Value]:
+    """All of the model, or adapters; a model in NF4 is bitsandbytes'."""
+    lora = settings.adapters
+    if lora is None:
+        return {"tuner_type": "full"}
+    values: dict[str, Value] = {
+        "tuner_type": "lora",
+        "lora_rank": lora.rank,
+        "lora_alpha": float(lora.alpha),
+        "lora_dropout": 0.0,
+        **{
+            f"target_modules.{number}": name
+            for number, name in enumerate(lora.names or (lora.targets,))
+        },
+    }
+    if lora.base == "nf4":
+        values |= {
+            "quant_method": "bnb",
+            "quant_bits": 4,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+            "bnb_4bit_compute_dtype": "bfloat16",
+            "bnb_4bit_quant_storage": "bfloat16",
+        }
+    return values
+
+
+def ms_swift_sharding(settings: Settings) -> dict[str, object]:
+    """FSDP2, by which its recomputation goes, as its own ``config/fsdp2.json`` has it."""
+    offload = " offload" if settings.offloads_model else ""
+    return {
+        "fsdp": f"full_shard auto_wrap{offload}",
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "reshard_after_forward": True,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "cpu_ram_efficient_loading": settings.lora_base != "nf4",
+            "state_dict_type": "SHARDED_STATE_DICT",
+            "activation_checkpointing": settings.recompute != "none",
+        },
+    }

@@ -1,0 +1,326 @@
+"""Targets: a row for every trainer that a configuration is emitted for."""
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from highwater.errors import UsageError
+from highwater.model.model_catalog import catalog_model
+from highwater.model.model_place import model_place
+from highwater.nouns.declaration import words_of
+from highwater.nouns.declared_settings import DECLARED
+from highwater.nouns.hardware import kind_of
+from highwater.nouns.recommendation import Candidate, Recommendation
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell
+from highwater.nouns.trainer import TRAINERS, TrainerName, is_step_of
+from highwater.trainers.accelerate import accelerate
+from highwater.trainers.areal import areal
+from highwater.trainers.axolotl import axolotl
+from highwater.trainers.emitted import Emitted, Target
+from highwater.trainers.llamafactory import llamafactory
+from highwater.trainers.logits import bytes_with_logits
+from highwater.trainers.ms_swift import ms_swift
+from highwater.trainers.torchtitan import torchtitan
+from highwater.trainers.trinity import trinity
+from highwater.trainers.trl import trl
+from highwater.trainers.verl import verl
+
+
+class Emit(Protocol):
+    """Makes the configuration of one trainer."""
+
+    def __call__(
+        self, found: Recommendation, chosen: Candidate, *, model_path: str | None = None
+    ) -> Emitted:
+        """Make the configuration of a recommendation whose chosen rung is ``chosen``. Raises
+        UsageError for what the trainer has no words for.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmitTarget:
+    """One trainer that a configuration is emitted for."""
+
+    name: str
+    """The trainer's name as its users write it."""
+    file: str
+    """The name of its configuration's file, which the command that starts it has."""
+    emit: Emit
+    yours: tuple[str, ...]
+    """What its files leave to the user, for a page of what to check."""
+    predicted_for: TrainerName
+    """The trainer whose step is predicted: its own, where ``is_step_of`` says so. Else it is one to
+    compare with: verl's actor for trainers with GRPO in whole logits, or this engine."""
+    package: str | None = None
+    """The package that has it; None: it is called as the target is."""
+    is_in_guides: bool = True
+    """Whether a guide's page has its configuration for every length: a page stays small."""
+    before: tuple[str, ...] = ()
+    """Lines of a shell that have to run before the command that starts it."""
+    knows: frozenset[str]
+    """Settings, by the names that users type, that its configuration sets, or says that it cannot.
+    Any other has to be at its default, so that a new setting is refused until somebody wrote here
+    what the trainer does with it."""
+
+
+_ALL = frozenset(
+    (
+        *("ulysses", "strategy", "allocator", "offload", "objective", "rope", "entropy"),
+        *("sequences_per_micro_batch", "token_budget"),
+        *("save_hf", "checkpoint"),  # what is saved, and when, is the user's to add
+    )
+)
+_LORA = {"lora", "lora_alpha", "lora_targets"}
+_OF_THE_ENGINE = _ALL | {"loss", "recompute", "mlp_tiles", "micro_batches", "ring", "copies"}
+
+TARGETS: Mapping[Target, EmitTarget] = {
+    "trinity": EmitTarget(
+        name="Trinity-RFT",
+        package="trinity-rft",
+        before=("ray status > /dev/null 2>&1 || ray start --head",),
+        file="trinity.yaml",
+        emit=trinity,
+        yours=("what it learns, and from what: `algorithm` and `buffer` in trinity.yaml",),
+        predicted_for="trinity",
+        knows=_ALL | _LORA,
+    ),
+    "verl": EmitTarget(
+        name="verl",
+        file="verl.sh",
+        emit=verl,
+        yours=("data, reward and algorithm, as words after `./launch.sh`: `data.train_files=...`",),
+        predicted_for="trinity",
+        knows=_ALL | _LORA,
+    ),
+    "areal": EmitTarget(
+        name="AReaL",
+        file="areal.yaml",
+        emit=areal,
+        yours=(
+            "train.py beside it: a script like its examples/math/gsm8k_rl.py",
+            "`actor.optimizer.lr` in areal.yaml",
+        ),
+        predicted_for="trinity",
+        knows=_ALL | _LORA,
+    ),
+    "trl": EmitTarget(
+        name="TRL",
+        file="trl.yaml",
+        emit=trl,
+        yours=(
+            "the data: `--dataset_name NAME` after `./launch.sh`, or `dataset_name` in trl.yaml",
+            "learning rate, epochs and `output_dir`, in trl.yaml",
+        ),
+        predicted_for="trl",
+        knows=_OF_THE_ENGINE | _LORA | {"lora_base", "optimizer"},
+    ),
+    "torchtitan": EmitTarget(
+        name="torchtitan",
+        file="torchtitan_settings.py",
+        emit=torchtitan,
+        yours=(
+            "`dataloader=`, and a `checkpoint=` that loads the weights, in torchtitan_settings.py",
+            "the learning rate there",
+        ),
+        predicted_for="highwater",
+        knows=_OF_THE_ENGINE | _LORA,
+    ),
+    "accelerate": EmitTarget(
+        name="accelerate",
+        file="accelerate.yaml",
+        emit=accelerate,
+        yours=(
+            "train.py beside it: the script, which makes the micro-batches that CHECK.md names",
+        ),
+        predicted_for="highwater",
+        knows=_OF_THE_ENGINE | _LORA | {"lora_base", "critic", "optimizer"},
+    ),
+    "axolotl": EmitTarget(
+        name="Axolotl",
+        file="axolotl.yaml",
+        is_in_guides=False,
+        emit=axolotl,
+        yours=(
+            "`datasets` in axolotl.yaml, whose path is a stand-in",
+            "learning rate and `gradient_accumulation_steps` there",
+        ),
+        predicted_for="highwater",
+        knows=_OF_THE_ENGINE | _LORA | {"lora_base", "optimizer"},
+    ),
+    "llamafactory": EmitTarget(
+        name="LLaMA-Factory",
+        file="llamafactory.yaml",
+        is_in_guides=False,
+        emit=llamafactory,
+        yours=(
+            "`dataset` in llamafactory.yaml, which is a stand-in, with its `template` and "
+            "`dataset_dir`",
+            "learning rate, `output_dir` and `gradient_accumulation_steps` there",
+        ),
+        predicted_for="highwater",
+        knows=_OF_THE_ENGINE | _LORA | {"lora_base", "optimizer"},
+    ),
+    "ms-swift": EmitTarget(
+        name="ms-swift",
+        file="ms-swift.yaml",
+        is_in_guides=False,
+        emit=ms_swift,
+        yours=(
+            "`dataset` in ms-swift.yaml, which is a stand-in",
+            "learning rate and `gradient_accumulation_steps` there",
+        ),
+        predicted_for="highwater",
+        knows=_OF_THE_ENGINE | _LORA | {"lora_base", "optimizer"},
+    ),
+}
+"""The trainers, by the name that ``highwater emit --for`` takes."""
+
+
+_NOBODYS = {"offload": "states"}
+"""Values of settings that no trainer has words for, by the setting. What others call offload of the
+optimizer moves it all back before the update (verl), or updates on the host (DeepSpeed)."""
+
+
+def refuse_unknown_settings(target: Target, settings: Mapping[str, object]) -> None:
+    """Raise UsageError for settings, by the names that users type, that the step which is predicted
+    for a trainer has not; all are named.
+    """
+    row = TARGETS[target]
+    refused = TRAINERS[row.predicted_for].refused(settings)
+    refused += [name for name, value in _NOBODYS.items() if settings.get(name) == value]
+    if refused:
+        raise _without_words(row, {name: settings[name] for name in refused})
+
+
+def refuse_drafts(target: Target, draft: Recommendation, *, model: str) -> None:
+    """Raise UsageError where a trainer has no words for any candidate of a recommendation that
+    nobody has predicted yet: the one for the simplest.
+    """
+    refused: UsageError | None = None
+    for each in draft.candidates:
+        try:
+            configured(target, draft, each, model=model)
+        except UsageError as error:
+            refused = refused or error
+        else:
+            return
+    if refused is not None:
+        raise refused
+
+
+class Configured(NamedTuple):
+    """A candidate, and its configuration."""
+
+    candidate: Candidate
+    emitted: Emitted
+
+
+def configured_choice(
+    target: Target, found: Recommendation, *, model: str, is_filled_in: bool = False
+) -> Configured | None:
+    """The configuration of the simplest candidate that fits and that the trainer has words for, if
+    there is one whose logits are not whole there; else of the simplest that has room for them, or
+    of the one that lacks least. None where no candidate fits.
+
+    Raises UsageError, for the simplest, where the trainer has words for none.
+    """
+    refused: UsageError | None = None
+    whole: list[tuple[int, Configured]] = []
+    room_bytes = found.device_bytes - found.reserved_bytes
+    for each in found.candidates:
+        if not each.fits or not _has_words(each.cell):
+            continue
+        try:
+            made = configured(target, found, each, model=model, is_filled_in=is_filled_in)
+        except UsageError as error:
+            refused = refused or error
+            continue
+        if made.logits_bytes is None:
+            return Configured(each, made)
+        lacks_bytes = bytes_with_logits(found, each, made.logits_bytes) - room_bytes
+        whole.append((max(0, lacks_bytes), Configured(each, made)))
+    if not whole and refused is not None:
+        raise refused
+    return min(whole, key=itemgetter(0))[1] if whole else None
+
+
+def _has_words(cell: Cell) -> bool:
+    return not any(getattr(cell.settings, name) == value for name, value in _NOBODYS.items())
+
+
+def configured(
+    target: Target,
+    found: Recommendation,
+    chosen: Candidate,
+    *,
+    model: str,
+    is_filled_in: bool = False,
+) -> Emitted:
+    """One trainer's configuration, of ``model`` as somebody named it: a directory stands there by
+    its whole path, a model of the Hub by its id. A name of the catalog alone stands for no files,
+    unless ``is_filled_in`` says that its id on the Hub does.
+
+    Raises UsageError for what the trainer has no words for.
+    """
+    row = TARGETS[target]
+    _refuse_several_machines(found, chosen)
+    if not _has_words(chosen.cell):
+        raise _without_words(row, _NOBODYS)
+    opened_as = model_place(model).opened_as or (hub_id_of(model) if is_filled_in else None)
+    made = row.emit(found, chosen, model_path=opened_as)
+    unknown = {name: n for name, n in named(chosen.cell).items() if name not in row.knows}
+    if unknown:
+        raise _without_words(row, unknown)
+    if is_step_of(found.trainer, target):
+        return msgspec.structs.replace(made, fits=chosen.fits, logits_bytes=None)
+    room_bytes = found.device_bytes - found.reserved_bytes
+    is_too_large = (made.logits_bytes or 0) > room_bytes
+    return msgspec.structs.replace(made, fits=False if is_too_large else None)
+
+
+def hub_id_of(name: str) -> str | None:
+    """The id on the Hub of a catalog model, of the very one that was named; None where it has
+    none.
+    """
+    known = catalog_model(name)
+    if known is None:
+        return None
+    spelled, model = known
+    named_so = (each for each in model.hub_ids if each.rpartition("/")[2] == spelled)
+    return next(named_so, model.hub_id)
+
+
+def _refuse_several_machines(found: Recommendation, chosen: Candidate) -> None:
+    """Raise UsageError for GPUs of several machines, which the files say nothing of."""
+    if chosen.cell.layout.is_several_machines:
+        kind = f"x{found.device_name}" if kind_of(found.device_name) else ""
+        gpus = f"{chosen.cell.layout.machine_gpus}{kind}"
+        raise UsageError(
+            f"a configuration is of one machine, and {found.gpus} GPUs are of several",
+            hint=f"`--gpus {gpus} --copies 1` is of one of them",
+        )
+
+
+def _without_words(row: EmitTarget, unknown: Mapping[str, object]) -> UsageError:
+    words = shlex.join(words_of(unknown))
+    return UsageError(
+        f"{row.name}'s configuration has no words for {words}", hint=f"leave `{words}` out"
+    )
+
+
+def named(cell: Cell) -> dict[str, object]:
+    """What a cell has other than by default, by the names that users type, in their order."""
+    default = Settings()
+    rows = [row for row in DECLARED.values() if hasattr(default, row.rung_field)]
+    differs: dict[str, object] = {
+        row.name: row.typed_for(getattr(cell.settings, row.rung_field))
+        for row in rows
+        if getattr(cell.settings, row.rung_field) != getattr(default, row.rung_field)
+    }
+    return differs | {name: n for name, n in cell.layout.degree_settings.items() if n > 1}

@@ -1,0 +1,369 @@
+"""A recommendation as torchtitan's configuration, a Python file.
+
+A model of the catalog is torchtitan's own of that name; any other goes through its experiment with
+transformers' models, which reads the model's ``config.json``. Its context parallelism gathers keys
+and values instead of sharing heads or passing them round a ring.
+
+LoRA is a converter of its own models' configurations. Their queries, keys and values come from one
+layer, ``wqkv``, which has one adapter.
+
+Source of the names: ``torchtitan/trainer.py``, ``config``, ``components/lora.py`` and
+``models/common`` of torchtitan 0.3.0.
+"""
+
+from collections.abc import Mapping
+
+from highwater.errors import UsageError
+from highwater.model.footprint import policy_parameters
+from highwater.model.hub import is_hub_id
+from highwater.model.model import load_model
+from highwater.nouns.layout import Layout
+from highwater.nouns.lora import ATTENTION, MLP, Lora
+from highwater.nouns.objective import Objective
+from highwater.nouns.recommendation import Candidate, Recommendation
+from highwater.trainers.adapter_words import lora_words
+from highwater.trainers.emitted import (
+    Emitted,
+    Value,
+    comment,
+    emitted,
+    engine_alone,
+    environment,
+    exports,
+    heading,
+    model_lies,
+    other_objective,
+    refusals,
+    refuse_obstacle,
+    shape_here,
+    shared_copies,
+    yarn_lines,
+)
+from highwater.trainers.logits import unfused, whole_logits_bytes
+from highwater.units import GIB, format_bytes
+
+VERSION = "0.3.0"
+_QWEN3_SIZES = ("0.6B", "1.7B", "4B", "8B", "14B", "32B", "30B-A3B")
+FLAVORS: Mapping[str, tuple[str, str]] = {
+    **{f"Qwen3-{size}": ("qwen3", size) for size in _QWEN3_SIZES},
+    "Llama-3.1-8B": ("llama3", "8B"),
+}
+"""The module and flavor in torchtitan of a model, by its name in the catalog."""
+_LAYERS: Mapping[str, str] = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "wqkv"),
+    "o_proj": "wo",
+    "gate_proj": "w1",
+    "up_proj": "w3",
+    "down_proj": "w2",
+}
+"""A linear layer of its own models, by what transformers' models call it."""
+_FUSED = ATTENTION[:3]
+_MODULE = "torchtitan_settings"
+_BY_ENVIRONMENT = 'os.environ["MODEL_PATH"]'
+_OWN = """\
+import os
+from dataclasses import replace
+
+{imports}from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.optimizer import default_adamw
+from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.models.common.config_utils import decoder_vocab_size
+from torchtitan.models.{module} import model_registry
+from torchtitan.trainer import Trainer
+
+
+def train() -> Trainer.Config:
+{lora}    model = model_registry({flavor!r}{converters})
+{rope}    loss = CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(model))
+    return Trainer.Config(
+        model_spec=model,
+        hf_assets_path=os.environ["MODEL_PATH"],
+        loss={loss},
+{settings}    )
+"""
+_ROPE = """\
+    for layer in model.model.layers:
+        layer.attention.rope = replace(
+            layer.attention.rope,
+{rope}        )
+"""
+_LORA = """\
+    lora = LoRAConverter.Config(
+{lora}    )
+"""
+_TRANSFORMERS = """\
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.optimizer import default_adamw
+from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.experiments.transformers_modeling_backend import model_registry
+from torchtitan.experiments.transformers_modeling_backend.configs import TransformersBackendConfig
+
+
+def train() -> TransformersBackendConfig:
+    return TransformersBackendConfig(
+        model_spec=model_registry("sft_full"),
+        hf_model={model},
+        hf_assets_path={directory},
+        loss=CrossEntropyLoss.Config(),
+{settings}    )
+"""
+
+
+def torchtitan(
+    found: Recommendation, chosen: Candidate, *, model_path: str | None = None
+) -> Emitted:
+    """Write a module with a function that returns the configuration.
+
+    Raises UsageError for objectives other than ``sft``, for copies that share sequences, and for
+    adapters that it cannot have.
+    """
+    refuse_obstacle(chosen.cell, _obstacle)
+    is_directory = model_path is not None and not is_hub_id(model_path)
+    own = None if is_directory else FLAVORS.get(found.model_name)
+    variables, values = environment(chosen.cell.settings), _values(found, chosen)
+    values |= _rope(found) if own else {}
+    lora = chosen.cell.settings.adapters
+    if lora is not None:
+        _refuse_adapters(found, chosen, lora, is_own=own is not None)
+        values |= _lora_values(lora)
+    start = f"torchrun --nproc_per_node={chosen.cell.layout.gpus} -m torchtitan.train"
+    command = f"{start} --module {_MODULE} --config train"
+    cannot = _cannot(found, chosen, is_own=own is not None)
+    chunks = _chunks(chosen) if own else None
+    shape = shape_here(found, model_path if is_directory else None)
+    logits_bytes = None if chunks else whole_logits_bytes(chosen, shape)
+    said = heading(
+        found, chosen, "torchtitan", name="torchtitan", version=VERSION, logits_bytes=logits_bytes
+    )
+    said += exports(variables, before="it starts")
+    said += model_lies(model_path if is_directory else None, before="it starts")
+    said.append(
+        "the learning rate is to be replaced by yours; add a dataloader=, a checkpoint= that "
+        "loads the weights, ..."
+    )
+    said += refusals(cannot, name="torchtitan")
+    said += [] if own else yarn_lines(found, why="the model is read from there")
+    said.append(f"start, where {_MODULE}.py lies: {command}")
+    text = comment(said) + _program(chosen, values, own, model_path)
+    return emitted(
+        "torchtitan",
+        VERSION,
+        said,
+        values,
+        command=command,
+        environment=variables,
+        cannot=cannot,
+        logits_bytes=logits_bytes,
+        text=text,
+    )
+
+
+_CHUNK_TOKENS = 256, 2048
+"""Fewest and most tokens of a sequence in one chunk of the loss, which cuts it into equal ones: at
+the most it holds 3 GiB of logits of a vocabulary of 150,000."""
+
+
+def _chunks(chosen: Candidate) -> int | None:
+    """The fewest chunks that a GPU's share of a sequence is cut into; None where a whole loss was
+    asked for, and where no number of them divides it.
+    """
+    sequences = chosen.cell.settings.sequences_per_micro_batch
+    fewest_tokens, most_tokens = _CHUNK_TOKENS
+    share_tokens = chosen.token_budget_tokens // sequences
+    if chosen.cell.settings.holds_logits:
+        return None
+    numbers = range(-(-share_tokens // most_tokens), share_tokens // fewest_tokens + 1)
+    return next((number for number in numbers if share_tokens % number == 0), None)
+
+
+def _obstacle(objective: Objective, layout: Layout) -> str | None:
+    """Why torchtitan cannot train an objective in a layout, in words; None where it can."""
+    unknown = other_objective(objective, ("sft",), name="torchtitan")
+    return unknown or shared_copies(layout, name="torchtitan")
+
+
+def _cannot(found: Recommendation, chosen: Candidate, *, is_own: bool) -> tuple[str, ...]:
+    settings, layout = chosen.cell.settings, chosen.cell.layout
+    said: list[str] = []
+    if layout.context_degree > 1:
+        how = "Ulysses" if layout.ring_degree == 1 else "a ring"
+        said.append(
+            f"{how}: {layout.context_degree} GPUs share each sequence by context parallelism, "
+            "which gathers keys and values of all heads"
+        )
+    if settings.strategy == "fsdp":
+        said.append("FSDP1: it shards with FSDP2")
+    if not is_own:
+        said += unfused(chosen.cell, "for transformers' models")
+    elif _chunks(chosen) is None:
+        said += unfused(chosen.cell, f"at {found.length_tokens} tokens, which no chunks divide")
+    if found.yarn is not None and is_own:
+        said.append("YaRN's attention factor: its own models scale the frequencies alone")
+    if settings.adapters is not None:
+        said += _of_adapters(found, chosen, settings.adapters)
+    return (*said, *engine_alone(settings, name="torchtitan"))
+
+
+def _of_adapters(found: Recommendation, chosen: Candidate, lora: Lora) -> list[str]:
+    """How its LoRA differs from what is predicted."""
+    where = "host memory" if chosen.cell.settings.offloads_model else "each GPU"
+    more = format_bytes(_wider_bytes(found, chosen))
+    said = [
+        f"a frozen model in bf16: it has one dtype, float32, for adapters and model, which takes "
+        f"{more} more of {where}"
+    ]
+    if set(_FUSED) <= set(_targets(lora)):
+        said.append(
+            f"adapters on {', '.join(_FUSED)}: they are one layer, wqkv, with one adapter of rank "
+            f"{lora.rank}"
+        )
+    return said
+
+
+def _targets(lora: Lora) -> tuple[str, ...]:
+    """The layers with an adapter, by the names of transformers' models."""
+    return (*ATTENTION, *MLP) if lora.names is None else lora.names
+
+
+def _refuse_adapters(found: Recommendation, chosen: Candidate, lora: Lora, *, is_own: bool) -> None:
+    """Raise UsageError for adapters that torchtitan does not have, and where the headroom does not
+    hold a model in float32.
+    """
+    if not is_own:
+        raise UsageError(
+            "torchtitan has adapters on models of its own, not on transformers'",
+            hint=f"leave `{lora_words(lora)}` out, or name one of {', '.join(FLAVORS)}",
+        )
+    fused = [name for name in _FUSED if name in _targets(lora)]
+    if fused and len(fused) < len(_FUSED):
+        others = [name for name in _targets(lora) if name not in _FUSED]
+        raise UsageError(
+            f"torchtitan has {', '.join(_FUSED)} in one layer, and adapters are asked for on "
+            f"{', '.join(fused)}",
+            hint=f"use `--lora-targets {','.join((*_FUSED, *others))}`",
+        )
+    more, headroom = _wider_bytes(found, chosen), chosen.headroom_bytes
+    if chosen.cell.settings.offloads_model or headroom is None:
+        return
+    if more > headroom + found.reserved_bytes:
+        raise UsageError(
+            f"torchtitan has a frozen model in float32, which takes {format_bytes(more)} more of "
+            f"each GPU than highwater's engine, beside which {format_bytes(headroom)} are free",
+            hint=f"add `--reserved {-(-more // GIB)}GiB`",
+        )
+
+
+def _wider_bytes(found: Recommendation, chosen: Candidate) -> int:
+    """Bytes that a frozen model takes more in float32 than in bfloat16: of a GPU, or offloaded of
+    the machine.
+    """
+    layout = chosen.cell.layout
+    shards = layout.shard_degree // (
+        layout.machine_gpus if chosen.cell.settings.offloads_model else 1
+    )
+    return 2 * policy_parameters(load_model(found.model_name).shape, chosen.cell.settings) // shards
+
+
+def _lora_values(lora: Lora) -> dict[str, Value]:
+    """The converter's: without names it would take the head, too."""
+    layers = dict.fromkeys(_LAYERS[name] for name in _targets(lora))
+    return {
+        "lora.rank": lora.rank,
+        "lora.alpha": float(lora.alpha),
+        **{f"lora.target_modules.{number}": name for number, name in enumerate(layers)},
+    }
+
+
+def _values(found: Recommendation, chosen: Candidate) -> dict[str, Value]:
+    settings, layout = chosen.cell.settings, chosen.cell.layout
+    degree = layout.context_degree
+    values: dict[str, Value] = {
+        "training.local_batch_size": settings.sequences_per_micro_batch,
+        **_one_micro_batch(chosen),
+        "training.seq_len": found.length_tokens,
+        "training.dtype": "float32",
+        "training.mixed_precision_param": "bfloat16",
+        "training.enable_cpu_offload": settings.offloads_model,
+        # a graph wants the mask of documents to be alike in every step, and refuses one that is not
+        "training.disable_cuda_graphs": True,
+        "parallelism.data_parallel_replicate_degree": layout.replicate_degree,
+        "parallelism.data_parallel_shard_degree": layout.shard_degree // degree,
+        "parallelism.context_parallel_degree": degree,
+    }
+    # "headtail" cannot cut the mask of flex attention, which is what language models have there.
+    return values | ({"parallelism.context_parallel_load_balancer": "ptrr"} if degree > 1 else {})
+
+
+def _one_micro_batch(chosen: Candidate) -> dict[str, Value]:
+    """The batch of a step that is one micro-batch of every rank; else it is the user's to name."""
+    settings, ranks = chosen.cell.settings, chosen.cell.layout.data_parallel_degree
+    if settings.accumulates:
+        return {}
+    return {"training.global_batch_size": settings.sequences_per_micro_batch * ranks}
+
+
+def _rope(found: Recommendation) -> dict[str, Value]:
+    if found.yarn is None:
+        return {}
+    native = int(found.yarn.rope_parameters["original_max_position_embeddings"])
+    return {
+        "rope.scaling": "yarn",
+        "rope.rope_factor": found.yarn.factor,
+        "rope.original_seq_len": native,
+        "rope.max_seq_len": found.yarn.max_position_embeddings,
+    }
+
+
+def _program(
+    chosen: Candidate,
+    values: Mapping[str, Value],
+    own: tuple[str, str] | None,
+    model_path: str | None,
+) -> str:
+    settings = chosen.cell.settings
+    recompute = "None" if settings.recompute == "none" else "FullAC.Config()"
+    sections = (("training", "TrainingConfig"), ("parallelism", "ParallelismConfig"))
+    written = "".join(
+        f"        {name}={kind}(\n{_arguments(name, values)}        ),\n" for name, kind in sections
+    )
+    written += f"        activation_checkpoint={recompute},\n"
+    written += "        optimizer=default_adamw(lr=1e-5),\n"
+    if own is None:
+        model = repr(model_path) if model_path else _BY_ENVIRONMENT
+        # the tokenizer is read from a directory, the model by its id, too
+        directory = _BY_ENVIRONMENT if model_path and is_hub_id(model_path) else model
+        imports = "import os\n\n" if directory == _BY_ENVIRONMENT else ""
+        return imports + _TRANSFORMERS.format(model=model, directory=directory, settings=written)
+    rope = _arguments("rope", values)
+    chunks = _chunks(chosen)
+    loss = f"ChunkedLossWrapper.Config(num_chunks={chunks}, loss_fn=loss)" if chunks else "loss"
+    lora = _converter(values)
+    return _OWN.format(
+        module=own[0],
+        flavor=own[1],
+        imports="from torchtitan.components.lora import LoRAConverter\n" if lora else "",
+        lora=_LORA.format(lora=lora) if lora else "",
+        converters=", converters=[lora]" if lora else "",
+        rope=_ROPE.format(rope=rope) if rope else "",
+        loss=loss,
+        settings=written,
+    )
+
+
+def _converter(values: Mapping[str, Value]) -> str:
+    """The converter's arguments, its layers as one list."""
+    names = [value for name, value in values.items() if name.startswith("lora.target_modules.")]
+    if not names:
+        return ""
+    rank, alpha = values["lora.rank"], values["lora.alpha"]
+    arguments = {"rank": rank, "alpha": alpha, "target_modules": names}
+    return "".join(f"        {name}={value!r},\n" for name, value in arguments.items())
+
+
+def _arguments(section: str, values: Mapping[str, Value]) -> str:
+    """One section's values as arguments, a line ``name=value,`` for each."""
+    own = {name: value for name, value in values.items() if name.startswith(f"{section}.")}
+    named = ((name.removeprefix(f"{section}."), value) for name, value in own.items())
+    return "".join(f"            {name}={value!r},\n" for name, value in named)

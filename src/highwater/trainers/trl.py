@@ -1,0 +1,328 @@
+"""A recommendation as TRL's configuration file. Names: ``trl/trainer/*_config.py`` and
+``model_config.py`` of trl 1.16.0.
+
+``trl sft --config trl.yaml`` starts its processes through accelerate, by the file that
+``accelerate_config`` names: sharding, offload and shared sequences are there
+(``trainers/accelerate.py``). Its losses never hold whole logits.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from highwater.errors import UsageError
+from highwater.model.model import ModelShape
+from highwater.model.rope import Yarn
+from highwater.nouns.completions import generation_micro_batches
+from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.layout import Layout
+from highwater.nouns.objective import Objective
+from highwater.nouns.optimizer import OptimizerName
+from highwater.nouns.recommendation import Candidate, Recommendation
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell
+from highwater.trainers.accelerate import (
+    FILE,
+    SequenceSharing,
+    accelerate,
+    attention,
+    instead,
+    layout_obstacle,
+    padded_to,
+    sharing_of,
+)
+from highwater.trainers.adapter_words import whole_alpha
+from highwater.trainers.emitted import (
+    WHOLE_SHARDS,
+    Emitted,
+    Value,
+    emitted,
+    engine_alone,
+    environment,
+    heading,
+    model_lies,
+    other_objective,
+    refusals,
+    refuse_obstacle,
+    refuse_optimizer,
+    shape_here,
+)
+
+VERSION = "1.16.0"
+
+
+class Subcommand(NamedTuple):
+    """A subcommand of ``trl``."""
+
+    name: str
+    packs: bool = False
+    """Whether it packs sequences into one row, which several GPUs may share; others pad."""
+    generates: bool = False
+    """Whether it generates completions, by the policy itself: whole groups of them are a batch."""
+    precomputes: bool = False
+    """Whether it computes the reference's log-probabilities before it trains: the reference then
+    takes no memory."""
+
+
+COMMANDS: Mapping[Objective, Subcommand] = {
+    "sft": Subcommand("sft", packs=True),
+    "grpo": Subcommand("grpo", generates=True),
+    "rw": Subcommand("reward"),
+    "dpo": Subcommand("dpo", precomputes=True),
+}
+"""TRL's subcommands, by objective; it has none for the others."""
+OPTIMIZERS: Mapping[OptimizerName, str | None] = {
+    "adamw": None,  # the default, torch's AdamW in the parameters' dtype
+    "adamw-8bit": "adamw_torch_8bit",
+}
+"""``optim`` by optimizer: the other is torchao's ``AdamW8bit``, whose update
+tests/numeric/test_low_bit.py compares with ours. It has none with moments in bfloat16 beside
+parameters in float32."""
+_PRECOMPUTED = (
+    "precompute_ref_log_probs: the reference runs over the whole dataset before training, and then "
+    "takes no memory; highwater's runs before each step, from host memory"
+)
+_FLASH = (
+    "flash_attention_2 needs the package flash-attn, or use a kernel of the Hub: "
+    "kernels-community/flash-attn2"
+)
+_ELSEWHERE = '--model_name_or_path "$MODEL_PATH"'
+"""The flag that names the model where nobody said where it lies: TRL's YAML knows no variables."""
+
+
+class TrlTraining(NamedTuple):
+    """What TRL is to train, whoever asks for it: a recommendation, or a trial."""
+
+    cell: Cell
+    length_tokens: int
+    sharing: SequenceSharing
+    model_path: str | None = None
+    """The model's directory; None: the command names it."""
+    yarn: Yarn | None = None
+    rollout_gpus: int = 0
+    """GPUs set aside for a server that generates."""
+
+
+def trl(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
+    """The file of one of TRL's commands, and accelerate's beside it.
+
+    Raises UsageError for an objective that it has no command for, for sequences shared among GPUs
+    in others than ``sft``, and for an optimizer that it does not have.
+    """
+    cell, shape = chosen.cell, shape_here(found, model_path)
+    refuse_untrainable(cell, shape)
+    training = TrlTraining(
+        cell=cell,
+        length_tokens=found.length_tokens,
+        sharing=sharing_of(cell.layout, shape),
+        model_path=model_path,
+        yarn=found.yarn,
+        rollout_gpus=found.rollout_gpus,
+    )
+    trained, cannot = COMMANDS[cell.settings.objective], inexpressible(training)
+    said = [*_said(found, chosen, training.sharing, model_path), *refusals(cannot, name="TRL")]
+    command = f"trl {trained.name} --config trl.yaml{'' if model_path else f' {_ELSEWHERE}'}"
+    return emitted(
+        "trl",
+        VERSION,
+        [*said, f"start: {command}"],
+        trl_values(training),
+        command=command,
+        environment=environment(cell.settings),
+        cannot=cannot,
+        beside={FILE: accelerate(found, chosen, model_path=model_path).text},
+    )
+
+
+def refuse_untrainable(cell: Cell, shape: ModelShape | None) -> None:
+    """Raise UsageError for an objective, a layout or an optimizer that TRL does not have; what is
+    offered instead ``refuse_other_sharing`` does not refuse.
+    """
+    is_refused = _obstacle(cell.settings.objective, cell.layout, shape) is not None
+    if is_refused and shape is not None:
+        refuse_other_sharing(cell, shape)
+    refuse_obstacle(cell, lambda objective, layout: _obstacle(objective, layout, shape))
+    _refuse_optimizer(cell, sharing_of(cell.layout, shape))
+
+
+def refuse_other_sharing(cell: Cell, shape: ModelShape) -> None:
+    """Raise UsageError for heads where TRL shares a model's sequences by a ring, and for what
+    ``refuse_untrainable`` refuses.
+    """
+
+    def obstacle(objective: Objective, layout: Layout) -> str | None:
+        unknown = _obstacle(objective, layout, shape)
+        if unknown is not None or layout.ulysses_degree == 1:
+            return unknown
+        return _by_heads(layout) if sharing_of(layout, shape) == "ring" else None
+
+    objective, layout = cell.settings.objective, cell.layout
+    is_heads_alone = _obstacle(objective, layout, shape) is None and obstacle(objective, layout)
+    if is_heads_alone and cell.settings.strategy == "fsdp2":
+        raise UsageError(
+            _by_heads(layout), hint=f"use `--ulysses 1 --ring {layout.context_degree}`"
+        )
+    refuse_obstacle(cell, obstacle)
+    _refuse_optimizer(cell, sharing_of(layout, shape))
+
+
+def _by_heads(layout: Layout) -> str:
+    return (
+        "TRL shares this model's sequences by a ring, not by heads: Ulysses over "
+        f"{layout.ulysses_degree} GPUs is DeepSpeed's there, with other shards"
+    )
+
+
+def _obstacle(objective: Objective, layout: Layout, shape: ModelShape | None) -> str | None:
+    """Why TRL cannot train an objective in a layout, in words; None where it can."""
+    unknown = other_objective(objective, COMMANDS, name="TRL")
+    if unknown is not None:
+        return unknown
+    if layout.context_degree > 1 and not COMMANDS[objective].packs:
+        command = COMMANDS[objective].name
+        return f"TRL shares sequences among GPUs in `trl sft` alone, not in `trl {command}`"
+    return layout_obstacle(layout, shape, name="TRL")
+
+
+def _refuse_optimizer(cell: Cell, sharing: SequenceSharing) -> None:
+    """Raise UsageError for an optimizer that TRL does not have, with what shards the states."""
+    settings, optimizer = cell.settings, cell.settings.optimizer
+    refuse_optimizer(settings, OPTIMIZERS, name="TRL")
+    if sharing == "heads" and OPTIMIZERS[optimizer] is not None:
+        raise UsageError(
+            f"TRL shares heads by DeepSpeed, whose flat shards have other blocks than {optimizer}",
+            hint=f"use `--ulysses 1`, or leave `--optimizer {optimizer}` out",
+        )
+
+
+def _said(
+    found: Recommendation, chosen: Candidate, sharing: SequenceSharing, model_path: str | None
+) -> list[str]:
+    """What stands above the settings: whose memory it is, and what else has to be there."""
+    command = COMMANDS[chosen.cell.settings.objective]
+    return [
+        *heading(found, chosen, "trl", name="TRL", version=VERSION),
+        f"beside it {FILE}: how processes start, and share states and sequences",
+        *((_FLASH,) if attention(sharing) == "flash_attention_2" else ()),
+        *model_lies(model_path, before="it starts"),
+        *(_about_rollout(found) if command.generates else ()),
+        *((_PRECOMPUTED,) if command.precomputes else ()),
+    ]
+
+
+def _about_rollout(found: Recommendation) -> list[str]:
+    said = [f"{found.length_tokens} tokens are prompt and max_completion_length together"]
+    if found.rollout_gpus:
+        serve = (
+            f"trl vllm-serve --data_parallel_size {found.rollout_gpus} --max_model_len "
+            f"{found.length_tokens} --model"
+        )
+        return [
+            *said,
+            f"before it, on the {found.rollout_gpus} GPUs for rollout: {serve} the model's "
+            f"directory",
+        ]
+    return [
+        *said,
+        "what generates keeps memory of the same GPUs, which is not in it: `--reserved` says how "
+        "much",
+    ]
+
+
+def inexpressible(training: TrlTraining) -> tuple[str, ...]:
+    """What the settings have and TRL has no words for, or other words, in words."""
+    settings, sharing = training.cell.settings, training.sharing
+    command = COMMANDS[settings.objective]
+    said: list[str] = []
+    if settings.optimizer_traits.is_quantized:
+        said.append(WHOLE_SHARDS)
+    if settings.holds_logits:
+        said.append("whole logits: its losses are computed in tiles, which takes less")
+    if sharing == "heads":
+        said.append(
+            "packed sequences with Ulysses: DeepSpeed's attention expects a row for each "
+            "sequence, so batches are padded"
+        )
+    elif sharing == "ring":
+        said.append(
+            "packed sequences with a ring: it has no borders inside a row; batches are padded"
+        )
+    elif not command.packs and settings.sequences_per_micro_batch > 1:
+        said.append(f"packed sequences in `trl {command.name}`: batches are padded")
+    said += instead(training.cell, sharing)
+    return (*said, *engine_alone(settings, name="TRL"))
+
+
+def trl_values(training: TrlTraining) -> dict[str, Value]:
+    """TRL's settings by name: what holds memory, and nothing of what is learned."""
+    settings, layout = training.cell.settings, training.cell.layout
+    sharing, model_path = training.sharing, training.model_path
+    values: dict[str, Value] = {"model_name_or_path": model_path} if model_path else {}
+    base = "float32" if settings.lora is None else "bfloat16"
+    values |= {"dtype": base, "attn_implementation": attention(sharing), "bf16": True}
+    values |= _lora_values(settings)
+    optimizer = OPTIMIZERS[settings.optimizer]
+    values |= {} if optimizer is None else {"optim": optimizer}
+    values |= _rope_values(training.yarn)
+    values |= _batch_values(training)
+    if sharing != "none":
+        values["pad_to_multiple_of"] = padded_to(layout, sharing)
+    # FSDP recomputes by itself, and refuses to have it asked of the model too; DeepSpeed does not.
+    values["gradient_checkpointing"] = sharing == "heads" and settings.recompute != "none"
+    values["accelerate_config"] = FILE
+    return values | {f"env.{name}": value for name, value in environment(settings).items()}
+
+
+def _lora_values(settings: Settings) -> dict[str, Value]:
+    """Adapters as peft has them, without the dropout that is TRL's default."""
+    lora = settings.adapters
+    if lora is None:
+        return {}
+    values: dict[str, Value] = {"use_peft": True, "lora_r": lora.rank}
+    values["lora_alpha"] = whole_alpha(lora, name="TRL")
+    values |= {
+        f"lora_target_modules.{number}": name
+        for number, name in enumerate(lora.names or (lora.targets,))
+    }
+    if lora.base == "nf4":
+        values |= {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": True}
+        values["bnb_4bit_quant_storage"] = "bfloat16"  # which FSDP handles as it does the model
+    if settings.traits.gives_scalars:
+        values |= {"lora_task_type": "SEQ_CLS", "lora_modules_to_save.0": "score"}
+    return values | {"lora_dropout": 0.0}
+
+
+def _rope_values(yarn: Yarn | None) -> dict[str, Value]:
+    if yarn is None:
+        return {}
+    kwargs = yarn.block
+    parameters = kwargs.pop("rope_parameters").items()
+    return {
+        **{f"model_init_kwargs.rope_parameters.{name}": value for name, value in parameters},
+        **{f"model_init_kwargs.{name}": value for name, value in kwargs.items()},
+    }
+
+
+def _batch_values(training: TrlTraining) -> dict[str, Value]:
+    """Rows of a batch, which of pairs are two sequences each, and their length."""
+    settings, layout = training.cell.settings, training.cell.layout
+    command = COMMANDS[settings.objective]
+    rows = settings.sequences_per_micro_batch // settings.traits.documents_together
+    values: dict[str, Value] = {"per_device_train_batch_size": rows}
+    if not settings.accumulates:
+        values["gradient_accumulation_steps"] = 1
+    if command.generates:
+        micro_batches = generation_micro_batches(rows, layout.gpus)
+        # A generated batch is trained on in one step, or in as many as it has micro-batches.
+        name = "gradient_accumulation_steps" if settings.accumulates else "steps_per_generation"
+        values[name] = micro_batches
+        if settings.entropy != "none":
+            values["entropy_coef"] = Hyperparameters().entropy_coefficient
+        return values | ({"use_vllm": True, "vllm_mode": "server"} if training.rollout_gpus else {})
+    values["max_length"] = training.length_tokens
+    if command.precomputes:
+        values["precompute_ref_log_probs"] = True
+    if command.packs:
+        is_shared = layout.context_degree > 1
+        packed: dict[str, Value] = {"packing": True, "packing_strategy": "bfd"}
+        values |= {"packing": False} if is_shared else packed
+    return values

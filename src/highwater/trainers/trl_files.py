@@ -1,0 +1,356 @@
+"""A trial as TRL's configuration files: the emitted words for its settings, the user's own fields
+beside them, and what one trial needs of data, steps and output.
+
+A user's field stays unless it says the length, the batch, how processes share the work, the data,
+the steps or the output: those are the trial's. What would make a trial prove something else, or
+nothing, is refused by name. Names: as in ``trainers/trl.py``.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from highwater.errors import UsageError
+from highwater.model.model import ModelShape
+from highwater.model.rope import Yarn
+from highwater.nouns.allocator_variables import ALLOCATOR_VARIABLES
+from highwater.nouns.completions import GENERATIONS, generation_micro_batches
+from highwater.nouns.objective import Objective
+from highwater.nouns.preparation import DocumentKind
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell
+from highwater.nouns.trial import TrialSpec
+from highwater.trainers.accelerate import launched_values, sharing_of
+from highwater.trainers.accelerate_files import (
+    ON_THE_CPU,
+    SHARDING,
+    fsdp_keys,
+    mapping_in,
+    over_fsdp,
+    refuse_unlaunched,
+)
+from highwater.trainers.emitted import nested
+from highwater.trainers.trl import COMMANDS, TrlTraining, refuse_other_sharing, trl_values
+
+CONFIG = "trl.yaml"
+TRIED: Mapping[Objective, DocumentKind] = {"sft": "text", "grpo": "prompt"}
+"""Objectives whose trials are written, and the documents that each is given."""
+PROMPT_TOKENS = 16
+"""Tokens of a prompt where all the rest of a sequence is generated."""
+_REWARD = "get_soft_overlong_punishment"
+"""A reward of TRL's own that reads nothing but a completion's length."""
+
+_DATA = (
+    *("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split"),
+    *("dataset_streaming", "streaming", "datasets", "test_split_size", "dataset_text_field"),
+    *("dataset_kwargs", "assistant_only_loss", "completion_only_loss", "truncation_mode"),
+    *("eval_packing", "model_revision", "resume_from_checkpoint", "reward_funcs"),
+)
+"""The user's fields about data, which a trial has its own of; and about where a run goes on."""
+_ENDS: Mapping[str, Any] = {
+    "eval_strategy": "no",
+    "save_strategy": "no",
+    "load_best_model_at_end": False,
+    "push_to_hub": False,
+    "report_to": "none",
+    "logging_strategy": "steps",
+    "logging_steps": 1,
+    "logging_nan_inf_filter": False,
+    "auto_find_batch_size": False,
+}
+"""What every trial ends with: no other output, and no batch that shrinks where memory runs out."""
+_REFUSED: Mapping[str, str] = {
+    "deepspeed": "say it in accelerate's file: `accelerate_config: accelerate.yaml`",
+    "fsdp": "say it in accelerate's file: `accelerate_config: accelerate.yaml`",
+    "fsdp_config": "say it in accelerate's file: `accelerate_config: accelerate.yaml`",
+    "parallelism_config": "say it by `--ring` and `--copies`",
+    "use_vllm": "leave it out: a trial generates by transformers",
+    "use_transformers_continuous_batching": "leave it out: it is told no number of tokens",
+    "use_transformers_paged": "leave it out: it is told no number of tokens",
+}
+"""Fields that a trial cannot take over, and what to do instead."""
+_RECOMPUTED = ("gradient_checkpointing", "activation_checkpointing")
+"""Both names that transformers has for one thing."""
+_OF_ADAPTERS = ("use_peft", "lora_", "load_in_", "bnb_", "use_bnb_", "dtype")
+"""Beginnings of names that LoRA has a word in."""
+_OF_THE_STRATEGY = (*SHARDING, "fsdp_state_dict_type")
+"""FSDP's keys that are never the user's: how states are sharded, and that no whole model is saved
+at the end."""
+_FROM_A_RECOMMENDATION = ("packing", "packing_strategy", "attn_implementation")
+"""What is emitted where the user has no configuration, and left to TRL where there is one."""
+
+
+class Launched(NamedTuple):
+    """What a trial's processes are given."""
+
+    spec: TrialSpec
+    model: ModelShape
+    yarn: Yarn | None
+    """The scaling of the positions that the length needs."""
+    model_directory: Path
+    documents: Path
+    output: Path
+    launcher: Path
+    """Where accelerate's file will be."""
+    has_flash: bool
+    """Whether the trainer's Python has the package flash-attn."""
+
+
+class Base(NamedTuple):
+    """The user's own configuration."""
+
+    config: Mapping[str, Any] = MappingProxyType({})
+    """TRL's; empty: there is none."""
+    launcher: Mapping[str, Any] = MappingProxyType({})
+    """Accelerate's, which TRL's names."""
+    source: str = "the configuration"
+    """What TRL's is called, for readers."""
+
+
+class TrialFiles(NamedTuple):
+    """The files of a trial, and what a reader should know of them."""
+
+    config: dict[str, Any]
+    launcher: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+class TrialBatch(NamedTuple):
+    """Sequences of a trial."""
+
+    micro_batches: int
+    """Micro-batches of a step, which GRPO's groups of completions decide themselves."""
+    rows: int
+    """Sequences of each."""
+    groups: int
+    """GPUs, or groups of them, that have sequences of their own."""
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of one step, over all GPUs."""
+        return self.micro_batches * self.rows * self.groups
+
+
+def refuse_untried(spec: TrialSpec, shape: ModelShape) -> None:
+    """Raise UsageError for settings that TRL is not tried with, by name, and what is instead."""
+    if spec.settings.objective not in TRIED:
+        raise UsageError(
+            f"trials of TRL are written for {', '.join(TRIED)}, not for {spec.settings.objective}",
+            hint="use `--objective sft`",
+        )
+    refuse_unwritten(spec, shape)
+
+
+def refuse_unwritten(spec: TrialSpec, shape: ModelShape) -> None:
+    """Raise UsageError for settings that no configuration of TRL says, tried or predicted."""
+    refuse_other_sharing(Cell(settings=spec.settings, layout=spec.layout), shape)
+    if spec.settings.holds_logits:
+        raise UsageError(
+            "TRL's losses are computed in tiles, and never hold whole logits",
+            hint="use `--loss chunked`, or leave `--loss` out",
+        )
+    refuse_unlaunched(spec, name="TRL")
+
+
+def refuse_base(base: Mapping[str, Any], *, source: str) -> None:
+    """Raise UsageError for a field of the user's configuration that a trial cannot take over."""
+    for name, hint in _REFUSED.items():
+        if base.get(name):
+            raise UsageError(f"{source} has {name}, which a trial cannot take over", hint=hint)
+
+
+def batch_of(spec: TrialSpec, base: Mapping[str, Any]) -> TrialBatch:
+    """The sequences of a trial; GRPO trains on whole groups of completions."""
+    rows, layout = spec.settings.sequences_per_micro_batch, spec.layout
+    micro_batches = spec.micro_batches
+    if COMMANDS[spec.settings.objective].generates:
+        micro_batches = generation_micro_batches(rows, layout.gpus, _generations(base))
+    return TrialBatch(micro_batches=micro_batches, rows=rows, groups=layout.data_parallel_degree)
+
+
+def completion_tokens(spec: TrialSpec, base: Mapping[str, Any]) -> int:
+    """Tokens that GRPO generates: the user's own number, or all but a short prompt.
+
+    Raises UsageError where they leave no token for a prompt.
+    """
+    named = base.get("max_completion_length")
+    tokens = spec.length_tokens - PROMPT_TOKENS if named is None else int(named)
+    if not 0 < tokens < spec.length_tokens:
+        raise UsageError(
+            f"{tokens} generated tokens of {spec.length_tokens} leave none for a prompt",
+            hint=f"use `--start-length {max(tokens, 0) + 2 * PROMPT_TOKENS}`"
+            if named is not None
+            else f"use `--start-length {2 * PROMPT_TOKENS}`",
+        )
+    return tokens
+
+
+def document_tokens(spec: TrialSpec, base: Mapping[str, Any]) -> int:
+    """Tokens of each document that the trial is given: of GRPO's the prompt alone."""
+    if TRIED[spec.settings.objective] == "prompt":
+        return spec.length_tokens - completion_tokens(spec, base)
+    return spec.length_tokens
+
+
+def trial_files(launched: Launched, base: Base) -> TrialFiles:
+    """TRL's file and accelerate's for one trial, over the user's own fields.
+
+    Raises UsageError for what cannot be.
+    """
+    refuse_base(base.config, source=base.source)
+    emitted = nested(_emitted(launched, has_base=bool(base.config)))
+    kept = {name: value for name, value in base.config.items() if name not in (*_DATA, *_ENDS)}
+    own = {name: emitted[name] for name in _named(launched.spec, emitted)} | _own(launched, base)
+    own |= _scaled(emitted, base.config)
+    recomputed = next((name for name in _RECOMPUTED if name in kept), None)
+    if recomputed is not None and "gradient_checkpointing" in own:
+        kept = {name: value for name, value in kept.items() if name not in _RECOMPUTED}
+        recomputed = None
+    config = {**emitted, **kept, **own, "env": _env(kept.get("env"))}
+    if recomputed == "activation_checkpointing":
+        del config["gradient_checkpointing"]
+    launcher, said = _launcher(launched, base.launcher)
+    if recomputed is not None and kept[recomputed]:  # one of both recomputes, not both
+        _fsdp(launcher)["fsdp_activation_checkpointing"] = False
+    return TrialFiles(
+        config={name: value for name, value in config.items() if value not in ({}, None)},
+        launcher=launcher,
+        notes=(*_notes(base, own), *said),
+    )
+
+
+def _named(spec: TrialSpec, emitted: Mapping[str, Any]) -> list[str]:
+    """Names of what is emitted for settings that somebody named, as far as that shows: they are not
+    the default. A ring is always meant.
+    """
+    settings, names = spec.settings, ["optim"] if spec.settings.optimizer != "adamw" else []
+    if spec.layout.context_degree > 1:
+        names += ["attn_implementation", "packing", "pad_to_multiple_of"]
+    if settings.recompute != Settings().recompute:
+        names.append("gradient_checkpointing")
+    if settings.lora is not None:
+        names += [name for name in emitted if name.startswith(_OF_ADAPTERS)]
+    return [name for name in names if name in emitted]
+
+
+def _scaled(emitted: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """What the model is opened with, the scaling of its positions beside what the user has."""
+    scaled = mapping_in(emitted, "model_init_kwargs")
+    if not scaled:
+        return {}
+    return {"model_init_kwargs": {**mapping_in(base, "model_init_kwargs"), **scaled}}
+
+
+def _emitted(launched: Launched, *, has_base: bool) -> dict[str, Any]:
+    """What is emitted for these settings, as far as it is not left to TRL."""
+    spec = launched.spec
+    cell = Cell(settings=spec.settings, layout=spec.layout)
+    sharing = sharing_of(spec.layout, launched.model)
+    values: dict[str, Any] = trl_values(
+        TrlTraining(
+            cell=cell,
+            length_tokens=spec.length_tokens,
+            sharing=sharing,
+            model_path=str(launched.model_directory),
+            yarn=launched.yarn,
+        )
+    )
+    is_flash = values["attn_implementation"] == "flash_attention_2"
+    if sharing == "none" and has_base:
+        for name in _FROM_A_RECOMMENDATION:
+            values.pop(name, None)
+    elif is_flash and not launched.has_flash:
+        # One row of one document needs no borders, and several need not be laid into one.
+        values |= {"attn_implementation": "sdpa"}
+        for name in ("packing", "packing_strategy"):
+            values.pop(name, None)
+    if spec.device == "cpu":
+        values |= {"bf16": False, "use_cpu": True}
+        # FSDP, which recomputes by itself, is on GPUs alone
+        values["gradient_checkpointing"] = spec.settings.recompute != "none"
+    return values
+
+
+def _own(launched: Launched, base: Base) -> dict[str, Any]:
+    """What is the trial's own, whatever the user has."""
+    spec, batch = launched.spec, batch_of(launched.spec, base.config)
+    own: dict[str, Any] = {
+        "model_name_or_path": str(launched.model_directory),
+        "datasets": [{"path": "json", "data_files": str(launched.documents)}],
+        "per_device_train_batch_size": batch.rows,
+        "gradient_accumulation_steps": batch.micro_batches,
+        "max_steps": spec.steps,
+        "output_dir": str(launched.output),
+        "accelerate_config": str(launched.launcher),
+        "use_cpu": spec.device == "cpu",
+        **_ENDS,
+    }
+    if COMMANDS[spec.settings.objective].generates:
+        tokens = completion_tokens(spec, base.config)
+        told = mapping_in(base.config, "generation_kwargs")
+        own |= {
+            "max_completion_length": tokens,
+            "generation_kwargs": {**told, "min_new_tokens": tokens},
+            "num_generations": _generations(base.config),
+            "reward_funcs": [_REWARD],
+            "mask_truncated_completions": False,  # every completion is, so that it has its length
+        }
+        return own
+    return own | {"max_length": spec.length_tokens}
+
+
+def _launcher(
+    launched: Launched, base: Mapping[str, Any]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Accelerate's file, over the user's own, and what is said of it."""
+    spec = launched.spec
+    if spec.device == "cpu":
+        return dict(ON_THE_CPU), ()
+    cell = Cell(settings=spec.settings, layout=spec.layout)
+    ours: dict[str, Any] = nested(launched_values(cell, sharing_of(spec.layout, launched.model)))
+    ours |= {"main_process_port": 0, "use_cpu": False}  # 0: not the port of a trial beside this one
+    theirs, mode = base.get("distributed_type"), ours["distributed_type"]
+    if theirs in (None, "NO", "MULTI_GPU", mode):
+        if mode == "FSDP":
+            ours["fsdp_config"] = over_fsdp(
+                fsdp_keys(base), ours["fsdp_config"], spec.settings, ours_always=_OF_THE_STRATEGY
+            )
+        return {**base, **ours}, ()
+    if spec.layout.context_degree > 1:
+        raise UsageError(
+            f"sequences are shared by {mode}, and your accelerate file has {theirs}",
+            hint="leave `accelerate_config` out of your configuration, or use `--ring 1`",
+        )
+    processes = {name: ours[name] for name in ("num_processes", "num_machines")}
+    said = f"states are shared by your accelerate file's {theirs}, not by FSDP"
+    return {**base, **processes, "main_process_port": 0}, (said,)
+
+
+def _fsdp(launcher: dict[str, Any]) -> dict[str, Any]:
+    section: dict[str, Any] = launcher.get("fsdp_config", {})
+    return section
+
+
+def _env(env: Any) -> dict[str, str]:
+    """The user's variables but the allocator's, which is the rung's."""
+    given = dict(env) if isinstance(env, Mapping) else {}
+    return {name: str(value) for name, value in given.items() if name not in ALLOCATOR_VARIABLES}
+
+
+def _notes(base: Base, own: Mapping[str, Any]) -> tuple[str, ...]:
+    """Which of the user's fields say something else in the trial, or nothing."""
+    others = {**_ENDS, **own}
+    has = base.config
+    changed = sorted(name for name in has if name in others and has[name] != others[name])
+    left = sorted(name for name in has if name in _DATA)
+    said: list[str] = []
+    if changed:
+        said.append(f"the trial's own in {base.source}: {', '.join(changed)}")
+    if left:
+        said.append(f"left out of {base.source}, the data being the trial's: {', '.join(left)}")
+    return tuple(said)
+
+
+def _generations(base: Mapping[str, Any]) -> int:
+    return int(base.get("num_generations") or GENERATIONS)

@@ -1,0 +1,147 @@
+"""A recommendation as verl's Hydra overrides, in a shell script.
+
+verl turns expandable segments on by itself after each exchange of weights
+(``verl/workers/engine_workers.py``); in the environment they would end vLLM's sleep mode, whose
+memory pool refuses them (https://github.com/pytorch/pytorch/issues/147851).
+
+With LoRA the rollout loads the model from its own files, by ``load_format``, and is sent adapters
+alone; else the actor would gather all of the model once. FSDP2 sends them without
+``layered_summon``, which is for FSDP1's flat pieces (``collect_lora_params`` in
+``verl/utils/fsdp_utils.py``).
+
+Source of the names: ``_generated_ppo_trainer.yaml`` of verl 0.9.1.
+"""
+
+import re
+import shlex
+
+from highwater.errors import UsageError
+from highwater.nouns.allocator_variables import ENV_IN_WORDS
+from highwater.nouns.lora import Lora
+from highwater.nouns.recommendation import Candidate, Recommendation
+from highwater.trainers.adapter_words import one_dtype, whole_alpha
+from highwater.trainers.emitted import (
+    Emitted,
+    Value,
+    comment,
+    emitted,
+    heading,
+    literal,
+    model_lies,
+    yarn_lines,
+)
+
+VERSION = "0.9.1"
+MODEL_PATH = "$MODEL_PATH"
+"""The model's path where nobody said where it lies."""
+_PROGRAM = "python3 -m verl.trainer.main_ppo"
+_PATH = "actor_rollout_ref.model.path"
+_ACTOR = "actor_rollout_ref.actor"
+_MODEL = "actor_rollout_ref.model"
+_REF = "actor_rollout_ref.ref"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_MOST_RANK = 512
+"""The highest rank that vLLM serves (``get_vllm_max_lora_rank`` in
+``verl/workers/rollout/vllm_rollout/utils.py``)."""
+
+
+def verl(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
+    """Write the overrides that a length depends on.
+
+    Raises UsageError for GPUs set aside, since verl's actor and rollout share theirs, and for
+    adapters that it cannot have.
+    """
+    if found.rollout_gpus:
+        raise UsageError(
+            "verl's actor and rollout share their GPUs: none are set aside",
+            hint="leave `--rollout-gpus` out, and `--reserved 10GiB` for what the rollout keeps "
+            "while the actor trains",
+        )
+    values = _values(found, chosen, model_path or MODEL_PATH)
+    said = heading(found, chosen, "verl", name="verl", version=VERSION)
+    said.append(
+        "what the rollout keeps on the GPU while the actor trains is not in it: `--reserved` says "
+        "how much"
+    )
+    if chosen.cell.settings.allocator == "expandable":
+        said.append(
+            "expandable segments: verl turns them on after each exchange of weights; "
+            f"{ENV_IN_WORDS} would end vLLM's sleep mode"
+        )
+    if chosen.cell.settings.lora is not None:
+        said.append(one_dtype(name="verl", field="fsdp_config.model_dtype"))
+    said += model_lies(model_path, before="it starts")
+    said += yarn_lines(
+        found, why="no override reaches rope parameters, which are a mapping in the model's config"
+    )
+    said.append(
+        f"data.max_prompt_length and data.max_response_length together: {found.length_tokens}"
+    )
+    words = [f"  {_override(name, value)} \\\n" for name, value in values.items()]
+    command = f'{_PROGRAM} \\\n{"".join(words)}  "$@"'
+    text = f"#!/usr/bin/env bash\n{comment(said)}{command}\n"
+    return emitted("verl", VERSION, said, values, command=command, text=text)
+
+
+def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[str, Value]:
+    budget, offload = chosen.token_budget_tokens, chosen.cell.settings.offloads_model
+    return {
+        "trainer.nnodes": 1,
+        "trainer.n_gpus_per_node": found.gpus,
+        _PATH: model_path,
+        f"{_MODEL}.use_remove_padding": True,
+        f"{_MODEL}.enable_gradient_checkpointing": True,
+        f"{_ACTOR}.strategy": chosen.cell.settings.strategy,
+        f"{_ACTOR}.ulysses_sequence_parallel_size": chosen.cell.layout.ulysses_degree,
+        f"{_ACTOR}.use_dynamic_bsz": True,
+        f"{_ACTOR}.ppo_max_token_len_per_gpu": budget,
+        f"{_ACTOR}.fsdp_config.offload_policy": offload,
+        f"{_REF}.log_prob_use_dynamic_bsz": True,
+        f"{_REF}.log_prob_max_token_len_per_gpu": budget,
+        f"{_ROLLOUT}.log_prob_use_dynamic_bsz": True,
+        f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": budget,
+        f"{_ROLLOUT}.max_model_len": found.length_tokens,
+        **_lora_values(chosen.cell.settings.adapters),
+    }
+
+
+def _lora_values(lora: Lora | None) -> dict[str, Value]:
+    """Adapters, whose names are a list in Hydra's words."""
+    if lora is None:
+        return {}
+    if lora.rank > _MOST_RANK:
+        raise UsageError(
+            f"verl's rollout serves adapters up to rank {_MOST_RANK}, not {lora.rank}",
+            hint=f"use `--lora {_MOST_RANK}`",
+        )
+    return {
+        f"{_MODEL}.lora_rank": lora.rank,
+        f"{_MODEL}.lora_alpha": whole_alpha(lora, name="verl"),
+        f"{_MODEL}.target_modules": f"[{','.join(lora.names)}]" if lora.names else lora.targets,
+        f"{_ACTOR}.fsdp_config.model_dtype": "fp32",
+        f"{_ROLLOUT}.load_format": "safetensors",
+    }
+
+
+def _override(name: str, value: Value) -> str:
+    """One argument of the shell.
+
+    A path is quoted for Hydra, where ``,`` and ``=`` mean something, then for the shell.
+    """
+    if name != _PATH:
+        return shlex.quote(f"{name}={value}")
+    if value == MODEL_PATH:  # a variable, which the shell has to expand
+        return f"{name}=\"'{value}'\""
+    return shlex.quote(f"{name}={_quoted(str(value))}")
+
+
+def _quoted(text: str) -> str:
+    r"""Quote text for Hydra, which then takes it literally.
+
+    Between its quotes ``"`` is ``\"``, and before a quote each backslash is two. Source: Hydra's
+    override grammar, checked with 1.3.2.
+    """
+    within = re.sub(
+        r'(\\*)("|\Z)', lambda found: found[1] * 2 + (r"\"" if found[2] else ""), literal(text)
+    )
+    return f'"{within}"'

@@ -1,0 +1,189 @@
+"""EngineLauncher: a trial of our engine as fresh processes, of which nothing is left running.
+
+It goes from a clean environment to a classified result.
+"""
+
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+
+import msgspec
+
+from highwater.errors import HighwaterError, MachineError
+from highwater.model.flops import step_flops
+from highwater.model.model import load_model
+from highwater.nouns.hardware import kind_of
+from highwater.nouns.profiling import Profiling, SnapshotOrder
+from highwater.nouns.protocols import Launch, OnPhase
+from highwater.nouns.trial import (
+    Outcome,
+    RankReport,
+    StatisticsFiles,
+    TrialResult,
+    TrialSpec,
+    kept_result,
+)
+from highwater.store.trial_snapshots import snapshot_folder
+from highwater.trials.classify import Ending, classify
+from highwater.trials.engine_ranks import RunRanks, run_ranks_here
+from highwater.trials.private_folder import private_folder
+from highwater.trials.trial_environment import trial_environment
+from highwater.trials.trial_log import LogLayout, log_path_of, log_tail, new_log, statistics_path
+from highwater.trials.trial_place import trial_place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLauncher:
+    """Launches trials of this package's engine on this machine, each in fresh processes."""
+
+    log_directory: Path
+    timeout_s: float
+    """Longest time of one trial from launch to exit, where its launch names none."""
+    log_layout: LogLayout = "rung"
+    allow_busy: bool = False
+    """Whether trials run on GPUs that others use too."""
+    checkpoint_directory: Path | None = None
+    """Each trial that saves gets a directory of its own below it, for as long as it runs; None:
+    beside its log."""
+    profiling: Profiling | None = None
+    """What its ranks record of their memory, in a folder beside its log."""
+    tensorboard: bool = False
+    logit_range: bool = False
+    """This and ``tensorboard`` are what statistics have besides what costs nothing."""
+    run_ranks: RunRanks = run_ranks_here
+    """Runs the ranks of a trial, on this machine or on several."""
+
+    def launch(
+        self, launch: Launch, *, gpus: tuple[str, ...] | None, ended: Event, on_phase: OnPhase
+    ) -> TrialResult:
+        """Run a trial as ``Launcher`` says."""
+        place = trial_place(
+            launch.spec, gpus, allow_busy=self.allow_busy, log_directory=self.log_directory
+        )
+        with place:
+            return self._launch(launch, gpus, ended, on_phase)
+
+    def _launch(
+        self, launch: Launch, gpus: tuple[str, ...] | None, ended: Event, on_phase: OnPhase
+    ) -> TrialResult:
+        spec, timeout_s = launch.spec, self._timeout_s(launch)
+        wanted = log_path_of(self.log_directory, spec, self.log_layout)
+        wanted.parent.mkdir(parents=True, exist_ok=True)
+        began, began_unix = time.monotonic(), time.time()
+        with (
+            new_log(wanted) as log,
+            _with_own_directory(spec, self.checkpoint_directory or wanted.parent) as spec,
+        ):
+            log_path = Path(log.name)
+            spec = self._with_statistics(self._recorded(spec, log_path), log_path)
+            environment = trial_environment(spec, gpus)
+            left = self.run_ranks(
+                spec, environment, log, timeout_s=timeout_s, ended=ended, on_phase=on_phase
+            )
+            tail = log_tail(log)
+        ending = Ending(
+            exit_code=left.exit_code,
+            timeout_s=timeout_s,
+            reports=(reports := left.reports),
+            exits=left.exits,
+            log_tail=tail,
+            kernel_kills=left.kernel_kills,
+            damaged_reports=left.damaged_reports,
+            lost=left.lost,
+        )
+        raise_refusal(reports)
+        outcome, reason = classify(spec, ending)
+        result = TrialResult(
+            outcome=outcome,
+            reason=reason,
+            ranks=tuple(map(_without_training, reports)) if spec.is_memory_only else reports,
+            launch_to_first_step_s=_until_first_step_s(reports, began_unix),
+            wall_s=time.monotonic() - began,
+            attempt=launch.attempt,
+            log_path=str(log_path),
+            exit_code=left.exit_code,
+        )
+        return _with_speed(spec, kept_result(result))
+
+    def _timeout_s(self, launch: Launch) -> float:
+        return self.timeout_s if launch.timeout_s is None else launch.timeout_s
+
+    def _recorded(self, spec: TrialSpec, log_path: Path) -> TrialSpec:
+        """The trial with a folder of its own for the snapshots of its memory, if it records any."""
+        if self.profiling is None:
+            return spec
+        directory = snapshot_folder(log_path)
+        directory.mkdir(parents=True, exist_ok=True)
+        order = SnapshotOrder(directory=str(directory.resolve()), profiling=self.profiling)
+        return msgspec.structs.replace(spec, memory_snapshots=order)
+
+    def _with_statistics(self, spec: TrialSpec, log_path: Path) -> TrialSpec:
+        """The trial that writes its statistics beside its log; those of a memory-only one would
+        pass for a training's.
+        """
+        if spec.is_memory_only:
+            return spec
+        board = log_path.absolute().with_suffix(".tensorboard")
+        files = StatisticsFiles(
+            path=str(statistics_path(log_path.absolute())),
+            tensorboard_directory=str(board) if self.tensorboard else None,
+            logit_range=self.logit_range,
+        )
+        return msgspec.structs.replace(spec, statistics=files)
+
+
+@contextmanager
+def _with_own_directory(spec: TrialSpec, parent: Path) -> Generator[TrialSpec]:
+    """The trial with a new directory below ``parent`` to save in, if it saves.
+
+    It is gone when this returns, with all that is in it. The reaper removes it too, should this
+    process not live to do it. ``parent`` may be a user's: it is made, never removed.
+    """
+    if spec.settings.checkpoint == "none" and spec.settings.save_hf == "never":
+        yield spec
+        return
+    parent.mkdir(parents=True, exist_ok=True)
+    with private_folder(parent, kind="checkpoint-") as own:
+        yield msgspec.structs.replace(spec, checkpoint_directory=str(own))
+
+
+def raise_refusal(reports: tuple[RankReport, ...]) -> None:
+    """Raise what a worker refused: the user hears it, and it is no outcome."""
+    for report in reports:
+        failure = report.failure
+        if failure is not None and failure.kind == "refused":
+            kind, _, problem = failure.text.partition(": ")
+            told = MachineError if kind == MachineError.__name__ else HighwaterError
+            raise told(problem, hint=failure.hint or "see the log")
+
+
+def _until_first_step_s(reports: tuple[RankReport, ...], began_unix: float) -> float | None:
+    """Seconds from the launch to the last rank's first step; None where no rank began one."""
+    found = (report.first_step_at_unix_s for report in reports)
+    last = max((at_unix_s for at_unix_s in found if at_unix_s is not None), default=None)
+    return None if last is None else last - began_unix
+
+
+def _without_training(report: RankReport) -> RankReport:
+    """The report of a memory-only trial, without figures that would pass for a training's."""
+    return msgspec.structs.replace(report, losses=(), gradient_norms=(), step_times_s=())
+
+
+def _with_speed(spec: TrialSpec, result: TrialResult) -> TrialResult:
+    """Add tokens per second and MFU to the result of a trial that fit."""
+    if result.outcome is not Outcome.FIT or result.step_time_s is None:
+        return result
+    sequences = spec.sequences * spec.micro_batches * spec.layout.data_parallel_degree
+    tokens_per_s = sequences * spec.length_tokens / result.step_time_s
+    kind = kind_of(result.ranks[0].device_name or "")
+    mfu = None
+    if kind is not None and kind.bf16_dense_tflops is not None:
+        shape = load_model(spec.model_directory).shape
+        flops = step_flops(
+            shape, length_tokens=spec.length_tokens, sequences=sequences, settings=spec.settings
+        )
+        mfu = flops / result.step_time_s / (kind.bf16_dense_tflops * 1e12 * spec.layout.gpus)
+    return msgspec.structs.replace(result, tokens_per_s=tokens_per_s, mfu=mfu)

@@ -1,0 +1,230 @@
+"""ForeignLauncher: a trial of another trainer, by its own entry point, seen from outside.
+
+It goes from what the trainer reads to a classified result; nothing of it is left running.
+"""
+
+import os
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+from typing import IO
+
+import msgspec
+
+from highwater.nouns.protocols import Launch, OnPhase
+from highwater.nouns.trial import Outcome, RankReport, TrialResult, TrialSpec, kept_result
+from highwater.trials.foreign_classify import (
+    EndedFor,
+    Evidence,
+    ForeignEnding,
+    classify_foreign,
+    evidence_of,
+)
+from highwater.trials.foreign_command import OUTPUT, ForeignCommand
+from highwater.trials.foreign_commands import PREPARE
+from highwater.trials.foreign_memory import bounded_allocator, memory_budget, past_the_bound
+from highwater.trials.kernel_kills import kernel_kills
+from highwater.trials.private_folder import private_folder
+from highwater.trials.probe import probe
+from highwater.trials.reaper import under_reaper
+from highwater.trials.sampled_peak import SampledPeak, sampled_peak
+from highwater.trials.trial_environment import trial_environment
+from highwater.trials.trial_log import LogLayout, log_path_of, log_tail, new_log
+from highwater.trials.trial_place import trial_place
+from highwater.trials.trial_process import exit_code_of
+from highwater.units import MIB, format_bytes
+
+_READ_BYTES = 32 * MIB
+"""Bytes of a log's end that are judged: days of a progress bar that overwrites itself."""
+SILENT_S = 30.0
+"""Seconds of silence after a rank ran out of memory, after which nobody is waited for any more.
+
+The others wait for it in a collective until the trainer's own time limit, ten minutes by default.
+What still works after it, a last checkpoint or the end of a log, is done or says something in less.
+"""
+_OF_THE_SHELL = ("HF_HUB_OFFLINE",)
+"""Variables that a foreign trainer has as the user's shell does: it may fetch its own data."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignLauncher:
+    """Launches trials of other trainers on this machine, each in fresh processes."""
+
+    log_directory: Path
+    timeout_s: float
+    """Longest time of one trial from launch to exit, where its launch names none."""
+    log_layout: LogLayout = "rung"
+    allow_busy: bool = False
+    """Whether trials run on GPUs that others use too."""
+    command: tuple[str, ...] | None = None
+    """The words of its command as they were typed, secrets and all. None: those of the trial."""
+    silent_s: float = SILENT_S
+    """Silence after want of memory, in seconds, after which a trial is looked at for a hang."""
+
+    def launch(
+        self, launch: Launch, *, gpus: tuple[str, ...] | None, ended: Event, on_phase: OnPhase
+    ) -> TrialResult:
+        """Run a trial as ``Launcher`` says."""
+        place = trial_place(
+            launch.spec, gpus, allow_busy=self.allow_busy, log_directory=self.log_directory
+        )
+        with place:
+            return self._launch(launch, gpus, ended, on_phase)
+
+    def _launch(
+        self, launch: Launch, gpus: tuple[str, ...] | None, ended: Event, on_phase: OnPhase
+    ) -> TrialResult:
+        spec, foreign = launch.spec, launch.spec.foreign
+        assert foreign is not None, "a trial of another trainer"  # noqa: S101
+        if self.command is not None:
+            foreign = foreign.as_typed(self.command)
+        timeout_s = self.timeout_s if launch.timeout_s is None else launch.timeout_s
+        wanted = log_path_of(self.log_directory, spec, self.log_layout)
+        wanted.parent.mkdir(parents=True, exist_ok=True)
+        began, kills_before = time.monotonic(), kernel_kills()
+        with private_folder(wanted.parent, kind="trial-") as folder, new_log(wanted) as log:
+            log_path = Path(log.name)
+            (folder / OUTPUT).mkdir()
+            command = PREPARE[foreign.trainer](spec, foreign, folder, ended, on_phase)
+            environment = _environment(spec, command, gpus)
+            process = _start(spec, command, environment, folder, log)
+            seen = tuple(gpu.index for gpu in probe(gpus).gpus[: spec.layout.gpus])
+            with sampled_peak(process.pid, seen if spec.device == "cuda" else ()) as peak:
+                watch = _Watch(spec, log, peak, kills_before, on_phase, self.silent_s)
+                exit_code, ended_for = watch.wait(process, timeout_s, ended)
+            text = log_tail(log, _READ_BYTES)
+            is_cut = os.fstat(log.fileno()).st_size > _READ_BYTES
+            steps = None if command.steps_done is None else command.steps_done(text)
+        ending = ForeignEnding(
+            exit_code=exit_code,
+            ended_for=ended_for,
+            timeout_s=timeout_s,
+            log=text,
+            steps_done=steps,
+            is_stuck=watch.is_stuck,
+            kernel_kills=kernel_kills() - kills_before,
+        )
+        ranks = _with_budget(spec, peak.ranks())
+        outcome, reason = classify_foreign(spec, ending)
+        past = past_the_bound(ranks)
+        if is_cut:
+            past = f"only the last {format_bytes(_READ_BYTES)} of its log are read"
+        if outcome.is_fit and past is not None:
+            outcome, reason = Outcome.CRASHED, past
+        result = TrialResult(
+            outcome=outcome,
+            reason=reason,
+            ranks=ranks,
+            wall_s=time.monotonic() - began,
+            attempt=launch.attempt,
+            log_path=str(log_path),
+            exit_code=exit_code,
+        )
+        return kept_result(result)
+
+
+class _StuckError(Exception):
+    """Nothing moves any more after a rank ran out of memory."""
+
+
+class _Watch:
+    """Waits for a trial, tells its steps, and ends it where a rank's failure has stopped it."""
+
+    def __init__(
+        self,
+        spec: TrialSpec,
+        log: IO[bytes],
+        peak: SampledPeak,
+        kills_before: int,
+        on_phase: OnPhase,
+        silent_s: float,
+    ) -> None:
+        self._silent_s = silent_s
+        self._spec, self._log, self._peak = spec, log, peak
+        self._kills_before, self._on_phase = kills_before, on_phase
+        self._size, self._grew_at = -1, time.monotonic()
+        self._phase = "starting"
+        self._found: Evidence | None = None
+        """What the log says, where it was looked at since it last grew."""
+        self.is_stuck = False
+
+    def wait(
+        self, process: subprocess.Popen[bytes], timeout_s: float, ended: Event
+    ) -> tuple[int | None, EndedFor | None]:
+        """The exit status of the trial; None, and why, where it was ended."""
+        try:
+            code = exit_code_of(process, timeout_s=timeout_s, ended=ended, tell=self._tell)
+        except _StuckError:
+            return None, "hang"
+        return code, None if code is not None else "timeout"
+
+    def _tell(self) -> None:
+        size = os.fstat(self._log.fileno()).st_size
+        if size != self._size:
+            self._size, self._grew_at, self._found = size, time.monotonic(), None
+            self._phase = self._progress()
+        self._on_phase(self._phase)
+        if time.monotonic() - self._grew_at > self._silent_s:
+            self._judge()
+
+    def _progress(self) -> str:
+        steps = evidence_of(self._spec, log_tail(self._log, _SHOWN_BYTES)).steps
+        if not steps:
+            return self._phase
+        return f"step {min(steps + 1, self._spec.steps)} of {self._spec.steps}"
+
+    def _judge(self) -> None:
+        """Raise where the log is silent because a rank is gone, or waited for in vain."""
+        has_lost = self._peak.has_lost_a_process(self._grew_at)
+        self.is_stuck = has_lost or self._peak.idle_s > self._silent_s
+        is_killed = kernel_kills() > self._kills_before and has_lost
+        self._found = found = self._found or evidence_of(
+            self._spec, log_tail(self._log, _READ_BYTES)
+        )
+        if is_killed or (found.has_run_out and (found.is_certain or self.is_stuck)):
+            raise _StuckError
+
+
+_SHOWN_BYTES = 64 * 1024
+"""Bytes of a log's end in which the step is looked for that is told while a trial runs."""
+
+
+def _start(
+    spec: TrialSpec,
+    command: ForeignCommand,
+    environment: Mapping[str, str],
+    folder: Path,
+    log: IO[bytes],
+) -> subprocess.Popen[bytes]:
+    """Start the command under the reaper, in a process session of its own."""
+    limit = spec.memory_budget_bytes if spec.device == "cpu" else None
+    return subprocess.Popen(
+        under_reaper(command.words, inherit=[folder], data_bytes=limit),
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        # Ctrl-C in a terminal reaches find alone, which then ends the trial in order.
+        start_new_session=True,
+    )
+
+
+def _environment(
+    spec: TrialSpec, command: ForeignCommand, gpus: tuple[str, ...] | None
+) -> dict[str, str]:
+    environment = trial_environment(spec, gpus)
+    for name in _OF_THE_SHELL:
+        del environment[name]
+        if name in os.environ:
+            environment[name] = os.environ[name]
+    environment |= bounded_allocator(spec, gpus)
+    return environment | dict(command.environment)
+
+
+def _with_budget(spec: TrialSpec, ranks: tuple[RankReport, ...]) -> tuple[RankReport, ...]:
+    """The reports with the bound that the trial was given, if any."""
+    budget = memory_budget(spec)
+    return tuple(msgspec.structs.replace(rank, budget=budget) for rank in ranks)

@@ -1,0 +1,219 @@
+"""LocalRunner: trials on this machine, side by side where its GPUs and host memory have room."""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from threading import Condition, Event, Thread
+
+import msgspec
+
+from highwater.errors import MachineError
+from highwater.model.footprint import PROCESS_BYTES, host_state_bytes, staged_gradient_bytes
+from highwater.model.model import load_model
+from highwater.nouns.hardware import SAME_MEMORY, Gpu, Machine
+from highwater.nouns.protocols import Launch, Launcher, OnPhase, TrialEndedError, unheard
+from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
+from highwater.trials.probe import EMPTY_GPU_BYTES, probe
+from highwater.trials.several_at_once import SeveralAtOnce
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Occupant:
+    """A trial that has a place, and what it takes."""
+
+    spec: TrialSpec
+    gpus: tuple[str, ...] | None
+    host_bytes: int
+    is_alone: bool
+    """Whether no other trial may run beside it."""
+    had_company: bool = False
+    """Whether another one ran beside it at any time."""
+    waits: bool = False
+    """Whether it waits to be launched once more, alone; it has no processes then."""
+    ended: Event = field(default_factory=Event)
+
+
+class LocalRunner(SeveralAtOnce):
+    """Runs the trials of a launcher on this machine; each has GPUs of its own.
+
+    Trials that keep states in host memory run alone, and host memory is counted for the others.
+    One that ran out of host memory beside others is launched once more, alone: only then does it
+    say anything about its length.
+    """
+
+    def __init__(
+        self, launcher: Launcher, *, machine: Machine | None = None, most_trials: int | None = None
+    ) -> None:
+        """``machine`` is what it runs on, as it was read when nothing of it ran; None: read now.
+
+        ``most_trials`` bounds the trials that run at a time; None: as many as there is room for on
+        GPUs, one on the CPU.
+        """
+        self._launcher = launcher
+        self._machine = probe() if machine is None else machine
+        self._most_trials = most_trials
+        self._running: list[_Occupant] = []
+        self._changed = Condition()
+
+    def has_room(self, spec: TrialSpec) -> bool:
+        """Whether a trial would start now, as ``Runner`` says."""
+        with self._changed:
+            return self._has_room(spec)
+
+    def submit(self, launch: Launch, *, on_phase: OnPhase = unheard) -> Future[TrialResult]:
+        """Start a trial, as ``Runner`` says."""
+        future: Future[TrialResult] = Future()
+        with self._changed:
+            running = self._placed(launch.spec)
+        words = (launch, running, on_phase, future)
+        # A daemon: the reaper ends the trial of a process that dies.
+        Thread(target=self._run, args=words, daemon=True).start()
+        return future
+
+    def _is_idle(self) -> bool:
+        return not self._running
+
+    def _end_all(self) -> None:
+        for running in self._running:
+            running.ended.set()
+        self._changed.notify_all()
+
+    def _has_room(self, spec: TrialSpec) -> bool:
+        running = self._running
+        if not running:
+            return True
+        if len(running) >= self._most_at_once(spec):
+            return False
+        if spec.device == "cuda" and len(self._free_gpus()) < spec.layout.machine_gpus:
+            return False
+        if any(each.is_alone or each.waits for each in running) or is_alone(spec):
+            return False
+        taken_bytes = sum(each.host_bytes for each in running)
+        return taken_bytes + host_bytes(spec) <= self._machine.host_memory_available_bytes
+
+    def _most_at_once(self, spec: TrialSpec) -> int:
+        if self._most_trials is not None:
+            return self._most_trials
+        return 1 if spec.device == "cpu" else len(self._machine.gpus)
+
+    def _free_gpus(self) -> list[Gpu]:
+        """GPUs that no trial has: of the first one's kind, those that others use last."""
+        taken = {gpu for each in self._running for gpu in each.gpus or ()}
+        free = [gpu for gpu in alike(self._machine.gpus) if str(gpu.index) not in taken]
+        return sorted(free, key=lambda gpu: gpu.memory_used_bytes > EMPTY_GPU_BYTES)
+
+    def _placed(self, spec: TrialSpec) -> _Occupant:
+        """A place for a trial, which has it from now on."""
+        gpus = None
+        if spec.device == "cuda":
+            free = self._free_gpus()
+            count = spec.layout.machine_gpus
+            if len(free) < count:
+                raise MachineError(
+                    f"{count} GPUs are asked for, and {len(free)} are free",
+                    hint="`highwater doctor` shows the GPUs",
+                )
+            gpus = tuple(sorted((str(gpu.index) for gpu in free[:count]), key=int))
+        for each in self._running:
+            each.had_company = True
+        running = _Occupant(
+            spec=spec,
+            gpus=gpus,
+            host_bytes=host_bytes(spec),
+            is_alone=is_alone(spec),
+            had_company=bool(self._running),
+        )
+        self._running.append(running)
+        return running
+
+    def _run(
+        self, launch: Launch, running: _Occupant, on_phase: OnPhase, future: Future[TrialResult]
+    ) -> None:
+        """Launch a trial in a thread of its own, which starts its processes and lives as long."""
+        result, error = None, None
+        try:
+            result = self._launched(launch, running, on_phase)
+        except BaseException as raised:  # noqa: BLE001 – whoever waits for the future gets it
+            error = raised
+        with self._changed:
+            self._running.remove(running)
+            self._changed.notify_all()
+        # Only now: whoever hears of the end finds the place free.
+        if error is not None:
+            future.set_exception(error)
+        elif result is not None:
+            future.set_result(result)
+
+    def _launched(self, launch: Launch, running: _Occupant, on_phase: OnPhase) -> TrialResult:
+        launched_at = time.monotonic()
+        result = self._launch(launch, running, on_phase)
+        if running.had_company and blames_the_host(result, launch.spec):
+            self._wait_until_alone(running)
+            if launch.timeout_s is not None:
+                left_s = max(0.0, launch.timeout_s - (time.monotonic() - launched_at))
+                launch = msgspec.structs.replace(launch, timeout_s=left_s)
+            result = self._launch(launch, running, on_phase)
+        return result
+
+    def _launch(self, launch: Launch, running: _Occupant, on_phase: OnPhase) -> TrialResult:
+        return self._launcher.launch(
+            launch, gpus=running.gpus, ended=running.ended, on_phase=on_phase
+        )
+
+    def _wait_until_alone(self, running: _Occupant) -> None:
+        """Wait until no other trial has processes; raises TrialEndedError where it is ended."""
+        with self._changed:
+            running.waits = running.is_alone = True
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: (
+                    running.ended.is_set()
+                    or all(each.waits for each in self._running if each is not running)
+                )
+            )
+            if running.ended.is_set():
+                raise TrialEndedError
+            running.waits = False
+
+
+def alike(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+    """The GPUs that are of the first one's kind: trials on others would measure something else."""
+    return tuple(
+        gpu
+        for gpu in gpus
+        if gpu.name == gpus[0].name
+        and abs(gpu.memory_total_bytes / gpus[0].memory_total_bytes - 1) <= SAME_MEMORY
+    )
+
+
+def host_bytes(spec: TrialSpec) -> int:
+    """Host memory that a trial takes, at least: its processes, what it keeps there, and on the CPU
+    all that its limit allows.
+    """
+    each = PROCESS_BYTES + (spec.memory_budget_bytes or 0 if spec.device == "cpu" else 0)
+    return spec.layout.machine_gpus * each + _kept_on_the_host(spec)
+
+
+def is_alone(spec: TrialSpec) -> bool:
+    """Whether a trial keeps states in host memory, whose bandwidth and pinned pages it shares with
+    whatever runs beside it.
+    """
+    return spec.device == "cuda" and _kept_on_the_host(spec) > 0
+
+
+def _kept_on_the_host(spec: TrialSpec) -> int:
+    if spec.device == "cpu":
+        return 0
+    shape, settings, layout = load_model(spec.model_directory).shape, spec.settings, spec.layout
+    states = host_state_bytes(shape, settings, layout=layout)
+    return states + staged_gradient_bytes(shape, settings, layout=layout)
+
+
+def blames_the_host(result: TrialResult, spec: TrialSpec) -> bool:
+    """Whether the machine's memory ran out, and not what the trial itself may take."""
+    if spec.device == "cuda":
+        return result.outcome is Outcome.HOST_OUT_OF_MEMORY
+    failures = (rank.failure for rank in result.ranks)
+    told = any(failure is not None and failure.kind == "device_memory" for failure in failures)
+    return result.outcome.is_memory and not told

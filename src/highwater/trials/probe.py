@@ -1,0 +1,321 @@
+"""Probe: what this machine is; imports no torch.
+
+It reads GPUs as the driver reports them, host memory, and installed versions.
+``CUDA_VISIBLE_DEVICES`` is honoured, so that the GPUs listed are the ones that a trial will see.
+Its indices count by PCI bus, as the driver does; trials run with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``,
+whatever the shell has, and so count alike.
+"""
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+import psutil
+
+from highwater.errors import MachineError
+from highwater.nouns.cluster import Cluster, cluster, names_no_kind
+from highwater.nouns.environment import RECORDED_VARIABLES, Environment
+from highwater.nouns.hardware import CPU_SEARCH, Gpu, Machine, UnreadableGpu
+from highwater.nouns.settings import Settings
+from highwater.trials.kernel_kills import memory_limit
+from highwater.units import GIB, format_bytes, parse_memory
+
+EMPTY_GPU_BYTES = GIB
+"""Used memory up to which a GPU counts as empty.
+
+A driver reports up to about 0.6 GiB as used on an empty card; a CUDA context of somebody else's
+adds as much again.
+"""
+
+_PACKAGES = ("highwater", "torch", "transformers", "safetensors", "nvidia-ml-py")
+_NEEDED = {"torch": ((2, 11), (2, 14)), "transformers": ((5, 17), None)}
+"""The first release that works and the first that is not known to.
+
+They are as in the extra ``train`` of pyproject.toml.
+"""
+OLDEST = {"peft": (0, 20), "torchao": (0, 18), "bitsandbytes": (0, 49), "ray": (2, 50)}
+"""The first release that works of what some settings need, as in pyproject.toml's extras."""
+INSTALL_COMMAND = "pip install '.[train]'"
+INSTALL_HINT = f"`{INSTALL_COMMAND}` in the checkout of highwater"
+_TORCH_REQUIREMENT = "torch>=2.11,<2.14"
+_ASK_TORCH = "import torch; print(torch.version.cuda, torch.cuda.is_available())"
+
+
+def probe(visible: Sequence[str] | None = None) -> Machine:
+    """Read this machine now, in milliseconds; ``gpus`` is empty without a GPU or a driver.
+
+    ``visible`` are entries of ``CUDA_VISIBLE_DEVICES``; None: the environment's.
+    """
+    import pynvml
+
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else ",".join(visible)
+    gpus, unreadable, driver_version = read_gpus(pynvml, shown)
+    memory = psutil.virtual_memory()
+    return Machine(
+        gpus=gpus,
+        unreadable_gpus=unreadable,
+        driver_version=driver_version,
+        cpu_cores=len(os.sched_getaffinity(0)),
+        host_memory_total_bytes=memory.total,
+        host_memory_available_bytes=min(memory.available, memory_limit() or memory.available),
+        versions={"python": platform.python_version(), **versions_of(_PACKAGES)},
+    )
+
+
+def environment(machine: Machine | None = None) -> Environment:
+    """What a study records of the machine that trials run on, by default this one, and of the shell
+    the variables of an allow-list.
+    """
+    machine = probe() if machine is None else machine
+    return Environment(
+        versions=machine.versions,
+        driver_version=machine.driver_version,
+        gpu_names=tuple(gpu.name for gpu in machine.gpus),
+        gpu_memory_bytes=tuple(gpu.memory_total_bytes for gpu in machine.gpus),
+        cpu_cores=machine.cpu_cores,
+        host_memory_total_bytes=machine.host_memory_total_bytes,
+        variables={name: os.environ[name] for name in RECORDED_VARIABLES if name in os.environ},
+    )
+
+
+def gpus_meant(gpus: str | int | None, gpu_memory: str | int | None) -> Cluster:
+    """The GPUs that a user names, ``4xA100-80GB``; this machine's where no kind is named.
+
+    Raises what ``cluster`` raises.
+    """
+    text = None if gpus is None else str(gpus)
+    is_here = text is None or names_no_kind(text)
+    memory_bytes = None if gpu_memory is None else parse_memory(str(gpu_memory))
+    return cluster(text, gpu_memory_bytes=memory_bytes, machine=probe() if is_here else None)
+
+
+def host_meant(gpus: str | int | None, gpu_memory: str | int | None) -> int | None:
+    """Bytes of this machine's memory, where its own GPUs are meant; else None."""
+    is_here = gpu_memory is None and (gpus is None or names_no_kind(str(gpus)))
+    return probe().host_memory_total_bytes if is_here else None
+
+
+def busy_gpus(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+    """The GPUs that somebody else uses.
+
+    There are processes on them, or they have more used memory than an empty card.
+    """
+    return tuple(gpu for gpu in gpus if gpu.processes or gpu.memory_used_bytes > EMPTY_GPU_BYTES)
+
+
+def refuse_busy_gpus(machine: Machine, *, count: int) -> None:
+    """Raise MachineError when one of the first ``count`` GPUs is in use.
+
+    Trials on it would measure somebody else.
+    """
+    busy = busy_gpus(machine.gpus[:count])
+    if not busy:
+        return
+    free = [gpu.index for gpu in machine.gpus if gpu not in busy_gpus(machine.gpus)]
+    all_the_same = "`highwater find --allow-busy` starts all the same"
+    if len(free) >= count:
+        visible = ",".join(map(str, free[:count]))
+        hint = f"`CUDA_VISIBLE_DEVICES={visible}` takes free ones; {all_the_same}"
+    else:
+        hint = f"wait until they are free, `highwater doctor` shows them; {all_the_same}"
+    raise MachineError("; ".join(_use_of(gpu) for gpu in busy), hint=hint)
+
+
+def refuse_unreadable_gpus(machine: Machine, *, count: int) -> None:
+    """Raise MachineError when one of the first ``count`` visible GPUs cannot be read.
+
+    Nobody could tell whether it is free.
+    """
+    for gpu in machine.unreadable_gpus:
+        if gpu.position < count:
+            raise MachineError(
+                f"GPU {gpu.index} cannot be read: {gpu.reason}",
+                hint=f"{leave_out_unreadable(machine)}; `highwater doctor` shows all",
+            )
+
+
+def leave_out_unreadable(machine: Machine) -> str:
+    """What to type so that no trial uses a GPU that cannot be read."""
+    if machine.gpus:
+        visible = ",".join(str(gpu.index) for gpu in machine.gpus)
+        return f"`CUDA_VISIBLE_DEVICES={visible}` leaves it out"
+    return f"`{CPU_SEARCH}` trains on the CPU"
+
+
+def package_obstacles(machine: Machine) -> tuple[str, ...]:
+    """Why the installed packages cannot run a trial, a line each.
+
+    ``INSTALL_HINT`` mends all of it.
+    """
+    obstacles: list[str] = []
+    for package, (oldest, limit) in _NEEDED.items():
+        installed = machine.versions.get(package)
+        if installed is None:
+            obstacles.append(f"{package} is not installed")
+            continue
+        release = release_of(installed)
+        if release < oldest:
+            obstacles.append(
+                f"{package} {installed} is too old: {oldest[0]}.{oldest[1]} is the first that works"
+            )
+        elif limit is not None and release >= limit:
+            obstacles.append(
+                f"{package} {installed} is too new: it has to be older than {limit[0]}.{limit[1]}"
+            )
+    return tuple(obstacles)
+
+
+def refuse_torch_without_gpu(machine: Machine) -> None:
+    """Raise MachineError when the installed torch cannot use the GPUs that the driver shows.
+
+    Asks torch in a process of its own, which takes 2 to 3 s.
+    """
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _ASK_TORCH], capture_output=True, text=True, check=False
+    )
+    torch = f"torch {machine.versions.get('torch', '')}".strip()
+    reinstall = f"`pip install --force-reinstall '{_TORCH_REQUIREMENT}'`"
+    match done.stdout.split()[-2:]:
+        case [_, "True"]:
+            return
+        case ["None", "False"]:
+            problem = f"{torch} is built without CUDA: it cannot use the GPU"
+            hint = f"{reinstall} installs a build with CUDA"
+        case [cuda, "False"]:
+            driver = f"driver {machine.driver_version or '?'}"
+            problem = f"{torch} with CUDA {cuda} cannot use the GPU under {driver}"
+            hint = "update the driver; `nvidia-smi` shows the newest CUDA that this one runs"
+        case _:
+            said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+            problem = f"{torch} cannot be imported: {said}"
+            hint = reinstall
+    raise MachineError(problem, hint=hint)
+
+
+def visible_indices(uuids: Sequence[str], visible: str | None) -> tuple[int, ...]:
+    """The driver's indices of GPUs that a CUDA program sees, in the order in which it sees them.
+
+    ``visible`` is the value of ``CUDA_VISIBLE_DEVICES``. Entries are indices or beginnings of
+    UUIDs; as in CUDA, the list ends before the first one that names no GPU. Source: CUDA C++
+    Programming Guide, environment variables.
+    """
+    if visible is None:
+        return tuple(range(len(uuids)))
+    seen: list[int] = []
+    for entry in (part.strip() for part in visible.split(",")):
+        if entry.isdecimal():
+            matches = [int(entry)] if int(entry) < len(uuids) else []
+        else:
+            named = (bool(entry) and uuid.startswith(entry) for uuid in uuids)
+            matches = [index for index, is_named in enumerate(named) if is_named]
+        if len(matches) != 1 or matches[0] in seen:
+            break
+        seen.append(matches[0])
+    return tuple(seen)
+
+
+def read_gpus(
+    nvml: Any, visible: str | None
+) -> tuple[tuple[Gpu, ...], tuple[UnreadableGpu, ...], str | None]:
+    """The visible GPUs, those of them that cannot be read, and the driver's version.
+
+    ``nvml`` is the module ``pynvml`` or one like it. A GPU may have fallen off the bus, or share
+    its memory with the host and so have none to tell: that hides no other.
+    """
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:  # no driver, no GPU, or no right to it: for trials all the same
+        return (), (), None
+    try:
+        driver_version = str(nvml.nvmlSystemGetDriverVersion())
+        uuids = [_uuid(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+        gpus: list[Gpu] = []
+        unreadable: list[UnreadableGpu] = []
+        for position, index in enumerate(visible_indices(uuids, visible)):
+            try:
+                gpus.append(_gpu(nvml, index))
+            except nvml.NVMLError as error:
+                unreadable.append(UnreadableGpu(index=index, position=position, reason=str(error)))
+        return tuple(gpus), tuple(unreadable), driver_version
+    except nvml.NVMLError:  # the driver fails as a whole
+        return (), (), None
+    finally:
+        with suppress(nvml.NVMLError):
+            nvml.nvmlShutdown()
+
+
+def _uuid(nvml: Any, index: int) -> str:
+    try:
+        return str(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(index)))
+    except nvml.NVMLError:
+        return ""  # no UUID names it; its index does
+
+
+def _gpu(nvml: Any, index: int) -> Gpu:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    try:
+        running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        processes = tuple(sorted(int(process.pid) for process in running))
+    except nvml.NVMLError:  # not told inside some containers
+        processes = ()
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    return Gpu(
+        index=index,
+        name=str(nvml.nvmlDeviceGetName(handle)),
+        memory_total_bytes=int(memory.total),
+        memory_used_bytes=int(memory.used),
+        compute_capability=(int(major), int(minor)),
+        processes=processes,
+    )
+
+
+def refuse_missing_package(settings: Settings, versions: Mapping[str, str] | None = None) -> None:
+    """Raise MachineError where a package of the optimizer's, or of LoRA's, is not installed, or too
+    old: here, or among these ``versions`` of another machine.
+    """
+    package = settings.optimizer_traits.package
+    needed = [] if package is None else [(settings.optimizer, package, "use `--optimizer adamw`")]
+    if settings.lora is not None:
+        needed.append(("LoRA", "peft", "leave `--lora` out"))
+    if settings.lora_base == "nf4":
+        needed.append(("a model in nf4", "bitsandbytes", "leave `--lora-base` out"))
+    for what, package, other in needed:
+        oldest = OLDEST[package]
+        hint = f"`pip install '{package}>={'.'.join(map(str, oldest))}'`, or {other}"
+        is_there = find_spec(package) is not None if versions is None else package in versions
+        if not is_there:
+            raise MachineError(f"{what} needs {package}, which is not installed", hint=hint)
+        installed = _version(package) if versions is None else versions[package]
+        if installed is not None and release_of(installed) < oldest:
+            raise MachineError(f"{what} needs another {package} than {installed}", hint=hint)
+
+
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """The installed versions of these packages; one that is missing is absent."""
+    found = {package: _version(package) for package in packages}
+    return {package: installed for package, installed in found.items() if installed is not None}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def release_of(installed: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(map(int, re.findall(r"\d+", installed)[:2]))
+
+
+def _use_of(gpu: Gpu) -> str:
+    by = f" by process {', '.join(map(str, gpu.processes))}" if gpu.processes else ""
+    return f"GPU {gpu.index} is in use: {format_bytes(gpu.memory_used_bytes)}{by}"

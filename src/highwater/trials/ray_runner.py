@@ -1,0 +1,266 @@
+"""RayRunner: trials on the nodes of a Ray cluster, each on one node, side by side.
+
+A trial that is lost with its node, or with the process that held it there, is CRASHED: it says
+nothing about its length, and is tried again elsewhere.
+"""
+
+import threading
+import time
+from collections import defaultdict
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import IO
+
+import msgspec
+
+from highwater.errors import HighwaterError, MachineError
+from highwater.nouns.protocols import Launch, OnPhase, TrialEndedError, unheard
+from highwater.nouns.trial import Device, Outcome, TrialResult, TrialSpec
+from highwater.trials.local import blames_the_host
+from highwater.trials.ray_cluster import RayCluster
+from highwater.trials.ray_messages import End, Ended, Lost, Placed, Runs, Start
+from highwater.trials.ray_node import LauncherIn, Needs, TrialEnd
+from highwater.trials.ray_placement import Demand, Node, Placement, alike_nodes, demand_of
+from highwater.trials.several_at_once import SeveralAtOnce
+from highwater.trials.trial_log import LogLayout, log_path_of, new_log
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _ClusterTrial:
+    """A trial on the cluster."""
+
+    launch: Launch
+    future: Future[TrialResult]
+    on_phase: OnPhase
+    log: IO[bytes]
+    began: float
+    had_company: bool = False
+    """Whether another trial of ours was on its node at any time."""
+    is_ending: bool = False
+    """Whether it was told to end."""
+    failure: OSError | None = None
+    """Why its log could not be written."""
+
+
+class RayRunner(SeveralAtOnce):
+    """Runs trials on a cluster's nodes; logs and what lies beside them come back to this machine.
+    Closed, it leaves the cluster joined.
+
+    On the CPU a node has one trial at a time. On GPUs small trials share a node; one that keeps
+    states in host memory has a node of its own. Host memory that ran out beside others says
+    nothing: such a trial is launched once more, with a node of its own.
+    """
+
+    def __init__(
+        self,
+        cluster: RayCluster,
+        nodes: tuple[Node, ...],
+        launcher_in: LauncherIn,
+        needs: Needs,
+        *,
+        log_directory: Path,
+        log_layout: LogLayout = "rung",
+        most_trials: int | None = None,
+    ) -> None:
+        """``nodes`` are those of one kind, as ``choose`` gives them. ``launcher_in`` makes the
+        launcher, on the node: it can be pickled. ``most_trials`` as for ``Placement``.
+        """
+        self._cluster = cluster
+        self._launcher_in = launcher_in
+        self._needs = needs
+        self._log_directory = log_directory
+        self._log_layout: LogLayout = log_layout
+        self._placement = Placement(nodes, most_trials=most_trials)
+        self._like = nodes[0]
+        self._running: dict[int, _ClusterTrial] = {}
+        self._lost_on: defaultdict[str, set[str]] = defaultdict(set)
+        """Nodes on which a trial was lost, by its key."""
+        self._count = 0
+        self._has_lost_nodes = False
+        """Whether a node was lost since they were read."""
+        self._broken: MachineError | None = None
+        self._changed = threading.Condition()
+        cluster.listen(self._hear)
+
+    def has_room(self, spec: TrialSpec) -> bool:
+        """Whether a trial would start now, as ``Runner`` says, were the cluster ours alone."""
+        with self._changed:
+            return self._placement.has_room(demand_of(spec))
+
+    def submit(self, launch: Launch, *, on_phase: OnPhase = unheard) -> Future[TrialResult]:
+        """Start a trial, as ``Runner`` says; where others use the cluster it waits for them."""
+        future: Future[TrialResult] = Future()
+        try:
+            self._read_again(launch.spec.device)
+            with self._changed:
+                self._start(launch, demand_of(launch.spec), future, on_phase)
+        except (HighwaterError, OSError) as error:
+            future.set_exception(error)
+        return future
+
+    def _is_idle(self) -> bool:
+        return not self._running
+
+    def _end_all(self) -> None:
+        for trial, running in self._running.items():
+            running.is_ending = True
+            self._cluster.send(End(trial))
+
+    def _read_again(self, device: Device) -> None:
+        """Take in the nodes that have joined, where one was lost."""
+        if not self._has_lost_nodes:
+            return
+        self._has_lost_nodes = False
+        nodes = alike_nodes(self._cluster.read_nodes(self._needs), self._like, device)
+        with self._changed:
+            self._placement.nodes = nodes
+
+    def _start(
+        self, launch: Launch, demand: Demand, future: Future[TrialResult], on_phase: OnPhase
+    ) -> None:
+        """Start a trial; raises MachineError where no node could hold it."""
+        if self._broken is not None:
+            raise self._broken
+        trial = self._count = self._count + 1
+        avoided = frozenset(self._lost_on[launch.spec.key])
+        wanted = self._placement.take(trial, demand, avoided=avoided)
+        try:
+            log = self._new_log(launch.spec)
+        except OSError:
+            self._placement.leave(trial)
+            raise
+        self._running[trial] = _ClusterTrial(
+            launch=launch, future=future, on_phase=on_phase, log=log, began=time.monotonic()
+        )
+        self._note_company(trial)
+        self._cluster.send(Start(trial, wanted, self._launcher_in, launch, self._needs.model))
+
+    def _new_log(self, spec: TrialSpec) -> IO[bytes]:
+        """An open log of its own for a launch, where those of this machine lie."""
+        wanted = log_path_of(self._log_directory, spec, self._log_layout)
+        wanted.parent.mkdir(parents=True, exist_ok=True)
+        with new_log(wanted) as log:
+            return Path(log.name).open("r+b")
+
+    def _note_company(self, trial: int) -> None:
+        beside = self._placement.beside(trial)
+        for other in (trial, *beside) if beside else ():
+            self._running[other].had_company = True
+
+    def _hear(self, said: object) -> None:
+        """Take in what happens to the trials; runs in the cluster's own thread."""
+        match said:
+            case Runs():
+                running = self._running[said.trial]
+                self._write(said.trial, running, said.log)
+                running.on_phase(said.phase)
+            case Placed():
+                with self._changed:
+                    self._placement.placed(said.trial, said.node_id)
+                    self._note_company(said.trial)
+            case Ended():
+                self._finish(said.trial, self._result(self._running[said.trial], said.end))
+            case Lost():
+                self._finish(said.trial, self._lost(self._running[said.trial], said))
+            case _:
+                self._broken = self._cluster.broken()
+                for trial in tuple(self._running):
+                    self._finish(trial, self._broken)
+
+    def _write(self, trial: int, running: _ClusterTrial, log: bytes) -> None:
+        """Write what a log has got; a trial whose log cannot be written is ended."""
+        try:
+            running.log.write(log)
+            running.log.flush()
+        except OSError as error:
+            running.failure = error
+            self._cluster.send(End(trial))
+
+    def _finish(self, trial: int, result: TrialResult | BaseException) -> None:
+        """Free a trial's place, then tell how it ended, or launch it once more."""
+        running = self._running[trial]
+        with suppress(OSError):  # of a full disk, again
+            running.log.close()
+        with self._changed:
+            self._placement.leave(trial)
+            del self._running[trial]
+            if running.is_ending:
+                result = TrialEndedError()
+            elif running.failure is not None:
+                result = running.failure
+            again = isinstance(result, TrialResult) and self._has_to_be_alone(running, result)
+            if again:
+                result = self._alone(running) or result
+                again = not isinstance(result, BaseException)
+            self._changed.notify_all()
+        # Only now: whoever hears of the end finds the place free.
+        if isinstance(result, BaseException):
+            running.future.set_exception(result)
+        elif not again:
+            running.future.set_result(result)
+
+    def _has_to_be_alone(self, running: _ClusterTrial, result: TrialResult) -> bool:
+        return running.had_company and blames_the_host(result, running.launch.spec)
+
+    def _alone(self, running: _ClusterTrial) -> BaseException | None:
+        """Launch a trial once more on a node of its own; what hinders it, if anything."""
+        launch = running.launch
+        if launch.timeout_s is not None:
+            left_s = max(0.0, launch.timeout_s - (time.monotonic() - running.began))
+            launch = msgspec.structs.replace(launch, timeout_s=left_s)
+        demand = demand_of(launch.spec)._replace(whole_node=True)
+        try:
+            self._start(launch, demand, running.future, running.on_phase)
+        except (HighwaterError, OSError) as error:
+            return error
+        return None
+
+    def _result(self, running: _ClusterTrial, end: TrialEnd) -> TrialResult | BaseException:
+        """What a trial that ended says, its files brought here."""
+        if end.refusal is not None:
+            return end.refusal.error()
+        if end.error is not None:
+            return RuntimeError(f"on a node of the Ray cluster: {end.error}")
+        if end.result is None:
+            return TrialEndedError()
+        try:
+            for name, content in end.files:
+                _write_beside(Path(running.log.name), name, content)
+        except OSError as error:
+            return error
+        return msgspec.structs.replace(end.result, log_path=running.log.name)
+
+    def _lost(self, running: _ClusterTrial, lost: Lost) -> TrialResult:
+        """The crash of a trial whose node, or the process that held it there, is gone."""
+        node_id = lost.node_id or ""
+        named = {node.node_id: node.name for node in self._placement.nodes}
+        name = named.get(node_id, "every node for it")
+        if lost.is_node:
+            reason = f"{name} of the Ray cluster was lost"
+            with self._changed:
+                nodes = self._placement.nodes
+                self._placement.nodes = tuple(n for n in nodes if n.node_id != node_id)
+            self._has_lost_nodes = True
+        else:
+            reason = f"Ray lost the trial on {name}: {lost.reason}"
+        self._lost_on[running.launch.spec.key].add(node_id)
+        with suppress(OSError):
+            running.log.write(f"\n{reason}\n".encode())
+        return TrialResult(
+            outcome=Outcome.CRASHED,
+            reason=reason,
+            attempt=running.launch.attempt,
+            log_path=running.log.name,
+            wall_s=time.monotonic() - running.began,
+        )
+
+
+def _write_beside(log_path: Path, name: str, content: bytes) -> None:
+    """Write what a trial left beside its log, called as the log is but for the end."""
+    path = log_path.parent / f"{log_path.stem}{name}"
+    if ".." in PurePath(name).parts:
+        raise OSError(f"{name} is no name of a file beside a log")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)

@@ -1,0 +1,127 @@
+"""Readiness: what would make every trial of a request fail, said before the first one starts."""
+
+import shutil
+from pathlib import Path
+
+from highwater.errors import MachineError, UsageError
+from highwater.model.footprint import checkpoint_bytes
+from highwater.model.model import load_model
+from highwater.nouns.command_template import split_words
+from highwater.nouns.foreign_request import program_of
+from highwater.nouns.foreign_trainer import FOREIGN, foreign_name
+from highwater.nouns.hardware import Machine, refuse_unfit_gpu
+from highwater.nouns.launched_command import EXAMPLE, launched_command
+from highwater.nouns.profiling import refuse_profiling
+from highwater.nouns.request import Request
+from highwater.nouns.settings import Settings
+from highwater.nouns.time_limits import SHORTEST_TIMEOUT_S
+from highwater.nouns.trainer import OURS
+from highwater.nouns.trial import Device
+from highwater.nouns.trial_hardware import used_gpus
+from highwater.store.directory import check_checkpoint_directory, check_log_directory
+from highwater.trials.probe import (
+    INSTALL_HINT,
+    package_obstacles,
+    refuse_busy_gpus,
+    refuse_missing_package,
+    refuse_torch_without_gpu,
+    refuse_unreadable_gpus,
+)
+from highwater.units import format_seconds
+
+
+def check_request(request: Request, machine: Machine, *, steps: int) -> None:
+    """Raise for what depends on the device and the optimizer steps alone, and has to be said before
+    there is a plan.
+    """
+    device: Device = request.device or (
+        "cuda" if machine.gpus or machine.unreadable_gpus else "cpu"
+    )
+    floor_s = SHORTEST_TIMEOUT_S[device]
+    if request.timeout_s < floor_s:
+        raise UsageError(
+            f"a timeout of {format_seconds(request.timeout_s)} ends a trial before it has started",
+            hint=f"use `--timeout {floor_s:.0f}s` or more; the default is `--timeout 40m`",
+        )
+    refuse_profiling(request.memory_profiler, device=device, is_dry=request.dry_run, steps=steps)
+    if device == "cuda" and not request.dry_run:
+        refuse_unreadable_gpus(machine, count=max(request.gpus or (1,)))
+
+
+def check_machine(
+    request: Request, machine: Machine, settings: Settings, device: Device, *, gpus: int
+) -> None:
+    """Raise for what a trial with these settings needs and does not find: the engine, fit and free
+    GPUs with a torch that can use them.
+
+    Nothing of a dry run is looked at.
+    """
+    if request.dry_run:
+        return
+    if request.on_ray:  # the rest was looked at on each node, and busy GPUs are at each launch
+        if request.trainer == OURS:
+            refuse_missing_package(settings, machine.versions)
+        return
+    if request.trainer != OURS:
+        _check_around_a_trainer(request, machine, device, gpus=gpus)
+        return
+    obstacles = package_obstacles(machine)
+    if obstacles:
+        raise MachineError("; ".join(obstacles), hint=INSTALL_HINT)
+    refuse_missing_package(settings)
+    for gpu in used_gpus(machine, device=device, count=gpus):
+        refuse_unfit_gpu(gpu.name, gpu.compute_capability)
+    if device == "cuda":
+        refuse_unreadable_gpus(machine, count=gpus)
+        if not request.allow_busy:
+            refuse_busy_gpus(machine, count=gpus)
+        refuse_torch_without_gpu(machine)
+
+
+def check_directories(request: Request, settings: Settings, device: Device) -> None:
+    """Raise where there is no log directory that can be written, or none that takes what a trial
+    with these settings saves; nothing of a dry run is looked at.
+    """
+    if request.dry_run:
+        return
+    check_log_directory(Path(request.log_dir))
+    if request.on_ray or request.trainer != OURS:
+        return
+    # The same on every rung and layout, and one trial at a time.
+    needed = checkpoint_bytes(load_model(request.model).shape, settings, device)
+    if any(needed):
+        check_checkpoint_directory(Path(request.checkpoint_dir or request.log_dir), needed)
+
+
+def _check_around_a_trainer(
+    request: Request, machine: Machine, device: Device, *, gpus: int
+) -> None:
+    """Raise for what a trial of a foreign trainer does not find here: its program, free GPUs. What
+    it needs besides is its own affair.
+    """
+    trainer, program = foreign_name(request.trainer), program_of(request)
+    is_launched = trainer is not None and FOREIGN[trainer].is_launched
+    if program is not None and shutil.which(program) is None:
+        raise UsageError(
+            f"the command's program {program!r} is not found, or cannot be run",
+            hint=f"`pip install accelerate`, or say where it is: `--command '/path/to/accelerate "
+            f"launch {EXAMPLE}'`"
+            if is_launched
+            else "give its whole path, or a program in PATH: `--command 'python ...'`",
+        )
+    if is_launched and request.command is not None:
+        _refuse_no_script(request.command)
+    if device == "cuda":
+        refuse_unreadable_gpus(machine, count=gpus)
+        if not request.allow_busy:
+            refuse_busy_gpus(machine, count=gpus)
+
+
+def _refuse_no_script(command: str) -> None:
+    """Raise UsageError where the script that is launched is no file here."""
+    script = launched_command(split_words(command)).script
+    if script is not None and not script.is_file():
+        raise UsageError(
+            f"the command's script {script} is not a file here",
+            hint="give its whole path, or go where it is; a module is `--command '-m PACKAGE ...'`",
+        )

@@ -1,0 +1,230 @@
+"""The reaper: a small process that starts a command, or ranks, and leaves no process behind.
+
+It is the reaper of all its descendants: when what it started ends, when it is told to end, or when
+its parent dies (even by kill -9), it kills every one of them, those in process sessions of their
+own too, and waits until they are gone. Of several ranks the first that fails ends the others.
+
+Run as ``python -P -m highwater.trials.reaper PARENT_PID [OPTION...] COMMAND...``, which
+``under_reaper`` writes. Exits with the command's status, of several ranks with that of the first
+that failed (128 + n for signal n). Options:
+
+    --remove DIRECTORY    made for the command alone: removed once nobody is left who writes to it
+    --inherit DIRECTORY   the parent's to remove: removed where the parent is dead by then
+    --data-bytes N        what it starts has at most so large a data segment (RLIMIT_DATA), each
+    --grace-s N           told to end by SIGTERM, it tells what it started, and kills it N seconds
+                          later, or when it is told once more; at once by SIGUSR1, or where the
+                          parent died
+    --ranks N FOLDER FIRST WORLD STORE
+                          N processes of the command, from the rank FIRST on of WORLD; in the folder
+                          it is written how they ended (``RankShare`` of ranks.py)
+
+Linux only: it stands on two prctl options, source: prctl(2).
+"""
+
+import contextlib
+import ctypes
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import psutil
+
+from highwater.trials.ranks import Ranks, RankShare
+
+EXIT_ENDED = 128 + signal.SIGTERM
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+END_AT_ONCE = signal.SIGUSR1
+"""What ends it whatever grace it gives, also before it has begun: SIGINT would not, which a shell
+has ignored by what it starts in the background."""
+_AWAITED = {signal.SIGTERM, signal.SIGINT, END_AT_ONCE, signal.SIGCHLD}
+"""Signals that are waited for and never handled.
+
+None can come between two lines and leave somebody behind.
+"""
+_LAST_WORDS_S = 0.5
+"""Seconds that the other ranks have, after one has failed, to report a failure of their own.
+
+Then they are killed: a rank that waits for its peer in a collective waits for ever.
+"""
+
+Ends = list[tuple[int, int]]
+"""Processes that ended, in their order, each with its status: -n for signal n."""
+
+
+def module(name: str, *words: str) -> list[str]:
+    """The command that runs a module of ours, whatever lies in the working directory.
+
+    ``-P`` keeps that directory out of ``sys.path``.
+    """
+    return [sys.executable, "-P", "-m", name, *words]
+
+
+def under_reaper(
+    command: Sequence[str],
+    *,
+    remove: Sequence[str | Path] = (),
+    inherit: Sequence[str | Path] = (),
+    ranks: RankShare | None = None,
+    data_bytes: int | None = None,
+    grace_s: float | None = None,
+) -> list[str]:
+    """The command that runs ``command`` under a reaper that this process holds.
+
+    ``remove``, ``inherit``, ``ranks``, ``data_bytes`` and ``grace_s`` become the reaper's options.
+    """
+    options = [word for directory in remove for word in ("--remove", str(directory))]
+    options += [word for directory in inherit for word in ("--inherit", str(directory))]
+    if data_bytes is not None:
+        options += ["--data-bytes", str(data_bytes)]
+    if grace_s is not None:
+        options += ["--grace-s", str(grace_s)]
+    if ranks is not None:
+        options += ["--ranks", *ranks.words]
+    return module("highwater.trials.reaper", str(os.getpid()), *options, *command)
+
+
+def main() -> NoReturn:
+    """Run what the command line says under the reaper and exit with its status."""
+    parent, command = int(sys.argv[1]), sys.argv[2:]
+    own: list[str] = []
+    inherited: list[str] = []
+    ranks: RankShare | None = None
+    data_bytes: int | None = None
+    grace_s: float | None = None
+    while command[0].startswith("--"):
+        option, value, *command = command
+        if option == "--ranks":
+            ranks, command = RankShare.of([value, *command[:4]]), command[4:]
+        elif option == "--data-bytes":
+            data_bytes = int(value)
+        elif option == "--grace-s":
+            grace_s = float(value)
+        else:
+            {"--remove": own, "--inherit": inherited}[option].append(value)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    awaits = partial(_wait_for, parent=parent, grace_s=grace_s)
+    ends = _run(command, ranks, data_bytes, awaits) if os.getppid() == parent else None
+    _kill_descendants()
+    for directory in own if os.getppid() == parent else own + inherited:
+        shutil.rmtree(directory, ignore_errors=True)
+    os._exit(EXIT_ENDED if ends is None else _status(ends))
+
+
+def _run(
+    command: Sequence[str],
+    ranks: RankShare | None,
+    data_bytes: int | None,
+    awaits: Callable[[Collection[int]], Ends | None],
+) -> Ends | None:
+    """Run the command, or its ranks, and tell how each ended by itself, as ``awaits`` does.
+
+    None when the reaper was told to end.
+    """
+    reaper = os.getpid()
+
+    def prepare() -> None:
+        """Have what the reaper starts killed with it, should it be killed itself."""
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != reaper:
+            os._exit(EXIT_ENDED)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
+        if data_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, (data_bytes, data_bytes))
+
+    if ranks is None:
+        # Kept in a name: a process that nobody has would be reaped by whoever tidies up.
+        child = subprocess.Popen(command, preexec_fn=prepare)
+        return awaits({child.pid})
+    started = Ranks(command, share=ranks, prepare=prepare)
+    ends = awaits(started.pids)
+    if ends is not None:
+        _kill_descendants()
+        started.leave_exits(ends)
+    return ends
+
+
+def _wait_for(pids: Collection[int], *, parent: int, grace_s: float | None) -> Ends | None:
+    """Reap whatever ends until all of these have, or some time after one of them failed, or was
+    told to end.
+
+    None when the reaper is told to end and gives no grace, or is told once more.
+    """
+    ends: Ends = []
+    deadline_s: float | None = None
+    is_told = has_failed = False
+    while len(ends) < len(pids):
+        left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+        if left_s is None:
+            heard = signal.sigwaitinfo(_AWAITED)
+        else:
+            heard = signal.sigtimedwait(_AWAITED, left_s)
+        if heard is None:
+            return ends if has_failed else None
+        if heard.si_signo != signal.SIGCHLD:
+            is_at_once = heard.si_signo == END_AT_ONCE or os.getppid() != parent
+            if grace_s is None or is_told or is_at_once:
+                return None
+            is_told, deadline_s = True, time.monotonic() + grace_s
+            _tell_to_end(set(pids) - {pid for pid, _ in ends})
+            continue
+        ends += [(pid, status) for pid, status in _reap() if pid in pids]
+        if not has_failed and any(status for _, status in ends):
+            has_failed, last_words_s = True, time.monotonic() + _LAST_WORDS_S
+            deadline_s = last_words_s if deadline_s is None else min(deadline_s, last_words_s)
+    return ends
+
+
+def _tell_to_end(pids: Collection[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+
+
+def _reap() -> Ends:
+    """Reap every child that has ended by now: what somebody else orphaned, too."""
+    ended: Ends = []
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            ended.append((found[0], os.waitstatus_to_exitcode(found[1])))
+    return ended
+
+
+def _status(ends: Ends) -> int:
+    """The status of the first that failed, as a shell gives it; 0 where none did."""
+    status = next((status for _, status in ends if status), 0)
+    return status if status >= 0 else 128 - status
+
+
+def _kill_descendants() -> None:
+    """Kill and reap until there is no descendant left.
+
+    One that is killed may have started another meanwhile.
+    """
+    while True:
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl failed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""SimulatedRunner: answers trials from a memory law, without training anything.
+
+It is for ``--dry-run`` and for tests. A law says what a trial needs
+(bytes) or how it ends (an outcome); it may also raise. The runner compares the bytes with the
+budget and writes the result that a real trial would, labelled ``simulated``: peaks by the law,
+times by a second law, or unknown.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import msgspec
+
+from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.outside_allocator import context_bytes, outside_terms
+from highwater.model.model import ModelShape, load_model
+from highwater.nouns.trial import (
+    Failure,
+    MemoryBudget,
+    Outcome,
+    RankMemory,
+    RankReport,
+    TrialResult,
+    TrialSpec,
+)
+from highwater.trials.one_by_one import OneByOne
+from highwater.units import format_bytes, format_seconds
+
+Law = Callable[[TrialSpec], int | Outcome]
+"""Bytes that one GPU's allocator must reserve for a trial, or how the trial ends.
+
+It ends in FIT also if it is memory-only.
+"""
+
+TimeLaw = Callable[[TrialSpec], float]
+"""Seconds of one optimizer step of a trial that fits."""
+
+
+class SimulatedRunner(OneByOne):
+    """A ``Runner`` that trains nothing and takes no time."""
+
+    def __init__(
+        self,
+        law: Law,
+        *,
+        device_total_bytes: int | None = None,
+        step_time: TimeLaw | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Keep the laws; ``device_total_bytes`` is the card's memory, for trials without a budget.
+
+        None is a card without end. With ``step_time`` a trial that fits is said to take so long,
+        and one beyond ``timeout_s`` to have timed out.
+        """
+        self._law = law
+        self._device_total_bytes = device_total_bytes
+        self._step_time = step_time
+        self._timeout_s = timeout_s
+
+    def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:  # noqa: ARG002
+        """The result by the laws. Raises what they raise."""
+        result = self._by_memory(spec, attempt)
+        if result.outcome is not Outcome.FIT:
+            return result
+        if self._step_time is not None:
+            result = self._in_time(spec, result, self._step_time(spec))
+        if result.outcome is Outcome.FIT and spec.is_memory_only:
+            ranks = tuple(msgspec.structs.replace(rank, step_times_s=()) for rank in result.ranks)
+            return msgspec.structs.replace(result, outcome=Outcome.MEMORY_ONLY_FIT, ranks=ranks)
+        return result
+
+    def _in_time(self, spec: TrialSpec, result: TrialResult, step_s: float) -> TrialResult:
+        """The result of a trial that fits, with its times, or its timeout."""
+        wall_s = spec.steps * step_s
+        if self._timeout_s is not None and wall_s > self._timeout_s:
+            reason = f"simulated: not done after {format_seconds(self._timeout_s)}"
+            return TrialResult(
+                outcome=Outcome.TIMEOUT,
+                reason=reason,
+                attempt=result.attempt,
+                wall_s=self._timeout_s,
+                simulated=True,
+            )
+        ranks = result.ranks or tuple(RankReport(rank=rank) for rank in range(spec.layout.gpus))
+        timed = tuple(
+            msgspec.structs.replace(rank, step_times_s=(step_s,) * spec.steps) for rank in ranks
+        )
+        return msgspec.structs.replace(result, ranks=timed, wall_s=wall_s)
+
+    def _by_memory(self, spec: TrialSpec, attempt: int) -> TrialResult:
+        told = self._law(spec)
+        if isinstance(told, Outcome):
+            return TrialResult(
+                outcome=told, reason=f"simulated: {told.value}", attempt=attempt, simulated=True
+            )
+        cap_bytes = self._cap_bytes(spec)
+        fits = cap_bytes is None or told <= cap_bytes
+        reason = f"simulated: {format_bytes(told)} needed"
+        if cap_bytes is not None:
+            reason += f", {format_bytes(cap_bytes)} usable"
+        failure = None if fits else Failure(kind="device_memory", phase="backward", text=reason)
+        reserved_bytes = told if cap_bytes is None else min(told, cap_bytes)
+        memory = self._memory(spec, reserved_bytes=reserved_bytes)
+        budget = self._budget(spec)
+        return TrialResult(
+            outcome=Outcome.FIT if fits else Outcome.OUT_OF_MEMORY,
+            reason=reason,
+            ranks=tuple(
+                RankReport(rank=r, failure=failure, memory=memory, budget=budget)
+                for r in range(spec.layout.gpus)
+            ),
+            attempt=attempt,
+            simulated=True,
+        )
+
+    def _cap_bytes(self, spec: TrialSpec) -> int | None:
+        """Bytes that the allocator may reserve; below zero where not even a context fits."""
+        limit_bytes = spec.memory_budget_bytes or self._device_total_bytes
+        if limit_bytes is None:
+            return None
+        return limit_bytes - self._context_bytes(spec) - self._nccl_bytes(spec)
+
+    def _memory(self, spec: TrialSpec, *, reserved_bytes: int) -> RankMemory:
+        """Peaks of one rank. A trial that failed had reserved all it could."""
+        reserved_bytes = max(0, reserved_bytes)
+        if spec.device == "cpu":
+            return RankMemory(peak_data_segment_bytes=reserved_bytes)
+        return RankMemory(
+            peak_reserved_bytes=reserved_bytes,
+            device_used_bytes=reserved_bytes + self._context_bytes(spec) + self._nccl_bytes(spec),
+            device_total_bytes=self._device_total_bytes,
+        )
+
+    def _budget(self, spec: TrialSpec) -> MemoryBudget | None:
+        if spec.memory_budget_bytes is None:
+            return None
+        context, nccl = self._context_bytes(spec), self._nccl_bytes(spec)
+        return MemoryBudget(
+            budget_bytes=spec.memory_budget_bytes,
+            context_bytes=context,
+            nccl_bytes=nccl,
+            allocator_cap_bytes=max(0, spec.memory_budget_bytes - context - nccl),
+        )
+
+    def _context_bytes(self, spec: TrialSpec) -> int:
+        """Bytes of the context, and of what the law has outside the allocator besides NCCL."""
+        if isinstance(self._law, FormulaLaw):
+            return self._law.outside_bytes(spec) - self._law.nccl_bytes(spec)
+        return context_bytes(spec.device, gpus=spec.layout.gpus)
+
+    def _nccl_bytes(self, spec: TrialSpec) -> int:
+        return self._law.nccl_bytes(spec) if isinstance(self._law, FormulaLaw) else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormulaLaw:
+    """The law by the closed form of our engine."""
+
+    shape: ModelShape | None = None
+    """None: each trial's model is read from its directory."""
+
+    def __call__(self, spec: TrialSpec) -> int:
+        """Bytes that each GPU's allocator must reserve."""
+        needed = footprint(
+            self._shape_of(spec),
+            spec.settings,
+            spec.layout,
+            length_tokens=spec.length_tokens,
+            device=spec.device,
+            prompt_tokens=spec.prompt_tokens,
+        )
+        return needed.needed_bytes - needed.outside_bytes
+
+    def outside_bytes(self, spec: TrialSpec) -> int:
+        """Bytes that a GPU holds outside the allocator: context, NCCL, page tables."""
+        terms = outside_terms(self._shape_of(spec), spec.settings, spec.layout, spec.device)
+        return sum(term.bytes for term in terms)
+
+    def nccl_bytes(self, spec: TrialSpec) -> int:
+        """Bytes of NCCL among those outside the allocator."""
+        terms = outside_terms(self._shape_of(spec), spec.settings, spec.layout, spec.device)
+        return sum(term.bytes for term in terms if "NCCL" in term.name)
+
+    def _shape_of(self, spec: TrialSpec) -> ModelShape:
+        return self.shape or _shape(spec.model_directory)
+
+
+@cache
+def _shape(model_directory: str) -> ModelShape:
+    return load_model(model_directory).shape

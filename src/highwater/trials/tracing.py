@@ -1,0 +1,214 @@
+"""Tracing: the tracer in a process of its own, whose traces are kept for the next time."""
+
+import gzip
+import subprocess
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from threading import Lock
+from typing import Self
+
+import msgspec
+
+from highwater.errors import MachineError
+from highwater.nouns.codec import digest, from_json, to_json
+from highwater.nouns.events import EventLog, TraceOrder
+from highwater.nouns.files import INDEX_BYTES, read_file
+from highwater.nouns.hardware import Kernel
+from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.trial import TrialSpec
+from highwater.trials.imported_files import imported_digest
+from highwater.trials.private_folder import private_folder
+from highwater.trials.probe import (
+    INSTALL_HINT,
+    package_obstacles,
+    probe,
+    refuse_missing_package,
+    versions_of,
+)
+from highwater.trials.reaper import module, under_reaper
+from highwater.trials.trial_environment import trial_environment
+from highwater.trials.trial_process import last_words
+
+_TRACER = "highwater.engine.tracer.tracer"
+_TIMEOUT_S = 1800.0
+"""Seconds that a trace may take: it takes seconds to minutes, by the layers, not the tokens."""
+_FORMULA_HINT = "leave `--exact` out: the formula needs no trace"
+
+
+def trace_directory(environment: Mapping[str, str]) -> Path:
+    """The directory of traces: ``$XDG_CACHE_HOME/highwater/traces``, by default in ``~/.cache``."""
+    base = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base, "highwater", "traces")
+
+
+class CachedTracer:
+    """Traces the fullest rank of a trial, or remembers.
+
+    Leaving its context ends the processes that are still tracing.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        kernel: Kernel,
+        on_trace: Callable[[TrialSpec], None] | None = None,
+    ) -> None:
+        """Keep traces in ``directory``; ``on_trace`` is told each trial that has to be traced.
+
+        Raises MachineError where nothing can be traced.
+        """
+        obstacles = package_obstacles(probe())
+        if obstacles:
+            raise MachineError(
+                f"nothing can be traced here: {'; '.join(obstacles)}", hint=INSTALL_HINT
+            )
+        self._directory = directory
+        self._kernel: Kernel = kernel
+        self._on_trace = on_trace
+        self._running: set[subprocess.Popen[str]] = set()
+        self._asked = Lock()
+        self._making: dict[Path, Lock] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in tuple(self._running):
+            process.terminate()
+
+    def __call__(self, spec: TrialSpec) -> EventLog:
+        """Trace what the rank allocates and frees. Raises MachineError where the tracer fails
+        or the optimizer's package is missing.
+        """
+        refuse_missing_package(spec.settings)
+        order, path = self._place(spec)
+        with self._asked:
+            making = self._making.setdefault(path, Lock())
+        with making:  # whoever asks the same meanwhile waits for it
+            kept = _read(path)
+            if kept is not None:
+                return kept
+            if self._on_trace is not None:
+                self._on_trace(spec)
+            text = self._trace(order)
+            with suppress(OSError):  # what cannot be kept is made again
+                _write(path, text)
+            return from_json(text, EventLog)
+
+    def unmade(self, specs: Iterable[TrialSpec]) -> set[Path]:
+        """Paths of the traces of these trials that are not there yet.
+
+        Trials that allocate the same have one.
+        """
+        return {path for _, path in map(self._place, specs) if not path.exists()}
+
+    def _place(self, spec: TrialSpec) -> tuple[TraceOrder, Path]:
+        order = TraceOrder(
+            spec=_whatever_is_allocated(spec), rank=fullest_rank(spec), kernel=self._kernel
+        )
+        return order, self._directory / f"{_key(order)}.json.gz"
+
+    def _trace(self, order: TraceOrder) -> bytes:
+        with private_folder() as folder:
+            source, target = folder / "order.json", folder / "events.json"
+            source.write_text(to_json(order), encoding="utf-8")
+            # A GPU that is here has nothing to do with the GPUs that are meant.
+            environment = {**trial_environment(order.spec), "CUDA_VISIBLE_DEVICES": ""}
+            # Whatever ends this process ends the tracer.
+            command = under_reaper(module(_TRACER, str(source), str(target)), inherit=[folder])
+            log = folder / "log"
+            exit_code = self._run(command, environment, log)
+            if not target.is_file():
+                problem = f"the tracer failed: {last_words(log, exit_code)}"
+                raise MachineError(problem, hint=_FORMULA_HINT)
+            return target.read_bytes()
+
+    def _run(self, command: list[str], environment: Mapping[str, str], log: Path) -> int:
+        """Run the tracer to its end and return its exit status; MachineError when time is up."""
+        with (
+            log.open("w") as talk,
+            subprocess.Popen(
+                command, stdout=talk, stderr=talk, text=True, env=environment
+            ) as process,
+        ):
+            self._running.add(process)
+            try:
+                return process.wait(_TIMEOUT_S)
+            except subprocess.TimeoutExpired as error:
+                process.terminate()
+                problem = f"a trace took more than {_TIMEOUT_S:.0f} s"
+                raise MachineError(problem, hint=_FORMULA_HINT) from error
+            finally:
+                self._running.discard(process)
+
+
+def fullest_rank(spec: TrialSpec) -> int:
+    """The last of the ranks that share a sequence.
+
+    The first have its prompt, which is not trained on.
+    """
+    return spec.layout.context_degree - 1
+
+
+def _whatever_is_allocated(spec: TrialSpec) -> TrialSpec:
+    """The trial without what changes no event.
+
+    The allocator replays events, saves follow the last step, and hyperparameters take no memory.
+    """
+    settings = msgspec.structs.replace(
+        spec.settings, allocator="native", checkpoint="none", save_hf="never"
+    )
+    return msgspec.structs.replace(
+        spec,
+        settings=settings,
+        hyperparameters=Hyperparameters(),
+        memory_budget_bytes=None,
+        checkpoint_directory=None,
+        memory_snapshots=None,
+        statistics=None,
+    )
+
+
+def _key(order: TraceOrder) -> str:
+    # Wherever the model lies: its config is what a trace depends on.
+    nowhere = msgspec.structs.replace(order.spec, model_directory="")
+    named = msgspec.structs.replace(order, spec=nowhere)
+    return digest((named, _versions(), _sources()))
+
+
+@cache
+def _versions() -> dict[str, str]:
+    return probe().versions | versions_of(("peft", "torchao", "bitsandbytes"))
+
+
+@cache
+def _sources() -> str:
+    """Name the code that a trace is made with. A page, a search or a command has no part in it."""
+    return imported_digest(_TRACER, package=Path(__file__).parents[1])
+
+
+def _read(path: Path) -> EventLog | None:
+    """The trace that was kept; None where there is none, or a damaged one, which is made again."""
+    try:
+        return from_json(gzip.decompress(read_file(path, most_bytes=INDEX_BYTES)), EventLog)
+    except (OSError, EOFError, zlib.error, msgspec.MsgspecError):
+        return None
+
+
+def _write(path: Path, text: bytes) -> None:
+    """Write a file whole or not at all, whoever else writes the same."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".partial", delete=False) as file:
+        partial = Path(file.name)
+        try:
+            file.write(gzip.compress(text, compresslevel=1))
+            file.flush()
+            partial.replace(path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise

@@ -1,0 +1,250 @@
+"""The ranks of a run of training: started, listened to, told to stop, and what they left."""
+
+import fcntl
+import os
+import shlex
+import subprocess
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from highwater.errors import MachineError, UsageError
+from highwater.nouns.codec import from_json
+from highwater.nouns.files import read_file, refuse_irregular
+from highwater.nouns.protocols import TOLD_S
+from highwater.nouns.training import TrainingProgress, TrainingSpec
+from highwater.nouns.trial import PHASE_FILE, Outcome, RankReport
+from highwater.store.training_folder import TrainingFolder
+from highwater.trials.classify import Ending, failure_of
+from highwater.trials.engine_ranks import (
+    REPORTS,
+    TRAINING,
+    RanksEnd,
+    prepare_folder,
+    read_reports,
+    start_ranks,
+)
+from highwater.trials.engine_trial import raise_refusal
+from highwater.trials.kernel_kills import kernel_kills
+from highwater.trials.node_folder import NodeFolder, names
+from highwater.trials.nodes import RanksAcross
+from highwater.trials.private_folder import private_folder
+from highwater.trials.ranks import RankShare, read_exits
+from highwater.trials.trial_environment import trial_environment
+from highwater.trials.trial_log import log_tail
+from highwater.trials.trial_place import trial_place
+from highwater.trials.trial_process import end_reaper
+from highwater.units import format_bytes, format_tokens
+
+LOG = "training.log"
+_LOCK = ".lock"
+_PHASE_BYTES = 4096
+OnProgress = Callable[[TrainingProgress], None]
+
+
+@contextmanager
+def own_folder(directory: Path) -> Generator[None]:
+    """The run's folder, made, for this process alone; raises UsageError where another has it.
+
+    One that was made and got nothing is gone afterwards.
+    """
+    is_new = not directory.exists()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        file = next(path for path in (directory, *directory.parents) if path.exists())
+        raise UsageError(
+            f"{file} is no folder", hint=f"use `--output {shlex.quote(f'{file}-run')}`"
+        ) from error
+    lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UsageError(
+                f"a training writes into {directory} now",
+                hint=f"wait for it, or use `--output {shlex.quote(f'{directory}-2')}`",
+            ) from error
+        try:
+            yield
+        finally:  # by whoever has it alone: another came, and was refused
+            if is_new and names(directory) == {_LOCK}:
+                (directory / _LOCK).unlink()
+                directory.rmdir()
+    finally:
+        os.close(lock)
+
+
+def run_ranks(
+    spec: TrainingSpec,
+    *,
+    allow_busy: bool,
+    on_progress: OnProgress,
+    machines: NodeFolder | None = None,
+) -> tuple[RankReport, ...]:
+    """Train until every rank has ended by itself and well; what they report. ``machines``: where
+    those meet that train together, None: this one alone.
+
+    Ctrl-C and SIGTERM tell the ranks to stop after their step and to save: then KeyboardInterrupt
+    is raised when they have; a second one ends them at once. Raises HighwaterError for whatever
+    else ended them, with what to type.
+    """
+    directory = Path(spec.output_directory)
+    place = trial_place(
+        spec.trial, None, allow_busy=allow_busy, log_directory=directory, flag="--output"
+    )
+    with place, (directory / LOG).open("a+b") as log:
+        refuse_irregular(log.fileno(), directory / LOG)
+        began_at = log.tell()
+        with _started(spec, machines, log) as ranks:
+            progress = _Progress(ranks.path / REPORTS / PHASE_FILE, on_progress)
+            left, interrupt = _end_of(ranks, progress)
+        said = _said_since(log, began_at)
+    ending = Ending(
+        exit_code=left.exit_code,
+        timeout_s=0.0,
+        reports=left.reports,
+        exits=left.exits,
+        log_tail=said,
+        kernel_kills=left.kernel_kills,
+        damaged_reports=left.damaged_reports,
+        lost=left.lost,
+    )
+    _raise_failure(spec, ending, interrupt)
+    if interrupt is not None:
+        raise interrupt
+    return left.reports
+
+
+@contextmanager
+def _started(
+    spec: TrainingSpec, machines: NodeFolder | None, log: IO[bytes]
+) -> Generator["_RanksHere | RanksAcross"]:
+    environment = trial_environment(spec.trial)
+    if machines is not None:
+        yield RanksAcross(machines, 1, spec, environment, log)
+        return
+    with private_folder() as folder:
+        yield _RanksHere(spec, folder, environment, log)
+
+
+class _RanksHere:
+    """The ranks of a training on this machine alone, as ``RanksAcross`` has them of several."""
+
+    def __init__(
+        self, spec: TrainingSpec, folder: Path, environment: Mapping[str, str], log: IO[bytes]
+    ) -> None:
+        self.path = folder
+        self._kills_before = kernel_kills()
+        prepare_folder(spec, folder)
+        share = RankShare(count=spec.trial.layout.gpus, folder=folder)
+        self._process = start_ranks(spec.trial, folder, share, environment, log, work=TRAINING)
+
+    def is_over(self) -> bool:
+        return self._process.poll() is not None
+
+    def wait(self) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(TOLD_S)
+
+    def stop(self) -> None:
+        self._process.terminate()
+
+    def abandon(self) -> None:
+        end_reaper(self._process)
+
+    def end(self) -> RanksEnd:
+        self.abandon()
+        reports, damaged = read_reports(self.path / REPORTS)
+        kills = kernel_kills() - self._kills_before
+        code = self._process.returncode
+        return RanksEnd(code, reports, damaged, read_exits(self.path), kills)
+
+
+class _Progress:
+    """Passes on what the first rank says of itself."""
+
+    def __init__(self, path: Path, on_progress: OnProgress) -> None:
+        self._path, self._on_progress = path, on_progress
+
+    def tell(self, *, is_stopping: bool) -> None:
+        try:
+            said = from_json(read_file(self._path, most_bytes=_PHASE_BYTES), TrainingProgress)
+        except (OSError, ValueError):
+            said = TrainingProgress(phase="starting")
+        if is_stopping:
+            said = TrainingProgress(phase="stopping", step=said.step, steps=said.steps)
+        self._on_progress(said)
+
+
+def _end_of(
+    ranks: _RanksHere | RanksAcross, progress: _Progress
+) -> tuple[RanksEnd, KeyboardInterrupt | None]:
+    """What the ranks left, and the interrupt that they were told of, if any."""
+    interrupt: KeyboardInterrupt | None = None
+    try:
+        while not ranks.is_over():
+            try:
+                ranks.wait()
+                progress.tell(is_stopping=interrupt is not None and not ranks.is_over())
+            except KeyboardInterrupt as error:
+                if interrupt is not None:
+                    raise
+                interrupt = error
+                ranks.stop()
+    except BaseException:
+        ranks.abandon()
+        raise
+    progress.tell(is_stopping=False)
+    return ranks.end(), interrupt
+
+
+def _said_since(log: IO[bytes], began_at: int) -> str:
+    """The end of a log that several launches write to, of this one alone."""
+    said_bytes = os.fstat(log.fileno()).st_size - began_at
+    tail = log_tail(log)
+    return tail[-said_bytes:] if said_bytes else ""
+
+
+def _raise_failure(spec: TrainingSpec, ending: Ending, interrupt: KeyboardInterrupt | None) -> None:
+    """Raise for ranks that did not end well, in words; for those that were killed while they were
+    stopping the interrupt.
+    """
+    raise_refusal(ending.reports)
+    failed = failure_of(spec.trial, ending)
+    if failed is None:
+        return
+    if interrupt is not None:
+        raise interrupt
+    goes_on = _goes_on(spec)
+    if failed.outcome in (Outcome.OUT_OF_MEMORY, Outcome.HOST_OUT_OF_MEMORY):
+        what = "memory" if failed.outcome is Outcome.OUT_OF_MEMORY else "host memory"
+        raise MachineError(
+            f"the training ran out of {what}: {failed.reason}",
+            hint=f"{_less_memory(spec)}; {goes_on}",
+        )
+    log = shlex.quote(str(Path(spec.output_directory, LOG)))
+    # What a user's data, function or rate did was a refusal: this is the machines'.
+    raise MachineError(
+        f"the training ended: {failed.reason}", hint=f"`tail {log}` shows the rest; {goes_on}"
+    )
+
+
+def _less_memory(spec: TrainingSpec) -> str:
+    """What to type where memory ran out."""
+    if spec.trial.device == "cpu":
+        budget = format_bytes(spec.trial.memory_budget_bytes or 0)
+        return f"name a larger `--memory` than {budget}"
+    length = format_tokens(spec.trial.length_tokens)
+    model = shlex.quote(spec.trial.model_name)
+    return f"`highwater recommend {model} --length {length}` says what takes less"
+
+
+def _goes_on(spec: TrainingSpec) -> str:
+    """What the same command does after a failure, in words."""
+    steps = TrainingFolder(Path(spec.output_directory)).checkpoint_steps()
+    if not steps:
+        return "the same command begins anew: there is no checkpoint yet"
+    without = "" if spec.resume_from is None else " without `--resume-from`"
+    return f"the same command{without} goes on after step {steps[-1]}"
