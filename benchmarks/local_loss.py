@@ -36,7 +36,7 @@ from highwater.engine.kernels import rows as row_kernels
 from highwater.engine.models.loss import token_statistics
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.parallel.collectives import gather_rows
-from highwater.nouns.rank import STORE_VARIABLE
+from highwater.nouns.environment import STORE_VARIABLE
 from highwater.nouns.settings import Loss
 
 TOLERANCE: Mapping[torch.dtype, float] = {torch.bfloat16: 1e-2, torch.float32: 1e-5}

@@ -35,7 +35,7 @@ from highwater.engine.training.memory_log import divide_budget
 from highwater.engine.training.optimizers import make_optimizer
 from highwater.engine.training.step import Training, train_step
 from highwater.model.model import load_model
-from highwater.nouns.allocator_variables import allocator_environment
+from highwater.nouns.environment import allocator_environment
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
 from highwater.nouns.lora import Lora, LoraBase

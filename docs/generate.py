@@ -20,7 +20,7 @@ from highwater.cli.grammar import commands
 from highwater.cli.parser import Parser
 from highwater.cli.search_context_length_capacity import grammar
 from highwater.pages.guide.guide import Guide
-from highwater.pages.guide.guide_markdown import guide_markdown
+from highwater.pages.guide.guide_page import guide_markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = "docs/results/find/*.jsonl"

@@ -13,8 +13,8 @@ from templates import environment
 from highwater import open_study
 from highwater.memory.capacity import Prediction
 from highwater.nouns.capacities import Capacity, study_capacities
+from highwater.nouns.cells import simplicity
 from highwater.nouns.codec import from_json
-from highwater.nouns.ladder import simplicity
 from highwater.nouns.study import counted_ranks
 from highwater.pages.guide.guide import cell_label
 from highwater.units import format_bytes, format_tokens

@@ -44,14 +44,13 @@ from highwater.nouns.study import Question, Study
 from highwater.nouns.trainer import OURS, TRAINERS, TrainerName
 from highwater.nouns.trial import TrialResult, TrialSpec
 from highwater.nouns.trial_hardware import used_gpus
-from highwater.recommendation.trainer_question import trainer_question
+from highwater.recommendation.candidates import trainer_question
 from highwater.recommendation.user_measurements import OnCalibrate, own_constants, own_residuals
 from highwater.search.budget import Budget
 from highwater.search.completed import completed_study, gone_on
 from highwater.search.outlook import time_notes
 from highwater.search.predicted_start import check_prediction, expectation, predicted_start
-from highwater.search.recorded_search import recorded_search
-from highwater.search.scheduler import BudgetSpentError
+from highwater.search.scheduler import BudgetSpentError, recorded_search
 from highwater.search.search_events import SearchEvent
 from highwater.store.directory import (
     check_new_file,
@@ -59,12 +58,12 @@ from highwater.store.directory import (
     write_new_file,
 )
 from highwater.store.journal import open_journal, read_study
-from highwater.trials import node_place, ray_search
+from highwater.trials import node_place
+from highwater.trials import ray_runner as ray_search
 from highwater.trials.diagnosis import diagnose, undiagnosed
 from highwater.trials.engine_ranks import RunRanks, run_ranks_here
 from highwater.trials.engine_trial import EngineLauncher
-from highwater.trials.foreign_commands import check_foreign
-from highwater.trials.foreign_trial import ForeignLauncher
+from highwater.trials.foreign_trial import ForeignLauncher, check_foreign
 from highwater.trials.local import LocalRunner
 from highwater.trials.node_place import MachineShare, meeting, of_all_nodes
 from highwater.trials.nodes import RanksOnNodes
@@ -73,7 +72,7 @@ from highwater.trials.ray_runner import RayRunner
 from highwater.trials.readiness import check_directories, check_machine, check_request
 from highwater.trials.simulated import FormulaLaw, SimulatedRunner
 from highwater.trials.tracing import CachedTracer, trace_directory
-from highwater.trials.trial_log import LogLayout
+from highwater.trials.trial_process import LogLayout
 from highwater.units import format_seconds, parse_memory, parse_tokens
 
 Listener = Callable[[SearchEvent], None]

@@ -33,8 +33,15 @@ from highwater.nouns.profiling import SnapshotOrder
 from highwater.nouns.protocols import OnPhase, unheard
 from highwater.nouns.request import Request, request_from
 from highwater.nouns.trainer import OURS
-from highwater.nouns.training import RunState, Schedule, TrainingProgress, TrainingSpec
-from highwater.nouns.training_request import TrainingRequest, TrainingResult, training_request_from
+from highwater.nouns.training import (
+    RunState,
+    Schedule,
+    TrainingProgress,
+    TrainingRequest,
+    TrainingResult,
+    TrainingSpec,
+    training_request_from,
+)
 from highwater.nouns.trial import Device, RankReport, StatisticsFiles, TrialSpec
 from highwater.recommendation.training_notes import training_notes
 from highwater.recommendation.training_settings import ChosenTrial, chosen_trial

@@ -5,7 +5,7 @@ import json
 import pytest
 from conftest import Run, following, offered, refusal
 
-from highwater.model.model_catalog import catalog_names, model_catalog
+from highwater.model.model_place import catalog_names, model_catalog
 from highwater.nouns.hardware import gpu_catalog
 
 

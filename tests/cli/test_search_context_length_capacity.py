@@ -21,7 +21,7 @@ from highwater.cli.search_context_length_capacity import (
     request_of,
     settings_of,
 )
-from highwater.nouns.allocator_variables import ignored_options
+from highwater.nouns.environment import ignored_options
 from highwater.store.journal import read_study
 from highwater.units import GIB
 

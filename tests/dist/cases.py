@@ -25,7 +25,7 @@ from highwater.engine.models import random_weights
 from highwater.engine.models.build import build, build_on_meta, read_config
 from highwater.engine.models.decoder import LanguageModel
 from highwater.engine.models.fill import Fill
-from highwater.engine.models.weight_names import name_in_files
+from highwater.engine.models.weights import name_in_files
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.parallel.fsdp1 import shard_flat
 from highwater.engine.parallel.fsdp2 import local_shard

@@ -39,7 +39,7 @@ from highwater.engine.data.batches import Batch, Document, pack
 from highwater.engine.models import pretrained
 from highwater.engine.models.build import build, read_config
 from highwater.engine.models.decoder import Decoder
-from highwater.engine.models.weight_names import name_in_files
+from highwater.engine.models.weights import name_in_files
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.parallel.fsdp2 import local_shard
 from highwater.engine.training.checkpoint import load_sharded, save_pretrained, save_sharded

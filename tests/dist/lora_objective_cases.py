@@ -29,7 +29,7 @@ from highwater.engine.data.batches import pack, share_of
 from highwater.engine.models.adapters import A, B, is_adapter
 from highwater.engine.models.build import build, read_config
 from highwater.engine.models.decoder import Decoder
-from highwater.engine.models.weight_names import name_in_files
+from highwater.engine.models.weights import name_in_files
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.parallel.fsdp2 import local_shard, own_rows
 from highwater.engine.parallel.mesh import total

@@ -19,7 +19,7 @@ from highwater.engine.attention.registry import register
 from highwater.engine.data.batches import Document, pack, share_of
 from highwater.engine.models.build import build, read_config
 from highwater.engine.models.decoder import Decoder
-from highwater.engine.models.weight_names import name_in_files
+from highwater.engine.models.weights import name_in_files
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.parallel.fsdp2 import local_shard
 from highwater.engine.parallel.mesh import total

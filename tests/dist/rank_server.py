@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from highwater.engine.models import build
 from highwater.engine.tracer import trinity_step
 from highwater.engine.training import checkpoint, trial
-from highwater.nouns.rank import STORE_VARIABLE
+from highwater.nouns.environment import STORE_VARIABLE
 
 IMPORTED = (
     *(safetensors.torch, torch, transformers, build, trinity_step, checkpoint, trial),

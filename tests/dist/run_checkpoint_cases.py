@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from highwater.engine.data.batches import Document, pack
-from highwater.engine.models.weight_names import name_in_files
+from highwater.engine.models.weights import name_in_files
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.parallel.fsdp2 import local_shard
 from highwater.engine.training.assemble import assemble

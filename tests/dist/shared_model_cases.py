@@ -17,7 +17,7 @@ from cover_cases import VOCABULARY, lift_float32_casts, save_models
 from torch import Tensor
 from transformers import SeedOssConfig
 
-from highwater.engine.activations.dropout import seeded
+from highwater.engine.activations.recompute import seeded
 from highwater.engine.attention.registry import register
 from highwater.engine.data.batches import Batch, Document, pack, share_of
 from highwater.engine.models.build import build, read_config

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from highwater.engine import Trainer
-from highwater.engine.models.weight_names import name_in_files
+from highwater.engine.models.weights import name_in_files
 from highwater.engine.parallel.fsdp2 import local_shard
 
 pytestmark = [pytest.mark.emit, pytest.mark.timeout(600)]

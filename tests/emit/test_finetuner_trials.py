@@ -11,7 +11,7 @@ import pytest
 
 import highwater
 from highwater.nouns.trial import Outcome, TrialResult
-from highwater.trials.trl_log import logged_steps
+from highwater.trials.foreign_log import logged_steps
 
 pytestmark = [pytest.mark.emit, pytest.mark.timeout(1200)]
 

@@ -16,8 +16,8 @@ from highwater.model.model import load_model
 from highwater.nouns.protocols import Launch, TrialEndedError
 from highwater.nouns.request import request_from
 from highwater.nouns.trial import Outcome, TrialResult
+from highwater.trials.foreign_log import logged_steps
 from highwater.trials.foreign_trial import ForeignLauncher
-from highwater.trials.trl_log import logged_steps
 
 pytestmark = [pytest.mark.emit, pytest.mark.timeout(900)]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from processes import MARK, marked
 
-from highwater.trials import kernel_kills
+from highwater.trials import sampled_peak as kernel_kills
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from highwater.engine.data.folder_manifest import (
 )
 from highwater.errors import EXIT_ANSWERED, EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_TERMINATED
 from highwater.nouns.request import request_from
-from highwater.nouns.training_request import TrainingResult, training_request_from
+from highwater.nouns.training import TrainingResult, training_request_from
 from highwater.recommendation.training_settings import chosen_trial
 from highwater.trials.probe import probe
 from highwater.units import MIB

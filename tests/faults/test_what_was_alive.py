@@ -12,7 +12,7 @@ from highwater.api import prepare_trial
 from highwater.nouns.profiling import Profiling
 from highwater.nouns.request import request_from
 from highwater.nouns.trial import Outcome, TrialResult
-from highwater.store.trial_snapshots import snapshot_lines
+from highwater.store.logs import snapshot_lines
 
 pytestmark = pytest.mark.timeout(300)
 WORDS, WIDTH, TOKENS = 50_000, 64, 4096

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 from highwater.engine.attention.dense import Kernel, attend
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
-from highwater.nouns.pieces import pieces
+from highwater.nouns.packing import pieces
 from highwater.nouns.settings import Allocator, Loss, Settings
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.trials.engine_trial import EngineLauncher

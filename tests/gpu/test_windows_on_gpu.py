@@ -9,8 +9,7 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 
 from highwater.engine.attention import patterned, window_proof
 from highwater.engine.attention.block_attention import WindowedBlock
-from highwater.engine.attention.pattern import Pattern
-from highwater.engine.attention.patterned import Documents, attend_in_pattern
+from highwater.engine.attention.patterned import Documents, Pattern, attend_in_pattern
 from highwater.engine.attention.plain_block import PlainBlock
 from highwater.engine.attention.window_proof import computes_windows
 from highwater.engine.tracer.kernel_workspaces import WORKSPACES

@@ -17,7 +17,7 @@ import traceback
 from functools import cache
 from pathlib import Path
 
-from highwater.trials.trial_environment import ON_THE_CPU
+from highwater.trials.trial_process import ON_THE_CPU
 
 
 def forked(code: str, *words: str) -> "subprocess.CompletedProcess[str]":

@@ -38,12 +38,18 @@ from highwater.memory.formula.moments import (
     kind_name,
     products,
 )
-from highwater.model.column_sums import RESIDENT_THREADS, column_sums
 from highwater.model.families import EXPERT_COUNTS, EXPERTS, EXPERTS_PER_TOKEN, NEEDED, WITH_CAPS
-from highwater.model.layer_kind import AttentionKind, LayerKind, MlpKind
+from highwater.model.layer_kind import AttentionKind, LayerKind, MlpKind, slides
 from highwater.model.model import load_model
-from highwater.model.windows import slides
-from highwater.nouns.events import Allocate, Enter, Free, GiveBack, TraceOrder
+from highwater.nouns.events import (
+    RESIDENT_THREADS,
+    Allocate,
+    Enter,
+    Free,
+    GiveBack,
+    TraceOrder,
+    column_sums,
+)
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
 from highwater.trials.tracing import fullest_rank

@@ -18,8 +18,7 @@ from highwater.engine.attention import block_gather
 from highwater.engine.attention.block_gather import block_sparse_attention
 from highwater.engine.attention.block_table import block_tables
 from highwater.errors import UsageError
-from highwater.nouns.sparse_costs import causal_pairs
-from highwater.nouns.sparse_pattern import WINDOWED, PatternType, SparsePatternConfig
+from highwater.nouns.sparse_pattern import WINDOWED, PatternType, SparsePatternConfig, causal_pairs
 from references.sparse_masks import mask
 
 TOLERANCE = 1e-10

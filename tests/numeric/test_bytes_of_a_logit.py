@@ -21,7 +21,7 @@ from torch import Tensor
 
 from highwater.engine.tracer import fake_cuda
 from highwater.engine.tracer.allocation_recorder import AllocationRecorder
-from highwater.engine.tracer.fake_dispatch import QuickFakeMode
+from highwater.engine.tracer.fake_cuda import QuickFakeMode
 from highwater.engine.tracer.inplace_accumulation import InplaceAccumulation
 from highwater.nouns.events import Allocate, Enter, Free, TraceEvent
 

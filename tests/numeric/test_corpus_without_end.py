@@ -19,7 +19,8 @@ pytest.importorskip("torch", reason="the data plane needs the train extra")
 
 from corpora import made, order, write_lines, write_tokenizer
 
-from highwater.engine.data import conversations, render_processes
+from highwater.engine.data import conversations
+from highwater.engine.data import rendering as render_processes
 from highwater.engine.data.data_files import data_files
 from highwater.engine.data.readers import records
 from highwater.errors import MachineError, UsageError

@@ -17,7 +17,7 @@ from transformers.models.phimoe.modeling_phimoe import PhimoeRotaryEmbedding
 
 from highwater.engine.attention.registry import register
 from highwater.engine.models.build import build_on_meta, read_config
-from highwater.engine.models.document_rope import DocumentRope, PhimoeRope, follow_documents
+from highwater.engine.models.rope import DocumentRope, PhimoeRope, follow_documents
 from highwater.engine.parallel.sequence_layout import Part, SequenceLayout
 from highwater.errors import ModelError
 

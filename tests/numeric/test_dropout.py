@@ -9,8 +9,7 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 from torch import nn
 from transformers import Phi3Config, PreTrainedConfig, Qwen3Config, SeedOssConfig
 
-from highwater.engine.activations.dropout import draws_in_training, seeded
-from highwater.engine.activations.recompute import recompute_layers
+from highwater.engine.activations.recompute import draws_in_training, recompute_layers, seeded
 from highwater.engine.attention.registry import register
 from highwater.engine.data.batches import Document, pack
 from highwater.engine.models.build import build_on_meta

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from highwater.engine.tracer.fake_dispatch import QuickFakeMode
+from highwater.engine.tracer.fake_cuda import QuickFakeMode
 
 OPERATORS: dict[str, Callable[[Tensor], object]] = {
     "new": torch.empty_like,

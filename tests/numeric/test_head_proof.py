@@ -22,7 +22,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from highwater.engine.attention.registry import register
 from highwater.engine.models.build import build_on_meta
-from highwater.engine.models.head_proof import prove_head
+from highwater.engine.models.requirements import prove_head
 from highwater.errors import ModelError
 from highwater.model.logit_transform import PLAIN, LogitTransform, logit_transform_of
 from highwater.model.trained_families import TRAINED, refuse_features

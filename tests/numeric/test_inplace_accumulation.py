@@ -24,7 +24,7 @@ import json, os, sys
 sys.path.insert(0, sys.argv[1])
 from gradient_graphs import GRAPHS, loss
 from highwater.engine.tracer import fake_cuda, inplace_accumulation as inplace_accumulation
-from highwater.engine.tracer.fake_dispatch import QuickFakeMode
+from highwater.engine.tracer.fake_cuda import QuickFakeMode
 from highwater.engine.tracer.inplace_accumulation import InplaceAccumulation
 from highwater.engine.tracer.allocation_recorder import AllocationRecorder
 

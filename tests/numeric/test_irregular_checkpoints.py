@@ -16,13 +16,14 @@ from highwater.engine.data.folder_manifest import (
 )
 from highwater.engine.training.export import _dtype_of
 from highwater.engine.training.run_checkpoints import RunCheckpoints, read_state
-from highwater.engine.training.shard_index import (
+from highwater.engine.training.shard_reader import (
+    FlatRange,
     IndexedPiece,
     IndexedTensor,
     ShardIndex,
+    ShardReader,
     read_index,
 )
-from highwater.engine.training.shard_reader import FlatRange, ShardReader
 from highwater.engine.training.training_run import keep_lines_up_to
 from highwater.errors import UsageError
 from highwater.nouns.codec import to_json

@@ -25,7 +25,7 @@ from types import SimpleNamespace
 import torch
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 from highwater.engine.tracer import fake_cuda
-from highwater.engine.tracer.fake_dispatch import QuickFakeMode
+from highwater.engine.tracer.fake_cuda import QuickFakeMode
 from highwater.engine.tracer.allocation_recorder import AllocationRecorder
 from highwater.nouns.codec import to_json
 from highwater.nouns.events import EventLog

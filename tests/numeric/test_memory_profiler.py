@@ -10,8 +10,8 @@ from torch import nn
 
 import highwater
 from highwater.engine.activations.recompute import recompute_layers
-from highwater.engine.training.layer_watch import LayerWatch
 from highwater.engine.training.memory_profiler import TrialProfiler
+from highwater.engine.training.out_of_memory import LayerWatch
 from highwater.errors import MachineError
 from highwater.nouns.profiling import Profiling, SnapshotOrder
 

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 from highwater.engine.models.rope import scale_rope
 from highwater.errors import UsageError
 from highwater.model.model import load_model
-from highwater.model.model_catalog import catalog_names
+from highwater.model.model_place import catalog_names
 from highwater.model.rope import yarn
 
 _BY_KIND_OF_LAYER = ("gemma3_text", "olmo3")

@@ -10,9 +10,13 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 
 from highwater.engine.attention.block_table import BlockTable, block_tables, top_k_table
 from highwater.errors import UsageError
-from highwater.nouns import sparse_costs
-from highwater.nouns.sparse_costs import causal_pairs, dilated_pairs
-from highwater.nouns.sparse_pattern import PatternType, SparsePatternConfig
+from highwater.nouns import sparse_pattern as sparse_costs
+from highwater.nouns.sparse_pattern import (
+    PatternType,
+    SparsePatternConfig,
+    causal_pairs,
+    dilated_pairs,
+)
 
 CPU = torch.device("cpu")
 BY_TABLE: tuple[PatternType, ...] = (

@@ -28,8 +28,7 @@ from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
 from highwater.trials import tracing
-from highwater.trials.imported_files import imported_files
-from highwater.trials.tracing import CachedTracer, fullest_rank
+from highwater.trials.tracing import CachedTracer, fullest_rank, imported_files
 from highwater.units import GIB
 
 TINY = load_model("tiny")

@@ -18,7 +18,7 @@ from highwater.engine.kernels import rows as row_kernels
 from highwater.engine.kernels.rows import RowStatistics
 from highwater.engine.models import loss as loss_module
 from highwater.engine.models.loss import token_statistics
-from highwater.engine.models.row_proof import prove_rows
+from highwater.engine.models.requirements import prove_rows
 from highwater.errors import MachineError
 from highwater.model.logit_transform import PLAIN, LogitTransform, logit_transform_of
 

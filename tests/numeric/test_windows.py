@@ -14,8 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from highwater.engine.attention.pattern import Pattern
-from highwater.engine.attention.patterned import Documents, attend_in_pattern
+from highwater.engine.attention.patterned import Documents, Pattern, attend_in_pattern
 from highwater.engine.attention.plain_block import PlainBlock
 from highwater.engine.attention.registry import Attention, register
 from highwater.engine.parallel.sequence_layout import SequenceLayout

@@ -17,8 +17,8 @@ from highwater.cli.config import request_of
 from highwater.cli.grammar import parse
 from highwater.errors import HighwaterError, UsageError
 from highwater.model.model import load_model
+from highwater.nouns.command_template import launched_command
 from highwater.nouns.foreign_request import program_of
-from highwater.nouns.launched_command import launched_command
 from highwater.nouns.layout import Layout
 from highwater.nouns.plan import plan, plan_trial
 from highwater.nouns.protocols import unheard
@@ -28,7 +28,7 @@ from highwater.nouns.study import Question
 from highwater.nouns.trial import Device, TrialSpec
 from highwater.pages.study.study_commands import find_words, try_words
 from highwater.trainers.accelerate_files import LauncherFile, launcher_file
-from highwater.trials.foreign_commands import PREPARE, check_foreign
+from highwater.trials.foreign_trial import PREPARE, check_foreign
 from highwater.trials.readiness import check_machine
 from highwater.units import GIB
 

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from highwater.nouns.request import request_from
-from highwater.nouns.training_request import TrainingRequest
+from highwater.nouns.training import TrainingRequest
 from highwater.nouns.trial import TrialSpec
 from highwater.recommendation.training_notes import adapter_notes
 from highwater.recommendation.training_settings import chosen_trial

@@ -10,9 +10,8 @@ import pytest
 
 import highwater
 from highwater import recommend
-from highwater.nouns.host_memory import THIS_MACHINE
-from highwater.pages.answer_sentence import prediction_answer, recommendation_answer
-from highwater.pages.caveats import assumed_host
+from highwater.nouns.hardware import THIS_MACHINE
+from highwater.pages.answer_sentence import assumed_host, prediction_answer, recommendation_answer
 from highwater.pages.prediction_tables import prediction_table
 from highwater.recommendation.recommend import what_would_fit
 from highwater.units import format_bytes, format_tokens

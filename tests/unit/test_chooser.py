@@ -28,7 +28,7 @@ from highwater.pages.guide.guide import Guide, guide_tables
 from highwater.pages.guide.guide_page import guide_page
 from highwater.pages.guide.guide_rows import guide_rows
 from highwater.pages.recommendation_tables import recommendation_tables
-from highwater.search.recorded_search import recorded_search
+from highwater.search.scheduler import recorded_search
 from highwater.store.journal import open_journal
 from highwater.trainers.emitted import answered_first
 from highwater.trainers.trinity import trinity

@@ -28,7 +28,7 @@ from highwater.memory.trace.exact import predict_exactly
 from highwater.nouns.cluster import Cluster
 from highwater.nouns.codec import from_builtins, from_json, to_json
 from highwater.nouns.events import Allocate, Enter, EventLog
-from highwater.nouns.machine_constants import CUBLAS_WORKSPACES, Constants, Reading
+from highwater.nouns.hardware import CUBLAS_WORKSPACES, Constants, Reading
 from highwater.nouns.trial import TrialSpec
 from highwater.pages.prediction_tables import prediction_table
 from highwater.recommendation.user_measurements import own_constants

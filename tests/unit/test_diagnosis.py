@@ -10,9 +10,9 @@ from studies import CELL, study_of, trial
 
 from highwater.nouns.request import request_from
 from highwater.nouns.trial import Failure, Outcome, RankReport
-from highwater.store.trial_snapshots import recorded_snapshots, snapshot_folder
+from highwater.store.logs import recorded_snapshots, snapshot_folder
 from highwater.trials.diagnosis import MemoryDiagnosis, undiagnosed
-from highwater.trials.trial_log import log_path_of
+from highwater.trials.trial_process import log_path_of
 
 REPORTS = tuple(
     RankReport(

@@ -16,11 +16,11 @@ from trainers import recorded
 
 from highwater.errors import UsageError
 from highwater.model.model import load_model
-from highwater.model.model_catalog import catalog_names
+from highwater.model.model_place import catalog_names
 from highwater.nouns.codec import from_json, to_json
-from highwater.nouns.completions import GENERATIONS
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
+from highwater.nouns.objective import GENERATIONS
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.trainer import OURS
 from highwater.recommendation.recommend import recommend

@@ -8,17 +8,16 @@ import pytest
 from studies import HOSTILE, QUESTION, report_of, study_of, trial
 
 from highwater.cli.grammar import parse
-from highwater.memory.snapshot.advice import ADVICE
 from highwater.memory.snapshot.attribution import CATEGORIES
+from highwater.memory.snapshot.memory_profile import ADVICE
 from highwater.nouns.codec import from_json
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import CellAnswer
 from highwater.nouns.trial import AliveMemory, Failure, Outcome, RankReport, TrialResult
 from highwater.pages.profile.profile_tables import WORDS
+from highwater.pages.study.build import study_markdown, study_page
 from highwater.pages.study.failed_request import alive_rows, request_line, setting_of
-from highwater.pages.study.study_markdown import study_markdown
-from highwater.pages.study.study_page import study_page
 from highwater.pages.study.tables import answer_table, trial_table
 from highwater.units import GIB
 

@@ -22,7 +22,7 @@ from highwater.nouns.request import request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
 from highwater.trainers import axolotl, llamafactory, ms_swift
-from highwater.trainers.axolotl_files import AXOLOTL
+from highwater.trainers.axolotl import AXOLOTL
 from highwater.trainers.finetuner_files import (
     DOCUMENTS,
     Finetuner,
@@ -32,12 +32,12 @@ from highwater.trainers.finetuner_files import (
     TrialPlace,
     trial_files,
 )
-from highwater.trainers.llamafactory_files import LLAMAFACTORY
-from highwater.trainers.ms_swift_files import MS_SWIFT
+from highwater.trainers.llamafactory import LLAMAFACTORY
+from highwater.trainers.ms_swift import MS_SWIFT
 from highwater.trainers.targets import TARGETS
 from highwater.trials.finetuner_trial import base_of, check_finetuner
-from highwater.trials.foreign_commands import PREPARE
-from highwater.trials.trl_log import steps_of
+from highwater.trials.foreign_log import steps_of
+from highwater.trials.foreign_trial import PREPARE
 from highwater.units import GIB
 
 LENGTH = 16384

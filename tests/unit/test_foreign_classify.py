@@ -16,9 +16,8 @@ from places import question_of
 from highwater.nouns.foreign_trainer import ForeignTrainer
 from highwater.nouns.trial import Device, Outcome, RankMemory, RankReport, TrialSpec
 from highwater.trials.foreign_classify import ForeignEnding, classify_foreign, evidence_of
-from highwater.trials.foreign_log import log_lines
-from highwater.trials.foreign_memory import bounded_allocator, memory_budget, past_the_bound
-from highwater.trials.foreign_progress import progress_of
+from highwater.trials.foreign_log import log_lines, progress_of
+from highwater.trials.foreign_trial import bounded_allocator, memory_budget, past_the_bound
 from highwater.units import GIB
 
 QUESTION = question_of(loss="full", allocator="native")

@@ -28,18 +28,16 @@ from highwater.nouns.trial import (
 from highwater.pages.answer_sentence import recommendation_answer
 from highwater.pages.guide.answers import places
 from highwater.pages.guide.build import guide
-from highwater.pages.guide.guide_markdown import guide_markdown
+from highwater.pages.guide.guide_page import guide_markdown
 from highwater.pages.recommendation_tables import recommendation_tables
+from highwater.pages.study.build import study_csv, study_markdown, study_page
 from highwater.pages.study.study_answer import study_answer
-from highwater.pages.study.study_csv import study_csv
-from highwater.pages.study.study_markdown import study_markdown
-from highwater.pages.study.study_page import study_page
 from highwater.pages.study.tables import answer_table, trial_table
 from highwater.pages.text_table import plain_table
 from highwater.search.outlook import outlook
-from highwater.search.recorded_search import recorded_search
+from highwater.search.scheduler import recorded_search
 from highwater.store.journal import open_journal, read_study
-from highwater.trials.one_by_one import OneByOne
+from highwater.trials.simulated import OneByOne
 from highwater.units import GIB
 
 COMMAND = "python train.py --max-len {length}"

@@ -11,7 +11,7 @@ from highwater.memory.formula.breakdown import Footprint
 from highwater.memory.formula.formula import FAMILIES, footprint, likely_footprint
 from highwater.model.footprint import gradient_bytes, policy_parameters
 from highwater.model.model import ModelShape, load_model
-from highwater.model.model_catalog import catalog_names
+from highwater.model.model_place import catalog_names
 from highwater.nouns.layout import Layout
 from highwater.nouns.objective import TRAITS
 from highwater.nouns.settings import Settings

@@ -15,7 +15,7 @@ import pytest
 
 from highwater.memory.formula.formula import FAMILIES
 from highwater.memory.formula.moments import families
-from highwater.model.model_catalog import catalog_names
+from highwater.model.model_place import catalog_names
 from highwater.model.trained_families import REFUSED, TRAINED
 
 FOLDER = Path(__file__).parents[2] / "docs" / "results" / "families"

@@ -20,16 +20,16 @@ from places import question_of, write_model
 from highwater import api, guide, predict, write_guide
 from highwater.errors import UsageError
 from highwater.nouns.capacities import Capacity, study_capacities
+from highwater.nouns.cells import simplicity
 from highwater.nouns.codec import to_json
-from highwater.nouns.ladder import simplicity
 from highwater.nouns.layout import Layout
 from highwater.nouns.published import PUBLISHED_SETTINGS, published_grid
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, MemoryOnlyFit, Study
 from highwater.pages.guide.guide import Guide, cell_label, guide_tables
-from highwater.pages.guide.guide_markdown import guide_markdown
+from highwater.pages.guide.guide_page import guide_markdown
 from highwater.pages.guide.guide_rows import guide_rows
-from highwater.pages.markdown import escaped
+from highwater.pages.text import escaped
 
 DATA = Path(__file__).parents[1] / "data"
 FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"

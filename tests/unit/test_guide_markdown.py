@@ -10,9 +10,9 @@ from markup import markdown_rows
 
 from highwater import guide
 from highwater.pages.guide import guide_parts
-from highwater.pages.guide.guide_markdown import guide_markdown
+from highwater.pages.guide.guide_page import guide_markdown
 from highwater.pages.guide.guide_rows import guide_rows
-from highwater.pages.markdown import escaped, markdown_list
+from highwater.pages.text import escaped, markdown_list
 from highwater.pages.text_table import TextTable
 
 DATA = Path(__file__).parents[1] / "data"

@@ -3,8 +3,7 @@
 import pytest
 
 from highwater.nouns.cluster import cluster
-from highwater.nouns.hardware import gpu_catalog, kind_of, lacking
-from highwater.nouns.host_memory import default_host, host_catalog
+from highwater.nouns.hardware import default_host, gpu_catalog, host_catalog, kind_of, lacking
 from highwater.speed.rates import sheets
 from highwater.units import GIB
 

@@ -25,9 +25,8 @@ from highwater.model.footprint import (
     update_bytes,
 )
 from highwater.model.model import ModelShape, load_model
-from highwater.nouns.codec import from_json, to_json
-from highwater.nouns.identity import key_of
-from highwater.nouns.ladder import simplicity
+from highwater.nouns.cells import simplicity
+from highwater.nouns.codec import from_json, key_of, to_json
 from highwater.nouns.layout import Layout
 from highwater.nouns.optimizer import STREAMED
 from highwater.nouns.plan import plan

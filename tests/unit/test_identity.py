@@ -15,8 +15,8 @@ from places import question_of
 from highwater.cli.config import request_of
 from highwater.cli.grammar import parse
 from highwater.errors import MachineError
+from highwater.nouns.cells import simplicity
 from highwater.nouns.codec import Record, digest
-from highwater.nouns.ladder import simplicity
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question

@@ -21,7 +21,7 @@ from highwater.nouns.environment import RECORDED_VARIABLES
 from highwater.nouns.protocols import Runner
 from highwater.nouns.study import Question, Study
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
-from highwater.search.recorded_search import recorded_search
+from highwater.search.scheduler import recorded_search
 from highwater.search.search_events import TrialFinished
 from highwater.store.journal import Journal, open_journal, read_study
 from highwater.trials.probe import environment

@@ -28,7 +28,7 @@ from highwater.model.footprint import (
 )
 from highwater.model.layer_kind import AttentionKind, LayerKind, LayerRun, MlpKind, runs_of
 from highwater.model.model import ModelShape, load_model
-from highwater.model.model_catalog import catalog_names
+from highwater.model.model_place import catalog_names
 from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings

@@ -17,8 +17,7 @@ from highwater.nouns.trial import Outcome, RankReport, TrialSpec
 from highwater.trials.engine_ranks import read_reports
 from highwater.trials.engine_trial import EngineLauncher
 from highwater.trials.local import LocalRunner
-from highwater.trials.trial_environment import trial_environment
-from highwater.trials.trial_log import log_path_of
+from highwater.trials.trial_process import log_path_of, trial_environment
 
 AT_ONCE_S = 0.01
 """A timeout that ends a trial before its first process has read a line."""

@@ -7,8 +7,8 @@ from places import write_model
 
 from highwater.errors import ModelError
 from highwater.model.model import load_model
-from highwater.model.model_catalog import CatalogModel, catalog_names, model_catalog
 from highwater.model.model_config import MIN_FIELDS
+from highwater.model.model_place import CatalogModel, catalog_names, model_catalog
 
 MOST_BESIDE_PUBLISHED = 0.015
 """Cards round, and some leave a part out: 32.5 billion for 32.76."""

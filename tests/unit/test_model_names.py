@@ -8,10 +8,15 @@ from places import write_model
 from studies import fifo
 
 from highwater.errors import ModelError
-from highwater.model.hub import cache_folder, is_hub_id
 from highwater.model.model import load_model
-from highwater.model.model_catalog import catalog_model, model_catalog, near_names
-from highwater.model.model_place import model_place
+from highwater.model.model_place import (
+    cache_folder,
+    catalog_model,
+    is_hub_id,
+    model_catalog,
+    model_place,
+    near_names,
+)
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from highwater.pages.paths import without_folders
+from highwater.pages.page import without_folders
 
 
 @pytest.mark.parametrize(

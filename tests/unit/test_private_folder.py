@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from highwater.trials.private_folder import private_folder
+from highwater.trials.trial_process import private_folder
 
 MAKES = """
 import sys, time
 from pathlib import Path
-from highwater.trials.private_folder import private_folder
+from highwater.trials.trial_process import private_folder
 with private_folder(Path(sys.argv[1]), kind=sys.argv[2]) as folder:
     (folder / "big").write_text("mine")
     print(folder, flush=True)

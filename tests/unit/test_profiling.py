@@ -24,7 +24,7 @@ from highwater.nouns.request import request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import RecordedTrial
 from highwater.nouns.trial import Outcome, RankReport, TrialResult, TrialSpec
-from highwater.store.trial_snapshots import snapshot_folder, snapshot_lines, study_snapshot_lines
+from highwater.store.logs import snapshot_folder, snapshot_lines, study_snapshot_lines
 from highwater.trials.readiness import check_request
 
 MODEL = load_model("Qwen3-0.6B")

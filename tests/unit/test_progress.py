@@ -8,8 +8,8 @@ from places import question_of
 from highwater.cli.progress import Progress
 from highwater.nouns.study import CellAnswer
 from highwater.nouns.trial import AliveMemory, Failure, Outcome, RankReport, TrialResult
+from highwater.search.proof import trial_s
 from highwater.search.search_events import CellAnswered, TrialFinished, TrialRuns, TrialStarted
-from highwater.search.trial_seconds import trial_s
 from highwater.units import format_seconds
 
 QUESTION = question_of(loss="full")

@@ -23,14 +23,12 @@ from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.pages.study.published_layout import published_line, published_tables, published_text
 from highwater.pages.study.tables import answer_table
 from highwater.pages.text_table import plain_table
-from highwater.search.memory_line import MemoryLine
 from highwater.search.proof import FULL_SHARE, TOLD_WITHIN, FullTrials
-from highwater.search.recorded_search import recorded_search
-from highwater.search.scheduler import search_cells
+from highwater.search.scheduler import recorded_search, search_cells
 from highwater.search.search_events import CellAnswered, SearchEvent, TrialFinished, TrialStarted
+from highwater.search.start_length import MemoryLine
 from highwater.store.journal import open_journal, read_study
-from highwater.trials.one_by_one import OneByOne
-from highwater.trials.simulated import Law, SimulatedRunner, TimeLaw
+from highwater.trials.simulated import Law, OneByOne, SimulatedRunner, TimeLaw
 from highwater.units import GIB
 
 STEP = 4096

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from highwater.nouns.rank import STORE_VARIABLE
+from highwater.nouns.environment import STORE_VARIABLE
 
 SAYS = f"""
 import json, os, pathlib, sys

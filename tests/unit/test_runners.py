@@ -18,8 +18,7 @@ from highwater.nouns.protocols import Launch, OnPhase, TrialEndedError, unheard
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
-from highwater.search.recorded_search import recorded_search
-from highwater.search.scheduler import search_cells
+from highwater.search.scheduler import recorded_search, search_cells
 from highwater.search.search_events import CellAnswered, SearchEvent, TrialFinished, TrialStarted
 from highwater.store.journal import open_journal, read_study
 from highwater.trials.local import LocalRunner

@@ -19,14 +19,11 @@ from highwater.nouns.study import Cell, CellAnswer, Question
 from highwater.nouns.trial import Outcome, TrialSpec
 from highwater.search.budget import Budget
 from highwater.search.outlook import outlook
-from highwater.search.proof import FULL_SHARE
-from highwater.search.recorded_search import recorded_search
-from highwater.search.scheduler import BudgetSpentError, search_cells
+from highwater.search.proof import FULL_SHARE, ran_out_s, trial_s
+from highwater.search.scheduler import BudgetSpentError, recorded_search, search_cells
 from highwater.search.search_events import CellAnswered, SearchEvent, TrialFinished, TrialStarted
-from highwater.search.trial_seconds import ran_out_s, trial_s
 from highwater.store.journal import open_journal, read_study
-from highwater.trials.one_by_one import OneByOne
-from highwater.trials.simulated import Law
+from highwater.trials.simulated import Law, OneByOne
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "find"
 STUDIES = sorted(RESULTS.glob("*.jsonl"))

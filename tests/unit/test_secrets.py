@@ -14,10 +14,10 @@ from highwater.errors import UsageError
 from highwater.nouns.codec import to_json
 from highwater.nouns.secrets import HIDDEN, KEPT, LOGGED, hidden_words, kept, without_secrets
 from highwater.nouns.trial import Failure, LogEnd, Outcome, RankReport, TrialResult, TrialSpec
-from highwater.search.recorded_search import recorded_search
+from highwater.search.scheduler import recorded_search
 from highwater.search.search_events import TrialFinished
 from highwater.store.journal import open_journal
-from highwater.trials.one_by_one import OneByOne
+from highwater.trials.simulated import OneByOne
 
 SECONDS = 5.0
 """Of processor time for a text as long as is looked at: a pattern that goes over it once for each

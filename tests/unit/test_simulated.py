@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from highwater.memory.formula.constants import CONTEXT_BYTES, FILLED_SHARE
 from highwater.memory.formula.formula import footprint
 from highwater.model.model import load_model
-from highwater.model.model_catalog import catalog_names
+from highwater.model.model_place import catalog_names
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import Outcome, TrialSpec

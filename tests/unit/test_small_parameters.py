@@ -13,7 +13,7 @@ import pytest
 from highwater.errors import ModelError
 from highwater.model.families import EXPERTS
 from highwater.model.model import ModelShape, load_model
-from highwater.model.model_catalog import catalog_names
+from highwater.model.model_place import catalog_names
 from highwater.model.trained_families import TRAINED
 
 DRAWS = 3

@@ -8,7 +8,7 @@ from highwater.api import predict
 from highwater.errors import HighwaterError, UsageError
 from highwater.model.flops import step_flops
 from highwater.model.model import load_model
-from highwater.nouns.identity import key_of
+from highwater.nouns.codec import key_of
 from highwater.nouns.request import request_from, setting_flags
 from highwater.nouns.settings import Settings
 from highwater.nouns.sparse_pattern import SparsePatternConfig

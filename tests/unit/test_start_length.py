@@ -8,10 +8,9 @@ from highwater.nouns.grid import Grid
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, Limit, Question
-from highwater.search.memory_line import unknown_trainer_line
 from highwater.search.scheduler import search_cells
 from highwater.search.search_events import CellAnswered
-from highwater.search.start_length import carried_start, first_index
+from highwater.search.start_length import carried_start, first_index, unknown_trainer_line
 from highwater.trials.simulated import FormulaLaw, SimulatedRunner
 from highwater.units import GIB
 

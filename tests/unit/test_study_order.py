@@ -10,7 +10,7 @@ from studies import QUESTION, REAL, fifo, report_of, study_of, trial
 from highwater import study_report
 from highwater.nouns.study import Expectation, RecordedTrial
 from highwater.nouns.trial import Outcome
-from highwater.pages.study.study_markdown import study_markdown
+from highwater.pages.study.build import study_markdown
 from highwater.pages.study.study_predictions import predicted_cells
 from highwater.pages.study.study_question import question_table
 

@@ -21,10 +21,8 @@ from highwater import study_report, write_report
 from highwater.errors import UsageError
 from highwater.nouns.study import RecordedTrial
 from highwater.nouns.trial import LogEnd, Outcome
+from highwater.pages.study.build import COLUMNS, study_csv, study_markdown, study_page
 from highwater.pages.study.study_answer import study_answer
-from highwater.pages.study.study_csv import COLUMNS, study_csv
-from highwater.pages.study.study_markdown import study_markdown
-from highwater.pages.study.study_page import study_page
 from highwater.pages.study.study_parts import HEADINGS, memory_table
 from highwater.pages.study.study_pictures import bracket_picture, memory_picture
 from highwater.units import GIB

@@ -16,13 +16,13 @@ from highwater.nouns.plan import plan, plan_trial
 from highwater.nouns.request import request_from
 from highwater.nouns.study import Question, RecordedTrial
 from highwater.nouns.trial import LogEnd, Outcome, TrialSpec
+from highwater.pages.study.build import study_markdown
 from highwater.pages.study.study_commands import find_words, try_words
-from highwater.pages.study.study_markdown import study_markdown
 from highwater.pages.study.study_predictions import predicted_cells
 from highwater.pages.study.study_question import question_table
 from highwater.pages.study.study_report import StudyReport, TrialReport, judged
 from highwater.search.predicted_study import PredictedTrial
-from highwater.search.recorded_search import recorded_search
+from highwater.search.scheduler import recorded_search
 from highwater.store.journal import open_journal, read_study
 from highwater.trials.simulated import FormulaLaw, SimulatedRunner
 from highwater.units import GIB

@@ -38,11 +38,10 @@ from highwater.pages.study.published_layout import (
 )
 from highwater.pages.study.tables import answer_table
 from highwater.pages.text_table import plain_table
-from highwater.search.recorded_search import recorded_search
-from highwater.search.scheduler import search_cells
+from highwater.search.scheduler import recorded_search, search_cells
 from highwater.search.search_events import CellAnswered, TrialFinished
 from highwater.store.journal import open_journal, read_study
-from highwater.trials.one_by_one import OneByOne
+from highwater.trials.simulated import OneByOne
 from highwater.units import GIB
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"

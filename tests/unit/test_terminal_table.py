@@ -8,9 +8,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from highwater.pages.line_breaks import folded, pieces
 from highwater.pages.terminal import terminal_text
 from highwater.pages.terminal_table import terminal_table
+from highwater.pages.text import folded, pieces
 from highwater.pages.text_table import TextTable
 
 WIDTHS = st.integers(20, 240)

@@ -24,11 +24,10 @@ from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.pages.study.study_commands import commands, find_words
 from highwater.pages.study.study_parts import state
 from highwater.pages.study.study_question import question_table
-from highwater.search.recorded_search import recorded_search
+from highwater.search.scheduler import recorded_search
 from highwater.search.search_events import CellAnswered, TrialFinished
 from highwater.store.journal import open_journal, read_study
-from highwater.trials.one_by_one import OneByOne
-from highwater.trials.simulated import FormulaLaw, SimulatedRunner, TimeLaw
+from highwater.trials.simulated import FormulaLaw, OneByOne, SimulatedRunner, TimeLaw
 
 Ends = Sequence[Outcome | None]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from highwater.nouns.training_request import TrainingResult
+from highwater.nouns.training import TrainingResult
 from highwater.pages.training_tables import training_table
 
 

@@ -6,8 +6,7 @@ import pytest
 from highwater.cli.training_progress import training_progress
 from highwater.nouns.corpus import Corpus
 from highwater.nouns.request import request_from
-from highwater.nouns.training import Schedule, TrainingProgress, TrainingSpec
-from highwater.nouns.training_request import TrainingRequest
+from highwater.nouns.training import Schedule, TrainingProgress, TrainingRequest, TrainingSpec
 from highwater.recommendation.training_settings import chosen_trial
 from highwater.trials.probe import probe
 

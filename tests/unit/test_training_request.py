@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 
+from highwater.cli.flags import training_request_of
 from highwater.cli.grammar import parse
-from highwater.cli.train_flags import training_request_of
 from highwater.errors import UsageError
-from highwater.nouns.training import Schedule
-from highwater.nouns.training_request import TrainingRequest, training_request_from
+from highwater.nouns.training import Schedule, TrainingRequest, training_request_from
 
 ASKED: Mapping[str, Any] = {
     "data": ("data.jsonl",),

@@ -10,7 +10,7 @@ from places import NO_GPU, machine_with
 
 from highwater.errors import MachineError, UsageError
 from highwater.nouns.request import request_from
-from highwater.nouns.training_request import training_request_from
+from highwater.nouns.training import training_request_from
 from highwater.recommendation.training_settings import (
     ChosenTrial,
     chosen_trial,

@@ -9,7 +9,7 @@ from highwater.memory.formula.formula import likely_footprint
 from highwater.model.model import load_model
 from highwater.nouns.corpus import Corpus
 from highwater.nouns.request import request_from
-from highwater.nouns.training_request import TrainingRequest
+from highwater.nouns.training import TrainingRequest
 from highwater.nouns.trial import PROMPT_TOKENS
 from highwater.recommendation.training_notes import data_notes
 from highwater.recommendation.training_settings import chosen_trial

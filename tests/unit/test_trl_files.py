@@ -24,7 +24,7 @@ from highwater.trainers.trl_files import (
     refuse_untried,
     trial_files,
 )
-from highwater.trials.trl_log import steps_of
+from highwater.trials.foreign_log import steps_of
 
 LENGTH = 16384
 

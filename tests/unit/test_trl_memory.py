@@ -12,8 +12,7 @@ import highwater
 from highwater.errors import HighwaterError, UsageError
 from highwater.memory.formula.breakdown import Footprint
 from highwater.memory.formula.formula import likely_footprint
-from highwater.memory.interval.calibration import factors_of
-from highwater.memory.interval.edges import edge_residuals
+from highwater.memory.interval.calibration import edge_residuals, factors_of
 from highwater.memory.interval.residuals import Residual
 from highwater.memory.trainers import MEMORY
 from highwater.model.model import load_model

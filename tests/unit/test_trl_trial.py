@@ -14,8 +14,8 @@ from highwater.nouns.foreign_trainer import ForeignTrainer
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
+from highwater.trials.foreign_command import python_of, versions_there
 from highwater.trials.prepared_model import model_cache
-from highwater.trials.trainer_python import python_of, versions_there
 from highwater.trials.trl_trial import base_of, check_trl
 
 

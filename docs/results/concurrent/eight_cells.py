@@ -25,7 +25,7 @@ from highwater.nouns.request import request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.settings_words import short_settings
 from highwater.nouns.study import Cell, Question
-from highwater.search.recorded_search import recorded_search
+from highwater.search.scheduler import recorded_search
 from highwater.store.journal import open_journal, read_study
 from highwater.trials.engine_trial import EngineLauncher
 from highwater.trials.local import LocalRunner

@@ -19,7 +19,7 @@ from highwater.nouns.trial import RankReport, TrialSpec
 from highwater.trials.engine_ranks import read_reports
 from highwater.trials.ranks import RankShare, read_exits
 from highwater.trials.reaper import under_reaper
-from highwater.trials.trial_environment import trial_environment
+from highwater.trials.trial_process import trial_environment
 
 
 def run(spec: TrialSpec, *, timeout_s: float) -> tuple[RankReport, ...]:

@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from highwater.cli.app import main as highwater
 from highwater.errors import HighwaterError
 from highwater.model.model import load_model
-from highwater.model.model_catalog import catalog_model, catalog_names
+from highwater.model.model_place import catalog_model, catalog_names
 
 FILE = Path(__file__).with_name("front_door.json")
 MOST_OFF = 2e-4

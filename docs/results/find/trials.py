@@ -24,11 +24,10 @@ from highwater.nouns.study import Cell, CellAnswer, Question, Study
 from highwater.nouns.trial import Outcome, RankReport, TrialResult, TrialSpec
 from highwater.search.budget import Budget
 from highwater.search.outlook import expected_s, outlook
+from highwater.search.proof import ran_out_s, trial_s
 from highwater.search.scheduler import BudgetSpentError, search_cells
 from highwater.search.search_events import CellAnswered, TrialFinished
-from highwater.search.trial_seconds import ran_out_s, trial_s
-from highwater.trials.one_by_one import OneByOne
-from highwater.trials.simulated import FormulaLaw, Law, SimulatedRunner
+from highwater.trials.simulated import FormulaLaw, Law, OneByOne, SimulatedRunner
 from highwater.units import format_seconds, format_tokens
 
 HERE = Path(__file__).parent

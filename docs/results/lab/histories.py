@@ -27,7 +27,7 @@ from highwater.memory.trace.replay import replay
 from highwater.nouns.events import Allocate, Enter, EventLog, Free, ReleaseCached, TraceEvent
 from highwater.nouns.request import Request
 from highwater.nouns.trial import TrialSpec
-from highwater.trials.trial_environment import trial_environment
+from highwater.trials.trial_process import trial_environment
 from highwater.units import GIB, MIB, format_tokens
 
 FILE = Path(__file__).with_suffix(".json.gz")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import highwater
-from highwater.memory.formula.outside_allocator import outside_terms
+from highwater.memory.formula.constants import outside_terms
 from highwater.model.model import Model
 from highwater.nouns.study import Cell
 from highwater.units import MIB

@@ -36,7 +36,7 @@ from highwater.nouns.settings import Allocator
 from highwater.nouns.trial import Device, TrialSpec
 from highwater.trials.ranks import RankShare
 from highwater.trials.reaper import under_reaper
-from highwater.trials.trial_environment import trial_environment
+from highwater.trials.trial_process import trial_environment
 from highwater.units import GIB, format_tokens
 
 FILE = Path(__file__).with_suffix(".json")

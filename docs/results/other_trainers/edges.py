@@ -7,7 +7,7 @@ writes them beside the formula, as ``highwater/memory/trl/edges.json``.
 
 from pathlib import Path
 
-from highwater.memory.trl.recorded_edges import study_edges
+from highwater.memory.trl.step_bytes import study_edges
 from highwater.nouns.codec import to_json
 from highwater.store.journal import read_study
 

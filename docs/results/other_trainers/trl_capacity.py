@@ -22,7 +22,7 @@ from typing import Any
 import highwater
 from highwater.errors import HighwaterError
 from highwater.search.search_events import SearchEvent, TrialFinished
-from highwater.trials.trl_log import logged_steps
+from highwater.trials.foreign_log import logged_steps
 from highwater.units import GIB
 
 MODEL = "Qwen3-4B"

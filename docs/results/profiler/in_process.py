@@ -23,9 +23,8 @@ from highwater.engine.bench.environment import environment
 from highwater.engine.data.batches import Batch
 from highwater.engine.data.micro_batches import batches
 from highwater.engine.training.assemble import assemble
-from highwater.engine.training.layer_watch import LayerWatch
 from highwater.engine.training.memory_profiler import TrialProfiler
-from highwater.engine.training.out_of_memory import OutOfMemoryWatch
+from highwater.engine.training.out_of_memory import LayerWatch, OutOfMemoryWatch
 from highwater.engine.training.rank_context import RankContext, take_context
 from highwater.engine.training.step import train_step
 from highwater.nouns.profiling import Profiling, SnapshotOrder

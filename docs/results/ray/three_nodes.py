@@ -42,7 +42,7 @@ from highwater.nouns.request import request_from  # noqa: E402
 from highwater.nouns.settings import Settings  # noqa: E402
 from highwater.nouns.settings_words import short_settings  # noqa: E402
 from highwater.nouns.study import Cell, Question  # noqa: E402
-from highwater.search.recorded_search import recorded_search  # noqa: E402
+from highwater.search.scheduler import recorded_search  # noqa: E402
 from highwater.store.journal import open_journal, read_study  # noqa: E402
 from highwater.trials.engine_trial import EngineLauncher  # noqa: E402
 from highwater.trials.local import LocalRunner  # noqa: E402

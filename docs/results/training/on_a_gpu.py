@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import highwater
-from highwater.nouns.allocator_variables import ALLOCATOR_VARIABLES
+from highwater.nouns.environment import ALLOCATOR_VARIABLES
 from highwater.units import GIB, MIB
 
 RECORD = Path(__file__).with_suffix(".ndjson")

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from highwater.cli import console
 from highwater.errors import EXIT_ANSWERED, UsageError
 from highwater.model.model import ModelShape, load_model
-from highwater.model.model_catalog import CatalogModel, model_catalog
+from highwater.model.model_place import CatalogModel, model_catalog
 from highwater.nouns.codec import Record
-from highwater.nouns.hardware import GpuKind, gpu_catalog, lacking
-from highwater.nouns.host_memory import Host, host_catalog
+from highwater.nouns.hardware import GpuKind, Host, gpu_catalog, host_catalog, lacking
 from highwater.pages.text_table import TextTable
 from highwater.units import counted, format_bytes, format_tokens
 

@@ -22,7 +22,7 @@ from highwater.errors import (
     UsageError,
 )
 from highwater.model.model import load_model
-from highwater.nouns.allocator_variables import ignored_options
+from highwater.nouns.environment import ignored_options
 from highwater.nouns.hardware import CPU_SEARCH
 from highwater.nouns.plan import Plan
 from highwater.nouns.plan_notes import (
@@ -52,9 +52,9 @@ from highwater.pages.study.study_commands import resumed
 from highwater.pages.study.tables import answer_table, trial_table
 from highwater.search.completed import completed_study
 from highwater.store.directory import newest_studies
-from highwater.store.trial_snapshots import snapshot_lines, study_snapshot_lines
+from highwater.store.logs import snapshot_lines, study_snapshot_lines
 from highwater.trials.diagnosis import diagnose, undiagnosed
-from highwater.trials.foreign_commands import check_foreign
+from highwater.trials.foreign_trial import check_foreign
 from highwater.trials.node_place import node_of
 from highwater.units import MIB, format_tokens
 

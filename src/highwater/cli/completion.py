@@ -14,7 +14,7 @@ from highwater.cli.command_list import SHELLS
 from highwater.cli.grammar import grammar
 from highwater.cli.parser import Parser
 from highwater.errors import EXIT_ANSWERED
-from highwater.model.model_catalog import model_catalog
+from highwater.model.model_place import model_catalog
 from highwater.nouns.declared_settings import DECLARED
 from highwater.nouns.hardware import gpu_catalog
 from highwater.nouns.request import choices

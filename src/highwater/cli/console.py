@@ -15,10 +15,9 @@ from highwater.errors import HighwaterError, UsageError
 from highwater.nouns.codec import to_json
 from highwater.nouns.plan import Plan
 from highwater.nouns.secrets import kept, without_secrets
-from highwater.pages.line_breaks import folded
 from highwater.pages.terminal import terminal_text
 from highwater.pages.terminal_table import terminal_table
-from highwater.pages.text import ascii_json, plain, plain_json, plain_lines
+from highwater.pages.text import ascii_json, folded, plain, plain_json, plain_lines
 from highwater.pages.text_table import TextTable, plain_table
 from highwater.search.search_events import SearchEvent
 

@@ -10,12 +10,18 @@ import msgspec
 from highwater.cli import console
 from highwater.errors import EXIT_ANSWERED, EXIT_MACHINE, HighwaterError, MachineError
 from highwater.nouns.codec import Record
-from highwater.nouns.hardware import CPU_SEARCH, Gpu, Machine, refuse_unfit_gpu
-from highwater.nouns.machine_constants import MEASURED_SCHEMA_VERSION, Constants, Reading
+from highwater.nouns.hardware import (
+    CPU_SEARCH,
+    MEASURED_SCHEMA_VERSION,
+    Constants,
+    Gpu,
+    Machine,
+    Reading,
+    refuse_unfit_gpu,
+)
 from highwater.nouns.study import counted_ranks
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
-from highwater.trials.features import Feature, features
 from highwater.trials.measured_constants import read_constants
 from highwater.trials.probe import (
     INSTALL_COMMAND,
@@ -26,6 +32,7 @@ from highwater.trials.probe import (
     probe,
     refuse_torch_without_gpu,
 )
+from highwater.trials.readiness import Feature, features
 from highwater.units import counted, format_bytes
 
 _KEEP_CONSTANTS = "highwater doctor --measure --json > constants.json"

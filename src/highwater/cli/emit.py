@@ -16,8 +16,7 @@ from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, HighwaterError, Us
 from highwater.nouns.objective import TRAITS
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.trainer import is_step_of, step_in_words
-from highwater.pages.answer_sentence import recommendation_answer
-from highwater.pages.caveats import assumed_host
+from highwater.pages.answer_sentence import assumed_host, recommendation_answer
 from highwater.pages.check_page import check_page
 from highwater.recommendation.drafts import drafted
 from highwater.trainers.emitted import Emitted, answered_first, unpredicted

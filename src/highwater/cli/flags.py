@@ -1,15 +1,27 @@
-"""The flags of the command line that set a request, written from the settings' declarations."""
+"""The flags of the command line that set a request, written from the settings' declarations.
+
+The flags of the commands that show what was recorded: studies, and snapshots of memory.
+
+The flags of ``highwater train`` that no trial has.
+
+The flags of ``highwater bench``: what is measured, of which shapes, and when it ends.
+"""
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from msgspec.structs import fields
 
 from highwater.errors import UsageError
+from highwater.nouns.attention_bench import DIRECTIONS, IMPLEMENTATIONS, BenchDtype
+from highwater.nouns.corpus import LongDocuments, TrainedTokens
 from highwater.nouns.declaration import SWITCH, CommandName, Setting
 from highwater.nouns.declared_settings import DECLARED, TOPICS, Topic
 from highwater.nouns.request import Request, choices
+from highwater.nouns.settings import PATTERN_FIELDS
+from highwater.nouns.training import ScheduleName, TrainingRequest, training_request_from
+from highwater.nouns.trial import Device
 
 
 def add_settings(
@@ -130,3 +142,265 @@ def _help(row: Setting, command: CommandName) -> str:
 
 def _spelled(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+_FIELDS = {
+    "training_data": "data",
+    "length": "length",
+    "training_steps": "steps",
+    "output": "output",
+    "settings_from": "settings",
+    "eval_data": "eval_data",
+    "rows": "rows",
+    "schedule": "schedule",
+    "warmup_steps": "warmup_steps",
+    "eval_every": "eval_every",
+    "save_every": "save_every",
+    "long_documents": "long_documents",
+    "train_on": "train_on",
+    "reward": "reward",
+    "resume_from": "resume_from",
+    "seed": "seed",
+}
+"""Fields of a training request by the names of their parsed flags, which differ where a search's
+flag of that name means something else."""
+
+
+def add_train_flags(parser: argparse.ArgumentParser) -> None:
+    """Give the parser what is trained on, for how long, and where it goes."""
+    several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
+    data = parser.add_argument_group("the data")
+    data.add_argument(
+        "--data",
+        dest="training_data",
+        metavar="PATH",
+        help="files to train on (.jsonl, .parquet, .txt, .md), folders of them, or what `datasets` "
+        "saved",
+        **several,
+    )
+    data.add_argument(
+        "--eval-data", metavar="PATH", help="evaluated, and never trained on", **several
+    )
+    data.add_argument(
+        "--length", metavar="TOKENS", help="tokens of the longest sequence, for example 32k"
+    )
+    data.add_argument(
+        "--long-documents",
+        choices=get_args(LongDocuments),
+        help="what becomes of a longer document: its beginning is trained, or all of it in pieces, "
+        "or nothing is (default: truncate)",
+    )
+    data.add_argument(
+        "--train-on",
+        choices=get_args(TrainedTokens),
+        help="tokens that are trained on: responses, where documents have prompts, or all "
+        "(default: responses)",
+    )
+    data.add_argument(
+        "--reward",
+        metavar="MODULE:FUNCTION",
+        help="--objective grpo, ppo: gives the reward of a response; default: the data has it",
+    )
+    run = parser.add_argument_group("the run")
+    run.add_argument(
+        "--steps", dest="training_steps", metavar="N", type=int, help="optimizer steps in all"
+    )
+    run.add_argument(
+        "-o",
+        "--output",
+        metavar="DIR",
+        help="the run's folder: checkpoints, statistics, log, and the model; the same command goes "
+        "on after the last checkpoint in it",
+    )
+    run.add_argument(
+        "--settings",
+        dest="settings_from",
+        metavar="{recommended,STUDY}",
+        help="whose settings: those recommended for the length, or those that a study of "
+        "`highwater find` measured; default: those that are named, and "
+        "recommended ones where none is",
+    )
+    run.add_argument(
+        "--rows",
+        metavar="N",
+        type=int,
+        help="rows of up to --length tokens in a step, over all GPUs (the global batch; default: 2 "
+        "for each GPU, or group of GPUs that share a sequence)",
+    )
+    run.add_argument(
+        "--resume-from",
+        metavar="CHECKPOINT",
+        help="go on from this one, for example step-000100; default: the latest",
+    )
+    run.add_argument(
+        "--schedule",
+        choices=get_args(ScheduleName),
+        help="course of the learning rate (default: constant)",
+    )
+    for name, what in (
+        ("warmup-steps", "steps over which the learning rate rises (default: none)"),
+        ("eval-every", "steps between evaluations (default: before the first and after the last)"),
+        ("save-every", "steps between checkpoints (default: after the last)"),
+        ("seed", "seed of the data's order, of dropout and of weights that are not there"),
+    ):
+        run.add_argument(f"--{name}", metavar="N", type=int, help=what)
+
+
+def training_request_of(arguments: argparse.Namespace) -> TrainingRequest:
+    """The training request that was typed; raises UsageError for what has to be named."""
+    typed = {
+        field: tuple(value) if isinstance(value, list) else value
+        for name, field in _FIELDS.items()
+        if (value := getattr(arguments, name)) not in (None, [])
+    }
+    for field, flag, what in (
+        ("data", "--data data.jsonl", "nothing to train on is named"),
+        ("length", "--length 8k", "no length is named"),
+        ("steps", "--steps 100", "no number of steps is named"),
+        ("output", "--output ./run", "no folder for the run is named"),
+    ):
+        if field not in typed:
+            raise UsageError(what, hint=f"add it, for example `{flag}`")
+    return training_request_from(typed)
+
+
+def show_flags(parser: argparse.ArgumentParser) -> None:
+    """Give the parser the flags of ``highwater show``."""
+    parser.add_argument(
+        "studies", nargs="*", metavar="STUDY", help="a study's file; default: the newest one"
+    )
+    parser.add_argument(
+        "--as",
+        dest="as_",
+        choices=("table", "published", "lines", "json"),
+        default="table",
+        help="how to show it",
+    )
+    _add_newest_study(parser)
+
+
+def report_flags(parser: argparse.ArgumentParser) -> None:
+    """Give the parser the flags of ``highwater report``."""
+    parser.add_argument(
+        "study", nargs="?", metavar="STUDY", help="a study's file; default: the newest one"
+    )
+    add_output(parser, ".html, .md, .csv or .json; default: print Markdown")
+    add_json(parser)
+    _add_newest_study(parser)
+
+
+def profile_flags(parser: argparse.ArgumentParser) -> None:
+    """Give the parser the flags of ``highwater profile``."""
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="a snapshot that `torch.cuda.memory._dump_snapshot` wrote, a timeline of "
+        "`highwater predict --exact`, or a folder of ranks' snapshots, of which the fullest is "
+        "shown; two: side by side",
+    )
+    parser.add_argument(
+        "--html", metavar="FILE", help="write a page into a new file: timeline and flame graph"
+    )
+    add_json(parser)
+
+
+def _add_newest_study(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--log-dir",
+        metavar="DIR",
+        default="./logs",
+        help="where to look for the newest study (default: ./logs)",
+    )
+
+
+def add_bench_flags(parser: argparse.ArgumentParser) -> None:
+    """Give the parser the flags of ``highwater bench``, but ``--json``, which every command has."""
+    parser.add_argument(
+        "subject", choices=("attention",), metavar="SUBJECT", help="what is measured: attention"
+    )
+    parser.add_argument(
+        "--device", choices=get_args(Device), help="where; default: cuda where there is a GPU"
+    )
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="memory of each GPU, or of each process on the CPU, its runtime included: 8GiB on a "
+        "big card stands in for a small one; default: all, on the CPU what is free",
+    )
+    parser.add_argument(
+        "--gpus",
+        metavar="N",
+        type=int,
+        default=1,
+        help="from 2 on also DataParallel, ring and Ulysses; on the CPU processes (default: 1)",
+    )
+    parser.add_argument(
+        "--heads", metavar="N", type=int, default=2, help="query heads (default: 2)"
+    )
+    parser.add_argument(
+        "--kv-heads", metavar="N", type=int, help="key and value heads; default: as many"
+    )
+    parser.add_argument(
+        "--head-dim", metavar="N", type=int, default=32, help="size of a head (default: 32)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=get_args(BenchDtype),
+        help="default: bf16, on the CPU fp32, on GPUs without bf16 fp16",
+    )
+    parser.add_argument(
+        "--same-qkv",
+        action="store_true",
+        help="queries, keys and values are one tensor, counted once: the published setting",
+    )
+    parser.add_argument(
+        "--lengths",
+        metavar="TOKENS",
+        nargs="+",
+        help="measure at these lengths alone; default: doubling, then bisection to the longest",
+    )
+    parser.add_argument(
+        "--max-length",
+        metavar="TOKENS",
+        help="longest length to try; default: 16m tokens, on the CPU 4k",
+    )
+    parser.add_argument(
+        "--implementations",
+        metavar="NAME",
+        nargs="+",
+        default=[],
+        help="who takes part, by name, family or published class: "
+        f"{', '.join(IMPLEMENTATIONS)}; default: all",
+    )
+    add_trained(parser, PATTERN_FIELDS, what_for="")
+    parser.add_argument(
+        "--segment-lengths",
+        metavar="TOKENS",
+        nargs="+",
+        help="dilated and block_sparse_ring_dilated: tokens of a segment of each branch; default: "
+        "half the length and all of it",
+    )
+    parser.add_argument(
+        "--dilation-rates",
+        metavar="N",
+        nargs="+",
+        type=int,
+        help="a rate for each of them, 2 for every second token; default: 1 2, and 4, 8, ... for "
+        "more segments",
+    )
+    parser.add_argument("--only", choices=DIRECTIONS, help="one direction; default: both")
+    parser.add_argument(
+        "--timeout",
+        metavar="TIME",
+        help="longest time of one pass; default: 60s, on the CPU 10s",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        help="folder of the report: JSON, Markdown, HTML and plots; default: a new one below "
+        "./logs/attention",
+    )
+    parser.add_argument(
+        "--allow-busy", action="store_true", help="also on GPUs that somebody else uses"
+    )

@@ -7,12 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, get_args
 
-from highwater.cli.bench_flags import add_bench_flags
 from highwater.cli.command_list import COMMANDS, SHELLS, groups
-from highwater.cli.flags import add_json, add_output, add_settings, add_trained
-from highwater.cli.page_flags import profile_flags, report_flags, show_flags
+from highwater.cli.flags import (
+    add_bench_flags,
+    add_json,
+    add_output,
+    add_settings,
+    add_train_flags,
+    add_trained,
+    profile_flags,
+    report_flags,
+    show_flags,
+)
 from highwater.cli.parser import Parser, parse_strictly
-from highwater.cli.train_flags import add_train_flags
 from highwater.errors import UsageError
 from highwater.nouns.declaration import CommandName
 from highwater.nouns.declared_settings import DECLARED

@@ -12,7 +12,7 @@ from highwater.nouns.settings import TRAINED_OTHERWISE
 from highwater.nouns.trainer import TRAINERS
 from highwater.pages.guide import build as guiding
 from highwater.pages.guide.guide import UNKNOWN, Guide
-from highwater.pages.guide.guide_markdown import guide_markdown
+from highwater.pages.guide.guide_page import guide_markdown
 from highwater.pages.guide.guide_parts import gpus_heading, summary
 from highwater.pages.guide.guide_rows import guide_rows
 from highwater.store.directory import free_name

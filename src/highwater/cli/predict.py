@@ -23,8 +23,7 @@ from highwater.nouns.request import request_from, trial_flags
 from highwater.nouns.settings_words import short_settings
 from highwater.nouns.trainer import TRAINERS
 from highwater.nouns.trial import TrialSpec
-from highwater.pages.answer_sentence import prediction_answer
-from highwater.pages.caveats import assumed_host
+from highwater.pages.answer_sentence import assumed_host, prediction_answer
 from highwater.pages.prediction_tables import accuracy_table, prediction_table, term_table
 from highwater.recommendation.recommend import what_would_fit
 from highwater.units import format_tokens

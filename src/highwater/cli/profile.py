@@ -14,7 +14,7 @@ from highwater.memory.snapshot.memory_profile import MemoryProfile, memory_profi
 from highwater.memory.snapshot.snapshot import HOW_TO_MAKE_ONE
 from highwater.pages.profile.profile_tables import category_table, place_table
 from highwater.store.directory import check_new_file, free_name, write_new_file
-from highwater.store.trial_snapshots import ranks_snapshots
+from highwater.store.logs import ranks_snapshots
 from highwater.units import format_bytes
 
 _MOST_PATHS = 2

@@ -11,11 +11,12 @@ from textwrap import shorten
 from highwater.nouns.settings_words import short_settings
 from highwater.nouns.study import RANK_WORDS, Cell, CellAnswer, Question
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
-from highwater.pages.study.capacity_figures import capacity_text, memory_only_text, provenance
 from highwater.pages.study.failed_request import request_line
+from highwater.pages.study.tables import capacity_text, memory_only_text, provenance
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
 from highwater.search.outlook import outlook
+from highwater.search.proof import trial_s
 from highwater.search.search_events import (
     CellAnswered,
     SearchEvent,
@@ -23,7 +24,6 @@ from highwater.search.search_events import (
     TrialRuns,
     TrialStarted,
 )
-from highwater.search.trial_seconds import trial_s
 from highwater.units import format_bytes, format_seconds, format_tokens
 
 _RECENT = 4

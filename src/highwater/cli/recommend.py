@@ -16,8 +16,7 @@ from highwater.nouns.recommendation import Recommendation
 from highwater.nouns.request import request_from, trial_flags
 from highwater.nouns.study import Cell
 from highwater.nouns.trainer import OURS, predicted_traits
-from highwater.pages.answer_sentence import recommendation_answer
-from highwater.pages.caveats import assumed_host
+from highwater.pages.answer_sentence import assumed_host, recommendation_answer
 from highwater.pages.recommendation_tables import recommendation_tables, rung_list
 from highwater.recommendation.recommend import recommend as recommended
 

@@ -28,7 +28,7 @@ from highwater.cli.parser import Parser, parse_strictly
 from highwater.cli.progress import Progress
 from highwater.errors import HighwaterError, MachineError
 from highwater.model.model import STATE_BYTES_PER_PARAMETER, Model, load_model
-from highwater.nouns.allocator_variables import ALLOCATOR_MODES, allocator_options, ignored_options
+from highwater.nouns.environment import ALLOCATOR_MODES, allocator_options, ignored_options
 from highwater.nouns.hardware import Machine
 from highwater.nouns.plan import Plan
 from highwater.nouns.request import Request, request_from, values_of

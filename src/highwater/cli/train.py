@@ -8,12 +8,12 @@ import signal
 from highwater import training
 from highwater.cli import console
 from highwater.cli.config import request_of
+from highwater.cli.flags import training_request_of
 from highwater.cli.interruption import exit_code_of, heeding
-from highwater.cli.train_flags import training_request_of
 from highwater.cli.training_progress import training_progress
 from highwater.errors import EXIT_ANSWERED, EXIT_TERMINATED
 from highwater.nouns.settings import Settings
-from highwater.nouns.training_request import TrainingRequest, TrainingResult
+from highwater.nouns.training import TrainingRequest, TrainingResult
 from highwater.pages.training_tables import (
     prediction_lines,
     stopped_sentence,

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NoReturn
 
-from highwater.nouns.rank import STORE_VARIABLE
+from highwater.nouns.environment import STORE_VARIABLE
 
 _PAUSE_S = 0.05
 _GRACE_S = 5.0

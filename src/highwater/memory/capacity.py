@@ -7,9 +7,12 @@ from typing import Literal
 import msgspec
 
 from highwater.memory.formula.breakdown import Footprint
-from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES, MachineConstants
+from highwater.memory.formula.constants import (
+    CUBLAS_WORKSPACES_BYTES,
+    MachineConstants,
+    outside_terms,
+)
 from highwater.memory.formula.formula import Formula
-from highwater.memory.formula.outside_allocator import outside_terms
 from highwater.memory.interval.calibration import Calibration, Factors, Interval, interval
 from highwater.memory.interval.residuals import PredictionMethod
 from highwater.memory.trace.replay import Replayed

@@ -17,16 +17,15 @@ from highwater.memory.formula.constants import MachineConstants
 from highwater.memory.interval.residuals import PredictionMethod
 from highwater.memory.trainers import MEMORY
 from highwater.model.model import load_model
-from highwater.nouns.bounds import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.cells import heads_obstacle, ring_obstacle
 from highwater.nouns.cluster import Cluster
 from highwater.nouns.declared_settings import TOPICS
-from highwater.nouns.hardware import runs_trials
+from highwater.nouns.hardware import THIS_MACHINE, default_host, runs_trials
 from highwater.nouns.headroom import default_headroom_bytes
-from highwater.nouns.host_memory import THIS_MACHINE, default_host
 from highwater.nouns.layout import Layout
 from highwater.nouns.objective import TRAITS
 from highwater.nouns.plan import plan
+from highwater.nouns.refusals import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.request import Request, request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question

@@ -21,9 +21,9 @@ from highwater.memory.interval.residuals import (
     study_residuals,
 )
 from highwater.memory.trinity import bundled_traces, closed_form
-from highwater.memory.trinity.published_fields import published_fields
+from highwater.memory.trinity.closed_form import published_fields
 from highwater.memory.trl import step_bytes
-from highwater.memory.trl.recorded_edges import bundled_edges, study_edges
+from highwater.memory.trl.step_bytes import bundled_edges, study_edges
 from highwater.model.model import ModelShape
 from highwater.nouns.study import Cell, Question, Study
 from highwater.nouns.trainer import OURS, TrainerName, predicted_trainer

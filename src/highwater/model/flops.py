@@ -6,8 +6,7 @@ from highwater.model.layer_kind import AttentionKind
 from highwater.model.model import ModelShape
 from highwater.nouns.lora import adapter_parameters
 from highwater.nouns.settings import Settings
-from highwater.nouns.sparse_costs import kept_pairs
-from highwater.nouns.sparse_pattern import SparsePatternConfig
+from highwater.nouns.sparse_pattern import SparsePatternConfig, kept_pairs
 
 
 def step_flops(shape: ModelShape, *, length_tokens: int, sequences: int, settings: Settings) -> int:

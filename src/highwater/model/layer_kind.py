@@ -2,12 +2,19 @@
 
 Whoever counts bytes or FLOPs sums over runs, ``count`` times what one layer of the kind has, and
 takes the most over kinds where one layer decides.
+
+Windows: which layers of a family attend within ``sliding_window``, as transformers builds them.
+
+Source: ``configuration_*.py`` and ``modeling_*.py`` of transformers 5.23;
+tests/unit/test_families.py compares layer by layer with those that are installed.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from highwater.errors import ModelError
+from highwater.model.families import value_of
 from highwater.nouns.codec import Record
 
 
@@ -149,3 +156,146 @@ def runs_of(layers: Iterable[tuple[int, LayerKind]]) -> tuple[LayerRun, ...]:
         for kind, group in groupby(layers, key=lambda layer: layer[1])
         if (count := sum(each for each, _ in group))
     )
+
+
+Config = Mapping[str, Any]
+"""A parsed ``config.json``."""
+Slides = Callable[[Config, int], bool]
+"""Whether the layer of this number, counted from 0, attends within the window."""
+
+
+def slides(config: Config, layer: int) -> bool:
+    """Whether a layer, counted from 0, attends within ``sliding_window``, if the config has one."""
+    family, kinds = config["model_type"], config.get("layer_types")
+    if family in _WINDOW_BY_LAYER and isinstance(kinds, list):
+        return layer < len(kinds) and kinds[layer] == "sliding_attention"
+    if _is_switched_off(config):
+        return False
+    by_layer = _WINDOW_BY_LAYER.get(family)
+    return family in _WINDOW_IN_EVERY_LAYER if by_layer is None else by_layer(config, layer)
+
+
+def refuse_missing_window(config: Config, source: str, *, some_slide: bool) -> None:
+    """Raise ModelError for a config without the window that its layers or its class need.
+
+    transformers builds no such model, or one whose attention depends on its implementation.
+    """
+    family, kinds = config["model_type"], config.get("layer_types")
+    off, is_null = _is_switched_off(config), value_of(config, "sliding_window") is None
+    is_named = isinstance(kinds, list) and "sliding_attention" in kinds
+    # A family whose layers all have the window has full attention without one.
+    is_needed = is_named or (family in _WINDOW_BY_LAYER and some_slide)
+    is_masked = family in _WINDOW_BY_LAYER and family not in _MASK_FOR_LAYERS_THAT_SLIDE
+    if (is_needed and (off or is_null)) or (is_masked and is_null and not off):
+        switch = " and use_sliding_window to true" if off else ""
+        why = "use_sliding_window is not true" if off else "sliding_window is null or missing"
+        raise ModelError(
+            f"{source}, of the family {family}, has no window for sliding attention: {why}",
+            hint=f"set sliding_window to a number of tokens{switch}"
+            + (
+                ", or name full_attention alone in layer_types"
+                if is_named and not is_masked
+                else ""
+            ),
+        )
+
+
+def _is_switched_off(config: Config) -> bool:
+    return config["model_type"] in _SWITCHED_ON and not config.get("use_sliding_window")
+
+
+def _every_layer(config: Config, layer: int) -> bool:  # noqa: ARG001 (the others read them)
+    return True
+
+
+def _no_layer(config: Config, layer: int) -> bool:  # noqa: ARG001
+    return False
+
+
+def _all_but_every(number: int | str) -> Slides:
+    """All layers but every n-th one; n, or the field that holds it."""
+
+    def slides_between(config: Config, layer: int) -> bool:
+        every = value_of(config, number) if isinstance(number, str) else number
+        # Of anything that is no number transformers builds no model; the window holds everywhere.
+        return not isinstance(every, (int, float)) or every <= 0 or (layer + 1) % every != 0
+
+    return slides_between
+
+
+def _all_but_the_first_of_four(config: Config, layer: int) -> bool:  # noqa: ARG001
+    return layer % 4 != 0
+
+
+def _cohere_mixture(config: Config, layer: int) -> bool:
+    """All but every n-th layer; those in front, without experts, are counted by themselves."""
+    before = config.get("first_k_dense_replace")
+    before = before if isinstance(before, int) else 0
+    if layer < before:
+        return _all_but_every("prefix_dense_sliding_window_pattern")(config, layer)
+    return _all_but_every("sliding_window_pattern")(config, layer - before)
+
+
+def _from_max_window_layers(config: Config, layer: int) -> bool:
+    first = value_of(config, "max_window_layers")
+    has_window = value_of(config, "sliding_window") is not None
+    return has_window and (not isinstance(first, int) or layer >= first)
+
+
+def _every_second_up_to_max_window_layers(config: Config, layer: int) -> bool:
+    end = value_of(config, "max_window_layers")
+    return layer % 2 == 0 and (not isinstance(end, int) or layer < end)
+
+
+def _without_rope(config: Config, layer: int) -> bool:
+    rotated, interval = config.get("no_rope_layers"), value_of(config, "no_rope_layer_interval")
+    if value_of(config, "sliding_window") is None:
+        return False
+    if isinstance(rotated, list):
+        return layer < len(rotated) and rotated[layer] == 0
+    return isinstance(interval, int) and (interval == 0 or (layer + 1) % interval == 0)
+
+
+_WINDOW_IN_EVERY_LAYER = frozenset(
+    (
+        "ministral3",
+        "mistral",
+        "mixtral",
+        "phi3",
+        "phimoe",
+        "qwen3_moe",
+        "starcoder2",
+    )
+)
+"""Families whose attention takes ``sliding_window`` as it is, whatever ``layer_types`` says."""
+_WINDOW_BY_LAYER: Mapping[str, Slides] = {
+    "afmoe": _all_but_every("global_attn_every_n_layers"),
+    "cohere2": _all_but_every("sliding_window_pattern"),
+    "cohere2_moe": _cohere_mixture,
+    "cwm": _all_but_the_first_of_four,
+    "dots1": _from_max_window_layers,
+    "exaone4": _all_but_every("sliding_window_pattern"),
+    "exaone_moe": _all_but_every("sliding_window_pattern"),
+    "gemma3_text": _all_but_every("sliding_window_pattern"),
+    "gemma2": _all_but_every(2),
+    "gpt_oss": _all_but_every(2),
+    "granite_swa": _all_but_the_first_of_four,
+    "granitemoe_swa": _all_but_the_first_of_four,
+    "kolibri1": _all_but_every(5),
+    "laguna": _no_layer,
+    "mellum": _no_layer,
+    "ministral": _every_layer,
+    "olmo3": _all_but_every(4),
+    "qwen2": _from_max_window_layers,
+    "qwen2_moe": _every_second_up_to_max_window_layers,
+    "qwen3": _from_max_window_layers,
+    "smollm3": _without_rope,
+}
+"""Families whose window is in the layers that ``layer_types`` names, and the layers that their
+class names where the config has none. A family in neither list has no window, whatever its config
+says."""
+_MASK_FOR_LAYERS_THAT_SLIDE = frozenset(("dots1", "exaone4", "mellum", "qwen2", "qwen3", "smollm3"))
+"""Families whose class makes the window's mask only where a layer slides: without a window the
+others cannot run, whatever their layers are."""
+_SWITCHED_ON = frozenset(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"))
+"""Families whose window is there only with ``use_sliding_window``."""

@@ -21,8 +21,8 @@ from highwater.model.families import (
     unsupported_dropout,
     value_of,
 )
+from highwater.model.layer_kind import refuse_missing_window, slides
 from highwater.model.trained_families import OF_TEXT, refuse_features, refuse_untrained
-from highwater.model.windows import refuse_missing_window, slides
 from highwater.nouns.codec import digest
 from highwater.nouns.files import CONFIG_BYTES, read_file
 

@@ -1,15 +1,233 @@
 """Where a model lies that somebody named: a directory, the Hub's cache, the catalog, or the Hub.
 
 They are looked at in this order, and the first that has a ``config.json`` is the model's.
+
+The catalog of models: their names, the Hub's ids that mean the same shape, and where each shape
+was read.
+
+``catalog/models.json`` has a row for each, ``catalog/models/NAME/config.json`` its shape.
+
+The Hugging Face Hub: its cache on this machine, and a ``config.json`` that is fetched into it.
+
+The cache is read by its layout, ``models--ORG--NAME/refs/main`` and ``snapshots/REVISION``, which
+needs no package. What is not in it ``huggingface_hub`` fetches where it is installed, imported here
+and nowhere else, when nothing else has answered. It reads HF_ENDPOINT and HF_TOKEN, and runs no
+code of a model's: one file of JSON is all that comes.
+Source: https://huggingface.co/docs/huggingface_hub/guides/manage-cache
 """
 
+import json
+import os
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from shlex import quote
 from typing import NamedTuple
 
 from highwater.errors import ModelError
-from highwater.model.hub import CONFIG, cached_directory, fetched_directory, is_hub_id
-from highwater.model.model_catalog import catalog_model, near_names
+from highwater.nouns.codec import Record, from_builtins
+from highwater.nouns.files import read_file
+
+_OFFERED = 3
+"""Names that an error offers in the place of one that no model has."""
+_ALIKE = 0.75
+"""Share of letters from which a name may be meant by another."""
+
+
+class CatalogModel(Record, frozen=True, kw_only=True):
+    """One model of the catalog."""
+
+    name: str
+    """The name in tables and log paths."""
+    hub_id: str | None = None
+    """Its id on the Hugging Face Hub; None of a model that is on no hub."""
+    also: tuple[str, ...] = ()
+    """Ids on the Hub of models with the very same shape: instruction-tuned, renamed, distilled."""
+    published_parameters: float | None = None
+    """Parameters in billions, as its card or paper has them."""
+    source: str
+    """Where its ``config.json`` was read."""
+
+    @property
+    def directory(self) -> Path:
+        """The directory that holds its ``config.json``."""
+        return Path(str(files("highwater.model") / "catalog" / "models" / self.name))
+
+    @property
+    def hub_ids(self) -> tuple[str, ...]:
+        """Every id of the Hub that means its shape."""
+        return (*(() if self.hub_id is None else (self.hub_id,)), *self.also)
+
+
+@cache
+def model_catalog() -> tuple[CatalogModel, ...]:
+    """Every model whose shape ships with the package, in the order of its file."""
+    text = (files("highwater.model") / "catalog" / "models.json").read_text(encoding="utf-8")
+    return tuple(from_builtins(entry, CatalogModel) for entry in json.loads(text))
+
+
+def catalog_names() -> list[str]:
+    """Names of the models whose shapes ship with the package, in alphabetical order."""
+    return sorted(model.name for model in model_catalog())
+
+
+def catalog_model(name: str) -> tuple[str, CatalogModel] | None:
+    """The model of a catalog name or of a Hub id, in any case, or of an id's last part; beside it
+    the name as the catalog spells it.
+    """
+    return _spellings().get(name.lower())
+
+
+def near_names(name: str) -> list[str]:
+    """Names of the catalog that somebody may have meant, of as many models, the nearest first: ids
+    for an id, short names for a short one.
+    """
+    typed = name.lower()
+    alike = [each for each in _spellings() if ("/" in each) == ("/" in typed)]
+    found = get_close_matches(typed, alike, n=len(alike), cutoff=_ALIKE)
+    by_model: dict[str, str] = {}
+    for each in found:
+        spelled, model = _spellings()[each]
+        by_model.setdefault(model.name, spelled)
+    return list(by_model.values())[:_OFFERED]
+
+
+@cache
+def _spellings() -> dict[str, tuple[str, CatalogModel]]:
+    """Every name in lower case: a model's own before those that are another's last part."""
+    spellings: dict[str, tuple[str, CatalogModel]] = {}
+    for model in model_catalog():
+        spellings[model.name.lower()] = (model.name, model)
+        spellings |= {each.lower(): (each, model) for each in model.hub_ids}
+    for model in model_catalog():
+        for each in model.hub_ids:
+            short = each.rpartition("/")[2]
+            spellings.setdefault(short.lower(), (short, model))
+    return spellings
+
+
+CONFIG = "config.json"
+_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
+_REF_BYTES = 4096
+_REVISION = re.compile(r"[0-9a-f]{7,64}")
+_TRUE = frozenset(("1", "on", "yes", "true"))
+_ANSWER_S = 5.0
+"""Seconds that the Hub has to begin its answer, unless HF_HUB_ETAG_TIMEOUT says otherwise."""
+_INSTALL = "pip install -U huggingface_hub"
+_LOGIN = "`hf auth login`, or set HF_TOKEN"
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether a text has the form of a model's id on the Hub: ``Qwen/Qwen2.5-7B-Instruct``."""
+    return _ID.fullmatch(text) is not None and ".." not in text and "--" not in text
+
+
+def cached_directory(hub_id: str) -> Path | None:
+    """The directory of a model's current revision in the Hub's cache; None where there is none with
+    a ``config.json``.
+    """
+    folder = cache_folder(os.environ) / f"models--{hub_id.replace('/', '--')}"
+    try:
+        revision = read_file(folder / "refs" / "main", most_bytes=_REF_BYTES).decode().strip()
+        directory = folder / "snapshots" / revision
+        is_there = _REVISION.fullmatch(revision) and (directory / CONFIG).is_file()
+    except (OSError, ValueError):
+        return None
+    return directory if is_there else None
+
+
+def cache_folder(environment: Mapping[str, str]) -> Path:
+    """Where the Hub's cache is, as ``huggingface_hub`` finds it."""
+    home = environment.get("XDG_CACHE_HOME", "~/.cache")
+    home = environment.get("HF_HOME", f"{home}/huggingface")
+    older = environment.get("HUGGINGFACE_HUB_CACHE", f"{home}/hub")
+    named = environment.get("HF_HUB_CACHE", older)
+    return Path(os.path.expandvars(named)).expanduser()
+
+
+def fetched_directory(hub_id: str) -> Path:
+    """Fetch the ``config.json`` of a model into the Hub's cache; the directory that then holds it.
+
+    Raises ModelError where the Hub is not to be asked, or does not give the file: the hint is the
+    command that fetches it, or what the Hub asks for.
+    """
+    switch = next((name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if _is_on(name)), "")
+    if switch:
+        raise ModelError(
+            f"{hub_id} is not in the Hub's cache, and {switch} is set: the Hub is not asked",
+            hint=f"fetch it once: `env -u {switch} {fetch_command(hub_id)}`",
+        )
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise ModelError(
+            f"{hub_id} is not in the Hub's cache, and huggingface_hub is not installed, which "
+            f"would fetch its {CONFIG}",
+            hint=f"`{_INSTALL}`, then the same command",
+        ) from error
+    from huggingface_hub import errors
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()
+    try:
+        # asked first, for a download tries again for minutes where nobody answers
+        url = huggingface_hub.hf_hub_url(hub_id, CONFIG, endpoint=_endpoint())
+        huggingface_hub.get_hf_file_metadata(url, timeout=_timeout_s())
+        path = huggingface_hub.hf_hub_download(hub_id, CONFIG, endpoint=_endpoint())
+    except errors.GatedRepoError as error:
+        raise ModelError(
+            f"{hub_id} is gated: the Hub gives its files to accounts that its owner has let in",
+            hint=f"ask for access at {_page(hub_id)}, then {_LOGIN}",
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelError(
+            f"the Hub has no model {hub_id!r}, or it is private and not yours",
+            hint=f"check its spelling at {_page(hub_id)}; for a private one {_LOGIN}",
+        ) from error
+    except errors.EntryNotFoundError as error:
+        raise ModelError(
+            f"{hub_id} has no {CONFIG} on the Hub",
+            hint="give the model that it was made from: adapters and GGUF files have none",
+        ) from error
+    # whichever client for HTTP a version of huggingface_hub has, its errors come through
+    except Exception as error:
+        raise ModelError(
+            f"{hub_id} is not in the Hub's cache, and the Hub does not give it: "
+            f"{_first_line(error)}",
+            hint=f"where the network reaches the Hub: `{fetch_command(hub_id)}`",
+        ) from error
+    return Path(path).parent
+
+
+def fetch_command(hub_id: str) -> str:
+    """The command that puts a model's ``config.json`` into the Hub's cache."""
+    return f"hf download {hub_id} {CONFIG}"
+
+
+def _is_on(name: str) -> bool:
+    return os.environ.get(name, "").lower() in _TRUE
+
+
+def _timeout_s() -> float:
+    said = os.environ.get("HF_HUB_ETAG_TIMEOUT", "")
+    return float(said) if said.isdecimal() else _ANSWER_S
+
+
+def _endpoint() -> str:
+    return os.environ.get("HF_ENDPOINT", "").rstrip("/") or "https://huggingface.co"
+
+
+def _page(hub_id: str) -> str:
+    return f"{_endpoint()}/{hub_id}"
+
+
+def _first_line(error: Exception) -> str:
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
+
 
 _LONGEST_NAME = 120
 """Characters of a name that an error repeats."""

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import msgspec
 
 from highwater.errors import MachineError, UsageError
-from highwater.nouns.bounds import MOST_GPUS_OF_A_MACHINE, MOST_GPUS_PREDICTED
 from highwater.nouns.codec import Record
 from highwater.nouns.hardware import (
     OLDEST_CAPABILITY,
@@ -21,6 +20,7 @@ from highwater.nouns.hardware import (
     kind_of,
     lacking,
 )
+from highwater.nouns.refusals import MOST_GPUS_OF_A_MACHINE, MOST_GPUS_PREDICTED
 from highwater.units import GIB, binary_size, format_bytes, parse_bytes
 
 _NAMED = re.compile(r"(?:(\d+)\s*[xX×*]\s*)?(.+)")

@@ -8,12 +8,17 @@ from pathlib import Path
 import msgspec
 
 from highwater.errors import UsageError
-from highwater.nouns.command_template import EXAMPLE, placeholders_of, split_command, split_words
+from highwater.nouns.command_template import (
+    EXAMPLE,
+    LAUNCHED_EXAMPLE,
+    launched_command,
+    placeholders_of,
+    split_command,
+    split_words,
+)
 from highwater.nouns.declared_settings import DECLARED
 from highwater.nouns.files import SETTINGS_BYTES, read_file
 from highwater.nouns.foreign_trainer import FOREIGN, ForeignName, ForeignTrainer, foreign_name
-from highwater.nouns.launched_command import EXAMPLE as LAUNCHED_EXAMPLE
-from highwater.nouns.launched_command import launched_command
 from highwater.nouns.request import Request
 
 _MEANT: Mapping[str, ForeignName] = {

@@ -1,7 +1,7 @@
 """Foreign trainers: trainers that are not this package's engine, as the thing that is tried.
 
 ``find`` and ``try`` start their own entry points, from the outside. What a question and a trial
-carry of one is a ``ForeignTrainer``; how it is started from that is trials/foreign_commands.py.
+carry of one is a ``ForeignTrainer``; how it is started from that is trials/foreign_trial.py.
 """
 
 import shlex
@@ -31,7 +31,7 @@ class ForeignTrainer(Record, frozen=True, kw_only=True):
     trainer: ForeignName
     command: tuple[str, ...] = ()
     """``command``: the words that start it, with placeholders (nouns/command_template.py), secrets
-    hidden; ``accelerate``: those that it launches (nouns/launched_command.py). Of a trainer whose
+    hidden; ``accelerate``: those that it launches (nouns/command_template.py). Of a trainer whose
     command is made here the words that stand for its program; empty: its own name."""
     base_config_path: str | None = None
     """Absolute path of the user's own configuration, whose fields stay where nothing asked says
@@ -41,7 +41,7 @@ class ForeignTrainer(Record, frozen=True, kw_only=True):
     done_pattern: str | None = None
     """Regular expression that finds in the log that the steps are done; a group ``step`` in it is
     the number of steps so far. Empty: exit status 0 proves it. None: the usual signs of progress
-    (trials/foreign_progress.py)."""
+    (trials/foreign_log.py)."""
     secrets_digest: str | None = None
     """Digest of the words as they were typed, where some of them are hidden: with another secret it
     is another question. It is too short to tell a secret by. None: none is hidden."""

@@ -1,8 +1,8 @@
 """Grid: the lengths that a search tries, by index."""
 
 from highwater.errors import UsageError
-from highwater.nouns.bounds import MOST_LENGTHS
 from highwater.nouns.codec import Record
+from highwater.nouns.refusals import MOST_LENGTHS
 from highwater.units import format_tokens
 
 PUBLISHED_STEP_TOKENS = 4096

@@ -1,12 +1,25 @@
-"""Hardware: the GPUs of a machine as its driver reports them, and a catalog of their kinds."""
+"""Hardware: the GPUs of a machine as its driver reports them, and a catalog of their kinds.
+
+Host memory of machines elsewhere: what one with GPUs of a kind usually has.
+
+``catalog/hosts.json`` has them as data, so that an answer about GPUs that are not here can say
+whether its states fit beside them. This machine's own is read, never taken from here.
+
+Constants: what a GPU's memory is spent on besides tensors.
+
+They are read on one machine by ``highwater doctor --measure``.
+"""
 
 import json
 from functools import cache
 from importlib.resources import files
 from typing import Literal
 
+import msgspec
+
 from highwater.errors import MachineError
 from highwater.nouns.codec import Record, from_builtins
+from highwater.units import GIB
 
 Kernel = Literal["cudnn", "flash"]
 """A fused attention."""
@@ -132,3 +145,113 @@ def refuse_unfit_gpu(driver_name: str, compute_capability: tuple[int, int]) -> N
             hint=f"train on a GPU of compute capability {oldest} or newer, or `{CPU_SEARCH}` on "
             "the CPU",
         )
+
+
+class Reading(Record, frozen=True, kw_only=True):
+    """Bytes that one more thing took when it was used first. The largest of all ranks."""
+
+    name: str
+    outside_bytes: int
+    """Bytes by the driver, beyond what the caching allocator holds."""
+    allocator_bytes: int
+    """Bytes kept alive in the caching allocator."""
+
+
+class Constants(Record, frozen=True, kw_only=True):
+    """Readings of one process for each of ``gpus`` GPUs of a kind, in the order of first use."""
+
+    schema_version: int = 1
+    device_name: str
+    gpus: int
+    versions: dict[str, str]
+    readings: tuple[Reading, ...]
+
+    def outside_bytes(self, *names: str) -> int:
+        """Bytes of these readings together; of one that there is not for so many GPUs 0."""
+        return sum(reading.outside_bytes for reading in self.readings if reading.name in names)
+
+    @property
+    def context_bytes(self) -> int:
+        """Bytes outside the allocator, of everything but NCCL."""
+        others = (reading for reading in self.readings if reading.name not in OF_NCCL)
+        return sum(reading.outside_bytes for reading in others)
+
+
+NCCL_GROUP = ("NCCL group", "NCCL collectives")
+"""Readings of one communicator and its first collectives."""
+NCCL_ALL_TO_ALL = "NCCL all-to-all"
+"""The reading of what the first all-to-all adds to the communicator."""
+OF_NCCL = (*NCCL_GROUP, NCCL_ALL_TO_ALL, "second NCCL group", "its all-to-all")
+CUBLAS_WORKSPACES = ("cuBLAS", "cuBLAS, backward")
+"""Readings that the caching allocator keeps for as long as the process lives."""
+
+
+MEASURED_SCHEMA_VERSION = 1
+"""Version of the document of ``highwater doctor --json``, as it is written and read."""
+
+
+class MeasuredConstants(msgspec.Struct, frozen=True, kw_only=True):
+    """What a prediction reads of the document that ``highwater doctor --measure --json`` prints."""
+
+    schema_version: int
+    constants: tuple[Constants, ...]
+    """Constants by number of GPUs."""
+
+
+THIS_MACHINE = "this machine"
+"""The name of the machine whose memory was read, and not taken from the catalog."""
+
+
+class Host(Record, frozen=True, kw_only=True):
+    """A machine as it is rented or built."""
+
+    kind: str
+    """Its GPUs, by the catalog's name."""
+    gpus: int
+    """GPUs that it has; of one that is not divided, at the most."""
+    host_gib: int
+    """Host memory of the whole machine, in GiB."""
+    machine: str
+    """The vendor's name for it."""
+    source: str
+    is_divided: bool = True
+    """Whether who uses some of its GPUs has as much of its memory: a desktop has one owner."""
+
+
+class HostMemory(Record, frozen=True, kw_only=True):
+    """Host memory that a machine is taken to have."""
+
+    host_bytes: int
+    """For the GPUs that were asked about, on one machine."""
+    machine: str
+    """The machine that it is of, with the share where not all of its GPUs are used."""
+    source: str
+
+
+@cache
+def host_catalog() -> tuple[Host, ...]:
+    """Every machine whose host memory is known, by kind and number of GPUs."""
+    text = (files("highwater.nouns") / "catalog" / "hosts.json").read_text(encoding="utf-8")
+    return tuple(from_builtins(entry, Host) for entry in json.loads(text))
+
+
+def default_host(device_name: str, gpus: int) -> HostMemory | None:
+    """Host memory of one machine with so many GPUs of a driver's name, or the catalog's.
+
+    That of the smallest machine with as many; of a larger one the share of its GPUs. None of a kind
+    or a number that no machine of the catalog has: ``gpus`` of several machines are asked about by
+    those of each.
+    """
+    kind = kind_of(device_name)
+    known = [host for host in host_catalog() if kind is not None and host.kind == kind.name]
+    large = [host for host in known if host.gpus >= gpus > 0]
+    if not large:
+        return None
+    host = min(large, key=lambda each: each.gpus)
+    if not host.is_divided or host.gpus == gpus:
+        return HostMemory(host_bytes=host.host_gib * GIB, machine=host.machine, source=host.source)
+    return HostMemory(
+        host_bytes=host.host_gib * GIB * gpus // host.gpus,
+        machine=f"{gpus} of {host.gpus} GPUs of {host.machine}",
+        source=host.source,
+    )

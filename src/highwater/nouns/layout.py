@@ -6,9 +6,9 @@ from typing import NamedTuple
 import msgspec
 
 from highwater.errors import UsageError
-from highwater.nouns.bounds import MOST_GPUS, MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.codec import Record
 from highwater.nouns.declaration import words_of
+from highwater.nouns.refusals import MOST_GPUS, MOST_GPUS_OF_A_MACHINE
 
 USUAL_GPUS_OF_A_MACHINE = 8
 """GPUs that a machine is taken to have where there are several, and no copy has more."""

@@ -2,8 +2,14 @@
 
 Everybody reads the row. The name alone is compared where the objective's own formula is chosen
 (engine/training/step.py), and where another trainer's words for it are (emit/).
+
+Completions: how many sequences TRL's GRPO generates together, which is what it then trains on.
+
+A generated batch is whole groups, and a step's micro-batches are that batch. Source:
+``num_generations`` and ``generation_batch_size`` in ``trl/trainer/grpo_config.py`` of trl 1.16.0.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Literal
 
@@ -76,3 +82,13 @@ def without_reference(objective: Objective) -> Objective:
         return other.pairs == traits.pairs, is_clipped
 
     return max((name for name, each in TRAITS.items() if not each.has_reference), key=likeness)
+
+
+GENERATIONS = 8
+"""``num_generations`` of GRPOConfig: a generation batch is a multiple of it."""
+
+
+def generation_micro_batches(rows: int, gpus: int, generations: int = GENERATIONS) -> int:
+    """Micro-batches of ``rows`` sequences on each of so many GPUs that hold whole groups."""
+    together = rows * gpus
+    return math.lcm(generations, together) // together

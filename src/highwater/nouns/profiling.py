@@ -6,10 +6,9 @@ import re
 from typing import Literal
 
 from highwater.errors import UsageError
-from highwater.nouns.bounds import MOST_GPUS, MOST_NAMED, MOST_STEPS
 from highwater.nouns.codec import Record
 from highwater.nouns.layout import Layout
-from highwater.nouns.refusals import RefusedError
+from highwater.nouns.refusals import MOST_GPUS, MOST_NAMED, MOST_STEPS, RefusedError
 
 SETTING = "memory_profiler"
 """Name of the setting."""

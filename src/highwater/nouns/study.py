@@ -4,14 +4,13 @@ from typing import Literal
 
 from highwater.errors import UsageError
 from highwater.model.model import Model
-from highwater.nouns.bounds import MOST_REPEATS
-from highwater.nouns.codec import Record
+from highwater.nouns.codec import Record, key_of
 from highwater.nouns.environment import Environment
 from highwater.nouns.foreign_trainer import ForeignTrainer
 from highwater.nouns.grid import Grid
 from highwater.nouns.hyperparameters import Hyperparameters
-from highwater.nouns.identity import key_of
 from highwater.nouns.layout import Layout
+from highwater.nouns.refusals import MOST_REPEATS
 from highwater.nouns.settings import Settings
 from highwater.nouns.settings_words import short_settings
 from highwater.nouns.trial import PROMPT_TOKENS, Device, Outcome, TrialResult, TrialSpec

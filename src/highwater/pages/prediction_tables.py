@@ -18,7 +18,7 @@ from highwater.nouns.headroom import RISK_IN_WORDS
 from highwater.nouns.settings_words import short_settings
 from highwater.nouns.study import counted_ranks
 from highwater.nouns.trainer import OURS, TRAINERS
-from highwater.pages.caveats import assumed_host, caveat, star_of_yarn
+from highwater.pages.answer_sentence import assumed_host, caveat, star_of_yarn
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
 from highwater.speed.rates import BASIS_IN_WORDS

@@ -7,8 +7,8 @@ from itertools import groupby
 
 from rich.cells import cell_len
 
-from highwater.pages.line_breaks import folded
 from highwater.pages.terminal_table import LEAST_WIDTH, table_lines
+from highwater.pages.text import folded
 from highwater.pages.text_table import TextTable
 
 _FENCE = "```"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from rich.cells import cell_len
 
-from highwater.pages.line_breaks import INDENT, folded, hanging, pieces
+from highwater.pages.text import INDENT, folded, hanging, pieces
 from highwater.pages.text_table import TextTable
 
 LEAST_WIDTH = 20

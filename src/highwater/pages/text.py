@@ -1,7 +1,23 @@
-"""Plain text from untrusted text: logs, paths and model names are data, to a terminal too."""
+"""Plain text from untrusted text: logs, paths and model names are data, to a terminal too.
 
+Where a line may end: at blanks, but not between a figure and its unit, and not within a command
+in backticks, which has to be pasted: one that is longer than a line is left to the terminal to
+wrap.
+
+Markdown as every document of ours writes it.
+
+Text from outside stays text, and tables are readable in the source too.
+"""
+
+import html
 import json
+import re
 import unicodedata
+from collections.abc import Iterable
+
+from rich.cells import cell_len
+
+from highwater.pages.text_table import TextTable
 
 _UNSAFE = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 """Unicode categories that a terminal may act upon.
@@ -49,3 +65,120 @@ def _escaped(character: str) -> str:
 
 def _escaped_in_json(character: str) -> str:
     return json.dumps(character)[1:-1]  # past the basic plane: a pair of surrogates
+
+
+INDENT = "  "
+"""What a line that goes on from the one above begins with."""
+_PIECE = re.compile(
+    r"(?:\+ )?(?:`[^`]*`|\S)+"
+    r"(?:(?<=\d) (?:[KMGT]iB|ms|s|%|GPUs?|tokens?)(?!\w)\S*|(?<=\d[hm]) \d\d[ms](?!\w)\S*)?"
+)
+"""What stands on one line: a word, a figure with its unit, a time, a command in backticks, and a
+plus with what it adds.
+"""
+_BREAKS_AFTER = "/_-=,;:.&?"
+"""Characters after which a word that is longer than a line is broken rather than elsewhere."""
+
+
+def pieces(text: str) -> list[str]:
+    """What no line may end within: words, figures with their unit, commands."""
+    return _PIECE.findall(text)
+
+
+def folded(text: str, width: int) -> list[str]:
+    """The text in lines of at most ``width`` columns."""
+    lines, end = [""], 0
+    for piece in _PIECE.finditer(text):
+        gap = text[end : piece.start()]
+        end = piece.end()
+        if cell_len(lines[-1] + gap + piece[0]) <= width:
+            lines[-1] += gap + piece[0]
+        elif "`" in piece[0] or cell_len(piece[0]) <= width:
+            lines.append(piece[0])
+        else:
+            lines += _broken(piece[0], width)
+    return lines if lines[0] or len(lines) == 1 else lines[1:]
+
+
+def hanging(text: str, width: int) -> list[str]:
+    """The same, with every line but the first indented."""
+    text = text.strip()
+    first, *more = folded(text, width)
+    if not more:
+        return [first]
+    rest = text.removeprefix(first).lstrip()
+    return [first, *(INDENT + line for line in folded(rest, max(1, width - len(INDENT))))]
+
+
+def _broken(word: str, width: int) -> list[str]:
+    """Cut a word that is longer than a line into pieces.
+
+    Cuts come after a slash or the like, else not within a figure, where that can be.
+    """
+    parts: list[str] = []
+    while cell_len(word) > width:
+        longest = _fitting(word, width)
+        ends = [
+            at for at in range(longest // 2 + 1, longest + 1) if not _is_within_a_figure(word, at)
+        ]
+        at = max(
+            (end for end in ends if word[end - 1] in _BREAKS_AFTER),
+            default=max(ends, default=longest),
+        )
+        parts.append(word[:at])
+        word = word[at:]
+    return [*parts, word]
+
+
+def _fitting(word: str, width: int) -> int:
+    """Number of a word's characters that have room, at least one."""
+    taken = 0
+    for at, character in enumerate(word):
+        taken += cell_len(character)
+        if taken > width:
+            return max(1, at)
+    return len(word)
+
+
+def _is_within_a_figure(word: str, at: int) -> bool:
+    before, after = word[at - 1], word[at]
+    return (after.isdigit() and (before.isdigit() or before in ",.")) or (
+        before.isdigit() and after in ",."
+    )
+
+
+_SPECIAL = re.compile(r"[|*`\[\]\\~$]|^#|^[-+](?=\s)|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z])")
+
+
+def escaped(text: str) -> str:
+    """Escape text from outside, for a Markdown paragraph, heading or table."""
+    return _SPECIAL.sub(lambda found: f"\\{found[0]}", html.escape(plain(text), quote=False))
+
+
+def markdown_list(lines: Iterable[str]) -> str:
+    """A list with an item a line; what is from outside has to be escaped already."""
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def markdown_table(table: TextTable) -> str:
+    """A table with figures aligned right, and of even widths for who reads the source."""
+    grid = [tuple(map(escaped, row)) for row in (table.columns, *table.rows)]
+    widths = [max(3, *(len(row[column]) for row in grid)) for column in range(len(table.columns))]
+    rules = tuple(
+        "-" * width if i < table.left_columns else "-" * (width - 1) + ":"
+        for i, width in enumerate(widths)
+    )
+    return "\n".join(
+        "| " + " | ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) + " |"
+        for row in (grid[0], rules, *grid[1:])
+    )
+
+
+def fenced(text: str) -> str:
+    """Fence text of several lines, whatever is in it.
+
+    The fence is longer than any in the text.
+    """
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}text\n{plain_lines(text)}\n{fence}"

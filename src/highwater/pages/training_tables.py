@@ -6,8 +6,7 @@ import msgspec
 
 from highwater.nouns.settings_words import short_settings
 from highwater.nouns.study import counted_ranks
-from highwater.nouns.training import TrainingSpec
-from highwater.nouns.training_request import TrainingResult
+from highwater.nouns.training import TrainingResult, TrainingSpec
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
 from highwater.training import PreparedTraining

@@ -12,12 +12,12 @@ from highwater.errors import UsageError
 from highwater.memory.question import with_usual_host
 from highwater.memory.trainers import predict_by_formula
 from highwater.model.model import load_model
-from highwater.nouns.bounds import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.cells import heads_obstacle
 from highwater.nouns.cluster import Cluster
 from highwater.nouns.declaration import flag_of, words_of
 from highwater.nouns.hardware import gpu_catalog, lacking, runs_trials
 from highwater.nouns.recommendation import Alternative, AlternativeKind, Candidate
+from highwater.nouns.refusals import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.trainer import TRAINERS
 from highwater.recommendation.candidates import Goal, first_fit
 from highwater.units import GIB, format_bytes

@@ -1,6 +1,8 @@
 """Candidates: every cell at one length, predicted with two token budgets, the simplest first.
 
 The budgets are the default and a lowered one.
+
+The question of a prediction, of what its trainer can be told.
 """
 
 import shlex
@@ -13,7 +15,7 @@ import msgspec
 
 from highwater.memory.capacity import CellPrediction, MemoryLimit
 from highwater.memory.interval.calibration import Calibration
-from highwater.memory.question import default_fields
+from highwater.memory.question import default_fields, predicted_question
 from highwater.memory.trainers import calibration_of, predict_by_formula
 from highwater.nouns.cluster import Cluster
 from highwater.nouns.declared_settings import DECLARED
@@ -24,7 +26,22 @@ from highwater.nouns.request import setting_flags
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question
 from highwater.nouns.trainer import TRAINERS, TrainerName
-from highwater.recommendation.trainer_question import trainer_question
+from highwater.trainers.inexpressible import expressible
+
+
+def trainer_question(
+    model: str,
+    where: Cluster,
+    trainer: TrainerName,
+    length_tokens: int | None,
+    settings: dict[str, Any],
+) -> tuple[Question, tuple[str, ...]]:
+    """What ``predicted_question`` gives, less what the trainer's own configuration has no words
+    for, which the notes say; raises UsageError, as a trial does, where nothing is left.
+    """
+    question, notes = predicted_question(model, where, trainer, length_tokens, settings)
+    question, skipped = expressible(question, trainer)
+    return question, (*notes, *skipped)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

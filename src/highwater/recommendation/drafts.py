@@ -9,7 +9,7 @@ from typing import Any
 
 from highwater.memory.question import predicted_question
 from highwater.model.rope import yarn
-from highwater.nouns.ladder import simplicity
+from highwater.nouns.cells import simplicity
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.study import Cell
 from highwater.nouns.trainer import TrainerName

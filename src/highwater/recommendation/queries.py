@@ -10,7 +10,7 @@ from highwater.nouns.capacities import Capacity
 from highwater.nouns.cluster import nameless
 from highwater.nouns.declared_settings import taken_by
 from highwater.nouns.hardware import kind_of
-from highwater.nouns.query import Query
+from highwater.nouns.recommendation import Query
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Study
 from highwater.nouns.trainer import TRAINERS, predicted_trainer

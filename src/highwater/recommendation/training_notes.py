@@ -7,7 +7,7 @@ from highwater.model.rope import yarn
 from highwater.nouns.corpus import Corpus
 from highwater.nouns.plan_notes import weights_notes
 from highwater.nouns.preparation import missing_files
-from highwater.nouns.training_request import TrainingRequest
+from highwater.nouns.training import TrainingRequest
 from highwater.nouns.trial import TrialSpec
 from highwater.recommendation.training_settings import ChosenTrial
 from highwater.units import format_bytes, format_tokens

@@ -14,17 +14,16 @@ from highwater.errors import MachineError, UsageError
 from highwater.memory.capacity import CellPrediction, MemoryLimit, predict_cells
 from highwater.memory.formula.formula import likely_footprint
 from highwater.memory.trainers import calibration_of, with_steps
-from highwater.nouns.bounds import MOST_GPUS
+from highwater.nouns.cells import simplicity
 from highwater.nouns.declared_settings import TOPICS
 from highwater.nouns.hardware import Machine
-from highwater.nouns.ladder import simplicity
 from highwater.nouns.plan import plan, plan_trial
+from highwater.nouns.refusals import MOST_GPUS
 from highwater.nouns.request import Request
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question
 from highwater.nouns.trainer import OURS
-from highwater.nouns.training import refuse_uneven
-from highwater.nouns.training_request import RECOMMENDED, TrainingRequest
+from highwater.nouns.training import RECOMMENDED, TrainingRequest, refuse_uneven
 from highwater.nouns.trial import TrialSpec
 from highwater.recommendation.recommend import recommend
 from highwater.store.journal import read_study

@@ -30,14 +30,15 @@ from highwater.model.model import Model, load_model
 from highwater.nouns.cluster import Cluster
 from highwater.nouns.codec import from_json
 from highwater.nouns.files import CONFIG_BYTES, read_file
-from highwater.nouns.hardware import Kernel, kind_of
-from highwater.nouns.machine_constants import (
+from highwater.nouns.hardware import (
     CUBLAS_WORKSPACES,
     MEASURED_SCHEMA_VERSION,
     NCCL_ALL_TO_ALL,
     NCCL_GROUP,
     Constants,
+    Kernel,
     MeasuredConstants,
+    kind_of,
 )
 from highwater.nouns.study import RecordedTrial, Study
 from highwater.nouns.trainer import OURS, TrainerName

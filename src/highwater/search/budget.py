@@ -18,8 +18,8 @@ from highwater.nouns.study import Cell, Question
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.search.cell_search import NextTrial
 from highwater.search.outlook import expected_s, outlook
+from highwater.search.proof import trial_s
 from highwater.search.scheduler import BudgetSpentError
-from highwater.search.trial_seconds import trial_s
 
 _ABOUT = 1.1
 """Times the budget by which a search has ended: predicted times are some per cent off."""

@@ -18,19 +18,12 @@ earlier cell that has changed since (docs/decisions/026).
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from highwater.nouns.packing import least_packed
-from highwater.nouns.pieces import pieces
+from highwater.nouns.packing import least_packed, pieces
 from highwater.nouns.study import Cell, CellAnswer, Past, Question
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.search.bracket import Bracket
-from highwater.search.cell_outcomes import CellOutcomes
-from highwater.search.proof import full_trials
-from highwater.search.recorded_trials import (
-    MAX_ATTEMPTS,
-    WantedTrial,
-    recorded_trials,
-)
-from highwater.search.trial_seconds import ran_out_s
+from highwater.search.cell_outcomes import MAX_ATTEMPTS, CellOutcomes, WantedTrial, recorded_trials
+from highwater.search.proof import full_trials, ran_out_s
 
 _MOST_FULL_TRIALS = 4
 """Full trials after the edge is known: each reaches further by the time of the one before."""

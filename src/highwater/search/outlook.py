@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from highwater.memory.capacity import MemoryLimit, predict_at
 from highwater.memory.trainers import formula_of
 from highwater.nouns.study import Cell, Question
-from highwater.search.proof import full_trials
+from highwater.search.proof import full_trials, ran_out_s, trial_s
 from highwater.search.start_length import first_index
-from highwater.search.trial_seconds import ran_out_s, trial_s
 from highwater.units import format_tokens
 
 TRIALS_AT_AN_EDGE = 2.5

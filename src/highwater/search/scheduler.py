@@ -8,16 +8,21 @@ in one thread, one after another, so that a record of them has one order.
 A search may be given less time than it takes: ``may_start`` is asked before each trial that is not
 recorded. A full trial after the edge is left out where it says no; a cell whose edge is still to be
 found is left, and the search ends with ``BudgetSpentError`` when no other cell is open.
+
+A search with a journal as its memory.
+
+What the journal has is taken from it; the rest is run, and every event is on the disk before
+anything follows from it. To resume a search is to ask it again.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any
 
 from highwater.nouns.protocols import TOLD_S, Launch, Runner
-from highwater.nouns.study import Cell, CellAnswer, Past, Question
+from highwater.nouns.study import Cell, CellAnswer, Expectation, Past, Question
 from highwater.nouns.trial import TrialResult, kept_result
 from highwater.search.cell_search import CellSearch, MayStart, NextTrial
-from highwater.search.memory_line import MemoryLineOf, trainer_line
 from highwater.search.search_events import (
     CellAnswered,
     SearchEvent,
@@ -25,7 +30,14 @@ from highwater.search.search_events import (
     TrialRuns,
     TrialStarted,
 )
-from highwater.search.start_length import carried_start, first_index, precedes
+from highwater.search.start_length import (
+    MemoryLineOf,
+    carried_start,
+    first_index,
+    precedes,
+    trainer_line,
+)
+from highwater.store.journal import Journal
 
 _TRIALS_OF_A_CELL = 4
 """Trials that a cell is taken to need while none is finished."""
@@ -291,3 +303,46 @@ def _recorded_ends(cell: Cell, known: Past) -> Iterator[TrialFinished]:
                 result=trial.result,
                 is_recorded=True,
             )
+
+
+def recorded_search(
+    question: Question,
+    runner: Runner,
+    journal: Journal,
+    *,
+    expectation: Callable[[Cell], Expectation | None] = lambda _: None,
+    **named: Any,
+) -> Iterator[SearchEvent]:
+    """Search as ``search_cells`` does, with its arguments, and record each event before it is told;
+    before the first trial of a cell also what is predicted of it.
+
+    Where the search is interrupted the journal keeps the start of a trial without an end, and it is
+    run again on resume. Raises MachineError when the disk is full.
+    """
+
+    def recorded(asked: NextTrial) -> TrialResult | None:
+        return journal.recorded(asked.spec, attempt=asked.attempt, repeat=asked.repeat)
+
+    known: dict[str, Any] = {"past": journal.past, "recorded": recorded}
+    for event in search_cells(question, runner, **(known | named)):
+        if isinstance(event, TrialStarted) and journal.takes_expectation(event.cell):
+            predicted = expectation(event.cell)
+            if predicted is not None:
+                journal.cell_expected(predicted)
+        _record(event, journal)
+        yield event
+
+
+def _record(event: SearchEvent, journal: Journal) -> None:
+    match event:
+        case TrialStarted():
+            # On the disk before the trial begins: a crash of the machine leaves its name.
+            journal.trial_started(event.spec, attempt=event.attempt, repeat=event.repeat)
+        case TrialFinished(is_recorded=False):
+            journal.trial_finished(
+                event.spec, attempt=event.attempt, repeat=event.repeat, result=event.result
+            )
+        case CellAnswered():
+            journal.cell_answered(event.answer)
+        case _:
+            return

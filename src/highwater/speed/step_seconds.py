@@ -15,9 +15,9 @@ from highwater.model.model import ModelShape
 from highwater.nouns.codec import Record
 from highwater.nouns.layout import Layout
 from highwater.nouns.lora import adapter_parameters_of_layer
-from highwater.nouns.pieces import pieces
+from highwater.nouns.packing import pieces
 from highwater.nouns.settings import Settings
-from highwater.nouns.sparse_costs import kept_pairs
+from highwater.nouns.sparse_pattern import kept_pairs
 from highwater.speed.rates import Basis, Rates, rates_of
 
 USUAL_MICRO_BATCHES = 2

@@ -4,6 +4,8 @@ One JSON object per line (lines.py). Each line is one write and one fsync, and h
 itself and of all before it. While it is open for writing the file itself is locked
 (journal_file.py), so that two processes cannot write one study. A line cut short by a crash is
 dropped when the journal is next opened.
+
+Differences of questions: why a journal is not resumed by another question than its own.
 """
 
 import os
@@ -14,10 +16,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from highwater.errors import HighwaterError, StudyError
-from highwater.nouns.codec import to_json
+from highwater.nouns.codec import to_builtins, to_json
 from highwater.nouns.environment import Environment
 from highwater.nouns.hardware import CPU_SEARCH
 from highwater.nouns.secrets import HIDDEN
@@ -54,9 +56,51 @@ from highwater.store.lines import (
     parse,
     sealed,
 )
-from highwater.store.question_differences import another_question
 from highwater.units import format_tokens
 from highwater.version import __version__
+
+_DIFFERENCES_SHOWN = 4
+_NO_PART_OF_A_QUESTION = ("model.directory", "timeout_s")
+
+
+def another_question(path: Path, *, recorded: Question, asked: Question) -> StudyError:
+    """The error for a journal whose question is not the one that is asked: it says what differs."""
+    there, here = dict(_flat(recorded)), dict(_flat(asked))
+    differing = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+    names = [name for name in differing if name not in _NO_PART_OF_A_QUESTION]
+    # Of other cells it is enough to say which there are.
+    if "cells" in names:
+        names = [name for name in names if not name.startswith("cells.")]
+    shown = [
+        f"{name} is {there.get(name)} there and {here.get(name)} here"
+        for name in names[:_DIFFERENCES_SHOWN]
+    ]
+    more = f"; and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+    return StudyError(
+        f"{path} asks another question: {'; '.join(shown)}{more}",
+        hint=f"use {free_study(path)}, or leave `--study` out: each question gets a file of its "
+        "own",
+    )
+
+
+def _flat(question: Question) -> Iterator[tuple[str, Any]]:
+    """Every field of a question with its dotted name.
+
+    Cells stand by their labels, and the list of labels is a field of its own.
+    """
+    fields = to_builtins(question)
+    fields["cells"] = {cell.label_on(question.device): to_builtins(cell) for cell in question.cells}
+    yield "cells", "; ".join(fields["cells"])
+    yield from _leaves(fields, "")
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, value
+
 
 _LOG_DIRECTORY = "./logs"
 """The directory in which ``highwater show`` looks, unless it is told otherwise."""

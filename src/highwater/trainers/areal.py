@@ -13,7 +13,6 @@ Source of the names: ``areal/api/cli_args.py`` and ``alloc_mode.py`` of areal 1.
 from highwater.errors import UsageError
 from highwater.nouns.lora import Lora
 from highwater.nouns.recommendation import Candidate, Recommendation
-from highwater.trainers.adapter_words import one_dtype, whole_alpha
 from highwater.trainers.emitted import (
     Emitted,
     Value,
@@ -25,6 +24,7 @@ from highwater.trainers.emitted import (
     yaml_path,
     yarn_lines,
 )
+from highwater.trainers.finetuning import one_dtype, whole_alpha
 
 VERSION = "1.0.4"
 DATASET = "${oc.env:DATASET}"

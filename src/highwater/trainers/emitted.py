@@ -13,9 +13,9 @@ import msgspec
 
 from highwater.errors import ModelError, UsageError
 from highwater.model.model import ModelShape, load_model
-from highwater.nouns.allocator_variables import allocator_environment
 from highwater.nouns.codec import Record
 from highwater.nouns.declaration import words_of
+from highwater.nouns.environment import allocator_environment
 from highwater.nouns.layout import Layout
 from highwater.nouns.objective import Objective
 from highwater.nouns.optimizer import OptimizerName

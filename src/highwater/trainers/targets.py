@@ -9,8 +9,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from highwater.errors import UsageError
-from highwater.model.model_catalog import catalog_model
-from highwater.model.model_place import model_place
+from highwater.model.model_place import catalog_model, model_place
 from highwater.nouns.declaration import words_of
 from highwater.nouns.declared_settings import DECLARED
 from highwater.nouns.hardware import kind_of

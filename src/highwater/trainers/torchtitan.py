@@ -15,13 +15,12 @@ from collections.abc import Mapping
 
 from highwater.errors import UsageError
 from highwater.model.footprint import policy_parameters
-from highwater.model.hub import is_hub_id
 from highwater.model.model import load_model
+from highwater.model.model_place import is_hub_id
 from highwater.nouns.layout import Layout
 from highwater.nouns.lora import ATTENTION, MLP, Lora
 from highwater.nouns.objective import Objective
 from highwater.nouns.recommendation import Candidate, Recommendation
-from highwater.trainers.adapter_words import lora_words
 from highwater.trainers.emitted import (
     Emitted,
     Value,
@@ -39,6 +38,7 @@ from highwater.trainers.emitted import (
     shared_copies,
     yarn_lines,
 )
+from highwater.trainers.finetuning import lora_words
 from highwater.trainers.logits import unfused, whole_logits_bytes
 from highwater.units import GIB, format_bytes
 

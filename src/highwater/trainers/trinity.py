@@ -13,7 +13,6 @@ Source of the names: ``trinity/common/config.py`` of trinity-rft 0.6.0.
 from highwater.errors import UsageError
 from highwater.nouns.lora import ALL_LINEAR, Lora
 from highwater.nouns.recommendation import Candidate, Recommendation
-from highwater.trainers.adapter_words import lora_words, whole_alpha
 from highwater.trainers.emitted import (
     Emitted,
     Value,
@@ -26,6 +25,7 @@ from highwater.trainers.emitted import (
     yaml_path,
     yarn_lines,
 )
+from highwater.trainers.finetuning import lora_words, whole_alpha
 
 VERSION = "0.6.0"
 _COMMAND = "trinity run --config trinity.yaml"

@@ -12,10 +12,9 @@ from typing import NamedTuple
 from highwater.errors import UsageError
 from highwater.model.model import ModelShape
 from highwater.model.rope import Yarn
-from highwater.nouns.completions import generation_micro_batches
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
-from highwater.nouns.objective import Objective
+from highwater.nouns.objective import Objective, generation_micro_batches
 from highwater.nouns.optimizer import OptimizerName
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.settings import Settings
@@ -30,7 +29,6 @@ from highwater.trainers.accelerate import (
     padded_to,
     sharing_of,
 )
-from highwater.trainers.adapter_words import whole_alpha
 from highwater.trainers.emitted import (
     WHOLE_SHARDS,
     Emitted,
@@ -46,6 +44,7 @@ from highwater.trainers.emitted import (
     refuse_optimizer,
     shape_here,
 )
+from highwater.trainers.finetuning import whole_alpha
 
 VERSION = "1.16.0"
 

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 from highwater.errors import UsageError
 from highwater.model.model import ModelShape
 from highwater.model.rope import Yarn
-from highwater.nouns.allocator_variables import ALLOCATOR_VARIABLES
-from highwater.nouns.completions import GENERATIONS, generation_micro_batches
-from highwater.nouns.objective import Objective
+from highwater.nouns.environment import ALLOCATOR_VARIABLES
+from highwater.nouns.objective import GENERATIONS, Objective, generation_micro_batches
 from highwater.nouns.preparation import DocumentKind
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell

@@ -16,10 +16,9 @@ import re
 import shlex
 
 from highwater.errors import UsageError
-from highwater.nouns.allocator_variables import ENV_IN_WORDS
+from highwater.nouns.environment import ENV_IN_WORDS
 from highwater.nouns.lora import Lora
 from highwater.nouns.recommendation import Candidate, Recommendation
-from highwater.trainers.adapter_words import one_dtype, whole_alpha
 from highwater.trainers.emitted import (
     Emitted,
     Value,
@@ -30,6 +29,7 @@ from highwater.trainers.emitted import (
     model_lies,
     yarn_lines,
 )
+from highwater.trainers.finetuning import one_dtype, whole_alpha
 
 VERSION = "0.9.1"
 MODEL_PATH = "$MODEL_PATH"

@@ -9,19 +9,17 @@ from typing import Any
 import yaml
 
 from highwater.model.model import load_model
-from highwater.nouns.command_template import filled_command, placeholders_of
+from highwater.nouns.command_template import filled_command, launched_command, placeholders_of
 from highwater.nouns.foreign_request import base_config
 from highwater.nouns.foreign_trainer import ForeignTrainer
-from highwater.nouns.launched_command import launched_command
 from highwater.nouns.preparation import missing_files
 from highwater.nouns.protocols import OnPhase
 from highwater.nouns.trial import TrialSpec
 from highwater.trainers.accelerate import FILE
 from highwater.trainers.accelerate_files import LauncherFile, launcher_file
 from highwater.trainers.emitted import comment
-from highwater.trials.foreign_command import OUTPUT, ForeignCommand
+from highwater.trials.foreign_command import OUTPUT, ForeignCommand, yaml_fields
 from highwater.trials.prepared_model import prepared_model, refuse_full_disk
-from highwater.trials.trainer_config import yaml_fields
 
 _HINT = "name the file that `accelerate config` wrote"
 

@@ -10,11 +10,15 @@ import msgspec
 from highwater.errors import MachineError
 from highwater.nouns.attention_bench import BenchLine, BenchOrder
 from highwater.nouns.codec import from_json, to_json
-from highwater.trials.private_folder import private_folder
 from highwater.trials.probe import INSTALL_HINT, package_obstacles, probe
 from highwater.trials.reaper import module, under_reaper
-from highwater.trials.trial_environment import ON_THE_CPU, clean_environment
-from highwater.trials.trial_process import end_reaper, last_words
+from highwater.trials.trial_process import (
+    ON_THE_CPU,
+    clean_environment,
+    end_reaper,
+    last_words,
+    private_folder,
+)
 
 _BENCHMARK = "highwater.engine.bench.attention.benchmark"
 

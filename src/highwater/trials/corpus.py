@@ -13,10 +13,14 @@ from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.corpus import Corpus, CorpusOrder, Tokenised
 from highwater.nouns.protocols import OnPhase, unheard
 from highwater.nouns.trial import PHASE_FILE
-from highwater.trials.private_folder import private_folder
 from highwater.trials.reaper import module, under_reaper
-from highwater.trials.trial_environment import ON_THE_CPU, clean_environment
-from highwater.trials.trial_process import exit_code_of, failed
+from highwater.trials.trial_process import (
+    ON_THE_CPU,
+    clean_environment,
+    exit_code_of,
+    failed,
+    private_folder,
+)
 from highwater.units import MOST_SECONDS
 
 _TOKENISATION = "highwater.engine.data.tokenise"

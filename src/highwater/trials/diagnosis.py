@@ -13,10 +13,10 @@ from highwater.nouns.settings_words import short_settings
 from highwater.nouns.study import RecordedTrial, Study
 from highwater.nouns.trainer import OURS
 from highwater.nouns.trial import Outcome, TrialSpec
-from highwater.store.trial_snapshots import recorded_snapshots
+from highwater.store.logs import recorded_snapshots
 from highwater.trials.engine_trial import EngineLauncher
 from highwater.trials.local import LocalRunner
-from highwater.trials.trial_log import log_path_of
+from highwater.trials.trial_process import log_path_of
 from highwater.units import format_tokens
 
 _STEPS = (0, 1)

@@ -12,11 +12,10 @@ from highwater.nouns.files import read_file
 from highwater.nouns.protocols import OnPhase
 from highwater.nouns.training import TrainingSpec
 from highwater.nouns.trial import PHASE_FILE, RankReport, TrialSpec, kept_report
-from highwater.trials.kernel_kills import kernel_kills
-from highwater.trials.private_folder import private_folder
 from highwater.trials.ranks import RankExit, RankShare, read_exits
 from highwater.trials.reaper import module, under_reaper
-from highwater.trials.trial_process import exit_code_of
+from highwater.trials.sampled_peak import kernel_kills
+from highwater.trials.trial_process import exit_code_of, private_folder
 from highwater.units import MIB
 
 REPORTS = "reports"

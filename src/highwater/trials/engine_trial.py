@@ -26,13 +26,19 @@ from highwater.nouns.trial import (
     TrialSpec,
     kept_result,
 )
-from highwater.store.trial_snapshots import snapshot_folder
+from highwater.store.logs import snapshot_folder
 from highwater.trials.classify import Ending, classify
 from highwater.trials.engine_ranks import RunRanks, run_ranks_here
-from highwater.trials.private_folder import private_folder
-from highwater.trials.trial_environment import trial_environment
-from highwater.trials.trial_log import LogLayout, log_path_of, log_tail, new_log, statistics_path
-from highwater.trials.trial_place import trial_place
+from highwater.trials.trial_process import (
+    LogLayout,
+    log_path_of,
+    log_tail,
+    new_log,
+    private_folder,
+    statistics_path,
+    trial_environment,
+    trial_place,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

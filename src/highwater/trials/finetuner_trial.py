@@ -32,11 +32,15 @@ from highwater.trainers.finetuner_files import (
     TrialPlace,
     trial_files,
 )
-from highwater.trials.foreign_command import OUTPUT, ForeignCommand
+from highwater.trials.foreign_command import (
+    OUTPUT,
+    ForeignCommand,
+    python_of,
+    versions_there,
+    yaml_fields,
+)
+from highwater.trials.foreign_log import steps_of
 from highwater.trials.prepared_model import prepared_model, refuse_full_disk
-from highwater.trials.trainer_config import yaml_fields
-from highwater.trials.trainer_python import python_of, versions_there
-from highwater.trials.trl_log import steps_of
 
 _FLASH = "flash-attn"
 _QUIET = {"HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled", "DO_NOT_TRACK": "1"}

@@ -1,21 +1,52 @@
 """ForeignLauncher: a trial of another trainer, by its own entry point, seen from outside.
 
 It goes from what the trainer reads to a classified result; nothing of it is left running.
+
+Foreign commands: how a trial of each foreign trainer is started, a row for each.
+
+A row writes what the trainer reads (configuration, data) into the trial's own folder, and says what
+to start and how its log shows the steps that are done. Everything else is the same for all
+(trials/foreign_trial.py): environment, limits, log, peak, outcome.
+
+The bound of ``--memory`` around a foreign trainer, on GPUs: through PyTorch's own allocator.
+
+Every process of it reads PYTORCH_ALLOC_CONF, whose ``per_process_memory_fraction`` bounds what its
+allocator reserves of the whole card. Context and NCCL come on top, as measured with our engine.
+Source: c10/cuda/CUDAAllocatorConfig.h of PyTorch 2.11 to 2.13.
 """
 
 import os
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import IO
 
 import msgspec
 
+from highwater.errors import UsageError
+from highwater.memory.formula.constants import context_bytes, outside_terms
+from highwater.model.model import load_model
+from highwater.nouns.command_template import filled_command
+from highwater.nouns.environment import ALLOCATOR_MODES, ALLOCATOR_VARIABLES
+from highwater.nouns.foreign_trainer import ForeignName, ForeignTrainer
 from highwater.nouns.protocols import Launch, OnPhase
-from highwater.nouns.trial import Outcome, RankReport, TrialResult, TrialSpec, kept_result
+from highwater.nouns.trial import (
+    MemoryBudget,
+    Outcome,
+    RankReport,
+    TrialResult,
+    TrialSpec,
+    kept_result,
+)
+from highwater.trainers.axolotl import AXOLOTL
+from highwater.trainers.llamafactory import LLAMAFACTORY
+from highwater.trainers.ms_swift import MS_SWIFT
+from highwater.trials.accelerate_trial import check_accelerate, prepare_accelerate
+from highwater.trials.finetuner_trial import check_finetuner, prepare_finetuner
 from highwater.trials.foreign_classify import (
     EndedFor,
     Evidence,
@@ -23,19 +54,118 @@ from highwater.trials.foreign_classify import (
     classify_foreign,
     evidence_of,
 )
-from highwater.trials.foreign_command import OUTPUT, ForeignCommand
-from highwater.trials.foreign_commands import PREPARE
-from highwater.trials.foreign_memory import bounded_allocator, memory_budget, past_the_bound
-from highwater.trials.kernel_kills import kernel_kills
-from highwater.trials.private_folder import private_folder
+from highwater.trials.foreign_command import OUTPUT, Check, ForeignCommand, Prepare
 from highwater.trials.probe import probe
 from highwater.trials.reaper import under_reaper
-from highwater.trials.sampled_peak import SampledPeak, sampled_peak
-from highwater.trials.trial_environment import trial_environment
-from highwater.trials.trial_log import LogLayout, log_path_of, log_tail, new_log
-from highwater.trials.trial_place import trial_place
-from highwater.trials.trial_process import exit_code_of
-from highwater.units import MIB, format_bytes
+from highwater.trials.sampled_peak import SampledPeak, kernel_kills, sampled_peak
+from highwater.trials.trial_process import (
+    LogLayout,
+    exit_code_of,
+    log_path_of,
+    log_tail,
+    new_log,
+    private_folder,
+    trial_environment,
+    trial_place,
+)
+from highwater.trials.trl_trial import check_trl, prepare_trl
+from highwater.units import GIB, MIB, format_bytes
+
+
+def prepare_command(
+    spec: TrialSpec,
+    foreign: ForeignTrainer,
+    folder: Path,
+    ended: Event,  # noqa: ARG001 - nothing takes time
+    on_phase: OnPhase,  # noqa: ARG001
+) -> ForeignCommand:
+    """The user's own command with the trial's values in it."""
+    return ForeignCommand(words=filled_command(foreign.command, spec, folder / OUTPUT))
+
+
+_FINETUNERS = (LLAMAFACTORY, AXOLOTL, MS_SWIFT)
+"""Trainers whose trials are a file of YAML."""
+PREPARE: Mapping[ForeignName, Prepare] = {
+    "command": prepare_command,
+    "accelerate": prepare_accelerate,
+    "trl": prepare_trl,
+    **{each.name: partial(prepare_finetuner, each) for each in _FINETUNERS},
+}
+"""How trials of each foreign trainer are prepared."""
+_CHECK: Mapping[ForeignName, Check] = {
+    "accelerate": check_accelerate,
+    "trl": check_trl,
+    **{each.name: partial(check_finetuner, each) for each in _FINETUNERS},
+}
+"""What is looked at before the first trial of a foreign trainer, where there is anything."""
+
+
+def check_foreign(specs: Iterable[TrialSpec]) -> tuple[str, ...]:
+    """What a reader should know of these trials before the first one, each sentence once.
+
+    Raises HighwaterError for what their trainer cannot be told, and where it is not here.
+    """
+    said: dict[str, None] = {}
+    for spec in specs:
+        check = None if spec.foreign is None else _CHECK.get(spec.foreign.trainer)
+        if check is not None and spec.foreign is not None:
+            said |= dict.fromkeys(check(spec, spec.foreign))
+    return tuple(said)
+
+
+_OVER_BYTES = 2 * GIB
+"""What context and NCCL of another trainer may take more than those of our engine. A trainer whose
+memory is not PyTorch's goes past the bound by far more."""
+_DIGITS = 6
+"""Digits of the fraction: of the largest card a millionth is a few hundred KiB."""
+
+
+def bounded_allocator(spec: TrialSpec, gpus: tuple[str, ...] | None) -> dict[str, str]:
+    """Variables that bound the allocators of a trial's processes; none without a bound."""
+    budget = memory_budget(spec)
+    totals = [gpu.memory_total_bytes for gpu in probe(gpus).gpus[: spec.layout.gpus]]
+    if budget is None or spec.device == "cpu" or not totals:
+        return {}
+    if budget.allocator_cap_bytes <= 0:
+        raise UsageError(
+            f"a memory of {format_bytes(budget.budget_bytes)} is taken by context and NCCL alone",
+            hint="use a larger `--memory`",
+        )
+    shares = 10**_DIGITS
+    share = min(shares, budget.allocator_cap_bytes * shares // min(totals))
+    mode = ALLOCATOR_MODES[spec.settings.allocator]
+    value = f"{mode},per_process_memory_fraction:{share / shares:.{_DIGITS}f}"
+    return dict.fromkeys(ALLOCATOR_VARIABLES, value)
+
+
+def past_the_bound(ranks: Sequence[RankReport]) -> str | None:
+    """That a GPU had more in use than its bound allows, in words; None where none had."""
+    for rank in ranks:
+        used, budget = rank.memory.device_used_bytes, rank.budget
+        if used is None or budget is None or used <= budget.budget_bytes + _OVER_BYTES:
+            continue
+        return (
+            f"{format_bytes(used)} of GPU {rank.rank} were in use, and `--memory` is "
+            f"{format_bytes(budget.budget_bytes)}: it bounds PyTorch's allocator alone"
+        )
+    return None
+
+
+def memory_budget(spec: TrialSpec) -> MemoryBudget | None:
+    """The parts of a trial's bound; None without one."""
+    if spec.memory_budget_bytes is None:
+        return None
+    context = context_bytes(spec.device, gpus=spec.layout.gpus)
+    shape = load_model(spec.model_directory).shape
+    terms = outside_terms(shape, spec.settings, spec.layout, spec.device)
+    nccl = sum(term.bytes for term in terms if "NCCL" in term.name)
+    return MemoryBudget(
+        budget_bytes=spec.memory_budget_bytes,
+        context_bytes=context,
+        nccl_bytes=nccl,
+        allocator_cap_bytes=spec.memory_budget_bytes - context - nccl,
+    )
+
 
 _READ_BYTES = 32 * MIB
 """Bytes of a log's end that are judged: days of a progress bar that overwrites itself."""

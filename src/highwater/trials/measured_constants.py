@@ -8,8 +8,7 @@ from pathlib import Path
 
 from highwater.errors import MachineError
 from highwater.nouns.codec import from_json
-from highwater.nouns.machine_constants import Constants
-from highwater.trials.private_folder import private_folder
+from highwater.nouns.hardware import Constants
 from highwater.trials.probe import (
     INSTALL_HINT,
     package_obstacles,
@@ -19,8 +18,7 @@ from highwater.trials.probe import (
 )
 from highwater.trials.ranks import RankShare
 from highwater.trials.reaper import module, under_reaper
-from highwater.trials.trial_environment import clean_environment
-from highwater.trials.trial_process import last_words
+from highwater.trials.trial_process import clean_environment, last_words, private_folder
 
 _TIMEOUT_S = 300.0
 _TRY_A_TRIAL = "`highwater try tiny --length 1k` says whether trials run"

@@ -29,10 +29,10 @@ from highwater.trials.engine_ranks import (
     read_reports,
     start_ranks,
 )
-from highwater.trials.kernel_kills import kernel_kills
 from highwater.trials.node_folder import LOST_S, Done, Go, NodeFolder, NodeReady, pause
 from highwater.trials.probe import probe, refuse_busy_gpus
 from highwater.trials.ranks import RankExit, RankShare, read_exits
+from highwater.trials.sampled_peak import kernel_kills
 from highwater.trials.trial_process import end_reaper
 from highwater.version import __version__
 

@@ -25,10 +25,14 @@ from highwater.nouns.preparation import (
 )
 from highwater.nouns.protocols import OnPhase
 from highwater.nouns.trial import TrialSpec
-from highwater.trials.private_folder import private_folder
 from highwater.trials.reaper import module, under_reaper
-from highwater.trials.trial_environment import ON_THE_CPU, clean_environment
-from highwater.trials.trial_process import exit_code_of, failed
+from highwater.trials.trial_process import (
+    ON_THE_CPU,
+    clean_environment,
+    exit_code_of,
+    failed,
+    private_folder,
+)
 from highwater.units import format_bytes
 
 _PREPARATION = "highwater.engine.training.trainer_inputs"

@@ -16,7 +16,7 @@ from typing import IO
 import msgspec
 
 from highwater.nouns.codec import Record, from_json, to_json
-from highwater.nouns.rank import STORE_VARIABLE
+from highwater.nouns.environment import STORE_VARIABLE
 
 _TAIL_BYTES = 64 * 1024
 _DRAINED_S = 5.0

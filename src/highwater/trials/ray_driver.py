@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from highwater.nouns.allocator_variables import allocator_environment
+from highwater.nouns.environment import allocator_environment
 from highwater.nouns.settings import Allocator
 from highwater.trials.ray_messages import (
     End,

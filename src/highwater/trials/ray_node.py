@@ -21,7 +21,6 @@ from highwater.nouns.hardware import Machine, refuse_unfit_gpu
 from highwater.nouns.protocols import Launch, Launcher, TrialEndedError
 from highwater.nouns.trial import TrialResult
 from highwater.trials.model_files import ModelFiles
-from highwater.trials.private_folder import private_folder
 from highwater.trials.probe import (
     OLDEST,
     package_obstacles,
@@ -29,7 +28,7 @@ from highwater.trials.probe import (
     refuse_torch_without_gpu,
     versions_of,
 )
-from highwater.trials.trial_log import log_path_of
+from highwater.trials.trial_process import log_path_of, private_folder
 from highwater.units import MIB
 
 FORGOTTEN_S = 120.0

@@ -1,31 +1,39 @@
-"""Readiness: what would make every trial of a request fail, said before the first one starts."""
+"""Readiness: what would make every trial of a request fail, said before the first one starts.
+
+What can be done with the packages that are installed, and what to install for the rest.
+"""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from highwater.errors import MachineError, UsageError
 from highwater.model.footprint import checkpoint_bytes
 from highwater.model.model import load_model
-from highwater.nouns.command_template import split_words
+from highwater.nouns.codec import Record
+from highwater.nouns.command_template import LAUNCHED_EXAMPLE as EXAMPLE
+from highwater.nouns.command_template import launched_command, split_words
 from highwater.nouns.foreign_request import program_of
 from highwater.nouns.foreign_trainer import FOREIGN, foreign_name
 from highwater.nouns.hardware import Machine, refuse_unfit_gpu
-from highwater.nouns.launched_command import EXAMPLE, launched_command
+from highwater.nouns.plan import SHORTEST_TIMEOUT_S
 from highwater.nouns.profiling import refuse_profiling
 from highwater.nouns.request import Request
 from highwater.nouns.settings import Settings
-from highwater.nouns.time_limits import SHORTEST_TIMEOUT_S
 from highwater.nouns.trainer import OURS
 from highwater.nouns.trial import Device
 from highwater.nouns.trial_hardware import used_gpus
 from highwater.store.directory import check_checkpoint_directory, check_log_directory
 from highwater.trials.probe import (
     INSTALL_HINT,
+    OLDEST,
     package_obstacles,
     refuse_busy_gpus,
     refuse_missing_package,
     refuse_torch_without_gpu,
     refuse_unreadable_gpus,
+    release_of,
+    versions_of,
 )
 from highwater.units import format_seconds
 
@@ -125,3 +133,71 @@ def _refuse_no_script(command: str) -> None:
             f"the command's script {script} is not a file here",
             hint="give its whole path, or go where it is; a module is `--command '-m PACKAGE ...'`",
         )
+
+
+class Feature(Record, frozen=True, kw_only=True):
+    """Commands or flags that need the same packages."""
+
+    what: str
+    """The commands or flags, as they are typed."""
+    extras: tuple[str, ...] = ()
+    """The extras of pyproject.toml that bring what they need; none: they need nothing more."""
+    obstacles: tuple[str, ...] = ()
+    """Why they do not work, a line for each package; none: they work."""
+
+    @property
+    def works(self) -> bool:
+        """Whether nothing is in the way."""
+        return not self.obstacles
+
+    @property
+    def install(self) -> str:
+        """What to type in the checkout of highwater; it mends all that is in the way."""
+        return f"pip install '.[{','.join(self.extras)}]'"
+
+
+_FREE = "predict, recommend, guide, emit, show, report, profile"
+_TRIALS = "find, try, train, bench attention, predict --exact"
+_HUB = "models by any id of the Hub"
+_OF_TRIALS = (
+    ("find, try and train --lora", "lora", ("peft",)),
+    ("find, try and train --lora-base nf4", "qlora", ("peft", "bitsandbytes")),
+    ("find, try and train --optimizer adamw-8bit, adamw-bf16", "low-bit", ("torchao",)),
+    ("find, try and train --tensorboard", "tensorboard", ("tensorboard",)),
+    ("train on Parquet and saved datasets", "data", ("datasets",)),
+    ("find and try --runner ray", "ray", ("ray",)),
+)
+"""What trials do with one package more, or two: the flags, the extra, the packages."""
+
+
+def features(machine: Machine) -> tuple[Feature, ...]:
+    """What can be done here, what needs nothing more first."""
+    lacking = package_obstacles(machine)
+    beside = ("train",) if lacking else ()
+    return (
+        Feature(what=_FREE),
+        Feature(what=_HUB, extras=("hub",), obstacles=_obstacles(("huggingface_hub",))),
+        Feature(what=_TRIALS, extras=("train",), obstacles=lacking),
+        *(
+            Feature(
+                what=what,
+                extras=(*beside, extra),
+                obstacles=(*(("trials do not work",) if lacking else ()), *_obstacles(packages)),
+            )
+            for what, extra, packages in _OF_TRIALS
+        ),
+    )
+
+
+def _obstacles(packages: Sequence[str]) -> tuple[str, ...]:
+    """Why packages are of no use, a line each: not there, or too old."""
+    installed = versions_of(packages)
+    found: list[str] = []
+    for package in packages:
+        version = installed.get(package)
+        oldest = OLDEST.get(package)
+        if version is None:
+            found.append(f"{package} is not installed")
+        elif oldest is not None and release_of(version) < oldest:
+            found.append(f"{package} {version} is too old")
+    return tuple(found)

@@ -4,17 +4,22 @@ It is for ``--dry-run`` and for tests. A law says what a trial needs
 (bytes) or how it ends (an outcome); it may also raise. The runner compares the bytes with the
 budget and writes the result that a real trial would, labelled ``simulated``: peaks by the law,
 times by a second law, or unknown.
+
+OneByOne: a runner whose trials end within the call that starts them.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
 
 import msgspec
 
+from highwater.memory.formula.constants import context_bytes, outside_terms
 from highwater.memory.formula.formula import footprint
-from highwater.memory.formula.outside_allocator import context_bytes, outside_terms
 from highwater.model.model import ModelShape, load_model
+from highwater.nouns.protocols import Launch, OnPhase, unheard
 from highwater.nouns.trial import (
     Failure,
     MemoryBudget,
@@ -24,8 +29,35 @@ from highwater.nouns.trial import (
     TrialResult,
     TrialSpec,
 )
-from highwater.trials.one_by_one import OneByOne
 from highwater.units import format_bytes, format_seconds
+
+
+class OneByOne(ABC):
+    """A ``Runner`` of one place, which is free again whenever anybody can ask."""
+
+    @abstractmethod
+    def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
+        """The result of a trial; raises what a launch raises."""
+
+    def has_room(self, spec: TrialSpec) -> bool:  # noqa: ARG002
+        """Always."""
+        return True
+
+    def submit(self, launch: Launch, *, on_phase: OnPhase = unheard) -> Future[TrialResult]:  # noqa: ARG002
+        """A future that is done: it has the result of the trial, or what running it raised."""
+        future: Future[TrialResult] = Future()
+        try:
+            result = self.run(launch.spec, attempt=launch.attempt, repeat=launch.repeat)
+        except BaseException as error:  # noqa: BLE001 – whoever waits for the future gets it
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+        return future
+
+    def close(self) -> None:
+        """Nothing runs."""
+        return
+
 
 Law = Callable[[TrialSpec], int | Outcome]
 """Bytes that one GPU's allocator must reserve for a trial, or how the trial ends.

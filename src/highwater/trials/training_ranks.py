@@ -26,15 +26,17 @@ from highwater.trials.engine_ranks import (
     start_ranks,
 )
 from highwater.trials.engine_trial import raise_refusal
-from highwater.trials.kernel_kills import kernel_kills
 from highwater.trials.node_folder import NodeFolder, names
 from highwater.trials.nodes import RanksAcross
-from highwater.trials.private_folder import private_folder
 from highwater.trials.ranks import RankShare, read_exits
-from highwater.trials.trial_environment import trial_environment
-from highwater.trials.trial_log import log_tail
-from highwater.trials.trial_place import trial_place
-from highwater.trials.trial_process import end_reaper
+from highwater.trials.sampled_peak import kernel_kills
+from highwater.trials.trial_process import (
+    end_reaper,
+    log_tail,
+    private_folder,
+    trial_environment,
+    trial_place,
+)
 from highwater.units import format_bytes, format_tokens
 
 LOG = "training.log"

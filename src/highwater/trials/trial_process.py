@@ -1,19 +1,44 @@
 """A trial's processes under a reaper, from the side of whoever started it: awaited, and ended,
 and how they ended in words.
+
+The place of one trial on this machine: GPUs that are free before it and after it, and files that
+can be written.
+
+The environment of a trial's processes: the user's, less what would change its memory, plus what
+its settings ask.
+
+Logs of trials: where each lies, a new one for each launch, and its end.
+
+Private folders of a trial, a trace or a reading, for its user alone and while it lasts.
+
+Who is killed with -9, and the reaper with it, cannot tidy up: the next start does. A folder is
+known by the lock in it, which the kernel holds for as long as its maker lives; what has no such
+lock, or is somebody else's, is never touched.
 """
 
+import fcntl
+import os
+import shutil
 import signal
+import stat
 import subprocess
+import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from threading import Event
+from typing import IO, Literal
 
 from highwater.errors import MachineError
+from highwater.nouns.environment import ALLOCATOR_VARIABLES, allocator_environment
 from highwater.nouns.protocols import TOLD_S, TrialEndedError
-from highwater.trials.probe import INSTALL_HINT
+from highwater.nouns.settings import Allocator
+from highwater.nouns.trial import TrialSpec
+from highwater.trials.probe import INSTALL_HINT, busy_gpus, probe, refuse_busy_gpus
 from highwater.trials.reaper import END_AT_ONCE
+from highwater.units import MIB
 
 _END_S = 30.0
 _LAST_LINES = 3
@@ -88,3 +113,243 @@ def how_ended(status: int) -> str:
         return f"ended by signal {number} ({signal.Signals(number).name})"
     except ValueError:
         return f"ended by signal {number}" if status < 0 else f"exited with {status}"
+
+
+_RELEASE_S = 60.0
+
+
+@contextmanager
+def trial_place(
+    spec: TrialSpec,
+    gpus: tuple[str, ...] | None,
+    *,
+    allow_busy: bool,
+    log_directory: Path,
+    flag: str = "--log-dir",
+) -> Generator[None]:
+    """The place of a trial that runs within the block; ``gpus`` as for ``Launcher.launch``, and
+    ``flag`` names the directory in a hint.
+
+    Raises MachineError where somebody else uses its GPUs, unless ``allow_busy``, where the driver
+    does not take their memory back, and for files that could not be written.
+    """
+    is_watched = spec.device == "cuda" and not allow_busy
+    if is_watched:
+        refuse_busy_gpus(probe(gpus), count=spec.layout.machine_gpus)
+    try:
+        yield
+    except OSError as error:
+        raise MachineError(
+            f"the ranks could not be started, or what they say not recorded: {error}",
+            hint=f"make room and check the rights of {log_directory}, or use another `{flag}`",
+        ) from error
+    if is_watched:
+        await_release(gpus, spec.layout.machine_gpus)
+
+
+def await_release(gpus: tuple[str, ...] | None, count: int) -> None:
+    """Wait until the driver has taken the trial's memory back; MachineError when it does not."""
+    deadline = time.monotonic() + _RELEASE_S
+    while busy_gpus((machine := probe(gpus)).gpus[:count]):
+        if time.monotonic() > deadline:
+            refuse_busy_gpus(machine, count=count)
+        time.sleep(0.2)
+
+
+_NOT_INHERITED = (
+    *ALLOCATOR_VARIABLES,
+    "PYTORCH_HIP_ALLOC_CONF",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUBLASLT_WORKSPACE_SIZE",
+    "NCCL_BUFFSIZE",
+    "PYTHONOPTIMIZE",
+    "TORCH_DISTRIBUTED_DEBUG",
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NCCL_COMM_ID",
+)
+"""Variables of the user's shell that trials do not inherit.
+
+They would change a trial's memory or its checks, or make it join another job or listen for one.
+"""
+_NOT_INHERITED_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC", "ROLE_", "PET_")
+"""Beginnings of such variables, which training operators set in every pod."""
+ON_THE_CPU = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(MIB),
+    "THP_MEM_ALLOC_ENABLE": "1",
+    "OMP_WAIT_POLICY": "passive",
+}
+"""Variables of what is measured on the CPU. One arena and a fixed threshold: a freed tensor goes
+back to the system at once, and the same trial ends the same way. Pages of 2 MiB: to touch new
+tensors page by page took a third of a trial's processor time. Threads that sleep while they wait:
+those that spin take the core of who else is here, and times with it."""
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables that name the network interface through which ranks talk."""
+_LOOPBACK = "lo"
+"""The network interface that nobody else can reach."""
+
+
+def trial_environment(spec: TrialSpec, gpus: tuple[str, ...] | None = None) -> dict[str, str]:
+    """The environment of a trial's processes.
+
+    It is the user's, less what would change its memory, plus what its settings ask; of GPUs it
+    shows these, None: those that this process sees.
+    """
+    environment = clean_environment(spec.settings.allocator)
+    if (spec.layout.machines or 1) > 1:  # they are not reached by the loopback
+        for name in _INTERFACES:
+            environment.pop(name)
+            environment |= {name: os.environ[name]} if name in os.environ else {}
+    if gpus is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    cores = len(os.sched_getaffinity(0))
+    environment["OMP_NUM_THREADS"] = str(max(1, cores // spec.layout.gpus))
+    if spec.device == "cpu":
+        environment |= ON_THE_CPU
+    return environment
+
+
+def clean_environment(allocator: Allocator) -> dict[str, str]:
+    """The user's environment less what would change the memory of GPUs, with an allocator."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _NOT_INHERITED and not name.startswith(_NOT_INHERITED_PREFIXES)
+    }
+    environment |= allocator_environment(allocator)
+    environment |= {
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+    # The driver's own order, by which the probe looks for GPUs in use.
+    environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    # The ranks of one machine talk to each other through its memory, and where they need a port, on
+    # one that nobody else reaches.
+    environment |= dict.fromkeys(_INTERFACES, _LOOPBACK)
+    return environment
+
+
+LogLayout = Literal["rung", "published"]
+
+_TAIL_BYTES = 256 * 1024
+
+
+def log_path_of(log_directory: Path, spec: TrialSpec, layout: LogLayout) -> Path:
+    """The path of a trial's log, by the layout of logs.
+
+    ``LOG_DIR/<model>/gpu-<N>/sp-<S>/<rung>/model_len-<L>.log``; published: without ``<rung>/``.
+    Before the rung of a foreign trainer stands its name.
+    """
+    folder = log_directory / spec.model_name / f"gpu-{spec.layout.gpus}" / spec.layout.slug
+    if layout == "rung":
+        by = "" if spec.foreign is None else f"{spec.foreign.trainer}+"
+        folder /= f"{by}{spec.settings.slug}"
+    return folder / f"model_len-{spec.length_tokens}.log"
+
+
+@contextmanager
+def new_log(wanted: Path) -> Generator[IO[bytes]]:
+    """A new file at the path itself, or at the first ``.attempt-N`` beside it that is free.
+
+    No log is ever overwritten, nor the statistics of one that is gone.
+    """
+    path, attempt = wanted, 1
+    while (log := _opened(path)) is None:
+        attempt += 1
+        path = wanted.with_suffix(f".attempt-{attempt}.log")
+    with log:
+        yield log
+
+
+def _opened(path: Path) -> IO[bytes] | None:
+    """The new file; None where there is one, which another trial may have made just now."""
+    if statistics_path(path).exists():
+        return None
+    try:
+        return path.open("x+b")
+    except FileExistsError:
+        return None
+
+
+def statistics_path(log_path: Path) -> Path:
+    """Where a trial's statistics lie, beside its log."""
+    return log_path.with_suffix(".statistics.jsonl")
+
+
+def log_tail(log: IO[bytes], most_bytes: int = _TAIL_BYTES) -> str:
+    """The end of an open log, whatever became of its name: who writes it may have removed it."""
+    start = max(0, os.fstat(log.fileno()).st_size - most_bytes)
+    return os.pread(log.fileno(), most_bytes, start).decode("utf-8", errors="replace")
+
+
+_PREFIX = "highwater-"
+_LOCK = ".made-by-highwater"
+
+
+@contextmanager
+def private_folder(parent: Path | None = None, *, kind: str = "") -> Generator[Path]:
+    """A new folder below ``parent``, by default where temporary files go.
+
+    It is gone when this returns, with all that is in it. ``kind`` becomes a part of its name.
+    Before the first one below a parent is made, what others left there is removed.
+    """
+    parent = (parent or Path(tempfile.gettempdir())).resolve()
+    _remove_what_is_left(parent)
+    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}", dir=parent))
+    lock = None
+    try:
+        lock = _locked(folder)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # the reaper may be at it, too
+        if lock is not None:
+            os.close(lock)
+
+
+def _locked(folder: Path) -> int | None:
+    """Take the folder's lock, which is free when this process is gone.
+
+    None where the disk knows no locks.
+    """
+    unnamed = folder / f"{_LOCK}.new"
+    lock = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        return None
+    unnamed.rename(folder / _LOCK)  # only now: nobody finds one that is not held yet
+    return lock
+
+
+@cache
+def _remove_what_is_left(parent: Path) -> None:
+    """Remove the folders of those who were killed."""
+    with suppress(OSError):
+        for folder in parent.glob(f"{_PREFIX}*"):
+            with suppress(OSError):
+                _remove_if_left(folder)
+
+
+def _remove_if_left(folder: Path) -> None:
+    """Remove a folder of this user's that nobody holds; raises OSError for anything else."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        return
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)

@@ -33,11 +33,15 @@ from highwater.trainers.trl_files import (
     refuse_untried,
     trial_files,
 )
-from highwater.trials.foreign_command import OUTPUT, ForeignCommand
+from highwater.trials.foreign_command import (
+    OUTPUT,
+    ForeignCommand,
+    python_of,
+    versions_there,
+    yaml_fields,
+)
+from highwater.trials.foreign_log import steps_of
 from highwater.trials.prepared_model import prepared_model, refuse_full_disk
-from highwater.trials.trainer_config import yaml_fields
-from highwater.trials.trainer_python import python_of, versions_there
-from highwater.trials.trl_log import steps_of
 
 PROGRAM = "trl"
 _HINT = "name the file that `trl sft --config` takes"

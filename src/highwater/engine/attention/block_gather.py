@@ -21,8 +21,7 @@ from torch import Tensor
 
 from highwater.engine.attention.block_table import BlockTable, block_tables, top_k_table
 from highwater.engine.attention.tiles import TilePairs, pairs_of
-from highwater.nouns.sparse_costs import causal_pairs
-from highwater.nouns.sparse_pattern import SparsePatternConfig
+from highwater.nouns.sparse_pattern import SparsePatternConfig, causal_pairs
 
 SCORES_AT_HAND = 2**24
 """Scores that are computed at once, of all heads; one row of blocks at the least."""

@@ -20,7 +20,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from highwater.nouns import sparse_costs
+from highwater.nouns import sparse_pattern as sparse_costs
 from highwater.nouns.sparse_pattern import SparsePatternConfig
 
 _SCORED_AT_ONCE = 2**22

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from highwater.engine.attention.mixed_lengths import attend_mixed
 from highwater.errors import MachineError
 from highwater.nouns.hardware import Kernel, kernels
-from highwater.nouns.pieces import pieces
+from highwater.nouns.packing import pieces
 
 _BACKENDS: dict[Kernel, SDPBackend] = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,

@@ -8,6 +8,10 @@ path's (engine/attention/plain_block). Nothing quadratic is ever stored.
 
 Shapes:  B 1  S packed tokens  H query heads  K key/value heads  D head size  d documents of a run
          of equal lengths  l tokens of one of them
+
+Pattern: what the attention of one layer is, beside causal within each document.
+
+Shapes:  H query heads, or this rank's share of them
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,11 +25,48 @@ from torch import Tensor
 from highwater.engine.attention import window_proof
 from highwater.engine.attention.block_attention import Block, WindowedBlock
 from highwater.engine.attention.kept import attended
-from highwater.engine.attention.pattern import Pattern
 from highwater.engine.attention.plain_block import PlainBlock
 from highwater.engine.attention.sinks import join_sinks_, sink_gradient
 from highwater.nouns.hardware import Kernel
-from highwater.nouns.pieces import pieces
+from highwater.nouns.packing import pieces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pattern:
+    """Attention of one layer: what scores are multiplied by, which keys are read, what else is in
+    the softmax.
+    """
+
+    scaling: float
+    window_tokens: int | None = None
+    """Tokens that a token reads, itself and those before it; None: all of its document."""
+    soft_cap: float | None = None
+    """What no score exceeds either way: ``cap * tanh(score / cap)``; None: no cap."""
+    sinks_H: Tensor | None = None
+    """A number for each query head that takes part in the softmax, beside the keys."""
+
+    def cuts(self, length_tokens: int) -> bool:
+        """Whether a document of this length has tokens that the last one does not read."""
+        return self.window_tokens is not None and self.window_tokens < length_tokens
+
+    def is_fused_up_to(self, length_tokens: int) -> bool:
+        """Whether the hardware's own kernel computes documents up to this length, sinks aside."""
+        return self.soft_cap is None and not self.cuts(length_tokens)
+
+    def is_dense_up_to(self, length_tokens: int) -> bool:
+        """Whether of documents up to this length it is full attention, which fused kernels
+        compute.
+        """
+        return self.sinks_H is None and self.is_fused_up_to(length_tokens)
+
+    def of_heads(self, rank: int, degree: int) -> "Pattern":
+        """The pattern of one rank's heads, where ``degree`` ranks have equal shares, in order."""
+        sinks = self.sinks_H
+        return self if sinks is None else replace(self, sinks_H=sinks.chunk(degree)[rank])
+
+    def without_sinks(self) -> "Pattern":
+        """The same keys, alone in the softmax."""
+        return replace(self, sinks_H=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,15 +20,14 @@ from transformers import AttentionInterface
 
 from highwater.engine.attention.dense import attend
 from highwater.engine.attention.kept import is_keeping, kept_in_recompute
-from highwater.engine.attention.pattern import Pattern
-from highwater.engine.attention.patterned import Documents, attend_in_pattern
+from highwater.engine.attention.patterned import Documents, Pattern, attend_in_pattern
 from highwater.engine.attention.ring import Ring, attend_in_ring
 from highwater.engine.attention.sparse_documents import attend_sparsely
 from highwater.engine.attention.ulysses import Attend, attend_sharded
 from highwater.engine.parallel.mesh import SequenceGroups
 from highwater.engine.parallel.sequence_layout import SequenceLayout
 from highwater.errors import ModelError
-from highwater.model.windows import slides
+from highwater.model.layer_kind import slides
 from highwater.nouns.hardware import Kernel
 from highwater.nouns.sparse_pattern import SparsePatternConfig
 

@@ -33,7 +33,7 @@ from highwater.engine.attention.kept import attended
 from highwater.engine.attention.sinks import join_sinks_, sink_gradient
 from highwater.engine.parallel.collectives import pass_on
 from highwater.nouns.hardware import Kernel
-from highwater.nouns.pieces import pieces
+from highwater.nouns.packing import pieces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,22 @@
-"""Messages of a conversation, and which of their texts a chat template has to write."""
+"""Messages of a conversation, and which of their texts a chat template has to write.
+
+What a record says as messages of one form, whatever words its maker has for it.
+
+A message has a ``role`` of chat templates, its ``content`` as a text, ``tool_calls`` with a
+function's name and an object of arguments each, and ``trained`` where the record says whether it
+is; what else it has stays. Words are those of OpenAI, ShareGPT, Alpaca, LLaMA-Factory and ms-swift.
+"""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-from highwater.engine.data.unread_fields import is_about, is_label
+from highwater.engine.data.readers import DataRecord
+from highwater.engine.data.record_fields import first_of, has, list_of, text_of, value_of, wrong
+from highwater.engine.data.unread_fields import is_about, is_label, refuse_flags, taken_mask
+from highwater.errors import UsageError
 
 Message = Mapping[str, Any]
 _UNSPOKEN = ("role", "trained")
@@ -138,3 +148,218 @@ def as_written(field: str, text: str) -> Iterator[str]:
 def as_json(value: Any) -> str:
     """A value as JSON, as ``tojson`` of chat templates writes it."""
     return json.dumps(value, ensure_ascii=False)
+
+
+_ROLES = {
+    **dict.fromkeys(("system", "developer", "user", "assistant", "tool")),
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("observation", "function_response", "tool_response", "function"), "tool"),
+}
+"""Who speaks, as people write it; None: as chat templates do."""
+_CALLS = ("function_call", "tool_call")
+"""Roles of ShareGPT and ms-swift whose text is the JSON of a tool call, or of a list of them."""
+_MESSAGES_EXAMPLE = '`[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]`'
+_CALL_EXAMPLE = '`{"name": "add", "arguments": {"a": 1}}`'
+_ARGUMENTS = ("arguments", "parameters", "args", "input")
+"""What the arguments of a call are called: by OpenAI, by Llama 3.1, and by others."""
+_QUESTIONS = ("instruction", "question", "query")
+"""Fields that a user asks in, beside ``prompt``; ``input`` goes on with them."""
+
+Said = str | tuple[Message, ...]
+"""A prompt or a response: a text, or messages."""
+
+
+def said_of(record: DataRecord, name: str, value: Any = None) -> Said:
+    """A field, or one value of a field, that is a text or messages."""
+    value = value_of(record, name) if value is None else value
+    return value if isinstance(value, str) else messages_of(record, name, value)
+
+
+def prompt_of(record: DataRecord) -> Said | None:
+    """What is answered: ``prompt`` as it is, or messages where the record has more of a
+    conversation than that, or asks in another field; None where it asks nothing.
+    """
+    name = first_of(record, "prompt") or first_of(record, *_QUESTIONS, "input")
+    if name is None:
+        return None
+    asked = said_of(record, name)
+    if isinstance(asked, str) and name in _QUESTIONS and has(record, "input"):
+        asked = "\n".join(part for part in (asked, text_of(record, "input")) if part)
+    earlier = _history(record) if isinstance(asked, str) and has(record, "history") else ()
+    messages = with_system(record, (*earlier, *spoken("user", asked)))
+    is_text = name == "prompt" and isinstance(asked, str) and len(messages) == 1
+    return asked if is_text and not record.fields.get("tools") else messages
+
+
+def spoken(role: str, said: Said) -> tuple[Message, ...]:
+    """Messages as they are, and a text as a message."""
+    return ({"role": role, "content": said},) if isinstance(said, str) else said
+
+
+def with_system(record: DataRecord, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The messages after the system's that stands in a field of its own."""
+    name = first_of(record, "system", "system_prompt")
+    text = "" if name is None else text_of(record, name)
+    if not text.strip():
+        return messages
+    if messages[0]["role"] not in ("system", "developer"):
+        return *spoken("system", text), *messages
+    if messages[0].get("content") != text:
+        raise UsageError(
+            f"{record.name}: `{name}` is another text than the {messages[0]['role']}'s message",
+            hint="leave one of them out, or write both in the message",
+        )
+    return messages
+
+
+def _history(record: DataRecord) -> tuple[Message, ...]:
+    """Earlier turns: messages, or pairs of what was asked and answered."""
+    turns = list_of(record, "history")
+    if turns and all(isinstance(turn, Mapping) for turn in turns):
+        return messages_of(record, "history")
+    for turn in turns:
+        if (
+            not isinstance(turn, list | tuple)
+            or len(turn) != 2
+            or not all(isinstance(text, str) for text in turn)
+        ):
+            raise wrong(record, "history", turn, "pairs of texts", '`[["Hi", "Hello"]]`')
+    return tuple(
+        message
+        for asked, answered in turns
+        for message in (*spoken("user", asked), *spoken("assistant", answered))
+    )
+
+
+def messages_of(record: DataRecord, name: str, value: Any = None) -> tuple[Message, ...]:
+    """A field that is a list of messages, or one message."""
+    value = value_of(record, name) if value is None else value
+    messages = [value] if isinstance(value, Mapping) else value
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        raise wrong(record, name, value, "a list of messages", _MESSAGES_EXAMPLE)
+    return tuple(
+        _message(record._replace(name=f"{record.name}: message {number} of `{name}`"), name, each)
+        for number, each in enumerate(cast(Sequence[Any], messages), 1)
+    )
+
+
+def conversation_of(record: DataRecord, messages: Sequence[Message]) -> Conversation:
+    """A conversation of these messages, with the tools and the variables that the record has for
+    the template.
+    """
+    options = value_of(record, "chat_template_kwargs")
+    if options is not None and not isinstance(options, Mapping):
+        raise wrong(record, "chat_template_kwargs", options, "variables of a template", "`{}`")
+    return Conversation(tuple(messages), record.name, _tools(record), dict(options or {}))
+
+
+def _message(record: DataRecord, name: str, value: Any) -> Message:
+    """One message; the record's name says which."""
+    given = dict(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else {}
+    role_field = "role" if given.get("role") else "from"
+    role = str(given.pop(role_field, ""))
+    told = role.lower()
+    content_field = "value" if given.get("content") is None else "content"
+    content = given.pop(content_field, None)
+    calls = given.pop("tool_calls", None) or given.pop("function_call", None)
+    if not told or (content is None and not calls):
+        problem = "messages with a `role` and a `content` each"
+        raise wrong(record, name, value, problem, _MESSAGES_EXAMPLE)
+    if told not in _ROLES or (role_field, told) == _AMBIGUOUS:
+        known = ", ".join(f"`{name}`" for name in _ROLES)
+        raise wrong(record, role_field, role, "a role that is known", known)
+    message: dict[str, Any] = {"role": _ROLES[told] or told}
+    if told in _CALLS and calls:
+        raise wrong(record, "tool_calls", calls, f"nothing, and `{told}` a call", _CALL_EXAMPLE)
+    if told in _CALLS:
+        message["tool_calls"] = _calls(record, told, content)
+    elif content is not None:
+        message["content"] = _content(record, content_field, content)
+    if calls:
+        message["tool_calls"] = _calls(record, "tool_calls", calls)
+    trained = taken_mask(record, given)
+    return {**given, **message, **({} if trained is None else {"trained": trained})}
+
+
+_AMBIGUOUS = ("from", "function")
+"""A call for some, and for others what comes back from one, as it is in OpenAI's ``role``."""
+
+
+def _content(record: DataRecord, name: str, value: Any) -> str:
+    """A content as a text: its parts as they follow each other."""
+    if isinstance(value, str):
+        return value
+    texts: list[str] = []
+    for part in value if isinstance(value, list | tuple) else [value]:
+        beside = dict(part) if isinstance(part, Mapping) else {}
+        kind, text = beside.pop("type", None), beside.pop("text", None)
+        if kind != "text" or not isinstance(text, str):
+            raise wrong(record, name, part, "a text or parts that are texts", _PART_EXAMPLE)
+        if taken_mask(record, beside) is False:
+            raise wrong(record, name, part, "trained as a whole, or not at all", _PART_EXAMPLE)
+        if any(each and not is_about(field, each) for field, each in beside.items()):
+            raise wrong(record, name, part, "parts that are texts alone", _PART_EXAMPLE)
+        texts.append(text)
+    return "".join(texts)
+
+
+_PART_EXAMPLE = '`[{"type": "text", "text": "Hi"}]`'
+
+
+def _calls(record: DataRecord, name: str, value: Any) -> list[Mapping[str, Any]]:
+    calls = _from_json(record, name, value)
+    return [_call(record, name, call) for call in (calls if isinstance(calls, list) else [calls])]
+
+
+def _call(record: DataRecord, name: str, value: Any) -> Mapping[str, Any]:
+    """A call as templates want it, whose arguments may be a text of JSON, as OpenAI has them."""
+    call = dict(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else {}
+    fields = ("name", *_ARGUMENTS)
+    function = call.pop("function", None) or {
+        field: call.pop(field) for field in fields if field in call
+    }
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise wrong(record, name, value, "a call of a function by its name", _CALL_EXAMPLE)
+    given = [field for field in _ARGUMENTS if field in function]
+    if len(given) > 1:
+        raise wrong(record, name, value, "a call with its arguments in one field", _CALL_EXAMPLE)
+    field = given[0] if given else "arguments"
+    stated = function.get(field)
+    arguments = {} if stated in (None, "", []) else _from_json(record, field, stated)
+    if not isinstance(arguments, Mapping):
+        raise wrong(record, field, arguments, "an object", _CALL_EXAMPLE)
+    for beside in (call, {each: function[each] for each in function if each not in fields}):
+        refuse_flags(record, beside)
+    renamed = {"arguments" if each == field else each: function[each] for each in function}
+    return {"type": "function", **call, "function": {**renamed, "arguments": arguments}}
+
+
+def _tools(record: DataRecord) -> tuple[Mapping[str, Any], ...]:
+    """Tools as templates want them; they may be a text of JSON, and without OpenAI's frame."""
+    name = first_of(record, "tools", "functions") or "tools"
+    value = value_of(record, name)
+    tools = _from_json(record, name, value) if value else []
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise wrong(record, name, tools, "a list of tools", "`[]`")
+    return tuple(
+        tool
+        if "function" in tool
+        else {
+            "type": "function",
+            "function": {key: tool[key] for key in tool if (key, tool[key]) != _FRAME},
+        }
+        for tool in cast(list[Mapping[str, Any]], tools)
+    )
+
+
+_FRAME = ("type", "function")
+
+
+def _from_json(record: DataRecord, name: str, value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise wrong(record, name, value, "JSON", _CALL_EXAMPLE) from error

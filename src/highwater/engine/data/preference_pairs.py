@@ -8,9 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from highwater.engine.data.readers import DataRecord
-from highwater.engine.data.record_fields import first_of, has
-from highwater.engine.data.record_messages import (
+from highwater.engine.data.messages import (
     Said,
     messages_of,
     prompt_of,
@@ -18,6 +16,8 @@ from highwater.engine.data.record_messages import (
     spoken,
     with_system,
 )
+from highwater.engine.data.readers import DataRecord
+from highwater.engine.data.record_fields import first_of, has
 from highwater.engine.data.rendering import Render, Rendering, TokenDocument, Unit, without_fields
 from highwater.engine.data.unread_fields import refuse_unread
 from highwater.errors import UsageError

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from highwater.engine.data.messages import Said, prompt_of, said_of
+from highwater.engine.data.micro_batches import refuse_uncallable, user_function
 from highwater.engine.data.readers import DataRecord
 from highwater.engine.data.record_fields import (
     first_of,
@@ -24,10 +26,8 @@ from highwater.engine.data.record_fields import (
     number_of,
     value_of,
 )
-from highwater.engine.data.record_messages import Said, prompt_of, said_of
 from highwater.engine.data.rendering import Render, Rendering, TokenDocument, Unit, without_fields
 from highwater.engine.data.unread_fields import refuse_masked, refuse_unread
-from highwater.engine.data.user_code import refuse_uncallable, user_function
 from highwater.engine.data.user_documents import seen
 from highwater.errors import UsageError
 

@@ -7,18 +7,272 @@ that every step has all of its rows.
 
 How an epoch's units become rows is row_packing.py's, and step_filling.py's where a unit may be in
 several. An epoch takes some 20 bytes a document while it is in use.
+
+Filling: a shuffled epoch of units into steps, the documents of a unit in any rows of one step.
+
+Step after step is filled, and then its documents are laid out so that rows are about alike and
+none is empty. A step that has fewer documents than rows when the next unit does not fit
+is given a later one that does, and the last step one of an earlier step's.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
+from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
+from heapq import heapreplace
+from itertools import chain, islice
 
 import numpy as np
 from numpy.typing import NDArray
 
-from highwater.engine.data.epoch_rows import EpochRows, Units
-from highwater.engine.data.row_packing import pack_rows
-from highwater.engine.data.step_filling import fill_steps
+from highwater.engine.data.epoch_rows import EpochRows, Units, pack_rows, shuffled
 from highwater.errors import UsageError
+from highwater.units import counted
+
+_TRIES = 8
+"""Orders of an epoch that are tried before it is given up."""
+_LOOKED_AT = 256
+"""Units further on that a step is looked one for among."""
+_REPACKED = 2
+"""Times that a step is packed anew to make room for one more unit."""
+
+
+def fill_steps(units: Units, *, row_tokens: int, rows: int, seed: int, epoch: int) -> EpochRows:
+    """The rows of an epoch, all of each step one after the other.
+
+    Raises UsageError where a unit is larger than a step, or documents are too few for its rows. An
+    epoch whose orders all leave a row empty has the steps of the first, in another order.
+    """
+    _refuse_large(units, row_tokens, rows)
+    for number in range(_TRIES):
+        order = shuffled(units.total, seed, epoch, number)
+        steps = _Filling(units, row_tokens, rows).steps(order)
+        if steps is not None:
+            return _laid_out(steps)
+    if epoch == 0:
+        fewest = int(units.documents.min())
+        raise UsageError(
+            f"{rows} rows a step, and documents that belong together are {fewest} at the fewest: "
+            "a row would be left empty",
+            hint=f"use `--rows {fewest}`",
+        )
+    first = fill_steps(units, row_tokens=row_tokens, rows=rows, seed=seed, epoch=0)
+    steps = [[first.row(row) for row in range(at, at + rows)] for at in range(0, first.total, rows)]
+    return _laid_out([steps[number] for number in shuffled(len(steps), seed, epoch, _TRIES)])
+
+
+Measured = tuple[int, int]
+"""A document: its length, and its number."""
+
+
+class _OpenStep:
+    """One step while it is filled: each document in the row that it leaves the least room in, which
+    keeps rows free for long ones.
+    """
+
+    def __init__(self, rows: int, row_tokens: int) -> None:
+        self.units: dict[int, list[Measured]] = {}
+        self.documents = 0
+        self._rows = rows
+        self._row_tokens = row_tokens
+        self._packing = _Packing(rows, row_tokens)
+        self._room = rows * row_tokens
+        self._repacked = 0
+
+    def take(self, unit: int, items: list[Measured]) -> bool:
+        """Take a unit; false where its documents do not fit."""
+        if sum(length for length, _ in items) > self._room:
+            return False
+        packing = self._packing.copy()
+        if not packing.add(items):
+            packing = self._repacked_with(items)
+        if packing is None:
+            return False
+        self._packing = packing
+        self.units[unit] = items
+        self.documents += len(items)
+        self._room -= sum(length for length, _ in items)
+        return True
+
+    def without(self, unit: int) -> "_OpenStep":
+        """The step without a unit."""
+        left = _OpenStep(self._rows, self._row_tokens)
+        left.units = {each: items for each, items in self.units.items() if each != unit}
+        items = list(chain(*left.units.values()))
+        left.documents = len(items)
+        left._room -= sum(length for length, _ in items)
+        left._packing = self._packing.without(set(self.units[unit]))
+        return left
+
+    def final_rows(self) -> list[list[Measured]]:
+        """The documents of each row, about as many tokens in each where that can be: ranks wait
+        for each other. None is empty.
+        """
+        balanced = _balanced(list(chain(*self.units.values())), self._rows, self._row_tokens)
+        return balanced or _none_empty(self._packing.rows)
+
+    def _repacked_with(self, items: list[Measured]) -> "_Packing | None":
+        """All documents packed from the start, the longest of all first; None where they do not
+        fit, or this was tried too often.
+        """
+        self._repacked += 1
+        packing = _Packing(self._rows, self._row_tokens)
+        if self._repacked <= _REPACKED and packing.add([*chain(*self.units.values()), *items]):
+            return packing
+        return None
+
+
+class _Packing:
+    """Documents in rows by best fit."""
+
+    def __init__(self, rows: int, row_tokens: int) -> None:
+        self.rows: list[list[Measured]] = [[] for _ in range(rows)]
+        self._row_tokens = row_tokens
+        self._rooms = [(row_tokens, row) for row in range(rows)]  # ascending
+
+    def copy(self) -> "_Packing":
+        """Another with the same documents in the same rows."""
+        other = _Packing(0, self._row_tokens)
+        other.rows, other._rooms = [list(row) for row in self.rows], list(self._rooms)
+        return other
+
+    def add(self, items: list[Measured]) -> bool:
+        """Add documents, the longest first; false where one has no room, and then only some are
+        added.
+        """
+        for item in sorted(items, reverse=True):
+            found = bisect_left(self._rooms, (item[0], -1))
+            if found == len(self._rooms):
+                return False
+            room, row = self._rooms.pop(found)
+            insort(self._rooms, (room - item[0], row))
+            self.rows[row].append(item)
+        return True
+
+    def without(self, items: set[Measured]) -> "_Packing":
+        """Another without these documents, the others where they are."""
+        other = _Packing(0, self._row_tokens)
+        other.rows = [[item for item in row if item not in items] for row in self.rows]
+        other._rooms = sorted(
+            (self._row_tokens - sum(length for length, _ in row), at)
+            for at, row in enumerate(other.rows)
+        )
+        return other
+
+
+def _balanced(items: list[Measured], rows: int, row_tokens: int) -> list[list[Measured]] | None:
+    """Documents in rows, the longest first, each in the row with the least in it; None where one
+    has no room there.
+    """
+    packed: list[list[Measured]] = [[] for _ in range(rows)]
+    loads = [(0, row) for row in range(rows)]
+    for item in sorted(items, reverse=True):
+        load, row = loads[0]
+        if load + item[0] > row_tokens:
+            return None
+        heapreplace(loads, (load + item[0], row))
+        packed[row].append(item)
+    return packed
+
+
+def _none_empty(rows: list[list[Measured]]) -> list[list[Measured]]:
+    """The rows, an empty one with the shortest document of the row that has the most; there are as
+    many documents as rows.
+    """
+    for row in rows:
+        if not row:
+            donor = max(rows, key=len)
+            shortest = min(donor)
+            donor.remove(shortest)
+            row.append(shortest)
+    return rows
+
+
+class _Filling:
+    """Fills the steps of one epoch."""
+
+    def __init__(self, units: Units, row_tokens: int, rows: int) -> None:
+        self._units = units
+        self._row_tokens, self._rows = row_tokens, rows
+
+    def steps(self, order: NDArray[np.int64]) -> list[list[Iterable[int]]] | None:
+        """The documents of each row of each step; None where a row would be empty."""
+        waiting = deque(int(unit) for unit in order)
+        steps: list[_OpenStep] = []
+        while waiting:
+            step = _OpenStep(self._rows, self._row_tokens)
+            while waiting and self._takes(step, waiting[0]):
+                waiting.popleft()
+            while step.documents < self._rows and self._take_another(step, waiting):
+                pass
+            steps.append(step)
+        poor = [step for step in steps if step.documents < self._rows]
+        if not all(self._lend(steps, step) for step in poor):
+            return None
+        return [[[document for _, document in row] for row in step.final_rows()] for step in steps]
+
+    def _takes(self, step: _OpenStep, unit: int) -> bool:
+        documents = range(int(self._units.starts[unit]), int(self._units.starts[unit + 1]))
+        lengths = self._units.lengths
+        return step.take(unit, [(int(lengths[number]), number) for number in documents])
+
+    def _take_another(self, step: _OpenStep, waiting: deque[int]) -> bool:
+        """Give the step one of the next units that fits; false where none does."""
+        for unit in islice(waiting, _LOOKED_AT):
+            if self._takes(step, unit):
+                waiting.remove(unit)
+                return True
+        return False
+
+    def _lend(self, steps: list[_OpenStep], poor: _OpenStep) -> bool:
+        """Give a step units of others that have documents enough without them, until it has; false
+        where none can.
+        """
+        for at, rich in enumerate(steps):
+            if rich is poor:
+                continue
+            for unit, items in list(rich.units.items()):
+                if poor.documents >= self._rows:
+                    return True
+                if rich.documents - len(items) >= self._rows and self._takes(poor, unit):
+                    rich = steps[at] = rich.without(unit)
+        return poor.documents >= self._rows
+
+
+def _laid_out(steps: Sequence[Sequence[Iterable[int]]]) -> EpochRows:
+    rows = [list(row) for step in steps for row in step]
+    ends = np.cumsum([0, *map(len, rows)])
+    return EpochRows(np.fromiter(chain(*rows), np.int64, count=int(ends[-1])), ends)
+
+
+def _refuse_large(units: Units, row_tokens: int, rows: int) -> None:
+    """Raise UsageError for a document that no row holds, a unit that no step does, and documents
+    that are fewer than the rows.
+    """
+    longest, documents = int(units.lengths.max()), len(units.lengths)
+    if longest > row_tokens:
+        raise UsageError(
+            f"a document of {longest:,} tokens, and a row of {row_tokens:,}",
+            hint=f"train longer rows: `--length {longest}`",
+        )
+    if documents < rows:
+        raise UsageError(
+            f"{counted(documents, 'document')} for {rows} rows a step",
+            hint=f"use `--rows {documents}`",
+        )
+    for unit, size in enumerate(units.sizes.tolist()):
+        if size > rows * row_tokens // 2:  # a smaller one always fits: by halves rows are full
+            items = [
+                (int(units.lengths[number]), number)
+                for number in range(int(units.starts[unit]), int(units.starts[unit + 1]))
+            ]
+            if not _Packing(rows, row_tokens).add(items):
+                raise UsageError(
+                    f"{counted(len(items), 'document')} of {size:,} tokens that belong together, "
+                    f"and a step of {rows} rows of {row_tokens:,}",
+                    hint=f"use `--rows {len(items)}`",
+                )
+
 
 _KEPT_EPOCHS = 2
 """Epochs that a step may have rows of: mostly one, at its end another."""

@@ -3,35 +3,179 @@ highwater.engine.data.tokenise ORDER.json ANSWER.json PARENT_FOLDER``.
 
 The folder of the answer is where the corpus is made, on the disk of the parent folder, in which it
 is kept under its digest. A corpus that is there is not made again.
+
+The digest that names a corpus: of all that its tokens may depend on, and of nothing else, so
+that the same data in another folder is the same corpus.
+
+Long documents: what becomes of one of more tokens than are trained, counted.
+
+A document begins with a token that nothing precedes: it is never predicted, and a document of which
+no other token is trained is left out.
 """
 
+import inspect
+import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 
-from highwater.engine.data.corpus_digest import corpus_digest
-from highwater.engine.data.data_files import DataFiles, data_files
-from highwater.engine.data.long_documents import LengthLimit
+from highwater.engine.data.data_files import DataFile, DataFiles, bytes_digest, data_files
 from highwater.engine.data.preference_pairs import preferences
 from highwater.engine.data.readers import records
-from highwater.engine.data.render_processes import PlacedRecord, processes_for, rendered
-from highwater.engine.data.rendering import Render, Rendering, supervised
+from highwater.engine.data.rendering import (
+    PlacedRecord,
+    Render,
+    Rendering,
+    TokenDocument,
+    Unit,
+    processes_for,
+    rendered,
+    supervised,
+)
 from highwater.engine.data.rollouts import RewardFunction, rollouts
 from highwater.engine.data.store import CorpusWriter, disk_errors, open_corpus
 from highwater.engine.data.text_tokens import BYTE_VOCABULARY, Bytes, TextTokens, Tokenizer
 from highwater.errors import HighwaterError, MachineError, UsageError
-from highwater.nouns.codec import from_json, to_json
-from highwater.nouns.corpus import Corpus, CorpusOrder, Tokenised
+from highwater.nouns.codec import digest, from_json, to_json
+from highwater.nouns.corpus import Corpus, CorpusOrder, LongDocuments, Tokenised
+from highwater.nouns.files import CONFIG_BYTES, read_file
 from highwater.nouns.objective import TRAITS
 from highwater.nouns.preparation import Refused
 from highwater.nouns.protocols import TOLD_S, OnPhase
 from highwater.nouns.trial import PHASE_FILE
 from highwater.units import counted
+
+
+class LengthLimit:
+    """Cuts units to a length, and counts what it did."""
+
+    def __init__(self, *, length_tokens: int, long_documents: LongDocuments, pairs: bool) -> None:
+        """``pairs``: a unit is left out whole where one of its documents is."""
+        self._length = length_tokens
+        self._choice: LongDocuments = long_documents
+        self._pairs = pairs
+        self.truncated = 0
+        self.truncated_tokens = 0
+        self.split = 0
+        self.empty = 0
+        self.longest_tokens = 0
+        """Of the documents as they came."""
+
+    def __call__(self, unit: Unit, *, name: str) -> Iterator[Unit]:
+        """The units that are trained of a unit, without those of which nothing is.
+
+        Raises UsageError, with the record's name, for a document that is too long where none may
+        be.
+        """
+        lengths = (len(document.ids_L) for document in unit.documents)
+        self.longest_tokens = max(self.longest_tokens, *lengths)
+        if self._choice == "split":
+            yield from self._pieces(unit)
+            return
+        documents = [self._cut(document, name) for document in unit.documents]
+        kept = tuple(document for document in documents if _is_trained(document))
+        if len(kept) < len(documents):
+            self.empty += 1 if self._pairs else len(documents) - len(kept)
+            kept = () if self._pairs else kept
+        if kept:
+            yield unit._replace(documents=kept)
+
+    def _cut(self, document: TokenDocument, name: str) -> TokenDocument:
+        over = len(document.ids_L) - self._length
+        if over <= 0:
+            return document
+        if self._choice == "refuse":
+            raise UsageError(
+                f"{name}: {len(document.ids_L):,} tokens, and {self._length:,} are trained at the "
+                "most",
+                hint="cut such documents, `--long-documents truncate`, or train longer ones: "
+                f"`--length {len(document.ids_L)}`",
+            )
+        self.truncated += 1
+        self.truncated_tokens += over
+        return _slice(document, 0, self._length)
+
+    def _pieces(self, unit: Unit) -> Iterator[Unit]:
+        (document,) = unit.documents
+        starts = range(0, len(document.ids_L), self._length)
+        pieces = [_slice(document, start, start + self._length) for start in starts]
+        kept = [piece for piece in pieces if _is_trained(piece)]
+        self.split += len(pieces) > 1
+        self.empty += not kept
+        yield from (Unit((piece,)) for piece in kept)
+
+
+def _is_trained(document: TokenDocument) -> bool:
+    return bool(np.any(document.trained_L[1:]))
+
+
+def _slice(document: TokenDocument, start: int, end: int) -> TokenDocument:
+    logprobs_L = document.logprobs_L
+    return document._replace(
+        ids_L=document.ids_L[start:end],
+        trained_L=document.trained_L[start:end],
+        logprobs_L=None if logprobs_L is None else logprobs_L[start:end],
+    )
+
+
+_WRITTEN_AS = 2
+"""Counted up where the same order makes other files."""
+_OF_A_TOKENIZER = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
+    *("additional_chat_templates/*", "vocab*", "merges.txt", "*.model", "tekken.json"),
+)
+"""Names of the files that a tokenizer is made of."""
+
+
+def corpus_digest(order: CorpusOrder, files: Sequence[DataFile], reward: Any | None) -> str:
+    """16 digits that name what an order makes of these files; ``reward`` is the function that the
+    order names.
+    """
+    data = [(file.name, bytes_digest(file.parts)) for file in files]
+    choices = (
+        *(order.objective, order.length_tokens, order.vocab_size),
+        *(order.long_documents, order.trained, order.reward),
+    )
+    return digest(
+        (_WRITTEN_AS, choices, data, _tokenizer_digest(order.tokenizer), _source_digest(reward))
+    )
+
+
+def _tokenizer_digest(directory: str | None) -> object:
+    if directory is None:
+        return None
+    folder = Path(directory)
+    found = {path for pattern in _OF_A_TOKENIZER for path in folder.glob(pattern)}
+    files = [
+        (str(path.relative_to(folder)), bytes_digest([path])) for path in found if path.is_file()
+    ]
+    return sorted(files), _model_type(folder / "config.json")
+
+
+def _model_type(config: Path) -> str | None:
+    """The family, by which transformers chooses a tokenizer's class where its own files do not
+    say; the rest of a config is nothing to it.
+    """
+    try:
+        return str(json.loads(read_file(config, most_bytes=CONFIG_BYTES)).get("model_type"))
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _source_digest(function: Any | None) -> str | None:
+    """Digest of the file that a function of the user's is in; None where it is in none."""
+    try:
+        source = None if function is None else inspect.getsourcefile(function)
+    except TypeError:
+        return None
+    return None if source is None else bytes_digest([Path(source)])
 
 
 def main() -> None:

@@ -4,6 +4,8 @@ On a GPU two Triton kernels that read and write every element once; elsewhere Py
 rows. Both compute in float32 (float64 for float64) and round once.
 
 Shapes:  T tokens  F intermediate size
+
+Blocks: how much the PyTorch paths, which compute in float32, take at a time.
 """
 
 import importlib.util
@@ -13,7 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from highwater.engine.kernels.blocks import BLOCK_BYTES
+from highwater.units import MIB
+
+BLOCK_BYTES = MIB
+"""Bytes of one float32 block of rows; a few blocks are alive at a time."""
 
 
 def product_(gate_TF: Tensor, up_TF: Tensor) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from highwater.engine.kernels.blocks import BLOCK_BYTES
+from highwater.engine.kernels.gates import BLOCK_BYTES
 
 PARTS = 1024
 """Partial sums of the norm's gradient on a GPU, each over some of the tokens.

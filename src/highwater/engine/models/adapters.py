@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from highwater.engine.models.fused.adapted_linear import AdaptedLinear
 from highwater.engine.models.fused.nf4 import prepare
 from highwater.engine.models.random_weights import draw
-from highwater.engine.models.weight_names import name_in_files
+from highwater.engine.models.weights import name_in_files
 from highwater.engine.parallel.fsdp2 import local_shard, own_rows
 from highwater.errors import MachineError, ModelError
 from highwater.nouns.lora import Lora

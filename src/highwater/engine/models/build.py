@@ -21,11 +21,14 @@ from highwater.engine.models.decoder import Decoder, LanguageModel, ScalarModel
 from highwater.engine.models.fill import Fill
 from highwater.engine.models.fused.fused import fuse_attentions, fuse_mlps, fuse_norms
 from highwater.engine.models.fused.nf4 import pack, scale_table
-from highwater.engine.models.head_proof import prove_head
-from highwater.engine.models.requirements import refuse_other_mixing, refuse_shared_parameters
+from highwater.engine.models.requirements import (
+    prove_head,
+    prove_rows,
+    refuse_other_mixing,
+    refuse_shared_parameters,
+)
 from highwater.engine.models.rope import scale_rope
-from highwater.engine.models.row_proof import prove_rows
-from highwater.engine.models.weight_names import names_in_model
+from highwater.engine.models.weights import names_in_model
 from highwater.engine.parallel.fsdp1 import shard_flat
 from highwater.engine.parallel.fsdp2 import shard
 from highwater.errors import ModelError

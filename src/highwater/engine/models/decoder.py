@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from highwater.engine.attention.registry import Attention
-from highwater.engine.models.document_rope import follow_documents
 from highwater.engine.models.loss import LogitRange, token_statistics
 from highwater.engine.models.requirements import not_by_attention
+from highwater.engine.models.rope import follow_documents
 from highwater.engine.models.router import follow_routers
 from highwater.engine.parallel.sequence_layout import SequenceLayout
 from highwater.errors import ModelError

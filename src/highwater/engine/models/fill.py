@@ -13,7 +13,7 @@ from highwater.engine.models.adapters import fill_adapter, is_adapter
 from highwater.engine.models.buffers import fill_buffers
 from highwater.engine.models.decoder import Decoder, ScalarModel
 from highwater.engine.models.random_weights import fill_random
-from highwater.engine.models.weight_names import name_in_files
+from highwater.engine.models.weights import name_in_files
 from highwater.errors import ModelError
 from highwater.model.weight_files import SCORE
 

@@ -1,13 +1,37 @@
 """Requirements: what a family has to be like for the engine to train it, and the errors that say
 so.
+
+Proof that the row kernels of this machine scale and cap logits as PyTorch does in float64.
+
+It runs before a model is trained whose family transforms its logits: a few rows, forward and
+backward, in milliseconds. Where nothing is transformed, the kernels' own tests have to do.
+
+Shapes:  N rows  V vocabulary
+
+Proof that a family's logits are its head's product with its backbone's last hidden states, as
+its config was read: scaled and capped.
+
+The engine applies the head itself, to the trained tokens, in chunks. That trains another model
+where a family transforms the hidden states before its head (ModernBERT's decoder), or does anything
+else with the logits after it than scale and cap them (Granite, Cohere, Gemma 2). The proof runs the
+family's own forward pass around a backbone that answers with random hidden states, with a head of a
+few rows: it takes milliseconds, and asks nothing of the config's fields. A refusal names those
+fields that it knows.
 """
 
-from typing import cast
+import copy
+from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from highwater.errors import ModelError
+from highwater.engine.kernels import rows as row_kernels
+from highwater.engine.kernels.rows import transformed
+from highwater.engine.models.fused.fused import PROOF_TOLERANCE
+from highwater.errors import MachineError, ModelError
+from highwater.model.logit_transform import PLAIN, LogitTransform
 from highwater.model.trained_families import ATTENTION_LAYERS
 
 
@@ -52,3 +76,182 @@ def not_by_attention(config: PreTrainedConfig, why: str) -> ModelError:
         f"apart: {why}",
         hint="use a family of full attention in every layer, for example Qwen3, Llama or Qwen3-MoE",
     )
+
+
+_PROVEN_ROWS, _VOCABULARY = 3, 4097
+"""Two blocks of the kernels, the last one of a single logit."""
+_REACH = 1.5
+"""What the largest logits are, times the cap: some are bent, few are flat."""
+_TOLERANCE = 1e-4
+"""Norm-relative, of float32 against float64: a kernel without the transform is off by far more."""
+
+
+def prove_rows(transform: LogitTransform, device: torch.device) -> None:
+    """Raise MachineError unless statistics and gradient of rows on ``device`` are PyTorch's."""
+    generator = torch.Generator().manual_seed(0)
+    reach = 4.0 if transform.soft_cap is None else _REACH * transform.soft_cap
+    logits_NV = torch.randn(_PROVEN_ROWS, _VOCABULARY, generator=generator)
+    logits_NV *= reach / transform.scale / float(logits_NV.abs().max())
+    labels_N = torch.randint(_VOCABULARY, (_PROVEN_ROWS,), generator=generator)
+    upstream_2N = torch.randn(2, _PROVEN_ROWS, generator=generator)
+    found = _both_passes(logits_NV.to(device), labels_N, upstream_2N, transform)
+    expected = _both_passes(logits_NV.double(), labels_N, upstream_2N, transform)
+    for ours, exact in zip(found, expected, strict=True):
+        difference = float((ours.cpu().double() - exact).norm() / exact.norm())
+        if not difference <= _TOLERANCE:
+            raise MachineError(
+                f"the row kernels of {device} differ from PyTorch by {difference:.1e} of what they "
+                f"compute, with {transform}",
+                hint="install the Triton that your PyTorch came with: `highwater doctor` says "
+                "what is there",
+            )
+
+
+def _both_passes(
+    logits_NV: Tensor, labels_N: Tensor, upstream_2N: Tensor, transform: LogitTransform
+) -> tuple[Tensor, ...]:
+    """Statistics of logits, and the gradient that is written over a copy of them."""
+    labels_N, upstream_2N = labels_N.to(logits_NV.device), upstream_2N.to(logits_NV)
+    logits_NV = logits_NV.clone()
+    of = row_kernels.statistics(logits_NV, labels_N, transform)
+    row_kernels.backward_(logits_NV, labels_N, of, upstream_2N[0], upstream_2N[1], transform)
+    return (*of, logits_NV)
+
+
+_ROWS, _TOKENS = 5, 3
+
+_STRANGE = (
+    *(AttributeError, IndexError, KeyError, TypeError, ValueError),
+    *(NotImplementedError, RuntimeError),
+)
+"""What a forward pass raises that needs more of its backbone than hidden states."""
+
+
+def prove_head(causal_lm: PreTrainedModel, transform: LogitTransform = PLAIN) -> None:
+    """Raise ModelError, by the family's name, unless its logits are those of the head alone, so
+    transformed.
+
+    The model may be on meta.
+    """
+    head: Any = causal_lm.get_output_embeddings()
+    prefix = causal_lm.base_model_prefix
+    if prefix not in dict(causal_lm.named_children()) or not isinstance(head, nn.Linear):
+        raise _refusal(causal_lm, f"it is not a backbone called {prefix} and a head")
+    hidden_1TE = torch.randn(1, _TOKENS, head.in_features, generator=_generator())
+    backbone = _Answering(hidden_1TE)
+    family, small = _around(causal_lm, backbone, head)
+    ids = torch.arange(_TOKENS)[None]
+    with torch.no_grad():
+        expected = transformed(small(hidden_1TE), transform)
+        try:
+            logits: Tensor = cast(Any, family)(
+                input_ids=ids, position_ids=ids.clone(), use_cache=False
+            ).logits
+        except _STRANGE as error:
+            why = f"its forward pass cannot be followed ({type(error).__name__})"
+            raise _refusal(causal_lm, why) from error
+    if len(backbone.heard) != 1 or backbone.heard[0] is not ids:
+        raise _refusal(causal_lm, "its backbone is given something else than the tokens")
+    if backbone.is_entered and not _hands_on(causal_lm, backbone):
+        raise _refusal(causal_lm, "its backbone is not what its head is applied to")
+    if logits.shape != expected.shape or not torch.allclose(
+        logits, expected, rtol=PROOF_TOLERANCE, atol=PROOF_TOLERANCE
+    ):
+        raise _refusal(causal_lm, _what_it_does(causal_lm))
+
+
+class _Answering(nn.Module):
+    """A backbone, and the decoder in it, that remembers its inputs and always gives one answer."""
+
+    def __init__(self, hidden_1TE: Tensor) -> None:
+        super().__init__()
+        self.hidden_1TE = hidden_1TE
+        self.heard: list[Tensor | None] = []
+        self.is_entered = False
+
+    @property
+    def decoder(self) -> nn.Module:
+        """The module that some families call in the backbone's place (OPT)."""
+        self.is_entered = True
+        return self
+
+    def forward(self, input_ids: Tensor | None = None, **_: Any) -> BaseModelOutputWithPast:
+        """Return the hidden states, whatever the tokens are."""
+        self.heard.append(input_ids)
+        return _HeadOutput(last_hidden_state=cast(Any, self.hidden_1TE))
+
+
+class _HeadOutput(BaseModelOutputWithPast):
+    """An output of which everything else that a family reads is None."""
+
+    def __getattr__(self, _: str) -> None:
+        return None
+
+
+def _hands_on(causal_lm: PreTrainedModel, decoder: _Answering) -> bool:
+    """Whether the family's backbone returns what its decoder returns."""
+    backbone: Any = copy.copy(causal_lm.get_submodule(causal_lm.base_model_prefix))
+    backbone._modules = {**backbone._modules, "decoder": decoder}
+    ids = torch.arange(_TOKENS)[None]
+    output = backbone(input_ids=ids, position_ids=ids, use_cache=False)
+    return output.last_hidden_state is decoder.hidden_1TE
+
+
+def _around(
+    causal_lm: PreTrainedModel, backbone: nn.Module, whole: nn.Linear
+) -> tuple[nn.Module, nn.Linear]:
+    """Copy the family's outermost module around ``backbone``, and return it with its head.
+
+    The head has a few rows, and everything but the backbone is random.
+    """
+    name = next(name for name, module in causal_lm.named_modules() if module is whole)
+    small = nn.Linear(
+        whole.in_features, _ROWS, bias="bias" in dict(whole.named_parameters()), device="meta"
+    )
+    family = copy.copy(causal_lm)
+    loose: Any = family
+    for kind in ("_modules", "_parameters", "_buffers"):
+        setattr(loose, kind, dict(getattr(causal_lm, kind)))
+    loose._modules[causal_lm.base_model_prefix] = None
+    # Wherever a module refers to the head, its copy refers to the small one.
+    loose._modules = {
+        child: copy.deepcopy(module, {id(whole): small}) for child, module in loose._modules.items()
+    }
+    for part in (family, *family.children()):
+        part.to_empty(device="cpu", recurse=part is not family)
+    generator = _generator()
+    for tensor in (*family.parameters(), *family.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = torch.randn(tensor.shape, generator=generator)
+    loose._modules[causal_lm.base_model_prefix] = backbone
+    head = cast(nn.Linear, family.get_submodule(name))
+    assert head.out_features == _ROWS
+    return family.eval(), head
+
+
+def _what_it_does(causal_lm: PreTrainedModel) -> str:
+    between = [
+        name for name, _ in causal_lm.named_children() if name != causal_lm.base_model_prefix
+    ]
+    fields = [
+        name
+        for name in vars(causal_lm.config)
+        if name.startswith(("logit", "final_logit")) and getattr(causal_lm.config, name)
+    ]
+    values = ", ".join(f"{name} = {getattr(causal_lm.config, name)}" for name in fields)
+    said = f"; its config has {values}" if fields else ""
+    return (
+        "its logits are not its head's product with the last hidden states "
+        f"(beside its backbone: {', '.join(between)}){said}"
+    )
+
+
+def _refusal(causal_lm: PreTrainedModel, why: str) -> ModelError:
+    return ModelError(
+        f"{causal_lm.config.model_type} cannot be trained: {why}",
+        hint="use a family whose head alone makes the logits, for example Qwen3 or Llama",
+    )
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)

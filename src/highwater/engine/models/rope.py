@@ -1,10 +1,29 @@
-"""RoPE past the native length: YaRN, a model's own scaling up to its maximum, or a refusal."""
+"""RoPE past the native length: YaRN, a model's own scaling up to its maximum, or a refusal.
 
-from typing import Any
+RoPE whose frequencies depend on the length of the document.
 
-from transformers import PreTrainedConfig
+``longrope`` has one set of frequencies up to a length and another past it; ``dynamic`` grows them
+with the length. transformers' modules read the length off the largest position that they are shown:
+of packed documents that is the longest one's, of a rank's share it is no document's. Here a module
+is told the frequencies of each document, whole, and computes with them what it always does.
 
-from highwater.errors import UsageError
+Shapes:  T packed tokens of this rank  F frequencies, half the channels that are rotated
+Source: Ding et al., LongRoPE, https://arxiv.org/abs/2402.13753; transformers'
+        ``modeling_rope_utils.py``
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from highwater.engine.parallel.sequence_layout import Part
+from highwater.errors import ModelError, UsageError
 from highwater.model.rope import grows, kept_parameters, yarn_parameters
 from highwater.nouns.settings import Rope
 
@@ -47,3 +66,183 @@ def scale_rope(config: PreTrainedConfig, *, length_tokens: int, rope: Rope) -> N
         **yarn_parameters(length_tokens / native, native_length_tokens=native),
     }
     config.max_position_embeddings = length_tokens
+
+
+_TOLD = "told by document"
+"""The kind of RoPE that a family's module has meanwhile.
+
+transformers leaves the frequencies of a kind that it does not know as they are.
+"""
+
+
+class DocumentRope(nn.Module):
+    """A family's rotary module, which computes each document as if it were alone and whole."""
+
+    def __init__(self, theirs: nn.Module) -> None:
+        super().__init__()
+        self.theirs = theirs
+        self.config = theirs.config
+        """Some families read their rotary modules' config (granite_swa)."""
+        self.parts: Sequence[Part] = ()
+        """Documents that this rank has tokens of, in order; set before every forward pass."""
+        module: Any = theirs
+        self.kinds: dict[str | None, str] = (
+            module.rope_type if isinstance(module.rope_type, dict) else {None: module.rope_type}
+        )
+        """Kinds of RoPE by layer type; under None where all layers have one kind."""
+        told = {
+            layer_type: _TOLD if depends_on_length(kind) else kind
+            for layer_type, kind in self.kinds.items()
+        }
+        self.told: str | dict[str | None, str] = told.get(None, told)
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
+        """Compute cosines and sines as the family's module does, for one type of layers."""
+        assert sum(part.tokens for part in self.parts) == position_ids.shape[-1], (
+            "every token is of a document"
+        )
+        call = {"x": x, "position_ids": position_ids} | (
+            {} if layer_type is None else {"layer_type": layer_type}
+        )
+        if not depends_on_length(self.kinds[layer_type]):
+            return self.theirs(**call)
+        name = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
+        theirs: Any = self.theirs
+        original, kinds = cast(Tensor, getattr(theirs, name)), theirs.rope_type
+        theirs.rope_type = self.told
+        found: list[Any] = []
+        first = 0
+        try:
+            for length, parts in groupby(self.parts, partial(self._telling, layer_type)):
+                stop = first + sum(part.tokens for part in parts)
+                setattr(theirs, name, self._of_length(length, original, layer_type, x.device))
+                found.append(theirs(**call | {"position_ids": position_ids[:, first:stop]}))
+                first = stop
+        finally:  # no pass sees another's
+            setattr(theirs, name, original)
+            theirs.rope_type = kinds
+        if len(found) == 1:
+            return found[0]
+        return tuple(torch.cat(each, dim=1) for each in zip(*found, strict=True))
+
+    def _telling(self, layer_type: str | None, part: Part) -> int | None:
+        config = cast(PreTrainedConfig, self.theirs.config)
+        return _telling_length(self.kinds[layer_type], part.document_tokens, config, layer_type)
+
+    def _of_length(
+        self, tokens: int | None, original_F: Tensor, layer_type: str | None, device: torch.device
+    ) -> Tensor:
+        if tokens is None:
+            return original_F.to(device)
+        compute: Any = ROPE_INIT_FUNCTIONS[self.kinds[layer_type]]
+        # transformers has the length as a tensor, too: powers of a float32 are not quite a
+        # float's.
+        length = (
+            torch.tensor(tokens, device=device) if "dynamic" in self.kinds[layer_type] else tokens
+        )
+        return compute(self.theirs.config, device, seq_len=length, layer_type=layer_type)[0]
+
+
+class PhimoeRope(DocumentRope):
+    """Phimoe's rotary module, whose cosines and sines have a scale that depends on the length.
+
+    All documents have the frequencies of short ones.
+    """
+
+    def forward(
+        self, x: Tensor, position_ids: Tensor, layer_type: str | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The cosines and sines of all tokens, each scaled for its document."""
+        assert layer_type is None
+        frequencies_F = cast(Tensor, self.theirs.inv_freq).to(x.device)
+        with torch.no_grad():
+            angles = position_ids[..., None].float() * frequencies_F
+            angles = torch.cat((angles, angles), dim=-1)
+            scale = self._scale(x.device)
+            return (angles.cos() * scale).to(x.dtype), (angles.sin() * scale).to(x.dtype)
+
+    def _scale(self, device: torch.device) -> Tensor | float:
+        parameters: dict[str, Any] = cast(Any, self.theirs.config).rope_parameters
+        border = parameters["original_max_position_embeddings"]
+        scales = [
+            parameters["long_mscale" if part.document_tokens > border else "short_mscale"]
+            for part in self.parts
+        ]
+        if len(set(scales)) == 1:
+            return scales[0]
+        ones = torch.ones(1, 1, device=device)
+        return torch.cat(
+            [(ones * n).expand(part.tokens, -1) for n, part in zip(scales, self.parts, strict=True)]
+        )
+
+
+def follow_documents(causal_lm: PreTrainedModel) -> list[DocumentRope]:
+    """Put a DocumentRope around every rotary module that depends on the length, in place.
+
+    Raises ModelError where the config asks for such RoPE and no module of the family shows it.
+    """
+    rotaries = [
+        (parent, name, m)
+        for parent in list(causal_lm.modules())
+        for name, m in parent.named_children()
+        if _kinds(m)
+    ]
+    if not rotaries and any(depends_on_length(kind) for kind in _kinds_in(causal_lm.config)):
+        raise ModelError(
+            f"{causal_lm.config.model_type} has no module that shows its "
+            f"{', '.join(_kinds_in(causal_lm.config))} RoPE, "
+            "and each document needs that of its own length",
+            hint="use a family with plain RoPE, for example Qwen3 or Llama",
+        )
+    placed: list[DocumentRope] = []
+    for parent, name, rotary in rotaries:
+        if any(depends_on_length(kind) for kind in _kinds(rotary)):
+            around = (
+                PhimoeRope if type(rotary).__name__ == "PhimoeRotaryEmbedding" else DocumentRope
+            )
+            placed.append(around(rotary))
+            setattr(parent, name, placed[-1])
+    return placed
+
+
+def depends_on_length(kind: str) -> bool:
+    """Whether frequencies of this ``rope_type`` depend on the length of the sequence."""
+    return kind == "longrope" or "dynamic" in kind
+
+
+def _kinds(module: nn.Module) -> tuple[str, ...]:
+    """The kinds of RoPE that a rotary module says it has; none for any other module."""
+    said = getattr(module, "rope_type", None)
+    return (
+        (said,)
+        if isinstance(said, str)
+        else tuple(cast(dict[str, str], said).values())
+        if isinstance(said, dict)
+        else ()
+    )
+
+
+def _kinds_in(config: PreTrainedConfig) -> tuple[str, ...]:
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    blocks: Iterable[Any] = (parameters, *parameters.values())
+    return tuple(
+        str(block["rope_type"])
+        for block in blocks
+        if isinstance(block, dict) and "rope_type" in block
+    )
+
+
+def _telling_length(
+    kind: str, tokens: int, config: PreTrainedConfig, layer_type: str | None
+) -> int | None:
+    """A length that has the frequencies of a document of ``tokens``; None for the original ones.
+
+    All lengths past longrope's border have the same, so that one stands for them.
+    """
+    if kind != "longrope":
+        return tokens if tokens > config.max_position_embeddings else None
+    parameters: dict[str, Any] = cast(Any, config).rope_parameters
+    border: int = (parameters if layer_type is None else parameters[layer_type])[
+        "original_max_position_embeddings"
+    ]
+    return border + 1 if tokens > border else None

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from highwater.engine.parallel.collectives import gather_rows, pass_on
 from highwater.engine.parallel.sequence_layout import SequenceLayout
+from highwater.nouns.environment import STORE_VARIABLE
 from highwater.nouns.layout import Layout
-from highwater.nouns.rank import STORE_VARIABLE
 
 _JOINED = count()
 """How often this process has joined others before, one more each time."""

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
-from highwater.engine.models.weight_names import name_in_files
+from highwater.engine.models.weights import name_in_files
 from highwater.engine.tracer import fake_cuda
 from highwater.engine.tracer.inplace_accumulation import InplaceAccumulation
 from highwater.engine.tracer.kernel_workspaces import WORKSPACES

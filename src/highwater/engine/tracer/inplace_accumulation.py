@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from highwater.engine.tracer.fake_dispatch import QuickFakeMode
+from highwater.engine.tracer.fake_cuda import QuickFakeMode
 
 aten: Any = torch.ops.aten
 _ADD, _ADD_IN_PLACE = aten.add.Tensor, aten.add_.Tensor

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from highwater.model.column_sums import column_sums
+from highwater.nouns.events import column_sums
 
 aten: Any = torch.ops.aten
 
@@ -54,7 +54,7 @@ def _in_embedding_backward(args: Sequence[Any]) -> list[int]:
 
 
 def in_column_sums(args: Sequence[Any], *, resident_threads: int) -> list[int]:
-    """Bytes that sums over all dimensions but the last take: model/column_sums.py."""
+    """Bytes that sums over all dimensions but the last take: nouns/events.py."""
     inputs = args[0]
     if inputs.ndim < 2 or not inputs.numel() or inputs.stride(-1) != 1:
         return []

@@ -29,7 +29,7 @@ from highwater.engine.models import weights
 from highwater.engine.models.build import drop_storage, read_config
 from highwater.engine.models.decoder import Decoder, MicroBatchStatistics
 from highwater.engine.models.fill import Fill
-from highwater.engine.models.head_proof import prove_head
+from highwater.engine.models.requirements import prove_head
 from highwater.engine.parallel import fsdp2
 from highwater.engine.parallel.fsdp1 import shard_flat
 from highwater.engine.tracer.allocation_recorder import AllocationRecorder

@@ -35,11 +35,10 @@ from highwater.engine.models.adapters import (
 )
 from highwater.engine.models.decoder import Decoder
 from highwater.engine.models.pretrained import PretrainedDirectory, write_beside
-from highwater.engine.models.weight_names import name_in_files
+from highwater.engine.models.weights import name_in_files
 from highwater.engine.parallel.fsdp2 import local_shard, own_rows
 from highwater.engine.parallel.mesh import all_ranks, every_ranks
-from highwater.engine.training.shard_index import write_index
-from highwater.engine.training.shard_reader import FlatRange, ShardReader
+from highwater.engine.training.shard_reader import FlatRange, ShardReader, write_index
 from highwater.errors import UsageError
 from highwater.nouns.lora import Lora
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from highwater.engine.activations.dropout import without_dropout
+from highwater.engine.activations.recompute import without_dropout
 from highwater.engine.data.batches import Batch
 from highwater.engine.parallel.fsdp2 import release
 from highwater.engine.parallel.mesh import total

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from highwater.engine.activations.dropout import without_dropout
+from highwater.engine.activations.recompute import without_dropout
 from highwater.engine.data.batches import Batch
 from highwater.engine.models.adapters import without_adapters
 from highwater.engine.models.decoder import Decoder

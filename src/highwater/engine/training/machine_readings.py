@@ -24,8 +24,8 @@ from highwater.engine.parallel import fsdp2
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.training.memory_log import outside_allocator_bytes
 from highwater.engine.training.rank_run import versions
+from highwater.nouns.hardware import Constants, Reading
 from highwater.nouns.layout import Layout
-from highwater.nouns.machine_constants import Constants, Reading
 
 WIDTH = 1024
 TOKENS = 2048

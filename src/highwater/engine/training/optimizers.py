@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from highwater.engine.models.weight_names import name_in_files
+from highwater.engine.models.weights import name_in_files
 from highwater.engine.training.host_states import HostStateAdamW
 from highwater.errors import MachineError
 from highwater.nouns.hyperparameters import Hyperparameters

@@ -16,13 +16,12 @@ from torch import nn
 from torch.cuda.nccl import version as nccl_version
 from transformers.utils import logging as transformers_logging
 
-from highwater.engine.activations.dropout import seeded
+from highwater.engine.activations.recompute import seeded
 from highwater.engine.data.batches import Batch, Document, pack
 from highwater.engine.training.assemble import assemble
-from highwater.engine.training.layer_watch import LayerWatch
 from highwater.engine.training.memory_log import MemoryWatch, allocator_settings, divide_budget
 from highwater.engine.training.memory_profiler import TrialProfiler, profiler_of
-from highwater.engine.training.out_of_memory import OutOfMemoryWatch
+from highwater.engine.training.out_of_memory import LayerWatch, OutOfMemoryWatch
 from highwater.engine.training.rank_context import RankContext, synchronize, take_context
 from highwater.engine.training.statistics_log import StatisticsLog
 from highwater.engine.training.step import (

@@ -36,7 +36,7 @@ from highwater.engine.parallel.fsdp2 import local_shard
 from highwater.engine.parallel.mesh import copies
 from highwater.engine.training.agreement import agreed, gathered
 from highwater.engine.training.checkpoint import load_sharded, save_sharded
-from highwater.engine.training.shard_index import INDEX_FILE
+from highwater.engine.training.shard_reader import INDEX_FILE
 from highwater.engine.training.step import Training
 from highwater.errors import HighwaterError, MachineError, UsageError
 from highwater.nouns.codec import from_json, to_json

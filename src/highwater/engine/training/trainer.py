@@ -18,16 +18,16 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.distributed as dist
 
-from highwater.engine.activations.dropout import seeded
+from highwater.engine.activations.recompute import seeded
 from highwater.engine.data.batches import Batch, digest, pack
 from highwater.engine.data.user_documents import read_documents
 from highwater.engine.parallel.mesh import every_ranks
 from highwater.engine.training import checkpoint
 from highwater.engine.training.assemble import assemble
 from highwater.engine.training.evaluation import Evaluation, evaluate
-from highwater.engine.training.layer_watch import LayerWatch
 from highwater.engine.training.memory_log import allocator_settings, divide_budget
 from highwater.engine.training.memory_profiler import TrialProfiler, profiler_of
+from highwater.engine.training.out_of_memory import LayerWatch
 from highwater.engine.training.rank_context import (
     compute_dtype,
     device_of,
@@ -41,7 +41,7 @@ from highwater.engine.training.step import train_step
 from highwater.engine.training.trainer_keywords import in_keywords, trial_of
 from highwater.errors import HighwaterError, UsageError
 from highwater.model.model import load_model
-from highwater.nouns.allocator_variables import ALLOCATOR_MODES, ALLOCATOR_VARIABLES
+from highwater.nouns.environment import ALLOCATOR_MODES, ALLOCATOR_VARIABLES
 from highwater.nouns.quantities import QUANTITIES, Quantity
 from highwater.nouns.request import Request
 from highwater.units import counted, parse_tokens

@@ -22,11 +22,11 @@ from highwater.memory.formula.constants import (
     CUBLAS_WORKSPACES_BYTES,
     FILLED_SHARE,
     LIKELY_FILLED_SHARE,
+    outside_terms,
 )
 from highwater.memory.formula.layer_bytes import kept_bytes_of_layers, working_set_bytes
 from highwater.memory.formula.layers import Backward, Step, backwards, busiest_step
 from highwater.memory.formula.moments import families
-from highwater.memory.formula.outside_allocator import outside_terms
 from highwater.model.families import ROPE_BY_LAYER
 from highwater.model.footprint import (
     PROCESS_BYTES,

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from highwater.model.column_sums import RESIDENT_THREADS, column_sums
 from highwater.model.families import EXPERTS
 from highwater.model.layer_kind import AttentionKind, LayerKind, MlpKind
 from highwater.nouns.codec import Record, from_json
+from highwater.nouns.events import RESIDENT_THREADS, column_sums
 from highwater.nouns.working_sizes import stretch
 
 FILE = Path(__file__).with_name("moments.json")
@@ -130,7 +130,7 @@ def products(
 
 def columns(kind: LayerKind) -> Mapping[str, int]:
     """Columns of what a layer sums over its tokens, biases' gradients above all, by the name of
-    what such a sum takes for itself (model/column_sums.py); it comes and goes by itself.
+    what such a sum takes for itself (nouns/events.py); it comes and goes by itself.
     """
     sizes = {
         "E": kind.hidden_size,

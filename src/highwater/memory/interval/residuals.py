@@ -10,9 +10,12 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 
 from highwater.errors import UsageError
 from highwater.memory.formula.breakdown import Term
-from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES, MachineConstants
+from highwater.memory.formula.constants import (
+    CUBLAS_WORKSPACES_BYTES,
+    MachineConstants,
+    outside_terms,
+)
 from highwater.memory.formula.formula import likely_footprint, refuse_unknown_family
-from highwater.memory.formula.outside_allocator import outside_terms
 from highwater.memory.trace.replay import replay
 from highwater.model.model import ModelShape
 from highwater.nouns.codec import Record, from_json
@@ -75,7 +78,7 @@ class Residual(Record, frozen=True, kw_only=True, omit_defaults=True):
     parameters: Parameters = "float32"
     at_least_bytes: int | None = None
     """Of a trial that was watched from outside the least that it needs, by its edge
-    (memory/interval/edges.py): ``measured_bytes`` is then the most. None: both are one."""
+    (memory/interval/calibration.py): ``measured_bytes`` is then the most. None: both are one."""
 
     @property
     def factor(self) -> float:

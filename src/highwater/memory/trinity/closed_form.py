@@ -10,9 +10,12 @@ T tokens of one GPU's micro-batch  E hidden size  V vocabulary  P parameters
 With LoRA its first term is ``(4 P + 16 A) / shards`` for A parameters of adapters. It has one dtype
 for all of a model, float32, in which adapters are trained: the frozen model is in that too.
 Source: ``_build_lora_module`` in ``verl/workers/engine/fsdp/transformer_impl.py`` of verl 0.9.1.
+
+What the published trials of the reference trainer have in common, as fields of a request.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from highwater.errors import ModelError
 from highwater.memory.formula.breakdown import Footprint, Phase, Term
@@ -25,6 +28,7 @@ from highwater.model.footprint import (
 from highwater.model.logit_transform import reads_a_transform
 from highwater.model.model import ModelShape
 from highwater.nouns.layout import Layout
+from highwater.nouns.published import PUBLISHED_SETTINGS
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import PROMPT_TOKENS, Device
 
@@ -102,3 +106,25 @@ def footprint(
         host=(Term(name="offloaded states and reference", bytes=host),),
         filled_share=_FILLED_SHARE[settings.allocator],
     )
+
+
+_ALWAYS = ("strategy", "objective", "entropy", "loss")
+
+
+def published_fields(named: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that are not asked about, where ``named`` are.
+
+    With offload it shards by FSDP2 and has expandable segments: no published rung offloads
+    otherwise, and its configuration offloads by FSDP2 alone. With LoRA, of which none was
+    published, FSDP2 keeps frozen and trained parameters apart.
+    """
+    is_offloaded = named.get("offload", False) is not False
+    published = PUBLISHED_SETTINGS["env+offload" if is_offloaded else "vanilla"]
+    names = (
+        *_ALWAYS,
+        *(("allocator",) if is_offloaded else ()),
+        *(() if "token_budget" in named else ("sequences_per_micro_batch",)),
+    )
+    fields: dict[str, Any] = {name: getattr(published, name) for name in names}
+    fields["prompt_tokens"] = PROMPT_TOKENS
+    return fields if named.get("lora") is None else {**fields, "strategy": "fsdp2"}

@@ -16,21 +16,30 @@ trl/trainer/utils.py and ``_generate`` in trl/trainer/grpo_trainer.py of trl 1.1
 accelerate/utils/fsdp_utils.py of accelerate 1.15.0; modeling_qwen3.py of transformers 5.23.0.
 
 In the functions:  T tokens of a GPU's micro-batch  E hidden size  F width of an MLP
+
+TRL's edges: those of its recorded trials, which come along, and those of a study of it.
 """
+
+from importlib.resources import files
 
 import msgspec
 
+from highwater.errors import UsageError
 from highwater.memory.formula.breakdown import LOSS, WORKSPACES, Footprint, Phase, Term, present
 from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES
-from highwater.memory.formula.formula import likely_footprint
+from highwater.memory.formula.formula import likely_footprint, refuse_unknown_family
 from highwater.memory.formula.layers import NUMBER_BYTES, Step, busiest_step
+from highwater.memory.interval.calibration import edge_residuals
+from highwater.memory.interval.residuals import Residual, leave_out
 from highwater.model.footprint import device_state_bytes, gradient_bytes
 from highwater.model.layer_kind import LayerKind
 from highwater.model.model import ModelShape
-from highwater.nouns.completions import generation_micro_batches
+from highwater.nouns.codec import from_json
 from highwater.nouns.layout import Layout
+from highwater.nouns.objective import generation_micro_batches
 from highwater.nouns.settings import Settings
-from highwater.nouns.trial import PROMPT_TOKENS, Device
+from highwater.nouns.study import Study
+from highwater.nouns.trial import PROMPT_TOKENS, Device, TrialSpec
 from highwater.units import MIB
 
 ACCURACY = (
@@ -154,3 +163,37 @@ def _prompt_numbers(kind: LayerKind) -> int:
     width = kind.mlp.plain_width
     width += kind.mlp.width * kind.mlp.experts_per_token if kind.mlp.is_routed else 0
     return _PREFILL_STREAMS * kind.hidden_size + _PREFILL_WIDTHS * width
+
+
+_TRAINER = "trl"
+
+
+def bundled_edges() -> tuple[Residual, ...]:
+    """The edges that come along: ``edges.json`` beside this file, which
+    docs/results/other_trainers/edges.py makes.
+    """
+    text = (files("highwater.memory.trl") / "edges.json").read_bytes()
+    return from_json(text, tuple[Residual, ...])
+
+
+def study_edges(study: Study) -> tuple[Residual, ...]:
+    """The edges of a study of TRL.
+
+    Raises UsageError for a study of another trainer, and for one that teaches nothing; ModelError
+    for a family that the formula does not know.
+    """
+    foreign, shape = study.question.foreign, study.question.model.shape
+    if foreign is None or foreign.trainer != _TRAINER:
+        title = "this package's engine" if foreign is None else foreign.title
+        raise UsageError(
+            f"{study.path} is of trials of {title}: predictions are about TRL",
+            hint=leave_out(study),
+        )
+    refuse_unknown_family(study.question.model)
+
+    def footprint_of(spec: TrialSpec) -> Footprint:
+        return footprint(
+            shape, spec.settings, spec.layout, length_tokens=spec.length_tokens, device=spec.device
+        )
+
+    return edge_residuals(study, footprint_of)

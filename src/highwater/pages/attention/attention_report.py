@@ -25,8 +25,8 @@ from highwater.pages.attention.attention_tables import (
     predicted_table,
     ratio_table,
 )
-from highwater.pages.markdown import escaped, fenced, markdown_list, markdown_table
 from highwater.pages.page import page_template
+from highwater.pages.text import escaped, fenced, markdown_list, markdown_table
 from highwater.pages.text_table import TextTable
 from highwater.recommendation.attention_summary import (
     AttentionSummary,

@@ -11,8 +11,7 @@ import msgspec
 
 from highwater.errors import HighwaterError
 from highwater.nouns.capacities import Capacity
-from highwater.nouns.query import Query
-from highwater.nouns.recommendation import Recommendation
+from highwater.nouns.recommendation import Query, Recommendation
 from highwater.nouns.request import trial_flags
 from highwater.nouns.trainer import OURS, TRAINERS, trainer_title
 from highwater.pages.answer_sentence import recommendation_answer

@@ -18,10 +18,10 @@ from highwater.nouns.codec import from_json
 from highwater.nouns.declaration import flag_of, words_of
 from highwater.nouns.files import CONFIG_BYTES, read_file
 from highwater.nouns.published import table_capacities
-from highwater.nouns.query import Query
+from highwater.nouns.recommendation import Query
 from highwater.nouns.trainer import OURS, TrainerName
 from highwater.pages.guide.guide import Guide, guide_tables
-from highwater.pages.guide.guide_markdown import guide_markdown
+from highwater.pages.guide.guide_page import guide_markdown
 from highwater.recommendation.queries import query_of_prediction, query_of_study, query_of_table
 from highwater.store.directory import check_new_file, free_name, write_new_file
 from highwater.units import format_bytes

@@ -14,8 +14,7 @@ from markupsafe import Markup
 from highwater.nouns.codec import to_builtins
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.pages.answer_sentence import recommendation_answer
-from highwater.pages.page import paths_shortened, script_text
-from highwater.pages.paths import without_folders
+from highwater.pages.page import paths_shortened, script_text, without_folders
 from highwater.pages.recommendation_tables import recommendation_tables
 from highwater.pages.text import plain_lines
 from highwater.pages.text_table import TextTable

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from highwater.nouns.capacities import Capacity, Source, may_be_simpler, simplest
 from highwater.nouns.published import published_grid
-from highwater.nouns.query import Query
+from highwater.nouns.recommendation import Query
 from highwater.nouns.settings import Settings
 from highwater.nouns.settings_words import other_training
 from highwater.nouns.study import Cell

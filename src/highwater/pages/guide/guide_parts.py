@@ -11,8 +11,8 @@ from itertools import groupby
 from typing import NamedTuple
 
 from highwater.nouns.capacities import Capacity, Source
+from highwater.nouns.cells import simplicity
 from highwater.nouns.grid import PUBLISHED_STEP_TOKENS
-from highwater.nouns.ladder import simplicity
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, counted_ranks

@@ -1,7 +1,77 @@
-"""The rows of a guide, as ``highwater guide --json`` prints them."""
+"""The rows of a guide, as ``highwater guide --json`` prints them.
 
-from highwater.pages.guide.guide import Choice, Guide, GuideTable
-from highwater.pages.guide.guide_speed import choice_speed
+How fast the settings of a guide train, predicted: by length and model, and at the longest.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+from highwater.errors import HighwaterError
+from highwater.model.model import load_model
+from highwater.nouns.trainer import OURS
+from highwater.pages.guide import guide_parts
+from highwater.pages.guide.guide import Choice, Guide, GuideTable, farthest
+from highwater.pages.text_table import TextTable
+from highwater.speed.step_seconds import PredictedStep, predicted_step
+from highwater.units import format_seconds, format_tokens
+
+
+def choice_speed(
+    guide: Guide, table: GuideTable, choice: Choice, length_tokens: int
+) -> PredictedStep | None:
+    """The time of a step with what the guide names for a length.
+
+    None where nothing fits, of another trainer, of a model that nobody has the shape of, and of
+    GPUs whose rates nobody knows.
+    """
+    found = choice.capacity
+    if found is None or found.trainer != OURS:
+        return None
+    query = guide.queries.get((found.found_in, found.model_name, table.device_name))
+    if query is None or query.kind is None:
+        return None
+    with suppress(HighwaterError):
+        return predicted_step(
+            load_model(query.model).shape,
+            found.cell.settings,
+            found.cell.layout,
+            length_tokens=length_tokens,
+            device_name=query.kind,
+        )
+    return None
+
+
+def speed_tables(guide: Guide) -> Iterator[TextTable]:
+    """Of each section whose speed can be predicted: GPUs by models, at the longest lengths."""
+    for section in guide_parts.sections(guide):
+        models = tuple(dict.fromkeys(name for table in section.tables for name in table.models))
+        rows = [
+            (str(table.gpus), *(_figure(guide, table, name) for name in models))
+            for table in section.tables
+        ]
+        if any(entry != "-" for _, *entries in rows for entry in entries):
+            yield TextTable(
+                title=f"Tokens a second, predicted. {section.heading}",
+                columns=("GPUs", *models),
+                rows=tuple(rows),
+                left_columns=0,
+            )
+
+
+def _figure(guide: Guide, table: GuideTable, model_name: str) -> str:
+    """``1,038 at 1,044,480: 33m 33s a step``."""
+    reached = farthest(table, model_name) if model_name in table.models else None
+    if reached is None:
+        return "-"
+    length_tokens, choice = reached
+    step = choice_speed(guide, table, choice, length_tokens)
+    if step is None:
+        return "-"
+    return (
+        f"{step.tokens_per_s:,.0f} at {format_tokens(length_tokens)}: "
+        f"{format_seconds(step.time_s)} a step"
+    )
+
 
 GuideRow = dict[str, str | int | float | None]
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from highwater.nouns.capacities import Capacity
+from highwater.nouns.cells import simplicity
 from highwater.nouns.grid import PUBLISHED_STEP_TOKENS
-from highwater.nouns.ladder import simplicity
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell

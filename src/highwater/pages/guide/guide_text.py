@@ -6,7 +6,7 @@
 from collections.abc import Mapping
 
 from highwater.model.rope import yarn_parameters
-from highwater.nouns.allocator_variables import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
+from highwater.nouns.environment import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
 
 WORDS: Mapping[str, str] = {
     "vanilla": "nothing needs to be set.",

@@ -9,8 +9,8 @@ from highwater.errors import ModelError
 from highwater.model.model import load_model
 from highwater.model.rope import Yarn, yarn, yarn_parameters
 from highwater.nouns.capacities import Capacity, in_order
+from highwater.nouns.cells import simplicity
 from highwater.nouns.hardware import kind_of
-from highwater.nouns.ladder import simplicity
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.study import counted_ranks
 from highwater.nouns.trainer import predicted_traits

@@ -4,9 +4,15 @@ of two profiles side by side.
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from highwater.memory.snapshot.advice import ADVICE, NOT_IN_A_SNAPSHOT, Advice, advice_of
 from highwater.memory.snapshot.attribution import CATEGORIES, Category
-from highwater.memory.snapshot.memory_profile import InStack, MemoryProfile
+from highwater.memory.snapshot.memory_profile import (
+    ADVICE,
+    NOT_IN_A_SNAPSHOT,
+    Advice,
+    InStack,
+    MemoryProfile,
+    advice_of,
+)
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
 from highwater.units import counted, format_bytes

@@ -5,8 +5,8 @@ and which setting to try first.
 import re
 from collections.abc import Mapping
 
-from highwater.memory.snapshot.advice import Advice, advice_of
 from highwater.memory.snapshot.attribution import Category, category_of
+from highwater.memory.snapshot.memory_profile import Advice, advice_of
 from highwater.memory.snapshot.snapshot import Frame
 from highwater.nouns.layout import Layout
 from highwater.nouns.profiling import coordinates

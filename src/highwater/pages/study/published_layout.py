@@ -5,12 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from highwater.nouns.study import Cell, CellAnswer, Question, Study
-from highwater.pages.study.capacity_figures import (
-    capacity_text,
-    memory_only_text,
-    place,
-    provenance,
-)
+from highwater.pages.study.tables import capacity_text, memory_only_text, place, provenance
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
 

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator
 
-from highwater.nouns.allocator_variables import ALLOCATOR_VARIABLES
-from highwater.nouns.environment import Environment
+from highwater.nouns.environment import ALLOCATOR_VARIABLES, Environment
 from highwater.nouns.foreign_trainer import ForeignTrainer
 from highwater.nouns.study import Question, Study
-from highwater.pages.study.capacity_figures import place
-from highwater.pages.study.study_order import file_and_folder, ordered_by
+from highwater.pages.study.study_predictions import file_and_folder, ordered_by
 from highwater.pages.study.study_report import StudyReport
+from highwater.pages.study.tables import place
 from highwater.pages.text_table import TextTable
 from highwater.units import format_bytes, format_seconds, format_tokens
 

@@ -11,8 +11,8 @@ from typing import Literal
 
 import msgspec
 
-from highwater.nouns.allocator_variables import ALLOCATOR_VARIABLES
 from highwater.nouns.codec import Record, from_builtins, to_builtins
+from highwater.nouns.environment import ALLOCATOR_VARIABLES
 from highwater.nouns.secrets import without_secrets
 from highwater.nouns.settings_words import short_settings
 from highwater.nouns.study import Cell, CellAnswer, RecordedTrial, Study, UnprovenAnswer

@@ -28,8 +28,8 @@ from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.training.memory_log import divide_budget, outside_allocator_bytes
 from highwater.errors import HighwaterError
 from highwater.nouns.attention_bench import BenchMachine, BenchOrder, Mode
+from highwater.nouns.environment import STORE_VARIABLE
 from highwater.nouns.oom import exhausted_memory, memory_aborted
-from highwater.nouns.rank import STORE_VARIABLE
 from highwater.nouns.secrets import kept
 
 PartEnding = Literal["done", "out of memory", "refused", "late", "failed"]

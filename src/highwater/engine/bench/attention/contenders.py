@@ -32,8 +32,7 @@ from highwater.engine.parallel.sequence_layout import SequenceLayout
 from highwater.errors import MachineError
 from highwater.nouns.attention_bench import IMPLEMENTATIONS, BenchOrder, FusedKernel, Mode
 from highwater.nouns.hardware import Kernel, kernels
-from highwater.nouns.sparse_costs import causal_pairs, dilated_pairs
-from highwater.nouns.sparse_pattern import SparsePatternConfig
+from highwater.nouns.sparse_pattern import SparsePatternConfig, causal_pairs, dilated_pairs
 
 Compute = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, float]]
 """Attention of queries BHSD, keys and values BKSD: the output, BHSD, and the share of the causal

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from highwater.engine.kernels.blocks import BLOCK_BYTES
+from highwater.engine.kernels.gates import BLOCK_BYTES
 from highwater.engine.models.fused.gated_mlp import GatedMlp
 from highwater.engine.models.fused.rotary_attention import NORMS, PROJECTIONS, RotaryAttention
 
