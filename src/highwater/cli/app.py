@@ -2,6 +2,7 @@
 code.
 """
 
+import argparse
 import errno
 import shlex
 import signal
@@ -95,41 +96,63 @@ def _run(words: Sequence[str]) -> int:
     if arguments.command_name is None:
         sys.stderr.write(usage())
         return EXIT_USER
-    # here, so that a slip in the grammar is told at once
-    from highwater.cli import (
-        bench,
-        catalog,
-        commands,
-        completion,
-        doctor,
-        emit,
-        guide,
-        predict,
-        profile,
-        recommend,
-        report,
-        train,
-    )
+    return _handler(arguments.command_name)(arguments)
 
-    handlers = {
-        "find": commands.find,
-        "try": commands.try_,
-        "train": train.train,
-        "predict": predict.predict,
-        "guide": guide.guide,
-        "recommend": recommend.recommend,
-        "emit": emit.emit,
-        "show": commands.show,
-        "report": report.report,
-        "profile": profile.profile,
-        "models": catalog.models,
-        "gpus": catalog.gpus,
-        "doctor": doctor.doctor,
-        "completion": completion.completion,
-        "bench": bench.bench,
-        "schema": commands.schema,
-    }
-    return handlers[arguments.command_name](arguments)
+
+def _handler(name: str) -> Callable[[argparse.Namespace], int]:
+    """The handler of a command, imported here: what other commands need stays out of this process,
+    and a slip in the grammar is told at once.
+    """
+    match name:
+        case "find" | "try" | "show" | "schema":
+            from highwater.cli import commands
+
+            of_studies = {"find": commands.find, "try": commands.try_, "show": commands.show}
+            return of_studies.get(name, commands.schema)
+        case "models" | "gpus":
+            from highwater.cli import catalog
+
+            return catalog.models if name == "models" else catalog.gpus
+        case "train":
+            from highwater.cli.train import train
+
+            return train
+        case "predict":
+            from highwater.cli.predict import predict
+
+            return predict
+        case "guide":
+            from highwater.cli.guide import guide
+
+            return guide
+        case "recommend":
+            from highwater.cli.recommend import recommend
+
+            return recommend
+        case "emit":
+            from highwater.cli.emit import emit
+
+            return emit
+        case "report":
+            from highwater.cli.report import report
+
+            return report
+        case "profile":
+            from highwater.cli.profile import profile
+
+            return profile
+        case "doctor":
+            from highwater.cli.doctor import doctor
+
+            return doctor
+        case "completion":
+            from highwater.cli.completion import completion
+
+            return completion
+        case _:
+            from highwater.cli.bench import bench
+
+            return bench
 
 
 if __name__ == "__main__":
