@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-CEILINGS = {"src_lines": 79_742, "src_files": 490, "src_small_files": 110}
+CEILINGS = {"src_lines": 77_187, "src_files": 398, "src_small_files": 43}
 """Lowered as the tree shrinks, never raised."""
 
 
