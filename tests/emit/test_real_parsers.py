@@ -19,10 +19,10 @@ import pytest
 from highwater.model.model import load_model
 from highwater.model.trained_families import TRAINED
 from highwater.nouns.recommendation import Candidate, Recommendation
-from highwater.nouns.trainer import TrainerName
+from highwater.nouns.trainer import Target, TrainerName
 from highwater.recommendation.recommend import recommend
 from highwater.trainers.accelerate import accelerate
-from highwater.trainers.emitted import Emitted, Target
+from highwater.trainers.emitted import Emitted
 from highwater.trainers.folder import LAUNCH, launch_script
 from highwater.trainers.llamafactory import FUSED as LLAMAFACTORY_FUSES
 from highwater.trainers.logits import CUT_CROSS_ENTROPY, LIGER

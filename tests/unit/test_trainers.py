@@ -9,8 +9,7 @@ from highwater.nouns.declared_settings import DECLARED
 from highwater.nouns.foreign_trainer import FOREIGN
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
-from highwater.nouns.trainer import TRAINERS, TrainerName
-from highwater.trainers.emitted import Target
+from highwater.nouns.trainer import TRAINERS, Target, TrainerName
 from highwater.trainers.targets import TARGETS
 
 SRC = Path(__file__).parents[2] / "src" / "highwater"

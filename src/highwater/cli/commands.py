@@ -13,6 +13,7 @@ from highwater import api
 from highwater.cli import console
 from highwater.cli.config import config_schema, request_of, to_yaml
 from highwater.cli.interruption import exit_code_of
+from highwater.cli.progress import shown
 from highwater.cli.sbatch import sbatch_script
 from highwater.errors import (
     EXIT_ANSWERED,
@@ -84,7 +85,7 @@ def find(arguments: argparse.Namespace) -> int:
         console.talk(line)
     typed = with_memory(arguments.command_line, request, planned.question.memory_budget_bytes)
     try:
-        with console.progress(planned) as listener:
+        with shown(planned) as listener:
             study = api.answer(request, planned, on_event=listener, command=typed)
     except KeyboardInterrupt as interrupt:
         say_interrupted(api.study_file(request, planned.question))

@@ -10,16 +10,13 @@ from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import TextIO
 
-from highwater.cli.progress import Progress
 from highwater.errors import HighwaterError, UsageError
 from highwater.nouns.codec import to_json
-from highwater.nouns.plan import Plan
 from highwater.nouns.secrets import kept, without_secrets
 from highwater.pages.terminal import terminal_text
 from highwater.pages.terminal_table import terminal_table
 from highwater.pages.text import ascii_json, folded, plain, plain_json, plain_lines
 from highwater.pages.text_table import TextTable, plain_table
-from highwater.search.search_events import SearchEvent
 
 _STDOUT, _STDERR = 1, 2
 _USUAL_WIDTH = 80
@@ -68,7 +65,7 @@ def answer(text: str) -> None:
     what ``answer_exactly`` does.
     """
     text = plain_lines(text)
-    answer_exactly(terminal_text(text, width=_width(sys.stdout)) if sys.stdout.isatty() else text)
+    answer_exactly(terminal_text(text, width=width(sys.stdout)) if sys.stdout.isatty() else text)
 
 
 def answer_exactly(text: str) -> None:
@@ -86,9 +83,9 @@ def answer_table(table: TextTable, *, drawn: Callable[[TextTable], str] = plain_
     """
     text = drawn(table)
     if sys.stdout.isatty():
-        width = _width(sys.stdout)
-        if drawn is plain_table or max(map(len, text.splitlines())) > width:
-            text = terminal_table(table, width=width)
+        columns = width(sys.stdout)
+        if drawn is plain_table or max(map(len, text.splitlines())) > columns:
+            text = terminal_table(table, width=columns)
     answer_exactly(text)
 
 
@@ -109,7 +106,7 @@ def talk(text: str = "") -> None:
     command in backticks.
     """
     text = plain(text)
-    _say("\n".join(folded(text, _width(sys.stderr))) if sys.stderr.isatty() else text)
+    _say("\n".join(folded(text, width(sys.stderr))) if sys.stderr.isatty() else text)
 
 
 def notes(lines: Sequence[str]) -> None:
@@ -156,7 +153,7 @@ def _say(text: str) -> None:
         write_no_more(sys.stderr)
 
 
-def _width(stream: TextIO) -> int:
+def width(stream: TextIO) -> int:
     """Columns of the terminal that a stream leads to; the user's COLUMNS goes first, as
     everywhere.
     """
@@ -182,34 +179,3 @@ def _answering() -> Generator[None]:
             hint="write it elsewhere; what a search has found is in its study: `highwater show` "
             "shows it again",
         ) from error
-
-
-@contextmanager
-def progress(planned: Plan) -> Generator[Callable[[SearchEvent], None]]:
-    """Show a search while it runs: a live table on a terminal, a line an event elsewhere. Yields
-    who hears the events.
-    """
-    state = Progress(planned.question, planned.timeout_s)
-    if not sys.stderr.isatty():
-
-        def say(event: SearchEvent) -> None:
-            state.hear(event)
-            line = state.sparse_line(event)
-            if line:
-                talk(line)
-
-        yield say
-        return
-    from rich.console import Console
-    from rich.live import Live
-    from rich.text import Text
-
-    def drawn() -> Text:
-        return Text(
-            terminal_table(state.table(), width=_width(sys.stderr)), no_wrap=True, overflow="ignore"
-        )
-
-    with Live(
-        console=Console(stderr=True), get_renderable=drawn, refresh_per_second=2, transient=True
-    ):
-        yield state.hear

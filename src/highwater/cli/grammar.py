@@ -27,8 +27,7 @@ from highwater.nouns.foreign_trainer import FOREIGN
 from highwater.nouns.refusals import nearest
 from highwater.nouns.secrets import hidden_words
 from highwater.nouns.settings import TRAINED_OTHERWISE
-from highwater.nouns.trainer import OURS, TRAINERS, TrainerName
-from highwater.trainers.emitted import Target
+from highwater.nouns.trainer import OURS, TRAINERS, Target, TrainerName
 from highwater.version import __version__
 
 

@@ -1,18 +1,23 @@
 """Progress of a search: what each cell has tried, what the trial that runs does, and how long the
-rest may take. Data and text; console.py draws it.
+rest may take.
 """
 
 import re
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from textwrap import shorten
 
+from highwater.cli import console
+from highwater.nouns.plan import Plan
 from highwater.nouns.settings_words import short_settings
 from highwater.nouns.study import RANK_WORDS, Cell, CellAnswer, Question
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.pages.study.failed_request import request_line
 from highwater.pages.study.tables import capacity_text, memory_only_text, provenance
+from highwater.pages.terminal_table import terminal_table
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
 from highwater.search.outlook import outlook
@@ -42,6 +47,39 @@ _ASKED = re.compile(r"Tried to allocate (\d[\d.]* [KMGT]iB)")
 
 _REASON_WIDTH = 100
 """Characters of a reason in a line about a trial, at most; the final table has the whole reason."""
+
+
+@contextmanager
+def shown(planned: Plan) -> Generator[Callable[[SearchEvent], None]]:
+    """Show a search while it runs: a live table on a terminal, a line an event elsewhere. Yields
+    who hears the events.
+    """
+    state = Progress(planned.question, planned.timeout_s)
+    if not sys.stderr.isatty():
+
+        def say(event: SearchEvent) -> None:
+            state.hear(event)
+            line = state.sparse_line(event)
+            if line:
+                console.talk(line)
+
+        yield say
+        return
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    def drawn() -> Text:
+        return Text(
+            terminal_table(state.table(), width=console.width(sys.stderr)),
+            no_wrap=True,
+            overflow="ignore",
+        )
+
+    with Live(
+        console=Console(stderr=True), get_renderable=drawn, refresh_per_second=2, transient=True
+    ):
+        yield state.hear
 
 
 @dataclass(slots=True)

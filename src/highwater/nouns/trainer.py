@@ -15,6 +15,18 @@ from highwater.nouns.objective import Objective
 TrainerName = Literal["highwater", "trinity", "trl"]
 AnyTrainer = TrainerName | ForeignName
 """Whoever found a capacity: a trainer whose memory is predicted, or one that is tried alone."""
+Target = Literal[
+    "trinity",
+    "verl",
+    "areal",
+    "trl",
+    "torchtitan",
+    "accelerate",
+    "axolotl",
+    "llamafactory",
+    "ms-swift",
+]
+"""Whom a configuration is emitted for."""
 Traces = Literal["made", "bundled", "none"]
 
 OURS: TrainerName = "highwater"

@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Callable, Collection, Mapping
 from itertools import combinations
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -22,21 +22,10 @@ from highwater.nouns.optimizer import OptimizerName
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
-from highwater.nouns.trainer import is_step_of, step_in_words
+from highwater.nouns.trainer import Target, is_step_of, step_in_words
 from highwater.trainers.logits import bytes_with_logits
 from highwater.units import format_bytes, format_tokens
 
-Target = Literal[
-    "trinity",
-    "verl",
-    "areal",
-    "trl",
-    "torchtitan",
-    "accelerate",
-    "axolotl",
-    "llamafactory",
-    "ms-swift",
-]
 Value = bool | int | float | str
 WHOLE_SHARDS = (
     "moments of 8 bits that are updated in pieces: torchao updates a whole shard at once, which "

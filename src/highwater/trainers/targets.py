@@ -16,11 +16,11 @@ from highwater.nouns.hardware import kind_of
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
-from highwater.nouns.trainer import TRAINERS, TrainerName, is_step_of
+from highwater.nouns.trainer import TRAINERS, Target, TrainerName, is_step_of
 from highwater.trainers.accelerate import accelerate
 from highwater.trainers.areal import areal
 from highwater.trainers.axolotl import axolotl
-from highwater.trainers.emitted import Emitted, Target
+from highwater.trainers.emitted import Emitted
 from highwater.trainers.llamafactory import llamafactory
 from highwater.trainers.logits import bytes_with_logits
 from highwater.trainers.ms_swift import ms_swift
