@@ -42,7 +42,6 @@ def row(
             "after_qkv_bytes": ((peak or 0) // 3,) * gpus,
             "peak_allocated_bytes": (peak,) * gpus,
             "peak_reserved_bytes": ((peak or 0) + MIB,) * gpus,
-            "kept_for_backward_bytes": ((peak or 0) // 4,) * gpus if "back" in direction else (),
         }
         more = measured | more
     return BenchRow(

@@ -4,7 +4,7 @@ import argparse
 import os
 import shlex
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
@@ -26,13 +26,10 @@ from highwater.nouns.attention_bench import (
     IMPLEMENTATIONS,
     MOST_SEARCHED_TOKENS,
     AttentionBench,
-    BenchCheck,
     BenchDtype,
-    BenchMachine,
+    BenchLine,
     BenchOrder,
-    BenchRow,
     Implementation,
-    NotRun,
     implementations_named,
 )
 from highwater.nouns.codec import to_json
@@ -43,10 +40,14 @@ from highwater.nouns.request import request_from
 from highwater.nouns.settings import PATTERN_FIELDS
 from highwater.nouns.sparse_pattern import WINDOWED, SparsePatternConfig, refuse_branches
 from highwater.nouns.trial import Device
-from highwater.pages.attention.attention_conclusions import entry_words
-from highwater.pages.attention.attention_tables import longest_table, per_gpu
+from highwater.pages.attention_report import (
+    attention_markdown,
+    bench_document,
+    entry_words,
+    longest_table,
+    per_gpu,
+)
 from highwater.pages.text import plain
-from highwater.recommendation.attention_summary import Entry, attention_summary
 from highwater.store.directory import write_new_file
 from highwater.trials.bench_process import bench_lines
 from highwater.trials.probe import probe, refuse_busy_gpus, refuse_unreadable_gpus
@@ -72,32 +73,33 @@ def bench(arguments: argparse.Namespace) -> int:
     machine = probe()
     order = _order(arguments, machine)
     folder = _folder(arguments.out)
-    gathered = _Gathered(order, arguments.command_line)
+    told: list[BenchLine] = []
     interrupt: KeyboardInterrupt | None = None
     try:
-        with bench_lines(order) as lines:
-            for line in lines:
-                gathered.take(line.machine, line.check, line.row, line.not_run)
+        _gather(order, told)
     except KeyboardInterrupt as caught:
         interrupt = caught
-    found = gathered.bench(is_whole=interrupt is None)
-    if found is None or not found.rows:
+    found = _found(order, told, arguments.command_line, is_whole=interrupt is None)
+    if found is None:
         if interrupt is not None:
             console.talk("interrupted: no case had ended, and nothing of it runs any more")
             return exit_code_of(interrupt)
-        reasons = "; ".join(f"{each.implementation}: {each.reason}" for each in gathered.not_run)
+        not_run = (each.not_run for each in told if each.not_run is not None)
+        reasons = "; ".join(f"{each.implementation}: {each.reason}" for each in not_run)
         raise UsageError(
             f"nothing that is named runs here: {reasons}", hint="add `--implementations dense`"
         )
-    _write(folder, found)
+    document = bench_document(found)
+    for suffix, text in (
+        ("json", to_json(document, indent=2)),
+        ("md", attention_markdown(found)),
+    ):
+        write_new_file(folder / f"{_REPORT}.{suffix}", f"{text}\n".encode(), flag="--out")
     if arguments.json:
-        # here, so that a refusal waits for no template
-        from highwater.pages.attention.attention_report import bench_document
-
-        console.answer_json(bench_document(found))
+        console.answer_json(document)
     else:
-        console.answer_table(longest_table(found, attention_summary(found)))
-    console.talk(f"the report: {folder / f'{_REPORT}.html'}, and .md and .json beside it")
+        console.answer_table(longest_table(found, document.summary))
+    console.talk(f"the report: {folder / f'{_REPORT}.md'}, and .json beside it")
     if interrupt is not None:
         console.talk("interrupted: what had ended is in the report, nothing runs any more")
         return exit_code_of(interrupt)
@@ -106,69 +108,51 @@ def bench(arguments: argparse.Namespace) -> int:
     return _exit_code(found)
 
 
-class _Gathered:
-    """What was told so far; says each thing to who waits."""
-
-    def __init__(self, order: BenchOrder, command: tuple[str, ...]) -> None:
-        self._order, self._command = order, command
-        self._began_s = time.monotonic()
-        self._made_at = datetime.now().astimezone().isoformat(timespec="seconds")
-        self._machine: BenchMachine | None = None
-        self._checks: list[BenchCheck] = []
-        self._rows: list[BenchRow] = []
-        self.not_run: list[NotRun] = []
-
-    def take(
-        self,
-        machine: BenchMachine | None,
-        check: BenchCheck | None,
-        row: BenchRow | None,
-        not_run: NotRun | None,
-    ) -> None:
-        """Take in one line, of which one of these is there."""
-        if machine is not None:
-            self._machine = machine
-            console.talk(f"{plain(machine.device_name)}, dense attention on {machine.kernel}")
-        if check is not None:
-            self._checks.append(check)
-            verdict = plain(check.reason) or "equals the reference, forward and all gradients"
-            self._say(f"{check.implementation}: {verdict}")
-        if row is not None:
-            self._rows.append(row)
-            self._say(_told(row))
-        if not_run is not None:
-            self.not_run.append(not_run)
-            self._say(f"{not_run.implementation}: not run: {plain(not_run.reason)}")
-
-    def _say(self, text: str) -> None:
-        console.talk(f"{format_seconds(time.monotonic() - self._began_s)}: {text}")
-
-    def bench(self, *, is_whole: bool) -> AttentionBench | None:
-        """All of it; None before the machine is known."""
-        if self._machine is None:
-            return None
-        return AttentionBench(
-            made_at=self._made_at,
-            command=self._command,
-            order=self._order,
-            machine=self._machine,
-            checks=tuple(self._checks),
-            rows=tuple(self._rows),
-            not_run=tuple(self.not_run),
-            is_whole=is_whole,
-        )
+def _gather(order: BenchOrder, told: list[BenchLine]) -> None:
+    """Run the benchmark, say each thing to who waits, and keep it."""
+    began_s = time.monotonic()
+    with bench_lines(order) as lines:
+        for line in lines:
+            told.append(line)
+            console.talk(f"{format_seconds(time.monotonic() - began_s)}: {_line_words(line)}")
 
 
-def _told(row: BenchRow) -> str:
-    """A case that ended, on one line."""
-    name = entry_words(Entry(row.implementation, row.mode, row.direction))
-    if row.result == "red":
-        return f"{name}: red, not measured"
+def _line_words(line: BenchLine) -> str:
+    """What is known now, on one line."""
+    if line.machine is not None:
+        return f"{plain(line.machine.device_name)}, dense attention on {line.machine.kernel}"
+    if line.check is not None:
+        verdict = plain(line.check.reason) or "equals the reference, forward and all gradients"
+        return f"{line.check.implementation}: {verdict}"
+    if line.not_run is not None:
+        return f"{line.not_run.implementation}: not run: {plain(line.not_run.reason)}"
+    row = line.row
+    if row is None or row.result == "red":
+        return "nothing of it is measured"
     batch = "" if row.batch == 1 else f" x {row.batch}"
     how = row.result
     if row.fits:
         how += f" in {format_pass(row.time_s)}, {per_gpu(row.peak_allocated_bytes)} at the peak"
-    return f"{name}: {format_tokens(row.length_tokens)} tokens{batch}: {how}"
+    return f"{entry_words(row.entry)}: {format_tokens(row.length_tokens)} tokens{batch}: {how}"
+
+
+def _found(
+    order: BenchOrder, told: Sequence[BenchLine], command: tuple[str, ...], *, is_whole: bool
+) -> AttentionBench | None:
+    """All that was told; None where no case had ended."""
+    rows = tuple(each.row for each in told if each.row is not None)
+    if not rows:
+        return None
+    return AttentionBench(
+        made_at=datetime.now().astimezone().isoformat(timespec="seconds"),
+        command=command,
+        order=order,
+        machine=next(each.machine for each in told if each.machine is not None),
+        checks=tuple(each.check for each in told if each.check is not None),
+        rows=rows,
+        not_run=tuple(each.not_run for each in told if each.not_run is not None),
+        is_whole=is_whole,
+    )
 
 
 def _order(arguments: argparse.Namespace, machine: Machine) -> BenchOrder:
@@ -277,7 +261,7 @@ def _check_together(order: BenchOrder) -> None:
             hint="leave `--kv-heads` out, or `--same-qkv`",
         )
     names = order.implementations
-    if order.gpus == 1 and all(IMPLEMENTATIONS[name].mode != "single" for name in names):
+    if order.gpus == 1 and not any("single" in IMPLEMENTATIONS[name].modes for name in names):
         raise UsageError(
             f"{', '.join(names)}: a sequence is shared by two GPUs or more",
             hint="add `--gpus 2`, on one machine without them `--device cpu --gpus 2`",
@@ -363,27 +347,6 @@ def _folder(named: str | None) -> Path:
         why = "has a report already" if is_taken else "cannot be written"
         raise UsageError(f"{folder} {why}", hint=f"name another: {example}")
     return folder
-
-
-def _write(folder: Path, found: AttentionBench) -> None:
-    for name, text in _files(found):
-        write_new_file(folder / name, text.encode(), flag="--out")
-
-
-def _files(found: AttentionBench) -> Iterator[tuple[str, str]]:
-    """The report, and the plots that its Markdown shows, by the names of their files."""
-    from highwater.pages.attention.attention_plots import plots
-    from highwater.pages.attention.attention_report import (
-        attention_markdown,
-        attention_page,
-        bench_document,
-    )
-
-    yield f"{_REPORT}.json", f"{to_json(bench_document(found), indent=2)}\n"
-    yield f"{_REPORT}.md", f"{attention_markdown(found)}\n"
-    yield f"{_REPORT}.html", attention_page(found)
-    for plot in plots(found):
-        yield f"{plot.name}.svg", f"{plot.svg(alone=True)}\n"
 
 
 def _next(order: BenchOrder, machine: Machine) -> str:

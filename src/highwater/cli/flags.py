@@ -398,8 +398,7 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out",
         metavar="DIR",
-        help="folder of the report: JSON, Markdown, HTML and plots; default: a new one below "
-        "./logs/attention",
+        help="folder of the report, JSON and Markdown; default: a new one below ./logs/attention",
     )
     parser.add_argument(
         "--allow-busy", action="store_true", help="also on GPUs that somebody else uses"

@@ -20,7 +20,8 @@ _FAR = 4
 _LONGEST_TOKENS = 1 << 34
 LEAST_LENGTHS = 3
 """Lengths that tell a formula: through two of them there is always one."""
-Solution = tuple[float, ...]
+Peak = tuple[int, int]
+"""A length, and the bytes of its peak."""
 
 
 class MemoryFit(Record, frozen=True, kw_only=True):
@@ -57,78 +58,62 @@ class MemoryFit(Record, frozen=True, kw_only=True):
         return low // step * step
 
 
-def memory_fit(peaks: Sequence[tuple[int, int]]) -> MemoryFit | None:
-    """The formula of these peaks, each a length and its bytes; None of fewer than three lengths.
+def memory_fit(peaks: Sequence[Peak]) -> MemoryFit | None:
+    """The formula of these peaks; None of fewer than three lengths.
 
     No term is below zero. Errors weigh as shares of their peaks.
     """
     if len({length for length, _ in peaks}) < LEAST_LENGTHS:
         return None
     longest = max(length for length, _ in peaks)
-    far = [peak for peak in peaks if peak[0] * _FAR >= longest]
-    for of in (peaks, far):
-        linear = _best([(0, 1), (1,)], of)
-        is_known = of is peaks or len({length for length, _ in of}) >= LEAST_LENGTHS
-        if linear is not None and is_known and _largest_error(linear, of) <= _WELL_DESCRIBED:
-            return _fit(linear, of)
+    for of in (peaks, [peak for peak in peaks if peak[0] * _FAR >= longest]):
+        if len({length for length, _ in of}) >= LEAST_LENGTHS:
+            line = _best([(0, 1), (1,)], of)
+            if line is not None and line.largest_error <= _WELL_DESCRIBED:
+                return line
     every = [powers for count in (1, 2, 3) for powers in combinations((0, 1, 2), count)]
-    best = _best([powers for powers in every if len(powers) < len(peaks) or 2 not in powers], peaks)
-    # bytes are above zero: one term alone is never below it
-    return None if best is None else _fit(best, peaks)
+    return _best([powers for powers in every if len(powers) < len(peaks) or 2 not in powers], peaks)
 
 
-def _fit(terms: Solution, peaks: Sequence[tuple[int, int]]) -> MemoryFit:
-    return MemoryFit(
-        overhead_bytes=terms[0],
-        bytes_per_token=terms[1],
-        bytes_per_pair=terms[2],
-        points=len(peaks),
-        longest_tokens=max(length for length, _ in peaks),
-        largest_error=_largest_error(terms, peaks),
-    )
-
-
-def _best(
-    candidates: Sequence[tuple[int, ...]], peaks: Sequence[tuple[int, int]]
-) -> Solution | None:
+def _best(candidates: Sequence[tuple[int, ...]], peaks: Sequence[Peak]) -> MemoryFit | None:
     """Of these powers of the length those that describe the peaks best with no factor below 0."""
-    solutions = [
-        found for powers in candidates if (found := _solved(powers, peaks)) and min(found) >= 0
-    ]
-    return min(
-        solutions, key=lambda each: sum(_error(each, peak) ** 2 for peak in peaks), default=None
-    )
+    fits: dict[float, MemoryFit] = {}
+    for powers in candidates:
+        factors = _factors(powers, peaks)
+        if factors is None or min(factors) < 0:
+            continue
+        predicted = [sum(factors[i] * length**i for i in range(3)) for length, _ in peaks]
+        errors = [each / size - 1 for each, (_, size) in zip(predicted, peaks, strict=True)]
+        fits[sum(error**2 for error in errors)] = MemoryFit(
+            overhead_bytes=factors[0],
+            bytes_per_token=factors[1],
+            bytes_per_pair=factors[2],
+            points=len(peaks),
+            longest_tokens=max(length for length, _ in peaks),
+            largest_error=max(map(abs, errors)),
+        )
+    return fits[min(fits)] if fits else None
 
 
-def _solved(powers: tuple[int, ...], peaks: Sequence[tuple[int, int]]) -> Solution | None:
-    """Factors of each power up to the square, by least squares of relative errors."""
+def _factors(powers: tuple[int, ...], peaks: Sequence[Peak]) -> list[float] | None:
+    """Factors of each power up to the square, by least squares of relative errors; None where there
+    are several such.
+    """
     rows = [[length**power / size for power in powers] for length, size in peaks]
+    each = range(len(powers))
     normal: list[list[float]] = [
-        [
-            *(sum(row[i] * row[j] for row in rows) for j in range(len(powers))),
-            sum(r[i] for r in rows),
-        ]
-        for i in range(len(powers))
+        [*(sum(row[i] * row[j] for row in rows) for j in each), sum(row[i] for row in rows)]
+        for i in each
     ]
-    for at in range(len(powers)):
-        pivot = max(range(at, len(powers)), key=lambda each: abs(normal[each][at]))
+    for at in each:
+        pivot = max(each[at:], key=lambda row: abs(normal[row][at]))
         normal[at], normal[pivot] = normal[pivot], normal[at]
         if not normal[at][at]:
             return None
-        for other in range(len(powers)):
+        for other in each:
             if other != at:
                 factor = normal[other][at] / normal[at][at]
-                normal[other] = [
-                    a - factor * b for a, b in zip(normal[other], normal[at], strict=True)
-                ]
+                pairs = zip(normal[other], normal[at], strict=True)
+                normal[other] = [one - factor * two for one, two in pairs]
     factors = {power: normal[at][-1] / normal[at][at] for at, power in enumerate(powers)}
-    return tuple(factors.get(power, 0.0) for power in (0, 1, 2))
-
-
-def _largest_error(terms: Solution, peaks: Sequence[tuple[int, int]]) -> float:
-    return max(abs(_error(terms, peak)) for peak in peaks)
-
-
-def _error(terms: Solution, peak: tuple[int, int]) -> float:
-    length, size = peak
-    return sum(term * length**power for power, term in enumerate(terms)) / size - 1
+    return [factors.get(power, 0.0) + 0.0 for power in range(3)]  # 0, where it is -0

@@ -4,11 +4,11 @@
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from highwater.errors import UsageError
 from highwater.nouns.codec import Record
-from highwater.nouns.sparse_pattern import SparsePatternConfig
+from highwater.nouns.sparse_pattern import SparsePatternConfig, SparsityRatio
 from highwater.nouns.trial import Device
 
 Direction = Literal["forward", "forward+backward"]
@@ -20,6 +20,10 @@ BenchDtype = Literal["fp16", "bf16", "fp32"]
 FusedKernel = Literal["cudnn", "flash", "efficient"]
 """A fused attention of PyTorch's; ``efficient``: for GPUs and dtypes that flash does not know."""
 DIRECTIONS: tuple[Direction, ...] = ("forward", "forward+backward")
+START_TOKENS: Mapping[Device, int] = {"cpu": 512, "cuda": 4096}
+"""Length that doubling begins with."""
+LEAST_TOKENS = 128
+"""Length below which nothing is tried."""
 CPU_MOST_TOKENS = 4096
 """Longest length on the CPU, unless another is named."""
 MOST_SEARCHED_TOKENS = 1 << 24
@@ -35,14 +39,9 @@ BATCH_TOKENS = (16_384, 32_768)
 class Implementation(Record, frozen=True, kw_only=True):
     """An attention that takes part."""
 
-    family: str
-    """Name that stands for all of its kind."""
     what: str
-    changes_model: bool = False
-    """Whether a model that attends so is another one than with dense attention."""
-    mode: Mode = "single"
-    has_ring: bool = False
-    """Whether GPUs share a sequence of it by a ring too, besides what one does alone."""
+    modes: tuple[Mode, ...] = ("single",)
+    """How GPUs are used by it; whatever one GPU computes alone takes part in DataParallel too."""
     alone: str = ""
     """Of one whose sequences GPUs share: the name of what one GPU alone attends by."""
     pattern: SparsePatternConfig | None = None
@@ -51,108 +50,65 @@ class Implementation(Record, frozen=True, kw_only=True):
     """Whether ``--pattern-type`` and the flags with it name another one."""
     takes_segments: bool = False
     """Whether ``--segment-lengths`` and ``--dilation-rates`` are about it."""
-    code: str = ""
-    """How one calls it, in Python; ``{pattern}`` and ``{branches}`` stand for those of an order."""
+
+    @property
+    def changes_model(self) -> bool:
+        """Whether a model that attends so is another one than with dense attention."""
+        return self.pattern is not None or self.takes_segments
 
 
-_SPARSE = "BlockSparseAttention({pattern})(*by_token).transpose(1, 2)"
-_ADAPTIVE = SparsePatternConfig(sparsity_ratio="adaptive")
-
-
-def _block_sparse(
-    what: str, pattern: SparsePatternConfig, *, takes_pattern: bool = False
-) -> Implementation:
+def _block_sparse(what: str, ratio: SparsityRatio) -> Implementation:
     return Implementation(
-        family="block_sparse",
         what=f"block-sparse, {what}",
-        changes_model=True,
-        pattern=pattern,
-        takes_pattern=takes_pattern,
-        code=_SPARSE,
+        pattern=SparsePatternConfig(sparsity_ratio=ratio),
+        takes_pattern=ratio is None,
     )
 
 
 IMPLEMENTATIONS: Mapping[str, Implementation] = {
-    "reference": Implementation(
-        family="reference", what="the textbook formula in float64, short lengths alone"
-    ),
+    "reference": Implementation(what="the textbook formula in float64, short lengths alone"),
     "dense": Implementation(
-        family="dense",
-        what="PyTorch's fused attention: cuDNN, flash, or else memory-efficient",
-        code="scaled_dot_product_attention(q, k, v, is_causal=True)",
+        what="PyTorch's fused attention: cuDNN, flash, or else memory-efficient"
     ),
-    "dense_flex": Implementation(
-        family="dense_flex",
-        what="PyTorch's FlexAttention with a causal block mask",
-        code="flex_attention(q, k, v, block_mask=causal_mask)",
-    ),
+    "dense_flex": Implementation(what="PyTorch's FlexAttention with a causal block mask"),
     "window": Implementation(
-        family="window",
         what="a window of 4,096 tokens, on the CPU of 512",
-        changes_model=True,
         pattern=SparsePatternConfig(pattern_type="local_window", local_window_size=4096),
-        code=_SPARSE,
     ),
-    "block_sparse": _block_sparse(
-        "by the pattern of your flags", SparsePatternConfig(), takes_pattern=True
-    ),
-    "block_sparse_5": _block_sparse(
-        "5 % of the key blocks", SparsePatternConfig(sparsity_ratio=0.05)
-    ),
-    "block_sparse_2": _block_sparse(
-        "2 % of the key blocks", SparsePatternConfig(sparsity_ratio=0.02)
-    ),
-    "block_sparse_1": _block_sparse(
-        "1 % of the key blocks", SparsePatternConfig(sparsity_ratio=0.01)
-    ),
-    "block_sparse_adaptive": _block_sparse(
-        "5 % to 65,536, 2 % to 131,072, then 1 %", pattern=_ADAPTIVE
-    ),
+    "block_sparse": _block_sparse("by the pattern of your flags", None),
+    "block_sparse_5": _block_sparse("5 % of the key blocks", 0.05),
+    "block_sparse_2": _block_sparse("2 % of the key blocks", 0.02),
+    "block_sparse_1": _block_sparse("1 % of the key blocks", 0.01),
+    "block_sparse_adaptive": _block_sparse("5 % to 65,536, 2 % to 131,072, then 1 %", "adaptive"),
     "dilated": Implementation(
-        family="dilated",
         what="dilated: segments of half the length and of all of it, with rates 1 and 2",
-        changes_model=True,
         takes_segments=True,
-        code="DilatedAttention({branches})(*by_token, is_causal=True).transpose(1, 2)",
     ),
     "block_sparse_ring_dilated": Implementation(
-        family="block_sparse_ring_dilated",
         what="the segments of dilated, in each of which a pattern keeps blocks of 256: adaptive",
-        changes_model=True,
-        has_ring=True,
+        modes=("single", "ring"),
         pattern=SparsePatternConfig(sparsity_ratio="adaptive", block_size=256),
         takes_pattern=True,
         takes_segments=True,
-        code="BlockSparseRingDilatedAttention({branches}, {pattern})(*by_token).transpose(1, 2)",
     ),
     "ring": Implementation(
-        family="ring",
-        what="dense, keys and values passing from GPU to GPU",
-        mode="ring",
-        alone="dense",
-        code="attend_in_ring(q, k, v, ring=ring)",
+        what="dense, keys and values passing from GPU to GPU", modes=("ring",), alone="dense"
     ),
     "block_sparse_ring": Implementation(
-        family="block_sparse_ring",
         what="block-sparse, adaptive: each GPU is sent the keys and values that its queries keep",
-        changes_model=True,
-        mode="ring",
+        modes=("ring",),
         alone="block_sparse_adaptive",
-        pattern=_ADAPTIVE,
+        pattern=SparsePatternConfig(sparsity_ratio="adaptive"),
         takes_pattern=True,
-        code='BlockSparseAttention({pattern}, group=group, shares="zigzag")(*by_token)'
-        ".transpose(1, 2)",
     ),
     "ulysses": Implementation(
-        family="ulysses",
-        what="dense, each GPU with a share of the heads",
-        mode="ulysses",
-        alone="dense",
-        code="attend_sharded(q, k, v, group=group, attend=attend)",
+        what="dense, each GPU with a share of the heads", modes=("ulysses",), alone="dense"
     ),
 }
 """Everything that can take part, in the order of the report; ``engine/bench/attention/contenders``
 has how each is made. """
+SHARES = ("block_sparse_5", "block_sparse_2", "block_sparse_1", "block_sparse_adaptive")
+"""What ``block_sparse`` stands for where no pattern is typed."""
 CLASSES: Mapping[str, str] = {
     "DilatedAttention": "dilated",
     "ImprovedDilatedAttention": "dilated",
@@ -165,14 +121,12 @@ CLASSES: Mapping[str, str] = {
 
 
 def implementations_named(words: Sequence[str], *, has_pattern: bool = False) -> tuple[str, ...]:
-    """The implementations that are meant, in their order: all where none is named, and all of a
-    family by its name; ``has_pattern``: of the block-sparse ones that whose pattern is typed, else
-    those that have one of their own.
+    """The implementations that are meant, in their order: all where none is named;
+    ``has_pattern``: of the block-sparse ones that whose pattern is typed, else ``SHARES``.
 
     Raises UsageError for a name that there is not, with the nearest.
     """
-    families = (each.family for each in IMPLEMENTATIONS.values())
-    names = dict.fromkeys((*IMPLEMENTATIONS, *families, *CLASSES))
+    names = (*IMPLEMENTATIONS, *CLASSES)
     for word in words:
         if word not in names:
             near = get_close_matches(word, names, n=1, cutoff=0.4)
@@ -180,14 +134,12 @@ def implementations_named(words: Sequence[str], *, has_pattern: bool = False) ->
                 f"there is no implementation {word!r}; there are {', '.join(IMPLEMENTATIONS)}",
                 hint=f"use `--implementations {near[0] if near else 'dense'}`",
             )
-    meant = {CLASSES.get(word, word) for word in words}
-
-    def is_meant(name: str, each: Implementation) -> bool:
-        if each.family == "block_sparse" and each.takes_pattern != has_pattern:
-            return name in meant and not each.takes_pattern
-        return not meant or name in meant or each.family in meant
-
-    return tuple(name for name, each in IMPLEMENTATIONS.items() if is_meant(name, each))
+    meant = {CLASSES.get(word, word) for word in words or IMPLEMENTATIONS}
+    if not has_pattern and "block_sparse" in meant:
+        meant = meant - {"block_sparse"} | set(SHARES)
+    elif not words:
+        meant -= set(SHARES)
+    return tuple(name for name in IMPLEMENTATIONS if name in meant)
 
 
 class BenchOrder(Record, frozen=True, kw_only=True):
@@ -221,19 +173,28 @@ class BenchOrder(Record, frozen=True, kw_only=True):
     threads: int = 1
     """On the CPU: threads of each process."""
 
+    def next_length(self, tried: Mapping[int, bool], *, most: int) -> int | None:
+        """The next length to try, where it is known of those before whether they fit: the named
+        ones, or doubling to the first that does not, then bisection. None at the end.
+        """
+        if self.lengths:
+            left = (each for each in self.lengths if each <= most and each not in tried)
+            return min(left, default=None)
+        fits = max((each for each, does in tried.items() if does), default=None)
+        fails = min((each for each, does in tried.items() if not does), default=None)
+        if fits is None:
+            start = min(START_TOKENS[self.device], most) if fails is None else fails // 2
+            return start if fails is None or start >= LEAST_TOKENS else None
+        if fails is None:
+            return None if fits == most else min(2 * fits, most)
+        step = max(1, (1 << (fits.bit_length() - 1)) // PARTS_OF_A_DOUBLING)
+        middle = fits + (fails - fits) // (2 * step) * step
+        return middle if fits < middle < fails else None
+
     def alone(self, name: str) -> str:
         """The name of what one GPU alone attends by, in the place of an implementation."""
         own = IMPLEMENTATIONS[name].alone or name
         return "block_sparse" if name in self.patterns and own != name else own
-
-    def code(self, name: str) -> str:
-        """How one calls an implementation, as it was measured."""
-        segments = list(self.segment_lengths) or "[length // 2, length]"
-        own = IMPLEMENTATIONS[name]
-        return own.code.format(
-            pattern=self.patterns.get(name, own.pattern),
-            branches=f"{segments}, {list(self.dilation_rates)}",
-        )
 
 
 class BenchMachine(Record, frozen=True, kw_only=True):
@@ -263,12 +224,30 @@ class BenchCheck(Record, frozen=True, kw_only=True):
     """Why it is red; empty where it is not."""
 
 
-class BenchRow(Record, frozen=True, kw_only=True):
-    """One case: an implementation, a mode, a direction, a length and a batch."""
+class Entry(NamedTuple):
+    """What a line of the report is about."""
 
     implementation: str
     mode: Mode
     direction: Direction
+
+
+class OfEntry(Record, frozen=True, kw_only=True):
+    """A figure of one entry."""
+
+    implementation: str
+    mode: Mode
+    direction: Direction
+
+    @property
+    def entry(self) -> Entry:
+        """What it is about."""
+        return Entry(self.implementation, self.mode, self.direction)
+
+
+class BenchRow(OfEntry, frozen=True, kw_only=True):
+    """One case: an implementation, a mode, a direction, a length and a batch."""
+
     length_tokens: int | None
     """Tokens of one sequence, on all GPUs together; None where it is red."""
     batch: int = 1
@@ -284,8 +263,6 @@ class BenchRow(Record, frozen=True, kw_only=True):
     that two branches meet counts twice."""
     after_qkv_bytes: tuple[int, ...] = ()
     """Allocated once queries, keys and values are there; of each GPU, as all that follow."""
-    kept_for_backward_bytes: tuple[int, ...] = ()
-    """Allocated more than that between the forward and the backward pass."""
     peak_allocated_bytes: tuple[int, ...] = ()
     peak_reserved_bytes: tuple[int, ...] = ()
     """On the CPU: the data segment of the process, which the limit bounds, runtime included."""
@@ -304,16 +281,6 @@ class NotRun(Record, frozen=True, kw_only=True):
     reason: str
 
 
-class BenchTrying(Record, frozen=True, kw_only=True):
-    """A case that begins."""
-
-    implementation: str
-    mode: Mode
-    direction: Direction
-    length_tokens: int
-    batch: int
-
-
 class BenchRefusal(Record, frozen=True, kw_only=True):
     """Why nothing can be measured."""
 
@@ -326,7 +293,6 @@ class BenchLine(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     machine: BenchMachine | None = None
     check: BenchCheck | None = None
-    trying: BenchTrying | None = None
     row: BenchRow | None = None
     not_run: NotRun | None = None
     refusal: BenchRefusal | None = None

@@ -32,7 +32,7 @@ from highwater.nouns.environment import STORE_VARIABLE
 from highwater.nouns.oom import exhausted_memory, memory_aborted
 from highwater.nouns.secrets import kept
 
-PartEnding = Literal["done", "out of memory", "refused", "late", "failed"]
+PartEnding = Literal["done", "refused", "ran out of memory", "took too long", "crashed"]
 _FORK = multiprocessing.get_context("fork")
 _OTHERS_S = 2.0
 """Seconds that the other ranks have to report once one of them has failed."""
@@ -56,16 +56,17 @@ class CaseProcesses:
     def __init__(
         self,
         order: BenchOrder,
+        name: str,
         mode: Mode,
         work: Work,
         *,
         folder: Path,
         machine: BenchMachine | None = None,
     ) -> None:
-        """Start none yet; ``folder``: where they meet, and what they say is kept; ``machine``: what
-        is known of it, None before it is.
+        """Start none yet; ``name``: the implementation; ``folder``: where they meet, and what they
+        say is kept; ``machine``: what is known of it, None before it is.
         """
-        self._order, self._work = order, work
+        self._order, self._name, self._work = order, name, work
         self._mode: Mode = mode
         self._machine = machine
         is_alone = mode == "single" or (mode == "data parallel" and order.device == "cuda")
@@ -76,14 +77,12 @@ class CaseProcesses:
         self._said: list[Path] = []
         """What each process has written to stderr."""
 
-    def __call__(self, job: object, *, limit_s: float, bounded: bool = True) -> list[PartEnded]:
-        """Run a job in every process; how it ended in each, in the order of ranks.
-
-        ``bounded``: under the order's memory. On GPUs the processes stay for the next job where
-        all of them are done.
+    def __call__(self, job: object, *, limit_s: float) -> list[PartEnded]:
+        """Run a job in every process, under the order's memory; how it ended in each, in the order
+        of ranks. On GPUs the processes stay for the next job where all of them are done.
         """
         if not self._processes:
-            self._start(bounded=bounded)
+            self._start()
         for pipe in self._pipes:
             with suppress(OSError):  # who is gone is told by its end
                 pipe.send(job)
@@ -111,14 +110,12 @@ class CaseProcesses:
             pipe.close()
         self._processes, self._pipes = [], []
 
-    def _start(self, *, bounded: bool) -> None:
+    def _start(self) -> None:
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         self._said = [folder / f"stderr-{rank}" for rank in range(self._count)]
         for rank in range(self._count):
             ours, theirs = _FORK.Pipe()
-            process = _FORK.Process(
-                target=self._serve, args=(theirs, rank, folder), kwargs={"bounded": bounded}
-            )
+            process = _FORK.Process(target=self._serve, args=(theirs, rank, folder))
             process.start()
             assert process.pid is not None, "it has started"
             with suppress(OSError):  # it does so itself, and may have, or be gone
@@ -146,7 +143,7 @@ class CaseProcesses:
                     ends[rank] = self._died(rank)
                 if ends[rank].ending != "done":
                     deadline_s = min(deadline_s, time.monotonic() + _OTHERS_S)
-        late = PartEnded("late", f"not done after {limit_s:.0f} s")
+        late = PartEnded("took too long", f"not done after {limit_s:.0f} s")
         return [ends.get(rank, late) for rank in range(self._count)]
 
     def _died(self, rank: int) -> PartEnded:
@@ -155,39 +152,33 @@ class CaseProcesses:
         process.join()
         said = self._said[rank].read_text(encoding="utf-8", errors="replace")
         if memory_aborted(said, device=self._order.device) == "device_memory":
-            return PartEnded("out of memory", "the process aborted for want of memory")
+            return PartEnded("ran out of memory", "the process aborted for want of memory")
         last = " / ".join(said.strip().splitlines()[-2:])
-        return PartEnded("failed", kept(f"the process ended with {process.exitcode}: {last}"))
+        return PartEnded("crashed", kept(f"the process ended with {process.exitcode}: {last}"))
 
-    def _serve(self, pipe: Connection, rank: int, folder: Path, *, bounded: bool) -> None:
+    def _serve(self, pipe: Connection, rank: int, folder: Path) -> None:
         """Be one process: do what comes through the pipe until it is closed."""
         with suppress(OSError):
             os.setpgid(0, 0)
         os.dup2(os.open(self._said[rank], os.O_WRONLY | os.O_CREAT), 2)
+        most = resource.getrlimit(resource.RLIMIT_DATA)[1]
         try:
-            conditions, before = self._set_up(rank, folder, bounded=bounded)
+            conditions = self._set_up(rank, folder)
             while True:
                 job = pipe.recv()
-                try:
-                    result = PartEnded("done", self._work(job, conditions, rank))
-                except BaseException as error:  # noqa: BLE001 -- the process edge: it is told whole
-                    resource.setrlimit(resource.RLIMIT_DATA, before)
-                    result = _ended(error, self._order)
-                pipe.send(result)
+                pipe.send(PartEnded("done", self._work(job, conditions, rank)))
         except EOFError:
             pass
         except BaseException as error:  # noqa: BLE001 -- the process edge: it is told whole
-            resource.setrlimit(
-                resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-            )
+            resource.setrlimit(resource.RLIMIT_DATA, (most, most))
             pipe.send(_ended(error, self._order))
+            with suppress(EOFError):  # who went now would look like the fault to the other ranks
+                pipe.recv()
         finally:
             os._exit(0)  # gloo's threads may let go of a tensor yet
 
-    def _set_up(
-        self, rank: int, folder: Path, *, bounded: bool
-    ) -> tuple[Conditions, tuple[int, int]]:
-        """Device, group and memory limit of a process; and the limit of before."""
+    def _set_up(self, rank: int, folder: Path) -> Conditions:
+        """Device, group and memory limit of a process."""
         order = self._order
         torch.set_num_threads(order.threads)
         device = torch.device("cpu")
@@ -204,18 +195,15 @@ class CaseProcesses:
             }
             process_mesh.join(device)
             dist.barrier()
-        before = resource.getrlimit(resource.RLIMIT_DATA)
-        if bounded and order.memory_bytes is not None:
-            self._bound(device, outside, before)
+        if order.memory_bytes is not None:
+            self._bound(device, outside, order.memory_bytes)
         kernel = None if self._machine is None else self._machine.kernel
-        conditions = Conditions.of(order, self._mode, device, kernel)
-        return conditions, before
+        return Conditions.of(order, self._name, self._mode, device, kernel)
 
-    def _bound(self, device: torch.device, outside: int, before: tuple[int, int]) -> None:
-        budget = self._order.memory_bytes
-        assert budget is not None
+    def _bound(self, device: torch.device, outside: int, budget: int) -> None:
         if device.type == "cpu":
-            resource.setrlimit(resource.RLIMIT_DATA, (budget, before[1]))
+            most = resource.getrlimit(resource.RLIMIT_DATA)[1]
+            resource.setrlimit(resource.RLIMIT_DATA, (budget, most))
             return
         # kernels are loaded later, as the process that described the machine has them
         known = 0 if self._machine is None else self._machine.outside_bytes
@@ -231,15 +219,17 @@ def _ended(error: BaseException, order: BenchOrder) -> PartEnded:
     """How a job ended that raised."""
     said = kept(f"{type(error).__name__}: {error}")
     if isinstance(error, PassTooLong):
-        return PartEnded("late", f"a pass took longer than {order.timeout_s:g} s")
+        return PartEnded("took too long", f"a pass took longer than {order.timeout_s:g} s")
     if isinstance(error, HighwaterError):
         return PartEnded("refused", (error.problem, error.hint))
     if exhausted_memory(error, device=order.device) == "device_memory":
-        return PartEnded("out of memory", said.splitlines()[0])
-    return PartEnded("failed", said)
+        return PartEnded("ran out of memory", said.splitlines()[0])
+    return PartEnded("crashed", said)
 
 
 def worst(ends: Sequence[PartEnded]) -> PartEnded:
     """How a job ended as a whole: what went wrong first of all, else the first rank's."""
-    order: tuple[PartEnding, ...] = ("refused", "out of memory", "failed", "late", "done")
+    order: tuple[PartEnding, ...] = (
+        *("refused", "ran out of memory", "crashed", "took too long", "done"),
+    )
     return min(ends, key=lambda each: order.index(each.ending))

@@ -7,8 +7,9 @@ Shapes:  B sequences  H query heads  K key/value heads  S tokens  D head size
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -30,7 +31,7 @@ from highwater.engine.attention.ring import Ring, attend_in_ring
 from highwater.engine.attention.ulysses import attend_sharded
 from highwater.engine.parallel.sequence_layout import SequenceLayout
 from highwater.errors import MachineError
-from highwater.nouns.attention_bench import IMPLEMENTATIONS, BenchOrder, FusedKernel, Mode
+from highwater.nouns.attention_bench import IMPLEMENTATIONS, SHARES, BenchOrder, FusedKernel, Mode
 from highwater.nouns.hardware import Kernel, kernels
 from highwater.nouns.sparse_pattern import SparsePatternConfig, causal_pairs, dilated_pairs
 
@@ -42,8 +43,8 @@ _BACKENDS: dict[FusedKernel, SDPBackend] = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-_WINDOWS = {"cuda": 4096, "cpu": 512}
-"""Tokens of ``window``, by device."""
+_CPU_WINDOW = 512
+"""Tokens of ``window`` on the CPU, whose sequences are short."""
 _OTHERS = "name others by `--implementations`"
 _CHECKED_WINDOW, _CHECKED_BLOCK = 100, 128
 """Of the short sequence that is checked, of which others keep a block alone, or all of them. On an
@@ -54,8 +55,9 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """What contenders run under."""
+    """What a contender runs under."""
 
+    name: str
     device: torch.device
     dtype: torch.dtype
     heads: int
@@ -66,20 +68,28 @@ class Conditions:
     """GPUs, each with a share of a sequence or, as ``mode`` says, of the sequences."""
     kernel: FusedKernel | None = None
     """What dense attention runs on; None where no fused kernel does."""
-    patterns: Mapping[str, SparsePatternConfig] = field(
-        default_factory=dict[str, SparsePatternConfig]
-    )
-    """Patterns in the place of implementations' own."""
+    pattern: SparsePatternConfig | None = None
+    """What is kept of each branch; None: all of it."""
+    has_segments: bool = False
     segment_lengths: Sequence[int] = ()
     """Of dilated attention; empty: half the length and all of it."""
     dilation_rates: Sequence[int] = (1, 2)
 
     @classmethod
     def of(
-        cls, order: BenchOrder, mode: Mode, device: torch.device, kernel: FusedKernel | None
+        cls,
+        order: BenchOrder,
+        name: str,
+        mode: Mode,
+        device: torch.device,
+        kernel: FusedKernel | None,
     ) -> "Conditions":
-        """Those of an order."""
+        """Those of an order, for one of its implementations."""
+        pattern = order.patterns.get(name, IMPLEMENTATIONS[name].pattern)
+        if name == "window" and device.type == "cpu" and pattern is not None:
+            pattern = msgspec.structs.replace(pattern, local_window_size=_CPU_WINDOW)
         return cls(
+            name=name,
             device=device,
             dtype=DTYPES[order.dtype],
             heads=order.heads,
@@ -88,7 +98,8 @@ class Conditions:
             mode=mode,
             ranks=1 if mode == "single" else order.gpus,
             kernel=kernel,
-            patterns=order.patterns,
+            pattern=pattern,
+            has_segments=IMPLEMENTATIONS[name].takes_segments,
             segment_lengths=order.segment_lengths,
             dilation_rates=order.dilation_rates,
         )
@@ -118,32 +129,70 @@ class Conditions:
         return SequenceLayout((length,), *ranks)
 
     def branches(self, length: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Segment lengths and rates of dilated attention."""
+        """Segment lengths and rates, for sequences of a length."""
+        if not self.has_segments:
+            return (length,), (1,)
         return self.segment_lengths or (max(1, length // 2), length), self.dilation_rates
 
+    def short(self) -> "Conditions":
+        """The same with a pattern by which a short sequence keeps some blocks and not others."""
+        pattern = self.pattern
+        if pattern is None:
+            return self
+        sizes: dict[str, float] = {"local_window_size": _CHECKED_WINDOW}
+        if not pattern.is_windowed:
+            ratio = _CHECKED_RATIO_OF_SEGMENTS if self.has_segments else _CHECKED_RATIO
+            block = min(_CHECKED_BLOCK, pattern.block_size)
+            sizes = {"sparsity_ratio": ratio, "block_size": block}
+        return replace(self, pattern=msgspec.structs.replace(pattern, **sizes))
 
-def _runs(_: Conditions) -> str | None:
-    return None
+    def share(self, length: int) -> float:
+        """Pairs that branches compute, of all causal ones."""
+        pairs = dilated_pairs(
+            *self.branches(length), length, heads=self.heads, pattern=self.pattern
+        )
+        return pairs / (self.heads * causal_pairs(length))
 
 
-def _causal(_: Conditions, length: int) -> Tensor:
-    return torch.ones(length, length).tril()
+Build = Callable[[Conditions, int], Compute]
+"""Makes an attention, for sequences of a length."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionContender:
-    """One that takes part."""
+def counts(conditions: Conditions, length: int) -> Tensor:
+    """How many times each token meets each key, HSS, by the papers: head j attends over the tokens
+    ``j mod rate :: rate`` of each segment, of which a pattern keeps some.
+    """
+    pattern = None if conditions.pattern is None else conditions.pattern.at(length)
+    counts_HSS = torch.zeros(conditions.heads, length, length)
+    for segment, rate in zip(*conditions.branches(length), strict=True):
+        for start in range(0, length, segment):
+            for head in range(conditions.heads):
+                stop = min(start + segment, length)
+                row = torch.arange(start, stop)[head % rate :: rate]
+                counts_HSS[head, row[:, None], row] += _kept(pattern, len(row))
+    return counts_HSS
 
-    build: Callable[[Conditions, int], Compute]
-    """Makes it, for sequences of a length."""
-    obstacle: Callable[[Conditions], str | None] = _runs
-    """Why it does not run under these conditions; None where it does."""
-    counts: Callable[[Conditions, int], Tensor] = _causal
-    """How many times each token meets each key, SS or HSS: by the definition, for the check."""
-    variants: tuple["AttentionContender", ...] = ()
-    """The same with other sizes, which are checked too: of a short sequence the own keep little."""
-    most_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Longest length that is tried, by device; any, where there is none."""
+
+@lru_cache
+def _kept(config: SparsePatternConfig | None, length: int) -> Tensor:
+    """Whether a token of a row sees another. A window by its definition; of a ratio the blocks are
+    the table's, and what is seen of them is told here.
+    """
+    token_S1, key_S = torch.arange(length)[:, None], torch.arange(length)
+    causal_SS = (key_S <= token_S1).float()
+    if config is None or not length:
+        return causal_SS
+    if config.is_windowed:
+        is_seen_SS = key_S > token_S1 - config.local_window_size
+        if config.pattern_type == "global_local":
+            is_seen_SS |= key_S < config.global_tokens
+        return causal_SS * is_seen_SS
+    (table,) = block_tables(config, length, torch.device("cpu"))
+    kept_RR = torch.zeros(table.rows, table.rows)
+    kept_RR[table.row_of_entry, table.columns[0].long()] = 1
+    size = config.block_size
+    whole = kept_RR.repeat_interleave(size, 0).repeat_interleave(size, 1)
+    return whole[:length, :length] * causal_SS
 
 
 def fused_kernel(conditions: Conditions) -> FusedKernel | None:
@@ -152,19 +201,14 @@ def fused_kernel(conditions: Conditions) -> FusedKernel | None:
     names: tuple[FusedKernel, ...] = ("flash",)
     if device.type == "cuda":
         names = (*kernels(torch.cuda.get_device_capability(device)), "efficient")
+    query, key, value = (
+        torch.zeros((1, heads, 128, conditions.head_dim), device=device, dtype=conditions.dtype)
+        for heads in (conditions.heads, conditions.kv_heads, conditions.kv_heads)
+    )
     for name in names:
-        heads = (conditions.heads, conditions.kv_heads, conditions.kv_heads)
-        q, k, v = (
-            torch.zeros(
-                (1, count, 128, conditions.head_dim),
-                device=device,
-                dtype=conditions.dtype,
-                requires_grad=True,
-            )
-            for count in heads
-        )
         try:
-            _dense(replace(conditions, kernel=name), 128)(q, k, v)[0].sum().backward()
+            compute = _dense(replace(conditions, kernel=name), 128)
+            compute(query.requires_grad_(), key, value)[0].sum().backward()
         except RuntimeError:
             continue
         return name
@@ -172,19 +216,17 @@ def fused_kernel(conditions: Conditions) -> FusedKernel | None:
 
 
 def _reference(conditions: Conditions, length: int) -> Compute:
-    def compute(query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, float]:
-        packed = [t.transpose(1, 2).flatten(0, 1) for t in (query_BHSD, key_BKSD, value_BKSD)]
-        batch = len(query_BHSD)
+    def compute(*qkv: Tensor) -> tuple[Tensor, float]:
+        packed, batch = [t.transpose(1, 2).flatten(0, 1) for t in qkv], len(qkv[0])
         found = reference_attention(
             *packed, document_lengths=[length] * batch, scaling=conditions.scaling
         )
-        return found.unflatten(0, (batch, length)).transpose(1, 2).to(query_BHSD.dtype), 1.0
+        return found.unflatten(0, (batch, length)).transpose(1, 2).to(qkv[0].dtype), 1.0
 
     return compute
 
 
-def _dense(conditions: Conditions, length: int) -> Compute:
-    assert length
+def _dense(conditions: Conditions, _: int) -> Compute:
     assert conditions.kernel is not None
     backend, is_grouped = _BACKENDS[conditions.kernel], conditions.heads != conditions.kv_heads
 
@@ -231,46 +273,9 @@ def _in_replicas(conditions: Conditions) -> str | None:
     )
 
 
-PatternOf = Callable[[Conditions], SparsePatternConfig]
-"""What an implementation keeps, which flags and the device say."""
-
-
-def _own(name: str, conditions: Conditions) -> SparsePatternConfig:
-    own = conditions.patterns.get(name, IMPLEMENTATIONS[name].pattern)
-    assert own is not None, "it has a pattern"
-    return own
-
-
-def _window(conditions: Conditions) -> SparsePatternConfig:
-    tokens = _WINDOWS[conditions.device.type]
-    return msgspec.structs.replace(_own("window", conditions), local_window_size=tokens)
-
-
-def _short(pattern: PatternOf, ratio: float, conditions: Conditions) -> SparsePatternConfig:
-    """The same with sizes by which a short sequence keeps some blocks and not others."""
-    own = pattern(conditions)
-    if own.is_windowed:
-        return msgspec.structs.replace(own, local_window_size=_CHECKED_WINDOW)
-    block = min(_CHECKED_BLOCK, own.block_size)
-    return msgspec.structs.replace(own, sparsity_ratio=ratio, block_size=block)
-
-
-def _pattern(pattern: PatternOf) -> AttentionContender:
-    """Block-sparse attention by a pattern."""
-    own, short = (
-        AttentionContender(
-            build=partial(_block_sparse, each),
-            obstacle=_in_replicas,
-            counts=partial(_counts, each, _whole),
-        )
-        for each in (pattern, partial(_short, pattern, _CHECKED_RATIO))
-    )
-    return replace(own, variants=(short,))
-
-
-def _block_sparse(pattern: PatternOf, conditions: Conditions, length: int) -> Compute:
-    assert length
-    config = pattern(conditions)
+def _block_sparse(conditions: Conditions, _: int) -> Compute:
+    config = conditions.pattern
+    assert config is not None, "it has a pattern"
 
     def compute(query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, float]:
         attend = attend_table_of("auto", config, query_BHSD, key_BKSD.shape[1])
@@ -281,9 +286,7 @@ def _block_sparse(pattern: PatternOf, conditions: Conditions, length: int) -> Co
                 hint=_OTHERS,
             )
         found = block_sparse_attention(
-            query_BHSD,
-            key_BKSD,
-            value_BKSD,
+            *(query_BHSD, key_BKSD, value_BKSD),
             pattern=config,
             scaling=conditions.scaling,
             attend_table=attend,
@@ -293,60 +296,19 @@ def _block_sparse(pattern: PatternOf, conditions: Conditions, length: int) -> Co
     return compute
 
 
-Branches = Callable[[Conditions, int], tuple[Sequence[int], Sequence[int]]]
-"""Segment lengths and rates, for sequences of a length."""
-
-
-def _whole(_: Conditions, length: int) -> tuple[Sequence[int], Sequence[int]]:
-    return (length,), (1,)
-
-
-def _counts(
-    pattern: PatternOf | None, branches: Branches, conditions: Conditions, length: int
-) -> Tensor:
-    """By the paper: head j attends over the tokens ``j mod rate :: rate`` of each segment, of which
-    a pattern keeps some.
-    """
-    config = None if pattern is None else pattern(conditions).at(length)
-    counts_HSS = torch.zeros(conditions.heads, length, length)
-    for segment, rate in zip(*branches(conditions, length), strict=True):
-        for start in range(0, length, segment):
-            for head in range(conditions.heads):
-                stop = min(start + segment, length)
-                row = torch.arange(start, stop)[head % rate :: rate]
-                counts_HSS[head, row[:, None], row] += _kept(config, len(row))
-    return counts_HSS
-
-
-@lru_cache
-def _kept(config: SparsePatternConfig | None, length: int) -> Tensor:
-    """Whether a token of a row sees another. A window by its definition; of a ratio the blocks are
-    the table's, and what is seen of them is told here.
-    """
-    token_S1, key_S = torch.arange(length)[:, None], torch.arange(length)
-    causal_SS = (key_S <= token_S1).float()
-    if config is None or not length:
-        return causal_SS
-    if config.is_windowed:
-        is_seen_SS = key_S > token_S1 - config.local_window_size
-        if config.pattern_type == "global_local":
-            is_seen_SS |= key_S < config.global_tokens
-        return causal_SS * is_seen_SS
-    (table,) = block_tables(config, length, torch.device("cpu"))
-    kept_RR = torch.zeros(table.rows, table.rows)
-    kept_RR[table.row_of_entry, table.columns[0].long()] = 1
-    size = config.block_size
-    whole = kept_RR.repeat_interleave(size, 0).repeat_interleave(size, 1)
-    return whole[:length, :length] * causal_SS
+def _dense_flex(conditions: Conditions, length: int) -> Compute:
+    """With every block kept the mask has all causal pairs of tokens."""
+    every = SparsePatternConfig(sparsity_ratio=1.0)
+    return _block_sparse(replace(conditions, pattern=every), length)
 
 
 def _dilated(conditions: Conditions, length: int) -> Compute:
     segments, rates = conditions.branches(length)
-    share = _share(conditions, length, None, (segments, rates))
+    share = conditions.share(length)
 
-    def compute(query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, float]:
+    def compute(*qkv: Tensor) -> tuple[Tensor, float]:
         output, _ = dilated_attention(
-            *(query_BHSD, key_BKSD, value_BKSD),
+            *qkv,
             segment_lengths=segments,
             dilation_rates=rates,
             scaling=conditions.scaling,
@@ -355,17 +317,6 @@ def _dilated(conditions: Conditions, length: int) -> Compute:
         return output, share
 
     return compute
-
-
-def _share(
-    conditions: Conditions,
-    length: int,
-    pattern: SparsePatternConfig | None,
-    branches: tuple[Sequence[int], Sequence[int]],
-) -> float:
-    """Pairs that branches compute, of all causal ones."""
-    pairs = dilated_pairs(*branches, length, heads=conditions.heads, pattern=pattern)
-    return pairs / (conditions.heads * causal_pairs(length))
 
 
 def _ring(conditions: Conditions, length: int) -> Compute:
@@ -378,39 +329,21 @@ def _ring(conditions: Conditions, length: int) -> Compute:
         group=group,
     )
 
-    def compute(query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, float]:
-        found = attend_in_ring(query_BHSD, key_BKSD, value_BKSD, ring=ring)
-        return found.transpose(1, 2), 1.0
-
-    return compute
+    return lambda *qkv: (attend_in_ring(*qkv, ring=ring).transpose(1, 2), 1.0)
 
 
-def _by_branches(pattern: PatternOf, branches: Branches) -> AttentionContender:
+def _branches(conditions: Conditions, length: int) -> Compute:
     """Block-sparse attention of branches, of a sequence that is whole or shared by a ring."""
-    ratio = _CHECKED_RATIO if branches is _whole else _CHECKED_RATIO_OF_SEGMENTS
-    own, short = (
-        AttentionContender(
-            build=partial(_branches, each, branches),
-            obstacle=_in_replicas,
-            counts=partial(_counts, each, branches),
-        )
-        for each in (pattern, partial(_short, pattern, ratio))
-    )
-    return replace(own, variants=(short,))
-
-
-def _branches(
-    pattern: PatternOf, branches: Branches, conditions: Conditions, length: int
-) -> Compute:
-    config, of_length = pattern(conditions), branches(conditions, length)
+    config = conditions.pattern
+    assert config is not None, "it has a pattern"
     sharing = Sharing(
         layout=conditions.layout(length),
-        branches=dilated_branches(*of_length, conditions.heads),
+        branches=dilated_branches(*conditions.branches(length), conditions.heads),
         pattern=config,
         scaling=conditions.scaling,
         group=conditions.group,
     )
-    share = _share(conditions, length, config, of_length)
+    share = conditions.share(length)
 
     def compute(query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, float]:
         if takes(query_BHSD.device, query_BHSD.dtype, config):
@@ -432,9 +365,8 @@ def _ulysses(conditions: Conditions, length: int) -> Compute:
     group = conditions.group
     assert group is not None, "ranks share it"
 
-    def compute(query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, float]:
-        found = attend_sharded(query_BHSD, key_BKSD, value_BKSD, group=group, attend=inner)
-        return found.transpose(1, 2), 1.0
+    def compute(*qkv: Tensor) -> tuple[Tensor, float]:
+        return attend_sharded(*qkv, group=group, attend=inner).transpose(1, 2), 1.0
 
     return compute
 
@@ -448,31 +380,23 @@ def _heads_not_shared(conditions: Conditions) -> str | None:
     return _without_block_kernel(conditions)
 
 
+class AttentionContender(NamedTuple):
+    """One that takes part."""
+
+    build: Build
+    obstacle: Callable[[Conditions], str | None] = _in_replicas
+    """Why it does not run under these conditions; None where it does."""
+
+
 CONTENDERS: Mapping[str, AttentionContender] = {
-    "reference": AttentionContender(build=_reference, most_tokens={"cpu": 1024, "cuda": 8192}),
-    "dense": AttentionContender(build=_dense, obstacle=_without_fused_kernel),
-    "dense_flex": AttentionContender(
-        # FlexAttention with every block kept: the mask PyTorch makes by itself has all pairs of
-        # tokens once
-        build=partial(_block_sparse, lambda _: SparsePatternConfig(sparsity_ratio=1.0)),
-        obstacle=_without_flex,
-    ),
-    "window": _pattern(_window),
-    **{
-        name: _pattern(partial(_own, name))
-        for name, each in IMPLEMENTATIONS.items()
-        if each.family == "block_sparse"
-    },
-    "dilated": AttentionContender(
-        build=_dilated,
-        obstacle=_without_block_kernel,
-        counts=partial(_counts, None, Conditions.branches),
-    ),
-    "block_sparse_ring_dilated": _by_branches(
-        partial(_own, "block_sparse_ring_dilated"), Conditions.branches
-    ),
-    "ring": AttentionContender(build=_ring, obstacle=_without_block_kernel),
-    "block_sparse_ring": _by_branches(partial(_own, "block_sparse_ring"), _whole),
-    "ulysses": AttentionContender(build=_ulysses, obstacle=_heads_not_shared),
+    "reference": AttentionContender(_reference),
+    "dense": AttentionContender(_dense, _without_fused_kernel),
+    "dense_flex": AttentionContender(_dense_flex, _without_flex),
+    **dict.fromkeys(("window", "block_sparse", *SHARES), AttentionContender(_block_sparse)),
+    "dilated": AttentionContender(_dilated, _without_block_kernel),
+    "block_sparse_ring_dilated": AttentionContender(_branches),
+    "ring": AttentionContender(_ring, _without_block_kernel),
+    "block_sparse_ring": AttentionContender(_branches),
+    "ulysses": AttentionContender(_ulysses, _heads_not_shared),
 }
 """Everything that can take part, by its name in ``IMPLEMENTATIONS``."""

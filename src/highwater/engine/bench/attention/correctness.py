@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from highwater.engine.bench.attention.contenders import AttentionContender, Conditions
+from highwater.engine.bench.attention.contenders import Build, Conditions, counts
 from highwater.engine.parallel.sequence_layout import PADDING
 
 CHECKED_TOKENS = 515
@@ -24,24 +24,17 @@ OFF_AT_THE_MOST: dict[torch.dtype, float] = {
 }
 """Norm-relative difference: of each dtype eight roundings of its own, which weights and their
 gradients go through."""
-
-
 _COMPARED = ("output", "query_gradient", "key_gradient", "value_gradient")
 
 
 def differences(
-    contender: AttentionContender,
-    conditions: Conditions,
-    rank: int = 0,
-    *,
-    length: int = CHECKED_TOKENS,
+    build: Build, conditions: Conditions, rank: int = 0, *, length: int = CHECKED_TOKENS
 ) -> dict[str, float]:
-    """Norm-relative difference of each from float64, the largest of the contender and its variants;
-    of what this rank holds.
+    """Norm-relative difference of each from float64, of what this rank holds; the largest of a
+    pattern's own sizes, by which a short sequence keeps little, and of others.
     """
-    found = [
-        _differences(each, conditions, rank, length) for each in (contender, *contender.variants)
-    ]
+    sizes = dict.fromkeys((conditions, conditions.short()))
+    found = [_differences(build, each, rank, length) for each in sizes]
     largest = (float(torch.stack(each).max()) for each in zip(*found, strict=True))
     return dict(zip(_COMPARED, largest, strict=True))
 
@@ -58,30 +51,29 @@ def naive_attention(
     return scores_HSS.softmax(-1).nan_to_num(0.0) @ value_HSD
 
 
-def _differences(
-    contender: AttentionContender, conditions: Conditions, rank: int, length: int
-) -> Sequence[Tensor]:
+def _differences(build: Build, conditions: Conditions, rank: int, length: int) -> list[Tensor]:
     whole = _tensors(conditions, length)
-    expected = _expected(contender, conditions, whole)
+    expected = _expected(conditions, whole)
     share = conditions.layout(length).cut(rank)
     positions_s = torch.from_numpy(share.positions_T).to(conditions.device)
     is_token_s = positions_s != PADDING
-    query, key, value, upstream = (_of_rank(each, positions_s) for each in whole)
-    inputs = [each.requires_grad_() for each in (query, key, value)]
-    output = contender.build(conditions, length)(*inputs)[0]
-    gradients = torch.autograd.grad(output, inputs, upstream)
-    return [
-        _difference(mine[0][:, is_token_s], theirs[:, positions_s[is_token_s]])
-        for mine, theirs in zip((output, *gradients), expected, strict=True)
+    held = [
+        each[:, positions_s.clamp(min=0)].masked_fill(~is_token_s[:, None], 0.0)[None]
+        for each in whole
     ]
-
-
-def _difference(mine: Tensor, theirs: Tensor) -> Tensor:
-    return (mine.detach().double() - theirs).norm() / theirs.norm()
+    inputs = [each.requires_grad_() for each in held[:3]]
+    output = build(conditions, length)(*inputs)[0]
+    gradients = torch.autograd.grad(output, inputs, held[3])
+    found: list[Tensor] = []
+    for mine, its in zip((output, *gradients), expected, strict=True):
+        theirs = its[:, positions_s[is_token_s]]
+        difference = mine[0][:, is_token_s].detach().double() - theirs
+        found.append(difference.norm() / theirs.norm())
+    return found
 
 
 def _tensors(conditions: Conditions, length: int) -> list[Tensor]:
-    """Queries, keys, values and the output's gradient: the same on every rank."""
+    """Queries, keys, values and the output's gradient, XSD: the same on every rank."""
     random = torch.Generator().manual_seed(0)
     heads = (conditions.heads, conditions.kv_heads, conditions.kv_heads, conditions.heads)
     return [
@@ -92,17 +84,10 @@ def _tensors(conditions: Conditions, length: int) -> list[Tensor]:
     ]
 
 
-def _of_rank(tensor_XSD: Tensor, positions_s: Tensor) -> Tensor:
-    """What a rank holds of it, zeros for padding; BXsD."""
-    held = tensor_XSD[:, positions_s.clamp(min=0)]
-    return held.masked_fill((positions_s == PADDING)[:, None], 0.0)[None]
-
-
-def _expected(
-    contender: AttentionContender, conditions: Conditions, whole: Sequence[Tensor]
-) -> list[Tensor]:
+def _expected(conditions: Conditions, whole: Sequence[Tensor]) -> list[Tensor]:
+    """Output and gradients by the formula."""
     query, key, value, upstream = (each.double() for each in whole)
     inputs = (query.requires_grad_(), key.requires_grad_(), value.requires_grad_())
-    counts = contender.counts(conditions, query.shape[1]).to(conditions.device)
-    output = naive_attention(*inputs, counts, conditions.scaling)
+    counts_HSS = counts(conditions, query.shape[1]).to(conditions.device)
+    output = naive_attention(*inputs, counts_HSS, conditions.scaling)
     return [output.detach(), *torch.autograd.grad(output, inputs, upstream)]

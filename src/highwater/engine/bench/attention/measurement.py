@@ -3,24 +3,25 @@
 On the CPU every allocation of PyTorch's is recorded in one pass, and time is taken in others; on a
 GPU the allocator keeps its peaks itself.
 
-Shapes:  B sequences of this rank  H query heads  K key/value heads  S tokens  s tokens of this rank
+Shapes:  B sequences of this rank  H query heads  K key/value heads  s tokens of this rank
          D head size
 """
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
 
-from highwater.engine.bench.attention.contenders import AttentionContender, Compute, Conditions
+from highwater.engine.bench.attention.contenders import Build, Compute, Conditions
 from highwater.engine.training.memory_log import MemoryWatch
-from highwater.nouns.attention_bench import Direction, Mode
-from highwater.nouns.codec import Record
+from highwater.nouns.attention_bench import BenchRow
 
 _MOST_PASSES, _ENOUGH_S = 5, 0.2
 """Timed passes: so many at the most, and no more once they took so long together."""
@@ -28,51 +29,24 @@ _MEMORY_EVENT = "[memory]"
 T = TypeVar("T")
 
 
-class BenchCase(Record, frozen=True, kw_only=True):
-    """What a process is asked to measure."""
-
-    implementation: str
-    mode: Mode
-    direction: Direction
-    length_tokens: int
-    batch: int = 1
-
-
-class CaseReading(Record, frozen=True, kw_only=True):
-    """What one process measured, a figure for each of its GPUs."""
-
-    time_s: float
-    passes: int
-    kept_share: float
-    after_qkv_bytes: tuple[int, ...]
-    kept_for_backward_bytes: tuple[int, ...]
-    peak_allocated_bytes: tuple[int, ...]
-    peak_reserved_bytes: tuple[int, ...]
-
-
 class PassTooLong(Exception):  # noqa: N818 -- it is an answer
     """A pass took longer than it may."""
 
 
-class _Inputs(NamedTuple):
-    query_BHsD: Tensor
-    key_BKsD: Tensor
-    value_BKsD: Tensor
-
-
-class _MeasuredPass(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Pass:
     """A case, made."""
 
     compute: Compute
-    inputs: _Inputs
-    direction: Direction
+    inputs: tuple[Tensor, Tensor, Tensor]
+    """Queries BHsD, keys and values BKsD; with a gradient where the case has a backward pass."""
 
     def forward(self) -> tuple[Tensor, float]:
-        with torch.set_grad_enabled(self.direction == "forward+backward"):
+        with torch.set_grad_enabled(self.inputs[0].requires_grad):
             return self.compute(*self.inputs)
 
     def backward(self, output: Tensor) -> None:
-        if self.direction == "forward+backward":
+        if output.requires_grad:
             # one tensor may be all three, and has one gradient then
             leaves = list({id(each): each for each in self.inputs}.values())
             torch.autograd.grad(output, leaves, torch.ones_like(output))
@@ -83,72 +57,88 @@ class _MeasuredPass(NamedTuple):
         return share
 
 
+class _Peaks(NamedTuple):
+    """Bytes of each of this process's GPUs, and the share of the pairs that was computed."""
+
+    after_qkv: Sequence[int]
+    allocated: Sequence[int]
+    reserved: Sequence[int]
+    share: float
+
+
 def measure(
-    case: BenchCase,
-    contender: AttentionContender,
-    conditions: Conditions,
-    *,
-    same_qkv: bool,
-    timeout_s: float,
-) -> CaseReading:
-    """Run a case and read what it took. Raises PassTooLong, and what PyTorch raises."""
-    compute = contender.build(conditions, case.length_tokens)
+    case: BenchRow, build: Build, conditions: Conditions, *, same_qkv: bool, timeout_s: float
+) -> BenchRow:
+    """Run a case, and fill in what it took in this process. Raises PassTooLong, and what PyTorch
+    raises.
+    """
+    assert case.length_tokens is not None, "it has one until it is red"
+    compute = build(conditions, case.length_tokens)
     devices = [conditions.device]
     if case.mode == "data parallel" and conditions.device.type == "cuda":
         devices = [torch.device("cuda", index) for index in range(conditions.ranks)]
-        compute = _in_data_parallel(compute, len(devices))
+        compute = _in_data_parallel(compute, devices, conditions.share(case.length_tokens))
 
-    def made() -> _MeasuredPass:
-        inputs = _inputs(case, conditions, len(devices), same_qkv=same_qkv)
-        return _MeasuredPass(compute, inputs, case.direction)
+    def made() -> _Pass:
+        return _Pass(compute, _inputs(case, conditions, len(devices), same_qkv=same_qkv))
 
+    times_s: list[float] = []
     if conditions.device.type == "cpu":
-        run, share, memory = _peaks_on_cpu(made, conditions.device)
-        times_s: list[float] = []
+        run, peaks = _peaks_on_cpu(made, conditions.device)
     else:
-        run, share, memory, took_s = _peaks_on_gpus(made, conditions, devices)
+        run, peaks, took_s = _peaks_on_gpus(made, conditions, devices)
         if took_s > timeout_s:
             raise PassTooLong
-        times_s = [took_s] if took_s > _ENOUGH_S else []
+        times_s += [took_s] if took_s > _ENOUGH_S else []
     while not times_s or (len(times_s) < _MOST_PASSES and sum(times_s) < _ENOUGH_S):
         times_s.append(_time_s(run.once, conditions, devices))
     time_s = statistics.median(times_s)
     if time_s > timeout_s:
         raise PassTooLong
-    return CaseReading(time_s=time_s, passes=len(times_s), kept_share=share, **memory)
+    return msgspec.structs.replace(
+        case,
+        time_s=time_s,
+        passes=len(times_s),
+        kept_share=peaks.share,
+        after_qkv_bytes=tuple(peaks.after_qkv),
+        peak_allocated_bytes=tuple(peaks.allocated),
+        peak_reserved_bytes=tuple(peaks.reserved),
+    )
 
 
-def _inputs(case: BenchCase, conditions: Conditions, devices: int, *, same_qkv: bool) -> _Inputs:
+def _inputs(
+    case: BenchRow, conditions: Conditions, devices: int, *, same_qkv: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of this process."""
-    tokens = conditions.layout(case.length_tokens).tokens_per_rank
+    tokens = conditions.layout(case.length_tokens or 0).tokens_per_rank
     is_split = case.mode == "data parallel" and devices == 1
     batch = case.batch // conditions.ranks if is_split else case.batch
-    heads = (conditions.heads, conditions.kv_heads, conditions.kv_heads)
-    made = [
-        torch.randn(
-            (batch, count, tokens, conditions.head_dim),
+
+    def made(heads: int) -> Tensor:
+        return torch.randn(
+            (batch, heads, tokens, conditions.head_dim),
             device=conditions.device,
             dtype=conditions.dtype,
             requires_grad=case.direction == "forward+backward",
         )
-        for count in heads[: 1 if same_qkv else 3]
-    ]
-    return _Inputs(*(made * 3 if same_qkv else made))
+
+    query = made(conditions.heads)
+    if same_qkv:
+        return query, query, query
+    return query, made(conditions.kv_heads), made(conditions.kv_heads)
 
 
-def _peaks_on_cpu(
-    made: Callable[[], _MeasuredPass], device: torch.device
-) -> tuple[_MeasuredPass, float, dict[str, Any]]:
+def _peaks_on_cpu(made: Callable[[], _Pass], device: torch.device) -> tuple[_Pass, _Peaks]:
     """Bytes of PyTorch's allocator, from every allocation; and the data segment's peak."""
     watch = MemoryWatch(device)
     before = watch.peaks().peak_data_segment_bytes or 0
     run, _, after_qkv = _recorded(made)
-    (output, share), forward_peak, kept = _recorded(run.forward)
+    (output, share), forward_peak, left = _recorded(run.forward)
     _, backward_peak, _ = _recorded(lambda: run.backward(output))
-    peak = after_qkv + max(forward_peak, kept + backward_peak)
+    peak = after_qkv + max(forward_peak, left + backward_peak)
     # between two readings of the kernel's figure a short pass has come and gone
     segment = max(watch.peaks().peak_data_segment_bytes or 0, before + peak)
-    return run, share, _bytes(run, [after_qkv], [kept], [peak], [segment])
+    return run, _Peaks([after_qkv], [peak], [segment], share)
 
 
 def _recorded(step: Callable[[], T]) -> tuple[T, int, int]:
@@ -166,58 +156,35 @@ def _recorded(step: Callable[[], T]) -> tuple[T, int, int]:
 
 
 def _peaks_on_gpus(
-    made: Callable[[], _MeasuredPass], conditions: Conditions, devices: list[torch.device]
-) -> tuple[_MeasuredPass, float, dict[str, Any], float]:
+    made: Callable[[], _Pass], conditions: Conditions, devices: Sequence[torch.device]
+) -> tuple[_Pass, _Peaks, float]:
     """Peaks of each GPU's allocator, in the second pass, and the seconds it took: the first one
     compiles, and makes what libraries keep.
     """
     # a mask is there before them, and counts in the peak alone
     before = [torch.cuda.memory_allocated(device) for device in devices]
     run = made()
-    with_qkv = [torch.cuda.memory_allocated(device) for device in devices]
+    after = [torch.cuda.memory_allocated(device) for device in devices]
     share = run.once()
     _synchronise(devices)
-    _free_workspaces()
-    for device in devices:
-        torch.cuda.reset_peak_memory_stats(device)
-    kept: list[int] = []
-
-    def watched() -> None:
-        output, _ = run.forward()
-        kept.extend(torch.cuda.memory_allocated(device) for device in devices)
-        run.backward(output)
-
-    took_s = _time_s(watched, conditions, devices)
-    figures = _bytes(
-        run,
-        [one - other for one, other in zip(with_qkv, before, strict=True)],
-        [one - other for one, other in zip(kept, with_qkv, strict=True)],
-        [torch.cuda.max_memory_allocated(device) for device in devices],
-        [torch.cuda.max_memory_reserved(device) for device in devices],
-    )
-    return run, share, figures, took_s
-
-
-def _free_workspaces() -> None:
-    """What cuBLAS keeps, for what the first pass proved: whoever multiplies takes its own again."""
+    # what cuBLAS keeps, for what the first pass proved: whoever multiplies takes its own again
     bindings: Any = vars(torch)["_C"]
     bindings._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
-
-
-def _bytes(
-    run: _MeasuredPass, after_qkv: list[int], kept: list[int], peak: list[int], reserved: list[int]
-) -> dict[str, Any]:
-    return {
-        "after_qkv_bytes": tuple(after_qkv),
-        "kept_for_backward_bytes": tuple(kept) if run.direction == "forward+backward" else (),
-        "peak_allocated_bytes": tuple(peak),
-        "peak_reserved_bytes": tuple(reserved),
-    }
+    for device in devices:
+        torch.cuda.reset_peak_memory_stats(device)
+    took_s = _time_s(run.once, conditions, devices)
+    peaks = _Peaks(
+        [one - other for one, other in zip(after, before, strict=True)],
+        list(map(torch.cuda.max_memory_allocated, devices)),
+        list(map(torch.cuda.max_memory_reserved, devices)),
+        share,
+    )
+    return run, peaks, took_s
 
 
 def _time_s(
-    run_once: Callable[[], object], conditions: Conditions, devices: list[torch.device]
+    run_once: Callable[[], object], conditions: Conditions, devices: Sequence[torch.device]
 ) -> float:
     """Seconds of a pass, all ranks beginning together, of the slowest of them: all go on alike."""
     is_shared = conditions.ranks > 1 and dist.is_initialized()
@@ -233,26 +200,18 @@ def _time_s(
     return float(took)
 
 
-def _synchronise(devices: list[torch.device]) -> None:
+def _synchronise(devices: Sequence[torch.device]) -> None:
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
 
-def _in_data_parallel(compute: Compute, gpus: int) -> Compute:
+def _in_data_parallel(compute: Compute, devices: Sequence[torch.device], share: float) -> Compute:
     """The same by PyTorch's DataParallel: the batch cut over GPUs, the output on the first."""
-    shares: list[float] = []
 
     class Module(nn.Module):
         def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            output, share = compute(query, key, value)
-            shares.append(share)
-            return output
+            return compute(query, key, value)[0]
 
-    parallel = nn.DataParallel(Module(), device_ids=list(range(gpus)))
-
-    def computed(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, float]:
-        shares.clear()
-        return parallel(query, key, value), shares[0]
-
-    return computed
+    parallel = nn.DataParallel(Module(), device_ids=list(devices))
+    return lambda query, key, value: (parallel(query, key, value), share)

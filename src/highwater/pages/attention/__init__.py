@@ -1,1 +1,0 @@
-"""What a benchmark of attentions found, as text, tables and pictures."""

@@ -1,0 +1,403 @@
+"""The report of ``highwater bench attention``: its tables, in a terminal, as Markdown and as JSON.
+
+Every figure is measured, or stands under ``predicted``; nothing is told of what was not measured.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from highwater.memory.attention_fit import LEAST_LENGTHS, MemoryFit
+from highwater.nouns.attention_bench import IMPLEMENTATIONS, AttentionBench, Direction, Entry
+from highwater.nouns.codec import Record
+from highwater.pages.text import escaped, markdown_list, markdown_table, plain
+from highwater.pages.text_table import TextTable
+from highwater.recommendation.attention_summary import (
+    FAR,
+    AttentionSummary,
+    LongestLength,
+    UseCase,
+    attention_summary,
+    entries,
+    rows_of,
+    times_s,
+)
+from highwater.units import counted, format_bytes, format_pass, format_tokens
+
+_ENTRY = ("implementation", "mode", "direction")
+_COSTS = ("time_s", "kept_share", "after_qkv_bytes", "peak_allocated_bytes", "peak_reserved_bytes")
+_WORDS = {
+    "kept_share": "kept",
+    "after_qkv": "after Q/K/V",
+    "outside": "outside the allocator",
+    "most": "longest to try",
+}
+"""Headings that say more than the name of their field."""
+_ALONE = (
+    "One GPU was measured: `--gpus 2` compares with it DataParallel, which cannot lengthen a "
+    "sequence, and ring and Ulysses, which can."
+)
+
+
+class BenchDocument(AttentionBench, frozen=True, kw_only=True):
+    """What ``highwater bench attention --json`` prints: what was measured, its cases as ``rows``,
+    and what follows from them.
+    """
+
+    schema_version: int = 1
+    answer: str
+    summary: AttentionSummary
+
+
+def bench_document(bench: AttentionBench) -> BenchDocument:
+    """The report as one JSON document."""
+    summary = attention_summary(bench)
+    return BenchDocument(
+        **{name: getattr(bench, name) for name in AttentionBench.__struct_fields__},
+        answer=_answer(bench, summary),
+        summary=summary,
+    )
+
+
+class ReportSection(NamedTuple):
+    """A heading and what stands under it: lines, then tables with rows."""
+
+    title: str
+    tables: Sequence[TextTable] = ()
+    lines: Sequence[str] = ()
+
+
+def attention_markdown(bench: AttentionBench) -> str:
+    """The report as Markdown."""
+    parts = ["# The longest sequence that each attention holds"]
+    for title, tables, lines in report_sections(bench):
+        parts.append(f"## {title}")
+        if lines:
+            parts.append(markdown_list(lines))
+        for table in tables:
+            if table.rows:
+                parts += [f"**{escaped(table.title)}**", markdown_table(table)]
+            if table.rows and table.footnotes:
+                parts.append(markdown_list(map(escaped, table.footnotes)))
+    return "\n\n".join(parts)
+
+
+def report_sections(bench: AttentionBench) -> Iterator[ReportSection]:
+    """The report, in its order."""
+    summary, directions = attention_summary(bench), bench.order.directions
+    yield ReportSection("Longest lengths", [longest_table(bench, summary)])
+    yield ReportSection("What to use", lines=[_use_case_line(case) for case in summary.use_cases])
+    yield ReportSection("Measured on", [_machine_table(bench)])
+    yield ReportSection("Correctness", [_check_table(bench)])
+    yield ReportSection("Every implementation and mode", list(_case_tables(bench)))
+    yield ReportSection("Ratio to dense", [_ratio_table(bench, each) for each in directions])
+    alone = [] if summary.efficiencies else [_ALONE]
+    yield ReportSection("Scaling efficiency", [_efficiency_table(summary)], alone)
+    yield ReportSection(
+        "Other GPUs, predicted",
+        [
+            *(predicted_table(bench, summary, direction) for direction in directions),
+            _estimate_table(summary),
+        ],
+        list(_too_little(summary)),
+    )
+
+
+def longest_table(bench: AttentionBench, summary: AttentionSummary) -> TextTable:
+    """The answer: the longest length of each, and what it costs there."""
+    return TextTable(
+        title=_answer(bench, summary),
+        columns=(*_ENTRY, "longest", *_headings(_COSTS), "ended by"),
+        rows=tuple(map(_longest_row, summary.longest)),
+        footnotes=tuple(_labels(bench)),
+    )
+
+
+def _longest_row(each: LongestLength) -> tuple[str, ...]:
+    costs = ("-",) * len(_COSTS) if each.row is None else _cells(each.row, _COSTS)
+    fails = "" if each.fails_tokens is None else f" at {format_tokens(each.fails_tokens)}"
+    return (*_cells(each, _ENTRY), _held(each), *costs, f"{each.why}{fails}")
+
+
+def _answer(bench: AttentionBench, summary: AttentionSummary) -> str:
+    """The longest length of all, and that of dense attention."""
+    direction = bench.order.directions[-1]
+    found = [
+        each
+        for each in summary.longest
+        if each.direction == direction
+        and each.fits_tokens
+        and each.implementation != "reference"
+        and each.mode != "data parallel"
+    ]
+    if not found:
+        return f"no attention held any length, {direction}"
+    best = max(found, key=lambda each: (each.fits_tokens or 0, -_time_s(each)))
+    where = "" if best.mode == "single" else f" over {counted(best.gpus, 'GPU')}"
+    others = [each for each in found if each.implementation == "dense" and each is not best]
+    return (
+        f"{best.implementation}{where} holds {_held(best)} tokens, {direction}, in "
+        f"{format_pass(_time_s(best))}"
+    ) + "".join(f"; dense {_held(each)} in {format_pass(_time_s(each))}" for each in others)
+
+
+def _time_s(each: LongestLength) -> float:
+    return (each.row and each.row.time_s) or 0.0
+
+
+def _held(each: LongestLength) -> str:
+    """``131,072``, ``≥ 131,072`` where nothing longer was tried, or ``-``."""
+    is_least = each.why == "longest tried" and each.fits_tokens
+    return f"{'≥ ' if is_least else ''}{format_tokens(each.fits_tokens)}"
+
+
+def _labels(bench: AttentionBench) -> Iterator[str]:
+    """What a reader has to know of these figures."""
+    order, machine = bench.order, bench.machine
+    if not bench.is_whole:
+        yield "interrupted: these are the cases that had ended."
+    if order.device == "cpu":
+        yield (
+            "measured on the CPU at small sizes: it shows how memory and time grow, not what a GPU "
+            "reaches; each process stands for a GPU."
+        )
+    elif order.memory_bytes is not None and order.memory_bytes < machine.memory_total_bytes:
+        yield (
+            f"{plain(machine.device_name)} with {format_bytes(order.memory_bytes)} of its "
+            f"{format_bytes(machine.memory_total_bytes)}: it stands in for a card with so much; "
+            f"times are its own, not that card's."
+        )
+    if order.same_qkv:
+        yield "queries, keys and values are one tensor, counted once."
+    for each in bench.not_run:
+        yield f"not run: {each.implementation}: {plain(each.reason)}"
+
+
+def _cells(record: Record, names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(_cell(name, getattr(record, name)) for name in names)
+
+
+def _cell(name: str, value: Any) -> str:
+    """A figure by the unit that its name ends with; ``-`` where there is none."""
+    if value is None or value == ():
+        return "-"
+    if name.endswith("_bytes"):
+        return per_gpu(value) if isinstance(value, tuple) else format_bytes(round(value))
+    if name.endswith("_tokens"):
+        return format_tokens(value)
+    if name.endswith("_s"):
+        return format_pass(value)
+    if name.endswith(("share", "efficiency", "error")):
+        return f"{100 * value:.3g} %"
+    if isinstance(value, tuple):
+        return plain(", ".join(map(str, value)))
+    return f"{value:,.4g}" if isinstance(value, float) else plain(str(value))
+
+
+def _headings(names: Sequence[str]) -> tuple[str, ...]:
+    """Names of fields as columns have them."""
+    words = (re.sub("_(bytes|tokens|s)$", "", name) for name in names)
+    return tuple(_WORDS.get(word, word.replace("_", " ")) for word in words)
+
+
+def per_gpu(sizes: Sequence[int]) -> str:
+    """One size where all GPUs have the same to what is printed, else each GPU's."""
+    told = list(map(format_bytes, sizes))
+    return " / ".join(told[:1] if len(set(told)) == 1 else told)
+
+
+def entry_words(entry: Entry) -> str:
+    """``dense, forward`` or ``dense, data parallel, forward``."""
+    return f"{_name(entry)}, {entry.direction}"
+
+
+def _name(entry: Entry) -> str:
+    is_plain = entry.mode in ("single", entry.implementation)
+    return entry.implementation if is_plain else f"{entry.implementation}, {entry.mode}"
+
+
+def _use_case_line(case: UseCase) -> str:
+    """What to use for a range of lengths."""
+    start, end = format_tokens(case.from_tokens), format_tokens(case.to_tokens)
+    lengths = f"beyond {start} tokens" if case.to_tokens is None else f"{start} to {end} tokens"
+    exact, sparse = (each or "none measured holds them" for each in (case.exact, case.sparse))
+    return f"{lengths}: {exact}; as another model, to be trained so: {sparse}"
+
+
+def _machine_table(bench: AttentionBench) -> TextTable:
+    """Date, hardware, versions, and what was asked: every field by its name."""
+    fields = {"made_at": bench.made_at, "command": " ".join(bench.command)}
+    for record in (bench.machine, bench.order):
+        fields |= {name: getattr(record, name) for name in record.__struct_fields__}
+    fields |= bench.machine.versions
+    del fields["versions"]
+    return TextTable(
+        title="what was measured on, and what was asked",
+        columns=("what", "which"),
+        rows=tuple((*_headings([name]), _cell(name, value)) for name, value in fields.items()),
+        left_columns=2,
+    )
+
+
+def _check_table(bench: AttentionBench) -> TextTable:
+    """Each beside the reference, and the verdict."""
+    names = ("output", "query_gradient", "key_gradient", "value_gradient")
+    return TextTable(
+        title="beside the textbook formula in float64: norm-relative difference",
+        columns=("implementation", "mode", "length", *_headings(names), "allowed", "verdict"),
+        rows=tuple(
+            (
+                *_cells(check, ("implementation", "mode", "length_tokens")),
+                *(
+                    "-" if (value := check.differences.get(name)) is None else f"{value:.1e}"
+                    for name in names
+                ),
+                f"{check.tolerance:.0e}",
+                plain(check.reason) or "equal",
+            )
+            for check in bench.checks
+        ),
+        left_columns=2,
+    )
+
+
+def _case_tables(bench: AttentionBench) -> Iterator[TextTable]:
+    """A table for each implementation, mode and direction, with a row for each case."""
+    names = ("length_tokens", "batch", "result", *_COSTS)
+    for entry in entries(bench):
+        rows = rows_of(bench, entry, batches=True)
+        yield TextTable(
+            title=f"{entry_words(entry)}: {IMPLEMENTATIONS[entry.implementation].what}",
+            columns=_headings(names),
+            rows=tuple(_cells(row, names) for row in rows),
+            footnotes=tuple(
+                f"{format_tokens(row.length_tokens)}: {plain(row.reason)}"
+                for row in rows
+                if row.reason
+            ),
+            left_columns=0,
+        )
+
+
+def _ratio_table(bench: AttentionBench, direction: Direction) -> TextTable:
+    """How many times as fast as dense each is, by length; ``-`` where either has no time."""
+    one = Entry("dense", "single", direction)
+    dense = times_s(bench, one)
+    others = {
+        entry: times_s(bench, entry)
+        for entry in entries(bench)
+        if entry.direction == direction and entry != one and entry.mode != "data parallel"
+    }
+    lengths = sorted(dense.keys() & {length for own in others.values() for length in own})
+    return TextTable(
+        title=f"times as fast as dense on one GPU, {direction}",
+        columns=("implementation", *map(format_tokens, lengths)),
+        rows=tuple(
+            (
+                _name(entry),
+                *(f"{dense[each] / own[each]:.3g}" if each in own else "-" for each in lengths),
+            )
+            for entry, own in others.items()
+            if dense.keys() & own
+        ),
+        left_columns=1,
+    )
+
+
+def _estimate_table(summary: AttentionSummary) -> TextTable:
+    """The formula of each, and how far a measured peak is from it."""
+    names = tuple(MemoryFit.__struct_fields__)
+    return TextTable(
+        title="peak allocated = overhead + bytes per token × length + bytes per pair × length²",
+        columns=(*_ENTRY, *_headings(names)),
+        rows=tuple((*_cells(each, _ENTRY), *_cells(each.fit, names)) for each in summary.estimates),
+        footnotes=(
+            "longest length = (memory − what is outside the allocator − overhead) / bytes per "
+            "token, of memory that the allocator reserves as it does here",
+        ),
+    )
+
+
+def _efficiency_table(summary: AttentionSummary) -> TextTable:
+    """What several GPUs bring."""
+    names = (*_ENTRY, "gpus", "length_tokens", "speedup", "efficiency", "length_ratio")
+    return TextTable(
+        title="tokens/s and longest length of several GPUs, of one GPU's",
+        columns=_headings(names),
+        rows=tuple(_cells(each, names) for each in summary.efficiencies),
+        footnotes=(
+            "data parallel: each GPU has whole sequences, so it cannot lengthen one, and a single "
+            "sequence leaves all other GPUs idle; `--implementations ring` shares each sequence",
+        ),
+    )
+
+
+def predicted_table(
+    bench: AttentionBench, summary: AttentionSummary, direction: Direction
+) -> TextTable:
+    """Predicted: the longest lengths on other kinds of GPUs; none of a kind that holds more than
+    can be said of everything.
+    """
+    own = [each for each in summary.predicted if each.direction == direction]
+    kinds = {each.gpu: each for each in own if not each.is_least}
+    cells = {
+        (each.gpu, each.entry): f"{'≥ ' if each.is_least else ''}{format_tokens(each.tokens)}"
+        for each in own
+    }
+    columns = list(dict.fromkeys(each.entry for each in own))
+    return TextTable(
+        title=f"predicted: longest length on other GPUs, {direction}, by memory alone",
+        columns=("GPU", "memory", *map(_name, columns)),
+        rows=tuple(
+            (gpu, format_bytes(each.memory_bytes), *(cells[gpu, entry] for entry in columns))
+            for gpu, each in kinds.items()
+        ),
+        footnotes=(
+            *_predicted_from(bench, summary),
+            *(
+                f"{gpu} has no {' and no '.join(each.lacking)}: it is its memory alone that is "
+                f"predicted, and kernels that need them do not run there"
+                for gpu, each in kinds.items()
+                if each.lacking
+            ),
+        ),
+        left_columns=1,
+    )
+
+
+def _predicted_from(bench: AttentionBench, summary: AttentionSummary) -> Iterator[str]:
+    where = plain(bench.machine.device_name)
+    if bench.order.device == "cpu":
+        where = "the CPU, whose kernels allocate otherwise"
+    yield (
+        f"predicted from peaks on {where}; nothing is said about time, nor about more than {FAR} "
+        f"times the longest length that was measured (≥)"
+    )
+    gains = (each.speedup for each in summary.efficiencies if each.mode == "data parallel")
+    gain = max(gains, default=None)
+    tokens = "not measured" if gain is None else f"{gain:.3g} times one GPU's here"
+    yield f"DataParallel: whole sequences, none longer than one GPU holds; tokens/s {tokens}"
+
+
+def _too_little(summary: AttentionSummary) -> Iterator[str]:
+    """Which figures are missing because too few, or too short, lengths were measured."""
+    known = [each.entry for each in summary.estimates]
+    unknown = [
+        entry_words(each.entry)
+        for each in summary.longest
+        if each.fits_tokens and each.mode != "data parallel" and each.entry not in known
+    ]
+    if unknown:
+        yield (
+            f"too little was measured of {'; '.join(unknown)}: bytes per token are told by "
+            f"{LEAST_LENGTHS} lengths that fit, and nothing is predicted by fewer."
+        )
+    far = {each.gpu for each in summary.predicted}
+    far -= {each.gpu for each in summary.predicted if not each.is_least}
+    if far:
+        longest = max(each.fit.longest_tokens for each in summary.estimates)
+        yield (
+            f"too little was measured for {counted(len(far), 'kind')} of GPUs: they hold more than "
+            f"{FAR} times the {format_tokens(longest)} tokens that were the longest; measure "
+            f"longer ones (`--max-length`)."
+        )
