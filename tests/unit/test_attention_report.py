@@ -7,9 +7,17 @@ import re
 
 import pytest
 from attention_figures import BOTH, bench, card, measured, row
+from msgspec.structs import replace
 
-from highwater.nouns.attention_bench import AttentionBench, BenchCheck, NotRun
+from highwater.errors import UsageError
+from highwater.nouns.attention_bench import (
+    AttentionBench,
+    BenchCheck,
+    NotRun,
+    implementations_named,
+)
 from highwater.nouns.codec import to_json
+from highwater.nouns.sparse_pattern import SparsePatternConfig
 from highwater.pages.attention_report import (
     attention_markdown,
     bench_document,
@@ -239,7 +247,7 @@ def test_nothing_is_predicted_far_past_what_was_measured() -> None:
         device="cpu",
     )
     table = predicted_table(found, attention_summary(found), "forward")
-    assert table.columns[2:] == ("dense", "block_sparse_5")
+    assert table.columns[2:] == ("dense", "block_sparse_5", "DataParallel")
     assert {row[3] for row in table.rows} == {f"≥ {64 * 2048:,}"}
     assert not [row for row in table.rows if "≥" in row[2]]
     assert "on the CPU, whose kernels allocate otherwise" in table.footnotes[0]
@@ -268,13 +276,43 @@ def test_an_8_gb_card_is_predicted_with_what_it_cannot_do() -> None:
     assert [note for note in notes if note.startswith("GTX-1080 has no bf16 and no flash")]
 
 
-def test_other_gpus_have_a_line_of_dataparallel_which_lengthens_nothing() -> None:
+def test_other_gpus_have_a_column_of_dataparallel_which_lengthens_nothing() -> None:
     alone = bench(measured("dense", LENGTHS, token_s=1e-6, token_bytes=16 * KIB))
-    for found, said in ((alone, "not measured"), (parallel(1.8), "1.8 times one GPU's here")):
+    on_gpus = parallel(1.8)
+    on_the_cpu = replace(on_gpus, order=replace(on_gpus.order, device="cpu"))
+    for found, is_measured in ((alone, False), (on_gpus, True), (on_the_cpu, False)):
         table = predicted_table(found, attention_summary(found), "forward")
+        assert table.columns[-1] == "DataParallel"
+        assert {row[-1] for row in table.rows} == {"whole sequences"}
         (line,) = [note for note in table.footnotes if note.startswith("DataParallel: ")]
         assert "none longer than one GPU holds" in line
-        assert line.endswith(f"tokens/s {said}")
+        assert ("2 GPUs here brought 1.8 times the tokens/s of one (dense)" in line) == is_measured
+
+
+def test_a_table_says_the_pattern_and_the_segments_that_were_measured() -> None:
+    name = "block_sparse_ring_dilated"
+    found = bench(measured(name, LENGTHS, token_s=1e-6, token_bytes=16 * KIB))
+    assert "block_size=256" in found.order.what(name)
+    assert "half the length and all of it" in found.order.what(name)
+    typed = replace(
+        found.order,
+        implementations=(name,),
+        patterns={name: SparsePatternConfig(block_size=32)},
+        segment_lengths=(64, 128),
+    )
+    assert "block_size=32" in typed.what(name)
+    assert "[64, 128]" in typed.what(name)
+    notes = longest_table(replace(found, order=typed), attention_summary(found)).footnotes
+    assert any("counts twice" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("word", "near"), [("ring_dilated", "block_sparse_ring_dilated"), ("dens", "dense")]
+)
+def test_a_name_that_there_is_not_is_met_with_one_that_contains_it(word: str, near: str) -> None:
+    with pytest.raises(UsageError, match="there is no implementation") as refused:
+        implementations_named([word])
+    assert refused.value.hint == f"use `--implementations {near}`"
 
 
 def test_a_ring_that_was_measured_is_predicted_beside_one_gpu() -> None:

@@ -72,6 +72,18 @@ def test_a_label_says_what_is_kept_where_it_is_not_the_default() -> None:
             "the window of local_window says what is kept",
             "--sparsity-ratio",
         ),
+        ({**SPARSE, "local_window_size": 64}, "dilated_sparse does not read it", "--local-window"),
+        ({**SPARSE, "global_tokens": 7}, "dilated_sparse does not read it", "global_local"),
+        (
+            {**SPARSE, "pattern_type": "local_window", "global_tokens": 7},
+            "local_window does not read it",
+            "global_local",
+        ),
+        (
+            {**SPARSE, "pattern_type": "strided", "local_window_size": 64},
+            "strided does not read it",
+            "leave `--local-window-size` out",
+        ),
         ({**SPARSE, "pattern_type": "block_top_k"}, "no kernel on GPUs", "dilated_sparse"),
         ({**SPARSE, "block_size": 100}, "a multiple of 64", "`--block-size 128`"),
         ({**SPARSE, "exact": True}, "are not traced", "leave `--exact` out"),

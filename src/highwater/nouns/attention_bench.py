@@ -81,11 +81,11 @@ IMPLEMENTATIONS: Mapping[str, Implementation] = {
     "block_sparse_1": _block_sparse("1 % of the key blocks", 0.01),
     "block_sparse_adaptive": _block_sparse("5 % to 65,536, 2 % to 131,072, then 1 %", "adaptive"),
     "dilated": Implementation(
-        what="dilated: segments of half the length and of all of it, with rates 1 and 2",
+        what="dilated",
         takes_segments=True,
     ),
     "block_sparse_ring_dilated": Implementation(
-        what="the segments of dilated, in each of which a pattern keeps blocks of 256: adaptive",
+        what="the segments of dilated, in each of which a pattern keeps blocks",
         modes=("single", "ring"),
         pattern=SparsePatternConfig(sparsity_ratio="adaptive", block_size=256),
         takes_pattern=True,
@@ -95,7 +95,7 @@ IMPLEMENTATIONS: Mapping[str, Implementation] = {
         what="dense, keys and values passing from GPU to GPU", modes=("ring",), alone="dense"
     ),
     "block_sparse_ring": Implementation(
-        what="block-sparse, adaptive: each GPU is sent the keys and values that its queries keep",
+        what="block-sparse: each GPU is sent the keys and values that its queries keep",
         modes=("ring",),
         alone="block_sparse_adaptive",
         pattern=SparsePatternConfig(sparsity_ratio="adaptive"),
@@ -129,7 +129,8 @@ def implementations_named(words: Sequence[str], *, has_pattern: bool = False) ->
     names = (*IMPLEMENTATIONS, *CLASSES)
     for word in words:
         if word not in names:
-            near = get_close_matches(word, names, n=1, cutoff=0.4)
+            near = [name for name in names if word and word in name]
+            near = near or get_close_matches(word, names, n=1, cutoff=0.4)
             raise UsageError(
                 f"there is no implementation {word!r}; there are {', '.join(IMPLEMENTATIONS)}",
                 hint=f"use `--implementations {near[0] if near else 'dense'}`",
@@ -190,6 +191,17 @@ class BenchOrder(Record, frozen=True, kw_only=True):
         step = max(1, (1 << (fits.bit_length() - 1)) // PARTS_OF_A_DOUBLING)
         middle = fits + (fails - fits) // (2 * step) * step
         return middle if fits < middle < fails else None
+
+    def what(self, name: str) -> str:
+        """What an implementation is, as it was measured: its pattern, segments and rates."""
+        own = IMPLEMENTATIONS[name]
+        words = [own.what]
+        if own.takes_pattern:
+            words.append(str(self.patterns.get(name, own.pattern)))
+        if own.takes_segments:
+            segments = list(self.segment_lengths) or "half the length and all of it"
+            words.append(f"segments of {segments}, rates {list(self.dilation_rates)}")
+        return "; ".join(words)
 
     def alone(self, name: str) -> str:
         """The name of what one GPU alone attends by, in the place of an implementation."""

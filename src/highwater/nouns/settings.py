@@ -12,6 +12,7 @@ from highwater.nouns.objective import TRAITS, Objective, ObjectiveTraits
 from highwater.nouns.optimizer import OPTIMIZERS, OptimizerName, OptimizerTraits
 from highwater.nouns.refusals import MOST_SEQUENCES
 from highwater.nouns.sparse_pattern import (
+    READ_BY,
     WINDOWED,
     PatternType,
     SparsePatternConfig,
@@ -280,6 +281,7 @@ def _check_attention(settings: Settings) -> None:
                 "block-sparse attention is not kept in recomputation: it is the cheap part",
                 hint="use `--recompute layer`, or `--recompute none`",
             )
+        _check_read(settings)
         return
     for name in PATTERN_FIELDS:
         if getattr(settings, name) != getattr(_PATTERN, name):
@@ -298,6 +300,19 @@ def _check_window(settings: Settings) -> None:
             "says what is kept",
             hint="leave `--sparsity-ratio` out, or use `--pattern-type dilated_sparse`",
         )
+
+
+def _check_read(settings: Settings) -> None:
+    """Raise UsageError for a field that the pattern does not read."""
+    for name, types in READ_BY.items():
+        if settings.pattern_type not in types and getattr(settings, name) != getattr(
+            _PATTERN, name
+        ):
+            row = DECLARED[name]
+            raise UsageError(
+                f"{row.words} {getattr(settings, name)}: {settings.pattern_type} does not read it",
+                hint=f"leave `{row.flag}` out, or use `--pattern-type {types[-1]}`",
+            )
 
 
 def _check_lora(settings: Settings) -> None:

@@ -27,6 +27,11 @@ PatternType = Literal[
 SparsityRatio = float | Literal["adaptive"] | None
 WINDOWED: tuple[PatternType, ...] = ("local_window", "global_local")
 """Patterns whose window, and not a ratio, says what is kept."""
+READ_BY: dict[str, tuple[PatternType, ...]] = {
+    "local_window_size": WINDOWED,
+    "global_tokens": ("global_local",),
+}
+"""Fields that some patterns alone read."""
 DEFAULT_RATIO = 0.1
 MOST_BLOCK_TOKENS = 4096
 """Tokens of a block at the most: the scores of a pair of blocks are all at hand at once."""

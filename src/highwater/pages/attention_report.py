@@ -72,6 +72,8 @@ def attention_markdown(bench: AttentionBench) -> str:
     parts = ["# The longest sequence that each attention holds"]
     for title, tables, lines in report_sections(bench):
         parts.append(f"## {title}")
+        if not lines and not any(table.rows for table in tables):
+            parts.append("Too little was measured.")
         if lines:
             parts.append(markdown_list(lines))
         for table in tables:
@@ -169,6 +171,8 @@ def _labels(bench: AttentionBench) -> Iterator[str]:
         )
     if order.same_qkv:
         yield "queries, keys and values are one tensor, counted once."
+    if any(IMPLEMENTATIONS[name].takes_segments for name in order.implementations):
+        yield "kept: of dilated segments, a pair that two of them meet counts twice."
     for each in bench.not_run:
         yield f"not run: {each.implementation}: {plain(each.reason)}"
 
@@ -267,7 +271,7 @@ def _case_tables(bench: AttentionBench) -> Iterator[TextTable]:
     for entry in entries(bench):
         rows = rows_of(bench, entry, batches=True)
         yield TextTable(
-            title=f"{entry_words(entry)}: {IMPLEMENTATIONS[entry.implementation].what}",
+            title=f"{entry_words(entry)}: {bench.order.what(entry.implementation)}",
             columns=_headings(names),
             rows=tuple(_cells(row, names) for row in rows),
             footnotes=tuple(
@@ -347,9 +351,14 @@ def predicted_table(
     columns = list(dict.fromkeys(each.entry for each in own))
     return TextTable(
         title=f"predicted: longest length on other GPUs, {direction}, by memory alone",
-        columns=("GPU", "memory", *map(_name, columns)),
+        columns=("GPU", "memory", *map(_name, columns), "DataParallel"),
         rows=tuple(
-            (gpu, format_bytes(each.memory_bytes), *(cells[gpu, entry] for entry in columns))
+            (
+                gpu,
+                format_bytes(each.memory_bytes),
+                *(cells[gpu, entry] for entry in columns),
+                "whole sequences",
+            )
             for gpu, each in kinds.items()
         ),
         footnotes=(
@@ -373,10 +382,15 @@ def _predicted_from(bench: AttentionBench, summary: AttentionSummary) -> Iterato
         f"predicted from peaks on {where}; nothing is said about time, nor about more than {FAR} "
         f"times the longest length that was measured (≥)"
     )
-    gains = (each.speedup for each in summary.efficiencies if each.mode == "data parallel")
-    gain = max(gains, default=None)
-    tokens = "not measured" if gain is None else f"{gain:.3g} times one GPU's here"
-    yield f"DataParallel: whole sequences, none longer than one GPU holds; tokens/s {tokens}"
+    gains = [each for each in summary.efficiencies if each.mode == "data parallel"]
+    brings = "tokens/s were not measured on GPUs"
+    if gains and bench.order.device == "cuda":
+        best = max(gains, key=lambda each: each.speedup)
+        brings = (
+            f"{best.gpus} GPUs here brought {best.speedup:.3g} times the tokens/s of one "
+            f"({best.implementation})"
+        )
+    yield f"DataParallel: whole sequences on each GPU, none longer than one GPU holds; {brings}"
 
 
 def _too_little(summary: AttentionSummary) -> Iterator[str]:
