@@ -108,7 +108,7 @@ def test_masks_are_a_small_part_of_what_is_attended(pattern_type: PatternType) -
     )
     (table,) = block_tables(pattern, length, CPU)
     taken = mask_bytes(block_mask(table))
-    assert taken < 16 * 4 * table.kept_blocks
+    assert taken < 16 * 4 * table.columns.shape[1]
     assert taken < table.rows**2 * 4 / 12
     assert taken < 0.01 * length * 4 * 2 * 32 * 2, "two heads of 32, in 16 bits"
 

@@ -137,7 +137,6 @@ def test_a_guide_keeps_trainers_apart(study: Study) -> None:
     (place,) = places(guide(study.path))
     assert place.answers
     assert all(not answer.command for answer in place.answers)
-    assert place.explained == ()
 
 
 HERE = {"model": "Qwen3-0.6B", "gpus": "1xH200-141GB", "gpu_memory": "79GiB"}

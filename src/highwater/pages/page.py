@@ -15,12 +15,14 @@ import re
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from highwater.pages.text import plain_lines
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 _ABSOLUTE = re.compile(r"(?<![\w.~/:@…<-])/(?:[\w.@+-]+/)+[\w.@+-]*")
 _SYSTEM = ("/bin/", "/dev/", "/path/", "/proc/", "/sys/", "/usr/bin/")
@@ -58,11 +60,14 @@ def _short(match: re.Match[str]) -> str:
     return f"…/{'/'.join(parts[-_KEPT_PARTS:])}{end}"
 
 
-def page_template(name: str) -> Template:
+def page_template(name: str) -> "Template":
     """A template of this folder.
 
     Everything in it is escaped but what the filter ``own`` marks in our own text.
     """
+    # here, for whoever shows no page
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
     environment = Environment(
         loader=PackageLoader("highwater", "pages/templates"),
         autoescape=True,

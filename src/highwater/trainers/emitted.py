@@ -150,12 +150,13 @@ def refuse_obstacle(cell: Cell, obstacle: Obstacle) -> None:
     if problem is None:
         return
     changes: dict[str, object] = {name: 1 for name, n in layout.degree_settings.items() if n > 1}
-    changes |= {} if asked == "sft" else {"objective": "sft"}
+    plain = Settings().objective
+    changes |= {} if asked == plain else {"objective": plain}
     ways = (way for size in range(1, len(changes) + 1) for way in combinations(changes, size))
     works = [
         {name: changes[name] for name in way}
         for way in ways
-        if obstacle("sft" if "objective" in way else asked, layout.without(way)) is None
+        if obstacle(plain if "objective" in way else asked, layout.without(way)) is None
     ]
     least = [f"`{shlex.join(words_of(way))}`" for way in works if len(way) == len(works[0])]
     raise UsageError(problem, hint=f"use {' or '.join(least)}")
