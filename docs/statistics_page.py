@@ -24,7 +24,8 @@ host while it goes on, no prediction changes, and `statistics_time_s` says how l
 Memory-only trials, whose losses mean nothing, write none.
 
 A line leaves out what its step does not have: a reward model no perplexity, the CPU no MFU. \
-`null` is a number that there was nothing for, such as a mean over no tokens.
+`null` is a number that there was nothing for, such as a mean over no tokens, or one that JSON \
+has no word for: infinity, and what is not a number.
 
 ## Over what, and of which ranks
 
@@ -69,16 +70,19 @@ print({name: numbers[name] for name in ("loss", "n_valid_tokens", *own)})
 | field of `Quantity` | says |
 |---|---|
 | `how` | `sum`, `mean`, `min` or `max` |
-| `per` | of a mean: the sum that it is divided by, one of the table below or your own |
+| `per` | of a mean: the sum that it is divided by, `n_tokens`, `n_valid_tokens`, \
+`prompt_tokens`, `n_documents` or your own |
 | `group` | `all`: each rank adds its own share, as of the tokens that it holds. `data`: ranks \
 that share a sequence all add the same, as of whole documents, and it counts once. `context`, \
 `rank`: the number stays that of the ranks that share a sequence, or of one |
-| `is_count` | whether it is a whole number |
+| `is_count` | of a sum, a smallest or a largest: whole numbers alone are added, and one is told |
 
 So declared, a number is the same on 1 GPU, with Ulysses, with a ring and over data-parallel \
-ranks. A rank that adds nothing adds 0, or no number to a smallest or largest. A name that was not \
-declared is refused with those that were; so is a mean to whose denominator a rank added nothing. \
-`statistics()` is of one step: call it after each step that you add to.
+ranks. A rank that adds nothing adds 0, or no number to a smallest or largest, which is `None` \
+where no rank added one. NaN on any rank makes the number NaN, and an infinity is told as one. A \
+value is a number or a tensor of one element. A name that was not declared is refused with those \
+that were and what can be; so is a mean to whose denominator a rank added nothing. `statistics()` \
+is of one step: call it after each step that you add to.
 
 ## Other ranks, other denominators
 

@@ -6,6 +6,7 @@ number of ranks, beside plain PyTorch over a list of documents. Started by ``ran
 """
 
 import json
+import math
 import sys
 import traceback
 from dataclasses import dataclass
@@ -74,6 +75,14 @@ OWN = {
     "reward_of_a_token": Quantity(how="mean", per="n_tokens", group="data"),
     "reward_max": Quantity(how="max", group="data"),
     "never": Quantity(how="min"),
+    "nan_sum": Quantity(how="sum"),
+    "nan_mean": Quantity(how="mean", per="n_valid_tokens"),
+    "nan_min": Quantity(how="min"),
+    "nan_max": Quantity(how="max"),
+    "nan_reward": Quantity(how="max", group="data"),
+    "infinite_min": Quantity(how="min"),
+    "infinite_max": Quantity(how="max"),
+    "least_or_infinite": Quantity(how="min"),
 }
 """Quantities of a caller's own: of a rank's share of the tokens, and of documents, which ranks that
 share them have alike; each over what is shared, and over what ranks have alike."""
@@ -213,13 +222,24 @@ def add_own(statistics: Statistics, own: list[data.Batch]) -> None:
         for label in batch.labels_N.tolist():
             for name in ("sum", "mean", "min", "max"):
                 statistics.add(f"label_{name}", label)
+            for how in ("sum", "mean", "min", "max"):
+                statistics.add(f"nan_{how}", math.nan if is_odd_one(label) else label)
+            statistics.add("infinite_min", math.inf)
+            statistics.add("infinite_max", -math.inf)
+            statistics.add("least_or_infinite", math.inf if label % 2 else label)
             statistics.add("labels_of_a_document", label)
             statistics.add("labels_of_rewarded", label)
         for reward in batch.rewards:
             for name in ("reward", "reward_of_a_token", "reward_max"):
                 statistics.add(name, reward)
+            statistics.add("nan_reward", reward if reward > 0 else math.nan)
             statistics.add("rewarded", reward > 0)
             statistics.add("reward_of_rewarded", max(0.0, reward))
+
+
+def is_odd_one(label: int) -> bool:
+    """Whether a label counts as NaN: in every step some do, of few ranks."""
+    return label % 11 == 3
 
 
 def documents(objective: str, trained: str, number: int) -> list[Document]:
@@ -279,7 +299,13 @@ def expected(objective: str, trained: str, weights: Path) -> dict[str, Any]:
         "reward_of_a_token": float(rewards.sum()) / found["n_tokens"],
         "reward_max": float(rewards.max()),
         "never": None,
+        "nan_reward": math.nan,
+        "infinite_min": math.inf,
+        "infinite_max": -math.inf,
+        "least_or_infinite": float(labels[labels % 2 == 0].min()),
     }
+    assert any(map(is_odd_one, labels.int().tolist()))
+    found |= {f"nan_{how}": math.nan for how in ("sum", "mean", "min", "max")}
     if objective == "rw":
         model = _plain_model(AutoModelForSequenceClassification, weights / "scalar dense")
         pairs = list(zip(step[::2], step[1::2], strict=True))

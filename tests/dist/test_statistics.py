@@ -71,8 +71,10 @@ def _deviations(of: dict[str, Any]) -> dict[str, Any]:
         if reduced != set(expected):
             return {"names": sorted(reduced ^ set(expected))}
         for name, wanted in expected.items():
-            if wanted is None or exported[name] is None:
-                off = math.inf if exported[name] is not wanted else 0
+            if not (wanted is not None and math.isfinite(wanted) and exported[name] is not None):
+                off = 0 if repr(exported[name]) == repr(wanted) else math.inf
+            elif not math.isfinite(exported[name]):
+                off = math.inf
             else:
                 off = abs(exported[name] - wanted)
             if off > (0 if name in COUNTS else TOLERANCE * max(1.0, abs(wanted or 0))):

@@ -2,9 +2,12 @@
 the rest is refused by name.
 """
 
+import math
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
@@ -58,6 +61,178 @@ def test_a_name_that_nobody_declared_is_refused_with_those_that_are(mesh: Device
     assert listed == [*QUANTITIES, "mine"]
 
 
+OVER = {"sum": None, "min": None, "max": None, "mean": "n_documents"}
+"""What a quantity that is put together so is over."""
+
+
+def told(mesh: DeviceMesh, how: Any, *values: Any, is_count: bool = False) -> Any:
+    """What values of one quantity come to, in a step of two documents."""
+    own = {"mine": Quantity(how=how, per=OVER[how], is_count=is_count)}
+    statistics = Statistics(mesh, None, quantities=own)
+    statistics.add("n_documents", 2)
+    for value in values:
+        statistics.add("mine", value)
+    return statistics.export(most_documents=0)["mine"]
+
+
+@pytest.mark.parametrize("how", OVER)
+@pytest.mark.parametrize(
+    "values",
+    [
+        (math.nan, 2),
+        (2, math.nan),
+        (1, math.nan, 3),
+        (math.inf, math.nan),
+        (math.nan, -math.inf),
+        (torch.tensor(math.nan), 2),
+        (math.nan,),
+    ],
+)
+def test_a_nan_in_any_place_makes_a_number_nan(
+    mesh: DeviceMesh, how: str, values: tuple[Any, ...]
+) -> None:
+    assert math.isnan(told(mesh, how, *values))
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf])
+@pytest.mark.parametrize("how", OVER)
+def test_an_infinity_that_was_added_is_told_and_is_not_nothing(
+    mesh: DeviceMesh, how: str, value: float
+) -> None:
+    assert told(mesh, how, value) == value
+
+
+def test_only_what_nobody_added_to_has_no_smallest_and_largest(mesh: DeviceMesh) -> None:
+    assert [told(mesh, how) for how in OVER] == [0, None, None, 0]
+    assert (told(mesh, "min", math.inf, 2), told(mesh, "max", -math.inf, 2)) == (2, 2)
+    assert (told(mesh, "min", 0), told(mesh, "max", 0)) == (0, 0)
+
+
+@pytest.mark.parametrize(("divisor", "of"), [(math.nan, math.nan), (math.inf, 0.0), (0, None)])
+def test_a_mean_over_a_sum_that_is_not_finite_is_not_one_whose_sum_is_missing(
+    mesh: DeviceMesh, divisor: float, of: float | None
+) -> None:
+    own = {"size": Quantity(how="sum"), "mine": Quantity(how="mean", per="size")}
+    statistics = Statistics(mesh, None, quantities=own)
+    statistics.add("mine", 5)
+    statistics.add("size", divisor)
+    assert repr(statistics.export(most_documents=0)["mine"]) == repr(of)
+
+
+def test_a_mean_of_nan_over_nothing_is_nan(mesh: DeviceMesh) -> None:
+    statistics = Statistics(mesh, None)
+    statistics.add("nll", math.nan)
+    statistics.add("n_valid_tokens", 0)
+    assert math.isnan(statistics.export(most_documents=0)["nll"])  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("how", ["sum", "min", "max"])
+@pytest.mark.parametrize(
+    "value", [2.5, -0.1, math.nan, math.inf, 2**53 + 1, torch.tensor(2.5), np.float32(0.5)]
+)
+def test_a_count_takes_whole_numbers_alone(mesh: DeviceMesh, how: str, value: Any) -> None:
+    with pytest.raises(UsageError, match="mine is a count") as refusal:
+        told(mesh, how, value, is_count=True)
+    assert "is_count" in refusal.value.hint
+    whole = told(mesh, how, 3.0, True, torch.tensor(2), np.int64(3), is_count=True)
+    assert (whole, type(whole)) == ({"sum": 9, "min": 1, "max": 3}[how], int)
+
+
+def test_a_count_past_what_float64_counts_is_refused_and_forgotten(mesh: DeviceMesh) -> None:
+    statistics = Statistics(mesh, None, quantities={"mine": Quantity(how="sum", is_count=True)})
+    statistics.add("mine", 2**53)
+    assert statistics.export(most_documents=0)["mine"] == 2**53
+    for value in (2**53, 2):
+        statistics.add("mine", value)
+    with pytest.raises(UsageError, match="mine came to 9"):
+        statistics.export(most_documents=0)
+    assert statistics.export(most_documents=0)["mine"] == 0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(None, "3", "nan", b"3", [3], (), {}, 3j, Decimal(3), object(), 10**400),
+        *(
+            torch.tensor([3.0, 4.0]),
+            torch.tensor([]),
+            torch.tensor(3j),
+            torch.empty((), device="meta"),
+        ),
+        *(np.array([3.0, 4.0]), np.array(["3"]), float, math.sqrt),
+    ],
+)
+@pytest.mark.parametrize("how", OVER)
+def test_what_is_no_number_is_refused(mesh: DeviceMesh, how: str, value: Any) -> None:
+    with pytest.raises(UsageError, match="mine cannot take") as refusal:
+        told(mesh, how, value)
+    assert "add('mine', 1)" in refusal.value.hint
+
+
+@pytest.mark.parametrize(
+    "value",
+    [3, 3.0, np.float32(3), np.array([3]), torch.tensor(3), torch.tensor([[3.0]]), np.int8(3)],
+)
+def test_any_one_number_is_added(mesh: DeviceMesh, value: Any) -> None:
+    assert told(mesh, "sum", value, True, np.True_, torch.tensor(True)) == 6
+
+
+@pytest.mark.parametrize(
+    "quantities",
+    [
+        *(["m"], [], "m", 3, {"m"}, (("m", Quantity(how="sum")),)),
+        *({"m": "sum"}, {"m": None}, {"m": Quantity}, {"m": {"how": "sum"}}, {"m": ["sum"]}),
+        *({"": Quantity(how="sum")}, {" ": Quantity(how="sum")}, {3: Quantity(how="sum")}),
+        {None: Quantity(how="sum")},
+    ],
+)
+def test_what_is_no_declaration_is_refused_with_one(mesh: DeviceMesh, quantities: Any) -> None:
+    with pytest.raises(UsageError) as refusal:
+        Statistics(mesh, None, quantities=quantities)
+    typed = eval(refusal.value.hint.strip("`").removeprefix("quantities="), {"Quantity": Quantity})  # noqa: S307
+    statistics = Statistics(mesh, None, quantities=typed)
+    statistics.add("my_metric", 2.5)
+    assert statistics.export(most_documents=0)["my_metric"] == 2.5
+
+
+@pytest.mark.parametrize(
+    "per", ["tokens", "loss", "nll", "model_flops", "step_time_s", ["n_tokens"]]
+)
+def test_a_denominator_that_cannot_be_is_refused_with_all_that_can(
+    mesh: DeviceMesh, per: Any
+) -> None:
+    own = {"sizes": Quantity(how="sum"), "largest": Quantity(how="max")}
+    with pytest.raises(UsageError, match="mine over") as refusal:
+        Statistics(mesh, None, quantities={**own, "mine": Quantity(how="mean", per=per)})
+    listed = refusal.value.hint.removeprefix("use one of ").partition(", or")[0].split(", ")
+    assert listed == ["n_tokens", "n_valid_tokens", "prompt_tokens", "n_documents", "sizes"]
+    for name in listed:
+        statistics = Statistics(
+            mesh, None, quantities={**own, "mine": Quantity(how="mean", per=name)}
+        )
+        statistics.add("mine", 6)
+        statistics.add(name, 2)
+        assert statistics.export(most_documents=0)["mine"] == 3
+
+
+@pytest.mark.parametrize(
+    ("groups", "denominators"),
+    [({"loss": "all"}, {}), ({"tokens": "all"}, {}), ({}, {"loss": "n_tokens"})],
+)
+def test_what_an_override_offers_can_be_overridden(
+    mesh: DeviceMesh, groups: dict[str, Any], denominators: dict[str, str]
+) -> None:
+    with pytest.raises(UsageError) as refusal:
+        Statistics(mesh, None, groups=groups, denominators=denominators)
+    for name in refusal.value.hint.removeprefix("use one of ").split(", "):
+        Statistics(
+            mesh,
+            None,
+            groups=dict.fromkeys([name] * len(groups), "all"),
+            denominators=dict.fromkeys([name] * len(denominators), "n_tokens"),
+        )
+
+
 @pytest.mark.parametrize(
     "added", [{"mine": 1.0}, {"mine": 1.0, "n_tokens": 5}, {"mine": 1.0, "nll": 1.0}]
 )
@@ -84,6 +259,8 @@ def test_a_mean_without_its_denominator_is_refused_rather_than_told(
         ("mine", Quantity(how="mean", per="nll")),
         ("mine", Quantity(how="mean", per="document")),
         ("mine", Quantity(how="mean", per="n_valid_documents")),
+        ("mine", Quantity(how="mean", per="model_flops")),
+        ("mine", Quantity(how="mean", per="n_tokens", is_count=True)),
         ("mine", Quantity(how="sum", per="n_tokens")),
         ("mine", Quantity(how="rate", per="step_time_s")),
         ("mine", Quantity(how="each")),

@@ -366,6 +366,46 @@ def test_only_what_a_loop_declared_is_added_to_and_to_one_step(model: str) -> No
     assert not dist.is_initialized()
 
 
+def test_where_no_number_is_declared_an_addition_is_told_what_can_be(trainer: Trainer) -> None:
+    for name in ("my_metric", "n_tokens", "", None, ["m"]):
+        with pytest.raises(UsageError, match="is no quantity") as refusal:
+            trainer.add(name, 3)  # pyright: ignore[reportArgumentType]
+        spelled, _, rest = refusal.value.hint.partition("`, ")
+        (own,) = eval(spelled.partition("quantities=")[2], {"Quantity": Quantity})  # noqa: S307
+        assert own == {"my_metric": "my_metric", "n_tokens": "my_n_tokens"}.get(
+            str(name), "my_metric"
+        )
+        for offered in ("sum", "min", "max", "mean", "n_tokens", "n_valid_tokens", "n_documents"):
+            assert offered in rest
+        assert "model_flops" not in rest
+
+
+@pytest.mark.parametrize("quantities", [["m"], [], {"m": "sum"}, {"": Quantity(how="sum")}])
+def test_what_is_no_declaration_leaves_no_trainer_behind(model: str, quantities: Any) -> None:
+    with pytest.raises(UsageError, match=r"Quantity|mapping"):
+        Trainer(model, length=8, device="cpu", quantities=quantities)
+    assert not dist.is_initialized()
+
+
+def test_a_value_that_is_refused_is_in_no_statistic(model: str) -> None:
+    own = {
+        "mine": Quantity(how="sum", is_count=True),
+        "share": Quantity(how="mean", per="n_tokens"),
+    }
+    with Trainer(model, length=8, device="cpu", quantities=own) as trainer:
+        trainer.add("share", 12)
+        with pytest.raises(UsageError, match="nothing was added") as refusal:
+            trainer.statistics()
+        assert "step()" in refusal.value.hint
+        trainer.step(ROWS)
+        for value in (None, "3", 2.5, torch.tensor([3.0, 4.0])):
+            with pytest.raises(UsageError, match="mine"):
+                trainer.add("mine", value)  # pyright: ignore[reportArgumentType]
+        trainer.add("mine", torch.tensor([4]))
+        told = trainer.statistics()
+    assert (told["mine"], told["share"], told["n_tokens"]) == (4, 0, 12)
+
+
 @pytest.mark.parametrize(
     ("settings", "rows"),
     [
@@ -381,12 +421,18 @@ def test_only_what_a_loop_declared_is_added_to_and_to_one_step(model: str) -> No
 def test_every_objective_tells_its_statistics(
     model: str, settings: dict[str, Any], rows: list[Any]
 ) -> None:
-    own = {"documents": Quantity(how="mean", per="n_documents", group="data")}
+    over = ("n_tokens", "n_valid_tokens", "prompt_tokens", "n_documents")
+    own = {name: Quantity(how="mean", per=name, group="data") for name in over}
+    own = {f"over_{name}": quantity for name, quantity in own.items()}
     with Trainer(model, length=8, device="cpu", quantities=own, **settings) as trainer:
         done = trainer.step([rows])
-        trainer.add("documents", 2)
+        for name in own:
+            trainer.add(name, 2)
         told = trainer.statistics()
-    assert (told["documents"], told["n_documents"], told["loss"]) == (1, 2, done.loss)
+    assert (told["over_n_documents"], told["n_documents"], told["loss"]) == (1, 2, done.loss)
+    for name in over:
+        count = told[name]
+        assert told[f"over_{name}"] == (2 / count if count else None)
     assert told.get("critic_gradient_norm") == done.critic_gradient_norm
 
 

@@ -25,10 +25,10 @@ class Quantity:
     says: str = ""
     """What the number is, in a line of Markdown."""
     per: str | None = None
-    """Denominator: the quantity that a mean is divided by, or DOCUMENT."""
+    """Denominator of a mean: a count of the step, a sum of the caller's own, or DOCUMENT."""
     group: Group = "all"
     is_count: bool = False
-    """Whether it is a whole number."""
+    """Whether it is a whole number, put together from whole numbers alone."""
 
 
 def _count(says: str, **how: str) -> Quantity:

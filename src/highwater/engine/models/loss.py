@@ -9,7 +9,6 @@ Bytes per N x V, forward and backward, at 2 bytes an element: ``full`` 2 (the lo
 their own gradient), ``chunked`` 0; the entropy adds none. Measured by benchmarks/loss.py on a GPU.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -62,11 +61,11 @@ class LogitRange:
             seen[2:] += self._seen[2:]
         self._seen = seen
 
-    def read(self) -> tuple[float, ...]:
-        """The smallest, the largest, and the sums of each token's smallest and largest; infinity
-        and minus infinity where there was no token. The host waits for the device.
+    def read(self) -> tuple[float | None, ...]:
+        """The smallest, the largest, and the sums of each token's smallest and largest; of no token
+        there is no smallest and no largest. The host waits for the device.
         """
-        return (math.inf, -math.inf, 0.0, 0.0) if self._seen is None else (*self._seen.tolist(),)
+        return (None, None, 0.0, 0.0) if self._seen is None else (*self._seen.tolist(),)
 
 
 def token_statistics(

@@ -6,13 +6,15 @@ rank adds its parts. One sum over all ranks carries everything, scalars and two 
 document alone: a number has a slot for each of its groups of ranks, smallest and largest ones a
 slot for each rank, and nothing is averaged or exponentiated before it arrived. It comes after the
 update, when no activation is alive, and in an operation that a step has used before: NCCL would
-take memory for another.
+take memory for another, and its MIN and MAX forget a NaN.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from numbers import Real
+from reprlib import repr as shortened
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -24,10 +26,11 @@ from highwater.errors import UsageError
 from highwater.nouns.quantities import DOCUMENT, QUANTITIES, Group, How, Quantity
 
 Reduced = float | int | tuple[float | int | None, ...] | None
-"""A number; of ``each`` one for every rank; None where there is nothing to divide or compare."""
+"""A number, NaN where NaN was added; of ``each`` one for every rank; None where there is nothing to
+divide or compare.
+"""
 _NOT_SENT = ("same", "rate")
-_NOTHING = {"sum": 0.0, "mean": 0.0, "min": math.inf, "max": -math.inf, "each": math.nan}
-"""The part of a rank that has nothing to add."""
+_DECLARATION = "`quantities={'my_metric': Quantity(how='sum')}`"
 _OF_ONES_OWN = ("sum", "mean", "min", "max")
 """How a quantity that a user declares may be put together."""
 _PER_DOCUMENT = 2
@@ -106,10 +109,12 @@ class Statistics:
         self._mesh = mesh
         sharing = 1 if sequence is None else dist.get_world_size(sequence)
         self.coordinates = Coordinates(rank=mesh.get_rank(), ranks=mesh.size(), sharing=sharing)
-        self._own = quantities or {}
+        self._own = {} if quantities is None else quantities
         self._quantities = _declared(self._own, groups or {}, denominators or {})
         self._shares = {
-            name: 1 / sharing for name, quantity in self._own.items() if quantity.group == "data"
+            name: 1 / sharing
+            for name, quantity in self._own.items()
+            if quantity.group == "data" and quantity.how in ("sum", "mean")
         }
         """Part of a value that each rank adds, where all that share a sequence have it alike."""
         self.reset()
@@ -120,22 +125,23 @@ class Statistics:
         self._of_documents: list[tuple[float, float]] = []
         self._has_logprobs = False
 
-    def add(self, name: str, value: float) -> None:
+    def add(self, name: str, value: float | Tensor) -> None:
         """Add this rank's part: to a sum, to the numerator of a mean, or to the rank's own number;
         or one more number of which the smallest or largest counts. ``same`` is set.
 
-        Raises UsageError, with the names that there are, for another one.
+        Raises UsageError, with the names that there are, for another one; and for a value that is
+        no number, or of a count no whole one.
         """
-        match known(name, self._quantities).how:
+        quantity = known(name, self._quantities)
+        part = _number(name, value, quantity)
+        match quantity.how:
             case "sum" | "mean" | "each":
-                part = value * self._shares.get(name, 1)
-                self._parts[name] = self._parts.get(name, 0.0) + part
-            case "min":
-                self._parts[name] = min(self._parts.get(name, math.inf), value)
-            case "max":
-                self._parts[name] = max(self._parts.get(name, -math.inf), value)
+                part += self._parts.get(name, 0.0)
+            case "min" | "max":
+                part = _extreme(quantity.how, (part, self._parts.get(name, part)))
             case _:
-                self._parts[name] = value
+                pass
+        self._parts[name] = part
 
     def add_documents(self, logprob_sums: Sequence[float] | None, counts: Sequence[int]) -> None:
         """Add this rank's part of documents, the same ones in the same order on all ranks that
@@ -151,7 +157,7 @@ class Statistics:
 
         ``most_documents``: the most that any rank added, the same on all ranks. A number that is
         not put together from all ranks is that of this rank's group. Raises UsageError for a mean
-        to whose denominator a rank added nothing.
+        to whose denominator a rank added nothing, and for a count past 2**53.
         """
         row = torch.tensor(
             [*self._scalars(), *self._documents(most_documents)], dtype=torch.float64
@@ -159,13 +165,18 @@ class Statistics:
         assert len(row) == self.width(most_documents), "a row is as long on every rank"
         slots = summed(row, self._mesh).tolist()
         numbers: dict[str, Reduced] = {**self._parts}
-        for name, quantity, group in self._sent:
-            width = self.coordinates.slots(group) * _numbers_of(quantity)
-            own, slots = slots[:width], slots[width:]
-            if name in numbers or name in self._own:
-                numbers[name] = self._number(name, quantity, group, own)
-        numbers |= self._over_documents(slots, most_documents)
-        self.reset()
+        try:
+            for name, quantity, group in self._sent:
+                width = self.coordinates.slots(group)
+                parts = [slots[n * width :][:width] for n in range(_numbers_of(quantity))]
+                slots = slots[width * len(parts) :]
+                # a rank without a token has no logit, and tells the others'
+                on_another = quantity.how in ("min", "max") and any(parts[1])
+                if name in numbers or name in self._own or on_another:
+                    numbers[name] = self._number(name, quantity, group, parts)
+            numbers |= self._over_documents(slots, most_documents)
+        finally:
+            self.reset()
         return {name: numbers[name] for name in self._quantities if name in numbers}
 
     def width(self, most_documents: int) -> int:
@@ -188,15 +199,29 @@ class Statistics:
     def _scalars(self) -> Iterator[float]:
         """This rank's parts in the slots of its groups, zeros in those of others."""
         for name, quantity, group in self._sent:
-            parts = [self._parts.get(name, _NOTHING[quantity.how])]
-            if quantity.how == "mean":
-                assert quantity.per is not None, "a mean is over something"
-                # NaN tells every rank that this one's denominator is missing
-                parts.append(self._parts.get(quantity.per, math.nan if name in self._parts else 0))
-            for part in parts:
+            for part in self._sent_of(name, quantity):
                 slots = [0.0] * self.coordinates.slots(group)
                 slots[self.coordinates.slot(group)] = part
                 yield from slots
+
+    def _sent_of(self, name: str, quantity: Quantity) -> tuple[float, ...]:
+        """This rank's numbers of a quantity, as many as ``_numbers_of`` says. No float is left to
+        say that there is nothing: whoever adds may add any, so that is a number of its own.
+        """
+        part, is_there = self._part(name), name in self._parts
+        match quantity.how:
+            case "mean":
+                assert quantity.per is not None, "a mean is over something"
+                return part, self._part(quantity.per), is_there and quantity.per not in self._parts
+            case "min" | "max":
+                return part, is_there
+            case "each":  # counts alone, of which none is NaN
+                return (part if is_there else math.nan,)
+            case _:
+                return (part,)
+
+    def _part(self, name: str) -> float:
+        return self._parts.get(name, 0.0) * self._shares.get(name, 1)
 
     def _documents(self, most: int) -> Iterator[float]:
         """This rank's part of its documents, zeros for those of other data ranks."""
@@ -207,29 +232,37 @@ class Statistics:
                 yield from numbers
 
     def _number(
-        self, name: str, quantity: Quantity, group: Group, slots: Sequence[float]
+        self, name: str, quantity: Quantity, group: Group, parts: Sequence[Sequence[float]]
     ) -> Reduced:
-        """A quantity's number of this rank, from all groups' slots."""
-        own = slots[self.coordinates.slot(group)]
-        members = (slots[rank] for rank in self.coordinates.members(quantity.group))
+        """A quantity's number of this rank, from all groups' slots of each of its parts."""
+        own = [slots[self.coordinates.slot(group)] for slots in parts]
         match quantity.how:
             case "sum":
-                return _counted(own, quantity)
+                return _counted(name, own[0], quantity)
             case "mean":
-                count = slots[self.coordinates.slots(group) + self.coordinates.slot(group)]
-                if math.isnan(count):
+                total, count, missing = own
+                if missing:
                     raise UsageError(
                         f"{name} is a mean over {quantity.per}, to which nothing was added on a "
                         f"rank that added to {name}",
-                        hint=f"add to `{quantity.per}` too, on every rank, if only 0",
+                        hint=f"add to `{quantity.per}` too, on every rank, if only 0"
+                        if quantity.per in self._own
+                        else f"call `step()` before you add: every rank's adds to `{quantity.per}`",
                     )
-                return own / count if count else None
-            case "min":
-                return _finite(min(members))
-            case "max":
-                return _finite(max(members))
+                if count:
+                    return total / count
+                return total if math.isnan(total) else None
+            case "min" | "max":
+                values, is_there = parts
+                members = self.coordinates.members(quantity.group)
+                added = [values[rank] for rank in members if is_there[rank]]
+                extreme = _extreme(quantity.how, added) if added else None
+                return None if extreme is None else _counted(name, extreme, quantity)
             case _:
-                return tuple(_counted(slot, quantity) for slot in slots)
+                return tuple(
+                    None if math.isnan(slot) else _counted(name, slot, quantity)
+                    for slot in parts[0]
+                )
 
     def _over_documents(self, slots: Sequence[float], most: int) -> dict[str, Reduced]:
         """The numbers that are per document."""
@@ -252,7 +285,17 @@ def _declared(
     own: Mapping[str, Quantity], groups: Mapping[str, Group], denominators: Mapping[str, str]
 ) -> dict[str, Quantity]:
     """All quantities, the caller's own too, some of other ranks, or over something else."""
+    if not isinstance(own, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UsageError(
+            f"quantities are {shortened(own)}, and have to be a mapping", hint=_DECLARATION
+        )
     for name, quantity in own.items():
+        if not (_is_name(name) and isinstance(quantity, Quantity)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UsageError(
+                f"{name!r}: {shortened(quantity)} cannot be declared: that takes a name and a "
+                "Quantity",
+                hint=_DECLARATION,
+            )
         if name in QUANTITIES:
             raise UsageError(
                 f"{name} is one of the step's own numbers", hint=f"call yours `my_{name}`"
@@ -263,51 +306,79 @@ def _declared(
                 hint="use `Quantity(how='mean', per='n_valid_tokens')`, or `how='sum'`, `'min'` or "
                 "`'max'` without `per`",
             )
+        if quantity.how == "mean" and quantity.is_count:
+            raise UsageError(
+                f"{name} is a mean, and cannot be declared as a count",
+                hint="leave `is_count` out",
+            )
     quantities = {**QUANTITIES, **own}
     # what ranks have alike is added in shares, of which there is one on each of all ranks
     whole: dict[str, Group] = {
         name: "all" if quantity.group == "data" else quantity.group
         for name, quantity in own.items()
     }
-    groups = {**whole, **groups}
-    means = {name: quantity.per for name, quantity in own.items() if quantity.per is not None}
-    denominators = {**means, **denominators}
-    for name, group in groups.items():
-        quantity = known(name, quantities)
+    put_together = [n for n, each in quantities.items() if each.how in _OF_ONES_OWN]
+    for name, group in {**whole, **groups}.items():
         if group not in get_args(Group):
             raise UsageError(
                 f"{group} is no group of ranks", hint=f"use one of {', '.join(get_args(Group))}"
             )
-        if quantity.how in (*_NOT_SENT, "each"):
+        if name not in put_together:
             raise UsageError(
-                f"{name} is not put together from ranks: each has it, or tells its own",
-                hint=f"leave {name} out of `groups`",
+                f"{name} is no number that is put together from ranks",
+                hint=f"use one of {', '.join(put_together)}",
             )
-        if quantity.per == DOCUMENT and group not in ("context", "all"):
+        if quantities[name].per == DOCUMENT and group not in ("context", "all"):
             raise UsageError(
                 f"{name} of {group}: a document's numbers are of all ranks that share it",
                 hint="use `context` or `all`",
             )
-        quantities[name] = replace(quantity, group=group)
-    for name, per in denominators.items():
-        quantity, over = known(name, quantities), known(per, quantities)
-        if quantity.how != "mean" or DOCUMENT in (quantity.per, over.per) or over.how != "sum":
+        quantities[name] = replace(quantities[name], group=group)
+    over = {name: quantity.per for name, quantity in own.items() if quantity.per is not None}
+    means = [n for n, each in quantities.items() if each.how == "mean" and each.per != DOCUMENT]
+    divisors = _divisors(quantities)
+    for name, per in {**over, **denominators}.items():
+        if name not in means:
             raise UsageError(
-                f"{name} over {per}: a mean over tokens is divided by a sum",
-                hint="divide it by `n_tokens`, for example",
+                f"{name} over {per}: {name} is no mean over tokens",
+                hint=f"use one of {', '.join(means)}",
+            )
+        if per not in divisors:
+            raise UsageError(
+                f"{name} over {per}: a mean is divided by a count of the step or a sum of your own",
+                hint=f"use one of {', '.join(divisors)}, or declare a sum besides",
             )
         quantities[name] = replace(quantities[name], per=per)
     return quantities
 
 
+def _divisors(quantities: Mapping[str, Quantity]) -> list[str]:
+    """What a mean may be over: counts, which every step has, and sums that a caller declared. A
+    trial's FLOPs are no count.
+    """
+    return [
+        name
+        for name, each in quantities.items()
+        if each.how == "sum" and not each.per and (each.is_count or name not in QUANTITIES)
+    ]
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and bool(name.strip())
+
+
 def known(name: str, quantities: Mapping[str, Quantity]) -> Quantity:
-    """The quantity of this name. Raises UsageError, with the names that there are, for another."""
-    if name not in quantities:
-        own = f"my_{name}" if name in QUANTITIES else name
+    """The quantity of this name. Raises UsageError, with the names that there are and what can be
+    declared, for another.
+    """
+    if not _is_name(name) or name not in quantities:
+        own = (f"my_{name}" if name in QUANTITIES else name) if _is_name(name) else "my_metric"
         others = f", or use one of {', '.join(quantities)}" if quantities else ""
         raise UsageError(
-            f"{name} is no quantity that is declared here",
-            hint=f"declare it, `quantities={{'{own}': Quantity(how='sum')}}`{others}",
+            f"{shortened(name)} is no quantity that is declared here",
+            hint=f"declare it, `quantities={{{own!r}: Quantity(how='sum')}}`, with `how` 'sum', "
+            "'min', 'max', or 'mean' and as its `per` any of "
+            f"{', '.join(_divisors({**QUANTITIES, **quantities}))}{others}",
         )
     return quantities[name]
 
@@ -320,8 +391,41 @@ def summed(row: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _numbers_of(quantity: Quantity) -> int:
-    """Numbers in one slot: a mean has a numerator and a denominator."""
-    return 2 if quantity.how == "mean" else 1
+    """Numbers in one slot: a mean has a numerator, a denominator and how many ranks miss that; a
+    smallest or largest has whether it is there.
+    """
+    return {"mean": 3, "min": 2, "max": 2}.get(quantity.how, 1)
+
+
+def _number(name: str, value: object, quantity: Quantity) -> float:
+    """A number, or the one of a tensor or an array. Raises UsageError for anything else, and for
+    what is not whole where the quantity is a count.
+    """
+    number = part = None
+    try:
+        number = value.item() if hasattr(value, "item") else value  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
+        if isinstance(number, Real):
+            part = float(number)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # of many elements; past float64
+        pass
+    if part is None:
+        raise UsageError(
+            f"{name} cannot take {shortened(value)}: it is no number that float64 has",
+            hint=f"add a number or a tensor of one element, such as `add({name!r}, 1)`",
+        )
+    if quantity.is_count and not (part.is_integer() and part == number):
+        raise UsageError(
+            f"{name} is a count, and cannot take {shortened(value)}: it is no whole number",
+            hint="add a whole number, or declare it without `is_count`",
+        )
+    return part
+
+
+def _extreme(how: Literal["min", "max"], values: Sequence[float]) -> float:
+    """The smallest or largest; NaN where one is: Python's keep that only where it comes first."""
+    if any(map(math.isnan, values)):
+        return math.nan
+    return min(values) if how == "min" else max(values)
 
 
 def _perplexity(how: How, documents: Sequence[tuple[float, float]]) -> Reduced:
@@ -333,14 +437,15 @@ def _perplexity(how: How, documents: Sequence[tuple[float, float]]) -> Reduced:
     sums, counts = torch.tensor(documents, dtype=torch.float64).T
     perplexities_D = (-sums / counts).exp()  # infinite rather than an error
     of = {"mean": torch.mean, "min": torch.min, "max": torch.max}[how]
-    return _finite(float(of(perplexities_D)))
+    return float(of(perplexities_D))
 
 
-def _counted(value: float, quantity: Quantity) -> float | int | None:
-    if not math.isfinite(value):
-        return None
-    return round(value) if quantity.is_count else value
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _counted(name: str, value: float, quantity: Quantity) -> float | int:
+    if not quantity.is_count:
+        return value
+    if abs(value) > 2**53:  # of whole numbers past it float64 skips some
+        raise UsageError(
+            f"{name} came to {value:g}, and counts are exact up to 2**53",
+            hint="declare it without `is_count`",
+        )
+    return round(value)

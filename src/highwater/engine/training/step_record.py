@@ -62,7 +62,8 @@ class StepRecord:
         """Add this rank's parts of the step's numbers, computed on the host in float64."""
         if self.logit_range is not None:
             for name, value in zip(_OF_LOGITS, self.logit_range.read(), strict=True):
-                statistics.add(name, value)
+                if value is not None:
+                    statistics.add(name, value)
         first_of_sharing = statistics.coordinates.slot("data") == 0
         for index, batch in enumerate(self.micro_batches):
             _add_counts(statistics, batch, counts_documents=first_of_sharing)

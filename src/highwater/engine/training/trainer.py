@@ -101,7 +101,7 @@ class Trainer:
         self._is_bounded = request.memory is not None
         self._closed = False
         self._profiler: TrialProfiler | None = None
-        self._own = quantities or {}
+        self._own = {} if quantities is None else quantities
         self._first_addition: int | None = None
         """Steps that were done when something was first added since the last export."""
         self.steps_done = 0
@@ -214,14 +214,15 @@ class Trainer:
                 self._statistics.add(name, value)
         return result
 
-    def add(self, name: str, value: float) -> None:
+    def add(self, name: str, value: float | torch.Tensor) -> None:
         """Add this rank's part of one of the ``quantities``: to a sum, to the numerator of a mean
         or to its denominator; or one more number of which the smallest or largest counts.
 
-        Raises UsageError, with the names that were declared, for another one.
+        Raises UsageError, with the names that were declared and what can be, for another one; and
+        for a value that is neither a number nor a tensor of one element.
         """
         known(name, self._own)
-        self._statistics.add(name, float(value))
+        self._statistics.add(name, value)
         if self._first_addition is None:
             self._first_addition = self.steps_done
 
