@@ -214,17 +214,21 @@ def test_errors_speak_the_words_of_this_command(
 
 
 def test_hints_about_a_full_disk_name_the_flags_that_there_are_here() -> None:
-    """The original has no flag against shards: it always writes them."""
+    """The original has no flag against shards, which a file can switch off."""
     free = "free some space (`df -h x`)"
-    for flags in ("--checkpoint none", "--checkpoint none --save-hf never"):
-        assert in_these_words(f"{free}, or use `{flags}`") == free
+    said = in_these_words(f"{free}, or use `--checkpoint none --save-hf never`")
+    assert offered(said)[1:] == [
+        ["--save_hf_checkpoint", "never"],
+        ["checkpoint:", "none"],
+        ["--config"],
+    ]
     hint = in_these_words(
         f"{free}, or use `--checkpoint-dir /y`, or use `--save-hf never`, or use `--checkpoint "
         f"none`"
     )
     shown, *ways = offered(hint)
     assert shown == ["df", "-h", "x"]
-    assert ways == [["--checkpoint_path", "/y"], ["--save_hf_checkpoint", "never"]]
+    assert ways[:2] == [["--checkpoint_path", "/y"], ["--save_hf_checkpoint", "never"]]
     arguments = parse((*MODEL, *ways[0], *ways[1]))
     assert (arguments.checkpoint_path, arguments.save_hf_checkpoint) == ("/y", "never")
 
@@ -293,6 +297,167 @@ def test_a_start_length_that_is_typed_is_tried_first_and_longer_ones_until_out_o
     assert all(answer.limit == "memory" for answer in answers)
 
 
+def followed(hint: str, words: tuple[str, ...], more: str) -> list[tuple[tuple[str, ...], str]]:
+    """The words and the file after each way that a hint offers: flags in the place of those that
+    were typed, a bare value in that of the value, keys in the file; `and` joins two.
+    """
+    ways: list[tuple[tuple[str, ...], str]] = []
+    for way in re.split(r",? or |, |; ", hint):
+        typed, lines = list(words), dict(re.findall(r"(\w+): (.*)\n", more))
+        for span in re.findall(r"`([^`]*)`", way):
+            if re.fullmatch(r"\w+: .*", span):
+                key, _, lines_value = span.partition(": ")
+                lines[key] = lines_value
+            elif span.startswith("--"):
+                flag, *values = span.split()
+                if flag == "--config":
+                    continue
+                if flag in typed:
+                    del typed[typed.index(flag) : typed.index(flag) + 2]
+                typed += [flag, *values]
+            else:
+                typed[-1] = span
+        made = tuple(typed), "".join(f"{key}: {value}\n" for key, value in lines.items())
+        if made != (words, more) and made not in ways:
+            ways.append(made)
+    return ways
+
+
+@pytest.mark.parametrize(
+    ("words", "more"),
+    [
+        (("--timeout", "0"), ""),
+        (("--timeout", "30"), ""),
+        (("--timeout", "soon"), ""),
+        (("--timeout", "400d"), ""),
+        (("--start_length", "0"), ""),
+        (("--start_length", "1"), ""),
+        (("--start_length", "4x"), ""),
+        (("--start_length", "2000000000"), ""),
+        (("--memory", "30MiB"), ""),
+        (("--memory", "16"), ""),
+        ((), "memory: 16MiB\n"),
+        ((), "memory: 63.9MiB\n"),
+        ((), "steps: 1\n"),
+        ((), "ring: [3]\n"),
+        (("--test_sp_num", "3"), "ring: 2\n"),
+        ((), "max_length: 2048\n"),
+        ((), "proof: memory\n"),
+        ((), "optimizer: adamw-8bit\n"),
+        ((), "copies: 3\n"),
+        ((), "lora_base: nf4\nstrategy: fsdp2\n"),
+        ((), "token_budget: 2k\n"),
+        ((), "mlp_tiles: 0\n"),
+        ((), "resolution: 1\nmax_length: 16m\n"),
+        ((), "objective: reward\n"),
+        ((), "parameters: bf16\nstrategy: fsdp2\n"),
+    ],
+)
+def test_every_hint_can_be_typed_here_or_written_into_the_file(
+    simulated: Run, words: tuple[str, ...], more: str
+) -> None:
+    counts = ("--test_gpu_num", "1", "2")
+    problem, hint = refusal(simulated(*counts, *words, more=more), 2)
+    ways = followed(hint, words, more)
+    assert ways, hint
+    for typed, file in ways:
+        done = simulated(*counts, *typed, more=file)
+        if done.returncode == 2:  # the next thing that is wrong, which is another one
+            assert refusal(done, 2)[0] != problem, (hint, typed, file)
+        else:
+            assert done.returncode in (0, 1), (hint, typed, file, done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("said", "here"),
+    [
+        ("use `--steps 2 --micro-batches 4`", ["steps: 2", "micro_batches: 4"]),
+        ("use `--ulysses 2 --ring 3`, or `--ulysses 1 --ring 1`", ["--test_sp_num 1"]),
+        ("use `--memory 2GiB`, with `--device cpu`", ["--memory 2GiB", "device: cpu"]),
+        ("use `--entropy none`", ["entropy: none"]),
+        ("use `--entropy chunked`", ["--entropy_saving"]),
+        ("use `--offload states`, or `--offload`", ["offload: states", "--offload"]),
+        ("`--max-length` names another end", ["max_length"]),
+        ("use `--ulysses 1 2 --lora 8`", ["--test_sp_num 1 2", "lora: 8"]),
+        ("leave `--rope` out", ["rope: auto"]),
+        ("leave `--save-hf` out", ["--save_hf_checkpoint"]),
+        ("leave `--offload` out, or `--lora-base`", ["offload: false", "lora_base: bf16"]),
+        (
+            "leave `--dry-run` or `--prediction trace` out",
+            ["dry_run: false", "prediction: formula"],
+        ),
+        ("add `--no-such 3` to `highwater predict --gpus 2`", ["--no-such 3"]),
+    ],
+)
+def test_what_has_no_flag_here_is_a_key_of_the_file(said: str, here: list[str]) -> None:
+    told = in_these_words(said, {"save_hf_checkpoint"})
+    spans = [span for span in re.findall(r"`([^`]*)`", told) if span != "--config"]
+    assert [span for span in spans if not span.startswith("highwater ")] == here
+    assert in_these_words(told, {"save_hf_checkpoint"}) == told, "these words stay what they are"
+
+
+def test_a_switch_that_was_typed_and_no_file_takes_back_is_to_be_left_out() -> None:
+    assert in_these_words("use `--runner local`", {"dlc"}).endswith(", without `--dlc`")
+    assert "without" not in in_these_words("use `--runner local`")
+
+
+@pytest.mark.parametrize(
+    ("words", "more", "tried"),
+    [
+        (("--start_length", "32k"), "", 32768),
+        (("--start_length", "8192"), "start_length: 512\n", 8192),
+        ((), "start_length: 256\n", 256),
+        ((), "start_length: 4096\n", 4096),
+        ((), "start_length: 12k\n", 12288),
+        (("--timeout", "40m", "--start_length", "1024"), "", 1024),
+    ],
+)
+def test_a_start_length_of_either_spelling_and_place_is_tried_first(
+    simulated: Run, tmp_path: Path, words: tuple[str, ...], more: str, tried: int
+) -> None:
+    done = simulated("--test_gpu_num", "1", *words, more=more)
+    assert done.returncode == 0, done.stderr
+    (lengths,) = lengths_tried(tmp_path / "study.jsonl").values()
+    assert lengths[0] == tried
+
+
+@pytest.mark.parametrize(
+    ("more", "goes_on"),
+    [
+        ("", True),
+        ("max_length: 512\n", False),
+        ("max_length: 8k\n", False),
+        ("max_length: 12k\n", False),
+        ("start_length: 256\n", False),
+    ],
+)
+def test_the_note_on_where_lengths_end_is_said_where_it_is_true(
+    search: Run, tmp_path: Path, more: str, goes_on: bool
+) -> None:
+    bundled = Path(__file__).parents[2] / "examples" / "tiny"
+    (tmp_path / "end.yaml").write_text("dry_run: true\nmemory: 1GiB\n" + more)
+    words = ("--model_path", str(bundled), "--test_gpu_num", "1", "--config", "end.yaml")
+    done = search(*words)
+    notes = [line for line in done.stderr.splitlines() if "lengths end at" in line]
+    assert len(notes) == 1, done.stderr
+    told = re.search(r"`--start_length 512` goes on to ([\d,]+)", notes[0])
+    assert (told is not None) is goes_on, notes
+    if told is not None:
+        again = search(*words, "--start_length", "512", "--log_dir", "other")
+        assert f"lengths end at {told[1]} tokens" in again.stderr
+
+
+@pytest.mark.parametrize("more", ["device: cuda\n", "device: cpu\n"])
+def test_a_device_in_the_file_has_its_own_lengths(
+    search: Run, tiny: Path, tmp_path: Path, more: str
+) -> None:
+    file = f"dry_run: true\nmemory: 1GiB\nstudy: study.jsonl\n{more}"
+    (tmp_path / "device.yaml").write_text(file)
+    search("--model_path", str(tiny), "--test_gpu_num", "1", "--config", "device.yaml")
+    grid = read_study(tmp_path / "study.jsonl").question.grid
+    assert (grid.step_tokens == 128) is ("cpu" in more)
+
+
 @pytest.mark.parametrize("method", ["bisect", "linear"])
 @pytest.mark.parametrize("start", ["110000", "262144", "400000"])
 def test_where_the_start_length_itself_does_not_fit_0_is_said_to_be_no_search_below(
@@ -346,6 +511,7 @@ def test_a_ceiling_is_marked_beside_the_final_line_and_in_the_published_layout(
     done = simulated("--test_gpu_num", "1", *words, more="max_length: 16384\n")
     assert (done.returncode, capacities(done)) == (0, [16384]), done.stderr
     assert "≥16384: " in done.stderr
+    assert "capacity ≥16,384 tokens" in done.stderr
     shown = highwater("show", "study.jsonl", "--as", "published")
     assert re.search(r"^1 +\| 1 +\| ≥16384$", shown.stdout, re.MULTILINE), shown.stdout
     lines = highwater("show", "study.jsonl", "--as", "lines")
@@ -436,6 +602,14 @@ def breaks(**_):
     raise RuntimeError("no sequences here")
     yield []
 
+def hungry(**_):
+    raise MemoryError
+    yield []
+
+def long(*, length_tokens, sequences, **_):
+    while True:
+        yield [{"input_ids": [7] * 256, "reward": float(each)} for each in range(sequences)]
+
 def rewarded(*, length_tokens, sequences, **_):
     while True:
         yield [
@@ -459,6 +633,40 @@ def on_the_cpu(search: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.Monk
     return run_it
 
 
+@pytest.mark.parametrize(
+    "source", ["own_sequences:nothing", "nomod:x", "own_sequences.inner:x", "x", ":x", "json:dumpz"]
+)
+def test_a_function_that_is_not_there_is_refused_before_anything_starts(
+    search: Run, on_the_cpu: Run, tiny: Path, highwater: Run, source: str
+) -> None:
+    words = ("--model_path", str(tiny), "--test_gpu_num", "1", "--data", source)
+    assert source in refusal(search(*words), 2)[0]
+    tried = highwater("try", str(tiny), "--device", "cpu", "--length", "128", "--data", source)
+    assert source in refusal(tried, 2)[0]
+
+
+@pytest.mark.timeout(300)
+def test_documents_that_are_too_long_have_a_hint_that_can_be_typed(
+    on_the_cpu: Run, tmp_path: Path
+) -> None:
+    done = on_the_cpu("long", "--start_length", "128")
+    assert done.returncode == 2, done.stderr
+    hint = done.stderr.splitlines()[-1]
+    (length,) = offered(hint)[-1]
+    (tmp_path / "study.jsonl").unlink()
+    assert on_the_cpu("long", "--start_length", length).returncode == 0
+
+
+@pytest.mark.timeout(300)
+def test_where_nothing_fits_it_is_said_in_plain_words(on_the_cpu: Run, tmp_path: Path) -> None:
+    done = on_the_cpu("hungry", "--start_length", "128")
+    assert (done.returncode, capacities(done)) == (1, [0]), done.stderr
+    assert "none tokens" not in done.stderr
+    assert re.search(r": nothing fits$", done.stderr, re.MULTILINE)
+    assert not re.search(r":[;:]|: *$", done.stderr, re.MULTILINE)
+    assert re.search(r"ran out of (host )?memory.*: .*\w", done.stderr), done.stderr
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("method", ["bisect", "linear"])
 def test_after_a_time_out_there_is_no_second_attempt_and_no_line_without_a_number(
@@ -473,6 +681,10 @@ def test_after_a_time_out_there_is_no_second_attempt_and_no_line_without_a_numbe
     )
     lines = highwater("show", "study.jsonl", "--as", "lines")
     assert (lines.returncode, lines.stdout) == (4, "")
+    shown = highwater("show", "study.jsonl", "--as", "published")
+    assert shown.returncode == 4
+    assert "?" not in shown.stdout
+    assert "no line" in shown.stderr
 
 
 @pytest.mark.timeout(300)

@@ -205,6 +205,13 @@ def test_what_a_token_meets_is_told_by_the_definition_of_segments_and_blocks(
             assert found.equal(meetings(length, heads[0], of_length, kept).float())
 
 
+def test_the_benchmarks_headline_attention_has_blocks_of_256() -> None:
+    pattern = IMPLEMENTATIONS["block_sparse_ring_dilated"].pattern
+    assert pattern is not None
+    assert (pattern.block_size, pattern.sparsity_ratio) == (256, "adaptive")
+    assert SparsePatternConfig().block_size == 128
+
+
 @pytest.mark.parametrize("branches", BRANCHES)
 @pytest.mark.parametrize(
     "pattern",

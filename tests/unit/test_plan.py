@@ -305,6 +305,22 @@ def test_a_degree_that_does_not_divide_the_heads_is_skipped(tmp_path: Path) -> N
         plan(request_from({"model": model, "gpus": [4], "ulysses": [4]}), machine_with(4))
 
 
+@pytest.mark.parametrize(("kv_heads", "refused"), [(4, [3, 6]), (6, [4]), (12, []), (1, [])])
+def test_sp_and_the_kv_heads_have_to_divide_one_another(
+    tmp_path: Path, kv_heads: int, refused: list[int]
+) -> None:
+    model = str(write_model(tmp_path / "m", num_attention_heads=12, num_key_value_heads=kv_heads))
+    degrees = [1, 2, 3, 4, 6, 12]
+    result = plan(
+        request_from({"model": model, "gpus": [12], "ulysses": degrees}), machine_with(12)
+    )
+    tried = {cell.layout.ulysses_degree for cell in result.question.cells}
+    assert tried == set(degrees) - set(refused)
+    for degree in refused:
+        why = f"{degree} and the model's {kv_heads} key/value heads do not divide each other"
+        assert any(note.startswith(f"SP={degree} ") and why in note for note in result.notes)
+
+
 def test_a_model_with_its_own_rope_scaling_is_searched_up_to_its_maximum() -> None:
     result = plan(request_from({"model": "Llama-3.1-8B"}), machine_with(1))
     assert result.question.grid.max_tokens == 131072

@@ -2,7 +2,6 @@
 before anything starts, with a layout that works.
 """
 
-import argparse
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,17 @@ from hypothesis import strategies as st
 from places import NO_GPU, machine_with, write_model
 
 from highwater import predict, recommend
-from highwater.cli.search_context_length_capacity import parse, place_of
+from highwater.cli.search_context_length_capacity import (
+    parse,
+    place_of,
+    request_of,
+    settings_of,
+)
 from highwater.errors import ModelError, UsageError
 from highwater.model.model import load_model
 from highwater.nouns.codec import from_builtins, to_builtins
 from highwater.nouns.plan import plan, plan_trial
-from highwater.nouns.request import request_from
+from highwater.nouns.request import Request, request_from
 from highwater.nouns.study import Question
 from highwater.nouns.working_sizes import SCORES_AT_HAND, stretch
 
@@ -146,17 +150,17 @@ def test_the_window_is_no_part_of_what_a_study_asks(mistral: str) -> None:
 
 
 def test_the_drop_in_command_searches_past_the_window(mistral: str) -> None:
-    asked = drop_in(mistral)
-    place = place_of(load_model(mistral), machine_with(1), asked, ())
+    place = place_of(load_model(mistral), machine_with(1), drop_in(mistral))
     result = plan(request_from({"model": mistral, "rope": "yarn", **place}), machine_with(1))
     assert result.question.grid.max_tokens == 16 * 1024**2
     asked = drop_in(mistral, "--start_length", "16384")
-    place = place_of(load_model(mistral), NO_GPU, asked, ("start_length",))
+    place = place_of(load_model(mistral), NO_GPU, asked, starts=True)
     assert place["max_length"] == 16384
 
 
-def drop_in(model: str, *words: str) -> argparse.Namespace:
-    return parse(["--model_path", model, "--test_gpu_num", "1", *words])
+def drop_in(model: str, *words: str) -> Request:
+    arguments = parse(["--model_path", model, "--test_gpu_num", "1", *words])
+    return request_of(arguments, settings_of(arguments, {}), {})
 
 
 def about_windows(notes: tuple[str, ...]) -> list[str]:

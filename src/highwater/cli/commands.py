@@ -162,30 +162,33 @@ def show(arguments: argparse.Namespace) -> int:
             )
         console.answer_json(studies[0])
         return EXIT_ANSWERED
-    if arguments.as_ == "published":
+    if arguments.as_ == "table":
+        for study in studies:
+            _say_answer(study)
+    elif arguments.as_ == "published":
         for number, table in enumerate(published_tables(studies)):
             if number:
                 console.answer("")
             console.answer_table(table, drawn=published_text)
-    elif arguments.as_ == "lines":
-        cells = [(study, cell) for study in studies for cell in study.question.cells]
-        said = [say_line(study.question, cell, study.answer_of(cell)) for study, cell in cells]
-        if not all(said):
-            return EXIT_INCONCLUSIVE
-    else:
-        for study in studies:
-            _say_answer(study)
+    is_read = arguments.as_ != "table"  # by programs
+    for study in studies if is_read else ():
+        for cell in study.question.cells:
+            answer = study.answer_of(cell)
+            if arguments.as_ == "lines":
+                say_line(study.question, cell, answer)
+            elif answer is None or answer.capacity_tokens is None:
+                console.notes(published_notes(study.question, cell, answer))
     console.next_command(_after_show(studies[0], arguments.as_))
-    return EXIT_ANSWERED
+    is_open = any(exit_code(study) == EXIT_INCONCLUSIVE for study in studies)
+    return EXIT_INCONCLUSIVE if is_read and is_open else EXIT_ANSWERED
 
 
-def say_line(question: Question, cell: Cell, answer: CellAnswer | None) -> bool:
-    """Print the published final line of a cell, and what it does not say; whether it has one."""
+def say_line(question: Question, cell: Cell, answer: CellAnswer | None) -> None:
+    """Print the published final line of a cell, if it has one, and what it does not say."""
     line = published_line(question, cell, answer)
     console.notes(published_notes(question, cell, answer))
     if line is not None:
         console.answer(line)
-    return line is not None
 
 
 def schema(_: argparse.Namespace) -> int:

@@ -31,23 +31,27 @@ def request_of(arguments: argparse.Namespace) -> Request:
 
     Raises UsageError for a file that cannot be read, and for settings that cannot be.
     """
-    return request_with(typed_values(arguments), arguments.config)
+    typed = typed_values(arguments)
+    return layered(settings_in(arguments.config, typed.get("model")), typed)
 
 
-def request_with(
-    typed: Mapping[str, Any], config: str | None, *, usual: Mapping[str, Any] | None = None
-) -> Request:
-    """The request of typed settings, over those in a file, over a program's ``usual`` ones."""
-    from_file: dict[str, Any] = {}
-    if config is not None:
-        path = Path(config)
-        from_file = _read_yaml(path)
-        if "model" in typed:
-            from_file["model"] = typed["model"]
-        read = to_builtins(request_from(from_file, config_file=str(path)))
-        from_file = {name: read[name] for name in from_file}
+def settings_in(config: str | None, model: str | None) -> dict[str, Any]:
+    """The settings in a file, if any, with the model that was typed. Raises UsageError for a file
+    that cannot be read, and for settings that cannot be.
+    """
+    if config is None:
+        return {}
+    from_file = _read_yaml(Path(config))
+    if model is not None:
+        from_file["model"] = model
+    read = to_builtins(request_from(from_file, config_file=config))
+    return {name: read[name] for name in from_file}
+
+
+def layered(*layers: Mapping[str, Any]) -> Request:
+    """The request of settings, each layer over those before it."""
     values: dict[str, Any] = {}
-    for named in (usual or {}, from_file, typed):
+    for named in layers:
         overridden = PACKINGS if any(name in named for name in PACKINGS) else ()
         values = {name: values[name] for name in values if name not in overridden} | {**named}
     return request_from(values)
@@ -68,6 +72,13 @@ def to_yaml(request: Request) -> str:
         name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()
     }
     return yaml.safe_dump(settings, sort_keys=False, allow_unicode=False).rstrip()
+
+
+def as_key(name: str, value: object) -> str:
+    """A setting as a line of a file."""
+    text = yaml.safe_dump(to_builtins(value), default_flow_style=True, width=10_000)
+    shown = text.strip().removesuffix("...").rstrip()
+    return f"{name}: {shown}"
 
 
 def config_schema() -> dict[str, Any]:

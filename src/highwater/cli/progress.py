@@ -137,7 +137,7 @@ class Progress:
             case TrialFinished():
                 self._finish(event)
             case CellAnswered():
-                self._states[event.answer.cell] = f"done: {self._answered(event.answer, '')}"
+                self._states[event.answer.cell] = f"done: {self._answered(event.answer)}"
                 self._cells_s.pop(event.answer.cell, None)
                 self._unanswered.discard(event.answer.cell)
 
@@ -254,7 +254,7 @@ class Progress:
                 log = self._log_of(event.result)
                 return f"{name}: {recorded}{_ended(event.spec, event.result)}{log}"
             case CellAnswered():
-                return f"{name}: capacity {self._answered(event.answer, ' tokens')}"
+                return f"{name}: {self._answered(event.answer, 'capacity ', ' tokens')}"
 
     def table(self) -> TextTable:
         """A table of where every cell stands now."""
@@ -290,12 +290,17 @@ class Progress:
         self._has_named_log = True
         return f"; the whole message is in {plain(result.log_path)}, others beside it"
 
-    def _answered(self, answer: CellAnswer, unit: str) -> str:
-        """The capacity, and what a memory-only proof adds to it."""
-        memory_only = memory_only_text(self._question, answer, none="")
-        return f"{capacity_text(self._question, answer)}{unit}" + (
-            f", {memory_only}" if memory_only else ""
-        )
+    def _answered(self, answer: CellAnswer, before: str = "", unit: str = "") -> str:
+        """The capacity, and what a memory-only proof adds to it; ``≥`` where the longest is one
+        that nothing stopped.
+        """
+        if not answer.reach_tokens:
+            return "no answer" if answer.reach_tokens is None else "nothing fits"
+        least, memory_only = "≥" if answer.is_at_least else "", ""
+        if answer.memory_only is not None:
+            memory_only, least = f"{least}{memory_only_text(self._question, answer)}", ""
+        capacity = f"{before}{least}{capacity_text(self._question, answer)}{unit}"
+        return ", ".join(filter(None, (capacity if answer.capacity_tokens else "", memory_only)))
 
     def _left(self) -> str:
         left_s = self.left_s

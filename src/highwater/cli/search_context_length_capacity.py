@@ -13,7 +13,8 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,17 +23,19 @@ from highwater import api
 from highwater.cli import console
 from highwater.cli.app import guarded
 from highwater.cli.commands import exit_code, say_interrupted, say_line, with_memory
-from highwater.cli.config import request_with
+from highwater.cli.config import as_key, layered, settings_in
 from highwater.cli.interruption import exit_code_of
 from highwater.cli.parser import Parser, parse_strictly
 from highwater.cli.progress import Progress
 from highwater.errors import HighwaterError, MachineError
 from highwater.model.model import STATE_BYTES_PER_PARAMETER, Model, load_model
+from highwater.nouns.declaration import SWITCH
+from highwater.nouns.declared_settings import DECLARED
 from highwater.nouns.environment import ALLOCATOR_MODES, allocator_options, ignored_options
 from highwater.nouns.hardware import Machine
 from highwater.nouns.plan import Plan
 from highwater.nouns.request import Request, request_from, values_of
-from highwater.nouns.search_lengths import CEILING_TOKENS
+from highwater.nouns.search_lengths import CEILING_TOKENS, grid_of
 from highwater.nouns.settings import Allocator, Settings
 from highwater.nouns.trial_hardware import cpu_memory
 from highwater.search.search_events import CellAnswered, SearchEvent
@@ -59,18 +62,6 @@ _IN_A_JOB = (
     "for all of them `ray start --head` on the first, and on each other the `ray start --address` "
     "that this prints"
 )
-_FLAG_NAMES = {
-    "--gpus": "--test_gpu_num",
-    "--ulysses": "--test_sp_num",
-    "--log-dir": "--log_dir",
-    "--strategy": "--trainer_strategy",
-    "--save-hf": "--save_hf_checkpoint",
-    "--checkpoint-dir": "--checkpoint_path",
-    "--start-length": "--start_length",
-    "--timeout 10s": "--timeout 10",
-    "--timeout 40m": "--timeout 2400",
-}
-"""Flags of ``highwater find`` in hints, and what they are called here."""
 _FIELDS = {
     "model_path": "model",
     "start_length": "start_length",
@@ -89,12 +80,20 @@ _FIELDS = {
     "dlc": "runner",
 }
 """Flags, and the settings of a request that they name."""
-_NOT_HERE = re.compile(
-    r", or use `--checkpoint none[^`]*`|`--ulysses \d+ --ring (?!1`)\d+`(?:, | or )"
+_FLAG_OF = {field: flag for flag, field in _FIELDS.items()}
+_SWITCHES = {"entropy": "chunked", "offload": "true", "runner": "ray"}
+"""Fields that a flag without a value sets here, and the value that it stands for."""
+_FLAGS = re.compile(r"(leave )?`(--\w[^`]*)`( out\b)?")
+_LEFT_OUT = (
+    (re.compile(r"leave (`--[^`]*`) (or|and) (`--[^`]*`) out"), r"leave \1 out \2 leave \3 out"),
+    (re.compile(r"(leave `--[^`]*` out), or (`--[\w-]+`)"), r"\1, or leave \2 out"),
 )
-"""The words of hints about flags that the original does not have: it always writes its shards, and
-knows no ring.
-"""
+"""Two settings that one sentence leaves out, and a sentence each."""
+_RING = re.compile(r"`--ulysses \d+ --ring (?!1`)\d+`(?:, | or )| --ring 1(?=[ `])")
+"""Words about a ring, which the original does not know: alternatives with one, and that there is
+none."""
+_USUAL = Request(model=".")
+_IN_THE_FILE = " in the file of `--config`"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -104,22 +103,42 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _run(words: Sequence[str]) -> int:
     arguments, typed = parse(words), typed_in(words)
-    model, machine = load_model(arguments.model_path), _machine(arguments)
+    from_file: dict[str, Any] = {}
     try:
-        place = place_of(model, machine, arguments, typed)
-        settings = settings_of(arguments, os.environ if place["device"] == "cuda" else {})
-        request = request_of(arguments, settings, place, typed)
-        planned = api.prepare(request)
+        model, machine = load_model(arguments.model_path), _machine(arguments)
+        from_file = settings_in(arguments.config, arguments.model_path)
+        return _search(words, arguments, model, machine, from_file)
     except HighwaterError as error:
-        error.hint = in_these_words(error.hint)
+        error.problem = in_these_words(error.problem, typed, from_file, where="")
+        error.hint = in_these_words(error.hint, typed, from_file)
         raise
-    planned = msgspec.structs.replace(planned, begins_shortest="start_length" in typed)
-    console.notes(_notes(arguments, planned))
+
+
+def _search(
+    words: Sequence[str],
+    arguments: argparse.Namespace,
+    model: Model,
+    machine: Machine,
+    from_file: Mapping[str, Any],
+) -> int:
+    typed = typed_in(words)
+    asked = request_of(arguments, settings_of(arguments, {}), {}, typed, from_file)
+    starts = "start_length" in {*typed, *from_file}
+    place = place_of(model, machine, asked, starts=starts)
+    settings = settings_of(arguments, os.environ if place["device"] == "cuda" else {})
+    request = request_of(arguments, settings, place, typed, from_file)
+    planned = msgspec.structs.replace(api.prepare(request), begins_shortest=starts)
+    device = planned.question.device
+    unbound = place | ({} if starts or device == "cuda" else {"max_length": CEILING_TOKENS["cpu"]})
+    started = request_of(arguments, settings, unbound, typed, from_file)
+    longest_tokens = grid_of(started, model, device)[0].max_tokens
+    here = partial(in_these_words, typed=typed, from_file=from_file)
+    console.notes([*map(here, _notes(arguments, planned, longest_tokens))])
     try:
         study = api.answer(
             request,
             planned,
-            on_event=_listener(planned),
+            on_event=_listener(planned, here),
             log_layout="published",
             command=with_memory((PROGRAM, *words), request, planned.question.memory_budget_bytes),
         )
@@ -131,15 +150,17 @@ def _run(words: Sequence[str]) -> int:
     return exit_code(study, has_budget=planned.budget_s is not None)
 
 
-def _notes(arguments: argparse.Namespace, planned: Plan) -> tuple[str, ...]:
-    """What differs from the original here, before the plan's own notes."""
+def _notes(arguments: argparse.Namespace, planned: Plan, longest_tokens: int) -> tuple[str, ...]:
+    """What differs from the original here, before the plan's own notes. ``longest_tokens``: the
+    end of lengths on the CPU where a start length is typed.
+    """
     question = planned.question
-    most = format_tokens(CEILING_TOKENS["cpu"])
+    goes_on = longest_tokens > question.grid.max_tokens and not planned.begins_shortest
     on_the_cpu = (
         f"trials run on the CPU: {format_bytes(question.memory_budget_bytes)} of host memory for "
         f"each process stand in for a GPU, and lengths end at "
         f"{format_tokens(question.grid.max_tokens)} tokens"
-        + ("" if planned.begins_shortest else f"; `--start_length 512` goes on to {most}"),
+        + (f"; `--start_length 512` goes on to {format_tokens(longest_tokens)}" if goes_on else ""),
     )
     return (
         *(on_the_cpu if question.device == "cpu" else ()),
@@ -147,12 +168,14 @@ def _notes(arguments: argparse.Namespace, planned: Plan) -> tuple[str, ...]:
         f"goes with it: nothing else there is touched",
         *((_DLC_NOTE,) if arguments.dlc else ()),
         *ignored_options(os.environ, question.device, reads_mode=True),
-        *map(in_these_words, planned.notes),
+        *planned.notes,
     )
 
 
-def _listener(planned: Plan) -> Callable[[SearchEvent], None]:
-    """Says each event on stderr, and each answered cell on stdout as the original does."""
+def _listener(planned: Plan, here: Callable[[str], str]) -> Callable[[SearchEvent], None]:
+    """Says each event on stderr, and each answered cell on stdout as the original does; ``here``
+    puts what is said into the words of this command.
+    """
     question = planned.question
     progress = Progress(question, planned.timeout_s)
 
@@ -160,9 +183,11 @@ def _listener(planned: Plan) -> Callable[[SearchEvent], None]:
         progress.hear(event)
         line = progress.sparse_line(event)
         if line:
-            console.talk(line)
+            console.talk(here(line))
         if isinstance(event, CellAnswered):
-            say_line(question, event.answer.cell, event.answer)
+            reason = here(event.answer.reason)
+            answer = msgspec.structs.replace(event.answer, reason=reason)
+            say_line(question, answer.cell, answer)
 
     return hear
 
@@ -202,20 +227,19 @@ def settings_of(arguments: argparse.Namespace, environment: Mapping[str, str]) -
 
 
 def place_of(
-    model: Model, machine: Machine, arguments: argparse.Namespace, typed: Collection[str]
+    model: Model, machine: Machine, asked: Request, *, starts: bool = False
 ) -> dict[str, str | int]:
     """The device of the trials and their lengths: GPUs, or the CPU of a machine without one for a
-    small model, where lengths are short and close together.
+    small model, where lengths are short and close together, unless the request ``starts`` at one
+    of its own.
     """
-    limits = request_from(
-        {"model": arguments.model_path, "gpus": arguments.test_gpu_num, "memory": arguments.memory}
-    )
-    room_bytes = limits.memory_bytes or cpu_memory(limits, machine)
+    room_bytes = asked.memory_bytes or cpu_memory(asked, machine)
     small = STATE_BYTES_PER_PARAMETER * model.shape.parameters <= room_bytes // 4
-    if machine.gpus or machine.unreadable_gpus or not small:
+    usual = "cuda" if machine.gpus or machine.unreadable_gpus or not small else "cpu"
+    if (asked.device or usual) == "cuda":
         return {"device": "cuda", "max_length": _NO_CEILING}
-    if "start_length" in typed:
-        start, longest = arguments.start_length, max(CEILING_TOKENS["cpu"], arguments.start_length)
+    if starts:
+        start, longest = asked.start_tokens, max(CEILING_TOKENS["cpu"], asked.start_tokens)
     else:
         start, tokens = _CPU_STEP_TOKENS, _CPU_LOGITS_PER_CORE // model.shape.vocab_size
         longest = max(2, machine.cpu_cores * tokens // start) * start
@@ -229,6 +253,7 @@ def request_of(
     settings: Settings,
     place: Mapping[str, str | int],
     typed: Collection[str] = (),
+    from_file: Mapping[str, Any] | None = None,
 ) -> Request:
     """The search that the flags ask for, and below those that were typed a file's settings: YaRN
     past the native length whatever the model brings.
@@ -242,7 +267,7 @@ def request_of(
         **place,
     }
     named = {_FIELDS[flag]: values.pop(_FIELDS[flag]) for flag in _FIELDS if flag in typed}
-    return request_with(named, arguments.config, usual=values)
+    return layered(values, from_file or {}, named)
 
 
 def _machine(arguments: argparse.Namespace) -> Machine:
@@ -279,14 +304,61 @@ def _spelled(name: str, value: object) -> list[str]:
     return [f"--{name}={value}"] if str(value).startswith("-") else [f"--{name}", str(value)]
 
 
-def in_these_words(text: str) -> str:
-    """A hint or a note with the flags of this command in the place of those of ``highwater
-    find``.
+def in_these_words(
+    text: str,
+    typed: Collection[str] = (),
+    from_file: Collection[str] = (),
+    *,
+    where: str = _IN_THE_FILE,
+) -> str:
+    """A text with the flags of this command in the place of those of ``highwater find``, and the
+    key of a file for what has no flag here. ``typed``: the flags that were, which no file can take
+    back; ``from_file``: the keys of the file that was read.
     """
-    text = _NOT_HERE.sub("", text)
-    for theirs, here in _FLAG_NAMES.items():
-        text = text.replace(f"`{theirs}", f"`{here}")
-    return text
+    if "ring" not in from_file:
+        text = _RING.sub("", text)
+    for several, each in _LEFT_OUT:
+        text = several.sub(each, text)
+    return _FLAGS.sub(lambda found: _said_here(found, typed, where), text)
+
+
+def _said_here(found: re.Match[str], typed: Collection[str], where: str) -> str:
+    """Flags that a text names, or says to leave out: what was not typed is at its usual value then,
+    in a file, whatever the program's own is.
+    """
+    leave, words, out = found.groups(default="")
+    is_left_out = bool(leave and out)
+    flags: list[str] = []
+    keys: list[str] = []
+    without = ""
+    for typed_name, values in _named_in(words):
+        name = typed_name.replace("-", "_")
+        row, flag = DECLARED.get(name), _FLAG_OF.get(name)
+        switched = _SWITCHES.get(name)
+        if row is None or (is_left_out and flag in typed):
+            flags += [f"--{flag or typed_name}", *map(str, values)]
+        elif is_left_out:
+            keys.append(as_key(name, getattr(_USUAL, name)))
+        elif flag and (not values or switched in (None, *values)):
+            flags += [f"--{flag}", *(map(str, values) if switched is None else ())]
+        else:
+            is_switch = row.kind is SWITCH or row.stands_alone
+            value = values[0] if len(values) == 1 else values or is_switch
+            keys.append(as_key(name, value) if value is not False else name)
+            without += f", without `--{flag}`" if flag in typed else ""
+    if is_left_out and keys:
+        leave, out = "use ", ""
+    told = " and ".join(f"`{each}`" for each in (*filter(None, [shlex.join(flags)]), *keys))
+    return f"{leave}{told}{where if keys else ''}{without}{out}"
+
+
+def _named_in(words: str) -> Iterator[tuple[str, list[Any]]]:
+    """The name of each flag among the words, and its values."""
+    for each in words.removeprefix("--").split(" --"):
+        flag, *values = shlex.split(each)
+        name, is_joined, value = flag.partition("=")
+        values = [value] if is_joined else values
+        yield name, [int(v) if v.isdecimal() else v for v in values]
 
 
 def grammar() -> Parser:
@@ -313,10 +385,10 @@ def _search_flags(parser: Parser) -> None:
     add = parser.add_argument
     add(
         "--start_length",
-        type=int,
         default=_START_TOKENS,
-        help="shortest length to try, in tokens: where it is typed each search begins with it, "
-        f"else near its predicted end (default: {_START_TOKENS}, on the CPU {_CPU_STEP_TOKENS})",
+        help="shortest length to try, in tokens or as 32k: where it is typed each search begins "
+        f"with it, else near its predicted end (default: {_START_TOKENS}, on the CPU "
+        f"{_CPU_STEP_TOKENS})",
     )
     add(
         "--method",
@@ -375,7 +447,7 @@ def _trial_flags(parser: Parser) -> None:
         default="fsdp",
         help="how states are sharded (default: fsdp)",
     )
-    add("--timeout", type=int, default=2400, help="seconds for one trial (default: 2400)")
+    add("--timeout", default=2400, help="time for one trial, in seconds or as 40m (default: 2400)")
     add(
         "--dlc",
         action="store_true",

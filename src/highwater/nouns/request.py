@@ -68,7 +68,7 @@ PACKINGS = ("sequences_per_micro_batch", "token_budget")
 
 _USUAL_TIMEOUT_S = 40 * 60.0
 _SMALLEST_MEMORY_BYTES = 64 * MIB
-"""Less than any trial needs: who asks for it has left out the unit."""
+"""Less than any trial needs."""
 _OF_THE_LADDER = ("allocator", "loss")
 """Fields of ``Settings`` that differ from rung to rung; a request that names one keeps the rungs
 with it."""
@@ -494,15 +494,16 @@ def _check_runner(request: Request) -> None:
 
 
 def _check_memory(request: Request) -> None:
-    """Raise RefusedError for a memory in which no trial fits: its unit was left out."""
+    """Raise RefusedError for a memory in which no trial fits, or whose unit was left out."""
     if request.memory_bytes is None or request.memory_bytes >= _SMALLEST_MEMORY_BYTES:
         return
-    count = str(request.memory).strip()
+    count, size = str(request.memory).strip(), request.memory_bytes
     is_plain = re.fullmatch(r"\d+(\.\d+)?", count) and 0 < float(count) <= 1024
+    shown = f"{size} bytes" if size < MIB else format_bytes(size)
     raise RefusedError(
         "memory",
-        f"no trial fits in a memory of {request.memory_bytes} bytes; "
-        f"{format_bytes(_SMALLEST_MEMORY_BYTES)} is the least",
-        hint="give the unit: `{}`",
-        example=f"{count}GiB" if is_plain else "80GiB",
+        f"no trial fits in a memory of {shown}; {format_bytes(_SMALLEST_MEMORY_BYTES)} is the "
+        "least",
+        hint="give the unit: `{}`" if is_plain else "use `{}` or more",
+        example=f"{count}GiB" if is_plain else "1GiB",
     )

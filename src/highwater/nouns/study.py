@@ -228,6 +228,11 @@ class CellAnswer(Record, frozen=True, kw_only=True):
         """Whether a longer length may fit: time ended the search, or no attempt told."""
         return self.limit in ("time", "inconclusive")
 
+    @property
+    def is_at_least(self) -> bool:
+        """Whether something fit, and nothing longer was seen not to."""
+        return bool(self.reach_tokens) and self.does_not_fit_tokens is None
+
 
 class UnprovenAnswer(Record, frozen=True, kw_only=True):
     """An answer that stands in a study and that its trials do not bear out."""

@@ -3,8 +3,12 @@
 What can be done with the packages that are installed, and what to install for the rest.
 """
 
+import re
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 from highwater.errors import MachineError, UsageError
@@ -76,6 +80,8 @@ def check_machine(
     obstacles = package_obstacles(machine)
     if obstacles:
         raise MachineError("; ".join(obstacles), hint=INSTALL_HINT)
+    if request.data is not None:
+        _refuse_no_function(request.data)
     refuse_missing_package(settings)
     for gpu in used_gpus(machine, device=device, count=gpus):
         refuse_unfit_gpu(gpu.name, gpu.compute_capability)
@@ -99,6 +105,34 @@ def check_directories(request: Request, settings: Settings, device: Device) -> N
     needed = checkpoint_bytes(load_model(request.model).shape, settings, device)
     if any(needed):
         check_checkpoint_directory(Path(request.checkpoint_dir or request.log_dir), needed)
+
+
+def _refuse_no_function(source: str) -> None:
+    """Raise UsageError where a trial would not find the function that yields its sequences. Nothing
+    of it is run: a module's text is read, and a name that may be made in it passes.
+    """
+    module, _, name = source.partition(":")
+    if not (module and name):
+        raise UsageError(
+            f"data source {source!r} is not module:function",
+            hint="name both: `batches:packed` is the function `packed` in batches.py",
+        )
+    whole, *inner = module.split(".")
+    spec = None
+    with suppress(ValueError):  # a name that no module can have
+        spec = find_spec(whole) or PathFinder.find_spec(whole, [str(Path.cwd())])
+    for part in inner:
+        whole = f"{whole}.{part}"
+        places = None if spec is None else spec.submodule_search_locations
+        spec = None if places is None else PathFinder.find_spec(whole, list(places))
+    hint = "check the name, and that it is in this folder, or that PYTHONPATH has its folder"
+    if spec is None:
+        raise UsageError(f"data source {source!r}: there is no module {module!r}", hint=hint)
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return
+    text = Path(spec.origin).read_text(errors="replace")
+    if not re.search(rf"\b{re.escape(name)}\b|import \*|__getattr__|globals|setattr|exec", text):
+        raise UsageError(f"data source {source!r}: {spec.origin} has no {name!r}", hint=hint)
 
 
 def _check_around_a_trainer(

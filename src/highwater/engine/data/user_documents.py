@@ -169,7 +169,8 @@ def _check_longest(
         raise UsageError(
             f"{source} yielded a document of {longest:,} tokens for a length of "
             f"{spec.length_tokens:,}",
-            hint=f"cut documents to {spec.length_tokens} tokens, or try with `--length {longest}`",
+            hint=f"cut documents to {spec.length_tokens} tokens, or begin with a length of "
+            f"`{longest}` or more",
         )
     if window_tokens is not None and longest > window_tokens:
         raise UsageError(

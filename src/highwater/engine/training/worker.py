@@ -159,7 +159,9 @@ def _text(error: BaseException) -> str:
         said = str(error)
     except Exception as broken:  # noqa: BLE001 -- somebody's own exception, whose text is broken
         said = f"its text cannot be had: {type(broken).__name__}"
-    return kept(_printable(f"{type(error).__name__}: {said}"))
+    if not said and isinstance(error, MemoryError):
+        said = "no memory is left for this process"
+    return kept(_printable(f"{type(error).__name__}: {said}".removesuffix(": ")))
 
 
 def _printable(text: str) -> str:

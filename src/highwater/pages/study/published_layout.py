@@ -13,7 +13,8 @@ from highwater.pages.text_table import TextTable
 def published_tables(studies: Sequence[Study]) -> tuple[TextTable, ...]:
     """The published layout, ``#GPU | SP | models``, for each rung and place.
 
-    ``*`` is past the native length, ``-`` none, ``?`` unknown, ``≥`` that no longer one failed.
+    ``*`` is past the native length, ``-`` none, ``≥`` that no longer one failed. A figure that no
+    trial told is left out, and a line without any.
     """
     groups: dict[str, list[tuple[Cell, Question, CellAnswer | None]]] = {}
     for study in studies:
@@ -64,19 +65,14 @@ def published_notes(question: Question, cell: Cell, answer: CellAnswer | None) -
             f"{label}: 0: the start length itself, {question.grid.start_tokens:,} tokens, did not "
             f"fit, and nothing shorter was tried: ask again with a shorter start length",
         )
-    least = _least(answer)
+    least = "≥" if answer.is_at_least else ""
     return (f"{label}: {least}{answer.reach_tokens}: {plain(answer.reason)}",) if least else ()
 
 
-def _least(answer: CellAnswer | None) -> str:
-    """``≥`` where something fit and nothing longer was seen not to."""
-    is_open = answer is not None and answer.reach_tokens and answer.does_not_fit_tokens is None
-    return "≥" if is_open else ""
-
-
-def _published_figure(question: Question, answer: CellAnswer | None) -> str:
+def _published_figure(question: Question, answer: CellAnswer) -> str:
     """``131072*``, ``≥131072*``; with a memory-only proof ``131072* (643072* memory-only)``."""
-    memory_only, least = memory_only_text(question, answer, none="", commas=False), _least(answer)
+    memory_only = memory_only_text(question, answer, none="", commas=False)
+    least = "≥" if answer.is_at_least else ""
     capacity = capacity_text(question, answer, none="-", commas=False)
     return f"{capacity} ({least}{memory_only})" if memory_only else f"{least}{capacity}"
 
@@ -85,18 +81,19 @@ def _published_group(
     title: str, entries: Sequence[tuple[Cell, Question, CellAnswer | None]]
 ) -> TextTable:
     models = list(dict.fromkeys(plain(question.model.name) for _, question, _ in entries))
-    layouts = sorted({cell.layout for cell, _, _ in entries}, key=msgspec.structs.astuple)
     figures = {
         (cell.layout, plain(question.model.name)): _published_figure(question, answer)
         for cell, question, answer in entries
+        if answer is not None and answer.capacity_tokens is not None
     }
+    layouts = sorted({layout for layout, _ in figures}, key=msgspec.structs.astuple)
     return TextTable(
         title=title,
         columns=("#GPU", "SP", *models),
         rows=tuple(
             (
                 *(str(layout.gpus), layout.sharing),
-                *(figures.get((layout, model), "?") for model in models),
+                *(figures.get((layout, model), "") for model in models),
             )
             for layout in layouts
         ),
