@@ -48,7 +48,7 @@ from highwater.pages.attention.attention_tables import longest_table, per_gpu
 from highwater.pages.text import plain
 from highwater.recommendation.attention_summary import Entry, attention_summary
 from highwater.store.directory import write_new_file
-from highwater.trials.bench_process import bench_lines
+from highwater.trials.measurements import bench_lines
 from highwater.trials.probe import probe, refuse_busy_gpus, refuse_unreadable_gpus
 from highwater.units import (
     format_bytes,

@@ -1,8 +1,7 @@
 """The ranks of one start of our engine, for a trial or a training, from then to what they leave."""
 
 import subprocess
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from threading import Event
 from typing import IO, NamedTuple, Protocol
@@ -11,18 +10,18 @@ from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.files import read_file
 from highwater.nouns.protocols import OnPhase
 from highwater.nouns.training import TrainingSpec
-from highwater.nouns.trial import PHASE_FILE, RankReport, TrialSpec, kept_report
+from highwater.nouns.trial import RankReport, TrialSpec, kept_report
+from highwater.trials.job import exit_code_of, phase_in, start
 from highwater.trials.ranks import RankExit, RankShare, read_exits
 from highwater.trials.reaper import module, under_reaper
 from highwater.trials.sampled_peak import kernel_kills
-from highwater.trials.trial_process import exit_code_of, private_folder
+from highwater.trials.trial_process import private_folder
 from highwater.units import MIB
 
 REPORTS = "reports"
 SPEC_FILE = "spec.json"
 _REPORT_BYTES = 16 * MIB
 """Bytes of one rank's report at the most: one of 100,000 steps has 6 MiB."""
-_PHASE_BYTES = 1024
 
 
 class RankWork(NamedTuple):
@@ -85,8 +84,12 @@ def run_ranks_here(
         prepare_folder(spec, folder)
         share = RankShare(count=spec.layout.gpus, folder=folder)
         process = start_ranks(spec, folder, share, environment, log)
-        tell = phase_teller(folder, on_phase)
-        exit_code = exit_code_of(process, timeout_s=timeout_s, ended=ended, tell=tell)
+        exit_code = exit_code_of(
+            process,
+            timeout_s=timeout_s,
+            ended=ended,
+            tell=lambda: on_phase(phase_in(folder / REPORTS)),
+        )
         reports, damaged = read_reports(folder / REPORTS)
         kills = kernel_kills() - kills_before
         return RanksEnd(exit_code, reports, damaged, read_exits(folder), kills)
@@ -111,29 +114,10 @@ def start_ranks(
     worker = module(work.module, str(folder / SPEC_FILE), str(folder / REPORTS))
     owned = spec.checkpoint_directory if share.first == 0 else None
     remove = [] if owned is None else [owned]
-    return subprocess.Popen(
-        under_reaper(
-            worker, remove=remove, inherit=[share.folder], ranks=share, grace_s=work.grace_s
-        ),
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        # Ctrl-C in a terminal reaches this process alone, which then ends the ranks in order.
-        start_new_session=True,
+    command = under_reaper(
+        worker, remove=remove, inherit=[share.folder], ranks=share, grace_s=work.grace_s
     )
-
-
-def phase_teller(folder: Path, on_phase: OnPhase) -> Callable[[], None]:
-    """Tells what a trial says of itself in its folder, each time it is called."""
-    return partial(_tell, folder / REPORTS / PHASE_FILE, on_phase)
-
-
-def _tell(path: Path, on_phase: OnPhase) -> None:
-    try:
-        on_phase(read_file(path, most_bytes=_PHASE_BYTES).decode(errors="replace"))
-    except OSError:
-        on_phase("starting")
+    return start(command, environment, log)
 
 
 def read_reports(folder: Path) -> tuple[tuple[RankReport, ...], tuple[str, ...]]:

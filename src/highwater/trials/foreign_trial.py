@@ -55,12 +55,12 @@ from highwater.trials.foreign_classify import (
     evidence_of,
 )
 from highwater.trials.foreign_command import OUTPUT, Check, ForeignCommand, Prepare
+from highwater.trials.job import exit_code_of, start
 from highwater.trials.probe import probe
 from highwater.trials.reaper import under_reaper
 from highwater.trials.sampled_peak import SampledPeak, kernel_kills, sampled_peak
 from highwater.trials.trial_process import (
     LogLayout,
-    exit_code_of,
     log_path_of,
     log_tail,
     new_log,
@@ -331,15 +331,8 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     """Start the command under the reaper, in a process session of its own."""
     limit = spec.memory_budget_bytes if spec.device == "cpu" else None
-    return subprocess.Popen(
-        under_reaper(command.words, inherit=[folder], data_bytes=limit),
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        # Ctrl-C in a terminal reaches find alone, which then ends the trial in order.
-        start_new_session=True,
-    )
+    words = under_reaper(command.words, inherit=[folder], data_bytes=limit)
+    return start(words, environment, log)
 
 
 def _environment(

@@ -9,10 +9,11 @@ from highwater.nouns.codec import from_json
 from highwater.nouns.training import TrainingSpec
 from highwater.nouns.trial import TrialSpec
 from highwater.trials.engine_ranks import SPEC_FILE, TRAINING, TRIAL, start_ranks
+from highwater.trials.job import end_reaper
 from highwater.trials.node_folder import Done, Go, NodeFolder, NodeReady, pause
 from highwater.trials.nodes import COME_S, share_of
 from highwater.trials.sampled_peak import kernel_kills
-from highwater.trials.trial_process import await_release, end_reaper, trial_environment
+from highwater.trials.trial_process import await_release, trial_environment
 
 
 def serve(folder: NodeFolder, ready: NodeReady) -> None:

@@ -24,16 +24,15 @@ from highwater.trials.engine_ranks import (
     TRAINING,
     TRIAL,
     RanksEnd,
-    phase_teller,
     prepare_folder,
     read_reports,
     start_ranks,
 )
+from highwater.trials.job import end_reaper, phase_in
 from highwater.trials.node_folder import LOST_S, Done, Go, NodeFolder, NodeReady, pause
 from highwater.trials.probe import probe, refuse_busy_gpus
 from highwater.trials.ranks import RankExit, RankShare, read_exits
 from highwater.trials.sampled_peak import kernel_kills
-from highwater.trials.trial_process import end_reaper
 from highwater.version import __version__
 
 COME_S = 600.0
@@ -123,14 +122,14 @@ class RanksOnNodes:
         self._trials += 1
         deadline = time.monotonic() + timeout_s
         ranks = RanksAcross(self.folder, self._trials, spec, environment, log)
-        tell, told_at = phase_teller(ranks.path, on_phase), time.monotonic()
+        told_at = time.monotonic()
         try:
             while (now := time.monotonic()) < deadline and not ranks.is_over():
                 if ended.is_set():
                     raise TrialEndedError
                 if now - told_at >= TOLD_S:
                     told_at = now
-                    tell()
+                    on_phase(phase_in(ranks.path / REPORTS))
                 pause()
         except BaseException:
             ranks.abandon()

@@ -12,9 +12,10 @@ from typing import IO
 from highwater.errors import MachineError, UsageError
 from highwater.nouns.codec import from_json
 from highwater.nouns.files import read_file, refuse_irregular
+from highwater.nouns.job import PHASE_FILE
 from highwater.nouns.protocols import TOLD_S
 from highwater.nouns.training import TrainingProgress, TrainingSpec
-from highwater.nouns.trial import PHASE_FILE, Outcome, RankReport
+from highwater.nouns.trial import Outcome, RankReport
 from highwater.store.training_folder import TrainingFolder
 from highwater.trials.classify import Ending, failure_of
 from highwater.trials.engine_ranks import (
@@ -26,12 +27,12 @@ from highwater.trials.engine_ranks import (
     start_ranks,
 )
 from highwater.trials.engine_trial import raise_refusal
+from highwater.trials.job import end_reaper
 from highwater.trials.node_folder import NodeFolder, names
 from highwater.trials.nodes import RanksAcross
 from highwater.trials.ranks import RankShare, read_exits
 from highwater.trials.sampled_peak import kernel_kills
 from highwater.trials.trial_process import (
-    end_reaper,
     log_tail,
     private_folder,
     trial_environment,
