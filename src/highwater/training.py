@@ -48,7 +48,7 @@ from highwater.recommendation.training_settings import ChosenTrial, chosen_trial
 from highwater.speed.step_seconds import predicted_step
 from highwater.store.directory import check_run_directory
 from highwater.store.training_folder import TrainingFolder
-from highwater.trials.corpus import tokenised
+from highwater.trials.inputs import tokenised
 from highwater.trials.node_folder import NodeFolder
 from highwater.trials.node_place import MachineShare, meeting, serve_node
 from highwater.trials.probe import probe

@@ -34,10 +34,10 @@ ELSEWHERE = {
 }
 """Words that mean what the field means by them there."""
 SHARED = {
-    "corpus": "what is trained on, tokenised: what it is, and the process that makes it",
     "build": "puts together what its room is about",
     "environment": "what a process is started in: a trial's, a benchmark's",
     "guide": "the command and its page",
+    "job": "what a process is asked and leaves: its files, and how it is started and awaited",
     "ranks": "the processes that train together: a trial's, and those of a loop of one's own",
     "recommend": "the command and what it answers",
     "rope": "rotary positions: the config and the model",

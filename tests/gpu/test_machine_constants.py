@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from highwater.trials.measured_constants import read_constants
+from highwater.trials.measurements import read_constants
 from highwater.trials.probe import probe
 from highwater.units import GIB, MIB
 

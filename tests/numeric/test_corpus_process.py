@@ -15,7 +15,7 @@ from corpora import ids_of, order, write_lines
 from highwater.engine.data.store import open_corpus
 from highwater.errors import MachineError, UsageError
 from highwater.nouns.protocols import TrialEndedError, unheard
-from highwater.trials.corpus import corpus_directory, tokenised
+from highwater.trials.inputs import corpus_directory, tokenised
 
 
 @pytest.fixture(autouse=True)

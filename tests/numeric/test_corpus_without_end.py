@@ -25,7 +25,7 @@ from highwater.engine.data.data_files import data_files
 from highwater.engine.data.readers import records
 from highwater.errors import MachineError, UsageError
 from highwater.nouns.codec import from_json, to_json
-from highwater.nouns.corpus import Tokenised
+from highwater.nouns.job import REFUSED_FILE, Refused
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -188,7 +188,7 @@ def test_a_template_that_grows_is_refused_with_its_record_and_takes_no_memory(
     subprocess.run(
         command, check=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, limits)
     )
-    refused = from_json(answer.read_bytes(), Tokenised).refused
+    refused = from_json(answer.with_name(REFUSED_FILE).read_bytes(), Refused)
     assert refused.problem.startswith("d.jsonl:1: the chat template makes more than ")
     assert "chat_template.jinja" in refused.hint
 

@@ -6,12 +6,15 @@ import json
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import sleep
 
+import psutil
 import pytest
 
 pytest.importorskip("torch", reason="the data plane needs the train extra")
@@ -197,9 +200,41 @@ def test_traces_learn_from_own_trials_each_traced_once(
         predicted()
 
 
+@pytest.mark.timeout(120)
+def test_nothing_is_traced_any_more_once_a_calibration_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    study, made = recorded(tmp_path, 2.0), []
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt(spec: TrialSpec) -> None:
+        made.append(spec)
+        if len(made) == 1:  # two are traced at once
+            signal.pthread_kill(main, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            highwater.predict(
+                "tiny",
+                gpus="A100-80GB",
+                exact=True,
+                length="32k",
+                calibrate_with=[study],
+                on_trace=interrupt,
+            )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert made
+    assert not list((tmp_path / "cache").rglob("*.json.gz")), "each would take seconds"
+    assert not psutil.Process().children(recursive=True)
+
+
 def test_a_tracer_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
     tracer = CachedTracer(tmp_path, kernel="cudnn")
-    with pytest.raises(MachineError, match=r"exit code 1: .*nowhere"):
+    with pytest.raises(MachineError, match=r"exited with 1: .*nowhere"):
         tracer(trial(model_directory=str(tmp_path / "nowhere")))
     assert list(tmp_path.iterdir()) == []
 

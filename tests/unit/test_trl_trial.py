@@ -15,7 +15,7 @@ from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
 from highwater.trials.foreign_command import python_of, versions_there
-from highwater.trials.prepared_model import model_cache
+from highwater.trials.inputs import model_cache
 from highwater.trials.trl_trial import base_of, check_trl
 
 

@@ -49,7 +49,7 @@ from highwater.pages.attention_report import (
 )
 from highwater.pages.text import plain
 from highwater.store.directory import write_new_file
-from highwater.trials.bench_process import bench_lines
+from highwater.trials.measurements import bench_lines
 from highwater.trials.probe import probe, refuse_busy_gpus, refuse_unreadable_gpus
 from highwater.units import (
     format_bytes,

@@ -22,7 +22,7 @@ from highwater.nouns.hardware import (
 from highwater.nouns.study import counted_ranks
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
-from highwater.trials.measured_constants import read_constants
+from highwater.trials.measurements import read_constants
 from highwater.trials.probe import (
     INSTALL_COMMAND,
     INSTALL_HINT,

@@ -9,7 +9,6 @@ from typing import Literal
 from highwater.errors import UsageError
 from highwater.nouns.codec import Record
 from highwater.nouns.objective import TRAITS, Objective
-from highwater.nouns.preparation import Refused
 
 LongDocuments = Literal["truncate", "split", "refuse"]
 TrainedTokens = Literal["all", "responses"]
@@ -91,13 +90,3 @@ class Corpus(Record, frozen=True, kw_only=True):
     """Name of the tokenizer's class, or ``bytes``."""
     notes: tuple[str, ...] = ()
     """What a user should know of it, in sentences."""
-
-
-class Tokenised(Record, frozen=True, kw_only=True):
-    """What the process that tokenises leaves."""
-
-    corpus: Corpus | None = None
-    refused: Refused = Refused(problem="", hint="")
-    """Why there is no corpus, where there is none."""
-    is_machine: bool = False
-    """Whether the machine refused, and not what was asked."""

@@ -9,7 +9,6 @@ from highwater.model.weight_files import weight_files
 from highwater.nouns.codec import Record, digest
 from highwater.nouns.files import CONFIG_BYTES, read_file
 
-ORDER_FILE, PREPARED_FILE = "order.json", "prepared.json"
 DocumentKind = Literal["text", "prompt"]
 _TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"),
@@ -85,23 +84,13 @@ class PreparationOrder(Record, frozen=True, kw_only=True):
     """Absolute path of the user's directory, or the catalog's: it has ``config.json`` at least."""
     cache_directory: str
     """Absolute path below which a directory is kept that has what is missing there."""
-    scratch_directory: str
-    """Absolute path of a folder beside those, in which it is made; gone after the order."""
     documents: DocumentOrder | None = None
     """None: the trainer has its own."""
     seed: int = 0
 
 
-class Refused(Record, frozen=True, kw_only=True):
-    """Why nothing could be prepared, as a user is told."""
-
-    problem: str
-    hint: str
-
-
 class Prepared(Record, frozen=True, kw_only=True):
     """What was prepared."""
 
-    model_directory: str = ""
+    model_directory: str
     """The directory to train from: the order's, or one in the cache."""
-    refused: Refused | None = None

@@ -27,9 +27,6 @@ PROMPT_TOKENS = 2048
 could be named.
 """
 
-PHASE_FILE = "phase"
-"""Beside the reports of a trial: a line about what its first rank is doing, while it runs."""
-
 _DATA_SOURCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 

@@ -7,7 +7,6 @@ import os
 import shlex
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -122,14 +121,13 @@ def own_residuals(
         return ()
     if method == "formula":
         return tuple(residual for study in read for residual in learn(study, constants))
-    with ExitStack() as stack:
-        each = [_Traceable.of(study, on_trace, stack) for study in read]
-        if on_calibrate is not None:
-            unmade: set[Path] = set()
-            for one in each:
-                unmade.update(one.tracer.unmade(one.spec_of(trial) for trial in one.trials))
-            on_calibrate(sum(len(one.trials) for one in each), len(unmade))
-        return tuple(residual for one in each for residual in one.residuals(constants))
+    each = [_Traceable.of(study, on_trace) for study in read]
+    if on_calibrate is not None:
+        unmade: set[Path] = set()
+        for one in each:
+            unmade.update(one.tracer.unmade(one.spec_of(trial) for trial in one.trials))
+        on_calibrate(sum(len(one.trials) for one in each), len(unmade))
+    return tuple(residual for one in each for residual in one.residuals(constants))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +141,7 @@ class _Traceable:
     tracer: CachedTracer
 
     @classmethod
-    def of(
-        cls, study: Study, on_trace: Callable[[TrialSpec], None] | None, stack: ExitStack
-    ) -> "_Traceable":
+    def of(cls, study: Study, on_trace: Callable[[TrialSpec], None] | None) -> "_Traceable":
         refuse_silent(study)
         trials = worth_tracing(study, study.question)
         results = [trial.result for trial in trials if trial.result is not None]
@@ -153,17 +149,15 @@ class _Traceable:
         kernel: Kernel | None = next((name for name in ("cudnn", "flash") if name in kernels), None)
         if kernel is None:
             raise tells_nothing(study)
-        tracer = stack.enter_context(
-            CachedTracer(trace_directory(os.environ), kernel=kernel, on_trace=on_trace)
-        )
+        tracer = CachedTracer(trace_directory(os.environ), kernel=kernel, on_trace=on_trace)
         return cls(study, _model_here(study), trials, tracer)
 
     def spec_of(self, trial: RecordedTrial) -> TrialSpec:
         return msgspec.structs.replace(trial.spec, model_directory=self.model.directory)
 
     def residuals(self, constants: MachineConstants | None) -> list[Residual]:
-        """Trace the trials, two at once."""
-        with ThreadPoolExecutor(max_workers=2) as pool:
+        """Trace the trials, two at once; the tracer is of no use afterwards."""
+        with ThreadPoolExecutor(max_workers=2) as pool, self.tracer:
             each = pool.map(partial(self._residual, constants), self.trials)
             found = [residual for residual in each if residual is not None]
         if not found:

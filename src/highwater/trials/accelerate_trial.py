@@ -19,7 +19,7 @@ from highwater.trainers.accelerate import FILE
 from highwater.trainers.accelerate_files import LauncherFile, launcher_file
 from highwater.trainers.emitted import comment
 from highwater.trials.foreign_command import OUTPUT, ForeignCommand, yaml_fields
-from highwater.trials.prepared_model import prepared_model, refuse_full_disk
+from highwater.trials.inputs import prepared_model, refuse_full_disk
 
 _HINT = "name the file that `accelerate config` wrote"
 
@@ -34,7 +34,7 @@ def prepare_accelerate(
     found = _file(spec, foreign)
     text = yaml.safe_dump(found.values, sort_keys=False, allow_unicode=True)
     (folder / FILE).write_text(comment(list(found.notes)) + text, encoding="utf-8")
-    model = prepared_model(spec, folder, ended, on_phase) if _opens_model(foreign) else None
+    model = prepared_model(spec, ended, on_phase) if _opens_model(foreign) else None
     program, words = launched_command(foreign.command)
     filled = filled_command((program, *words), spec, folder / OUTPUT, model=model)
     return ForeignCommand(

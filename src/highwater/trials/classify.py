@@ -13,8 +13,8 @@ from typing import NamedTuple
 from highwater.nouns.codec import Record
 from highwater.nouns.oom import memory_aborted
 from highwater.nouns.trial import Failure, Outcome, RankReport, TrialSpec
+from highwater.trials.job import how_ended
 from highwater.trials.ranks import RankExit
-from highwater.trials.trial_process import how_ended
 from highwater.units import format_seconds
 
 _ERROR_LINE = re.compile(r"^[\w.]*(?:Error|Exception|Exit|Interrupt): .*$", re.MULTILINE)

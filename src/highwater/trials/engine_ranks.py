@@ -1,41 +1,30 @@
 """The ranks of one start of our engine, for a trial or a training, from then to what they leave."""
 
 import subprocess
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from threading import Event
 from typing import IO, NamedTuple, Protocol
 
 from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.files import read_file
-from highwater.nouns.protocols import OnPhase
+from highwater.nouns.protocols import TOLD_S, OnPhase
 from highwater.nouns.training import TrainingSpec
-from highwater.nouns.trial import PHASE_FILE, RankReport, TrialSpec, kept_report
+from highwater.nouns.trial import RankReport, TrialSpec, kept_report
+from highwater.trials.job import end_reaper, exit_code_of, phase_in, start
 from highwater.trials.ranks import RankExit, RankShare, read_exits
 from highwater.trials.reaper import module, under_reaper
 from highwater.trials.sampled_peak import kernel_kills
-from highwater.trials.trial_process import exit_code_of, private_folder
+from highwater.trials.trial_process import private_folder
 from highwater.units import MIB
 
 REPORTS = "reports"
 SPEC_FILE = "spec.json"
 _REPORT_BYTES = 16 * MIB
 """Bytes of one rank's report at the most: one of 100,000 steps has 6 MiB."""
-_PHASE_BYTES = 1024
-
-
-class RankWork(NamedTuple):
-    """What ranks do."""
-
-    module: str
-    """The module that each of them runs."""
-    grace_s: float | None = None
-    """Longest time in seconds that they have, told to stop, to save what they did; None: none."""
-
-
-TRIAL = RankWork("highwater.engine.training.worker")
-TRAINING = RankWork("highwater.engine.training.training_worker", grace_s=600.0)
+_SAVE_S = 600.0
+"""Longest time that ranks of a training have, told to stop, to save what they did."""
 
 
 class RanksEnd(NamedTuple):
@@ -80,60 +69,83 @@ def run_ranks_here(
     on_phase: OnPhase,
 ) -> RanksEnd:
     """Run all ranks on this machine, as ``RunRanks`` says."""
-    kills_before = kernel_kills()
     with private_folder() as folder:
-        prepare_folder(spec, folder)
-        share = RankShare(count=spec.layout.gpus, folder=folder)
-        process = start_ranks(spec, folder, share, environment, log)
-        tell = phase_teller(folder, on_phase)
-        exit_code = exit_code_of(process, timeout_s=timeout_s, ended=ended, tell=tell)
-        reports, damaged = read_reports(folder / REPORTS)
-        kills = kernel_kills() - kills_before
-        return RanksEnd(exit_code, reports, damaged, read_exits(folder), kills)
+        ranks = RanksHere(spec, folder, environment, log)
+        exit_code = exit_code_of(
+            ranks.process,
+            timeout_s=timeout_s,
+            ended=ended,
+            tell=lambda: on_phase(phase_in(folder / REPORTS)),
+        )
+        return ranks.end()._replace(exit_code=exit_code)
 
 
-def prepare_folder(spec: TrialSpec | TrainingSpec, folder: Path) -> None:
-    """Write what the ranks read into the folder in which they meet, and report."""
-    (folder / SPEC_FILE).write_text(to_json(spec), encoding="utf-8")
-    (folder / REPORTS).mkdir()
+class RanksHere:
+    """The ranks of one start on this machine: all of a trial or a training, or a share of them."""
 
+    def __init__(
+        self,
+        spec: TrialSpec | TrainingSpec,
+        path: Path,
+        environment: Mapping[str, str],
+        log: IO[bytes],
+        *,
+        share: RankShare | None = None,
+    ) -> None:
+        """Start them under a reaper of this process. In ``path`` all ranks meet, and report;
+        whoever starts the first of them writes there what they read.
+        """
+        self.path = path
+        self._kills_before = kernel_kills()
+        if isinstance(spec, TrainingSpec):
+            trial, worker, grace_s = spec.trial, "training_worker", _SAVE_S
+        else:
+            trial, worker, grace_s = spec, "worker", None
+        share = share or RankShare(count=trial.layout.gpus, folder=path)
+        order, reports = path / SPEC_FILE, path / REPORTS
+        remove: list[str] = []
+        if share.first == 0:
+            order.write_text(to_json(spec), encoding="utf-8")
+            reports.mkdir()
+            remove += [trial.checkpoint_directory] if trial.checkpoint_directory else []
+        command = under_reaper(
+            module(f"highwater.engine.training.{worker}", str(order), str(reports)),
+            remove=remove,
+            inherit=[share.folder],
+            ranks=share,
+            grace_s=grace_s,
+        )
+        self.process = start(command, environment, log)
+        """The reaper."""
 
-def start_ranks(
-    spec: TrialSpec,
-    folder: Path,
-    share: RankShare,
-    environment: Mapping[str, str],
-    log: IO[bytes],
-    *,
-    work: RankWork = TRIAL,
-) -> subprocess.Popen[bytes]:
-    """Start a share of the ranks under a reaper of this process."""
-    worker = module(work.module, str(folder / SPEC_FILE), str(folder / REPORTS))
-    owned = spec.checkpoint_directory if share.first == 0 else None
-    remove = [] if owned is None else [owned]
-    return subprocess.Popen(
-        under_reaper(
-            worker, remove=remove, inherit=[share.folder], ranks=share, grace_s=work.grace_s
-        ),
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        # Ctrl-C in a terminal reaches this process alone, which then ends the ranks in order.
-        start_new_session=True,
-    )
+    @property
+    def kernel_kills(self) -> int:
+        """Processes that the kernel killed for want of memory since the start."""
+        return kernel_kills() - self._kills_before
 
+    def is_over(self) -> bool:
+        """Whether they have ended by themselves."""
+        return self.process.poll() is not None
 
-def phase_teller(folder: Path, on_phase: OnPhase) -> Callable[[], None]:
-    """Tells what a trial says of itself in its folder, each time it is called."""
-    return partial(_tell, folder / REPORTS / PHASE_FILE, on_phase)
+    def wait(self) -> None:
+        """Wait a moment, or until they have ended."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(TOLD_S)
 
+    def stop(self) -> None:
+        """Tell them to stop after their step and to save, those of a trial to end."""
+        self.process.terminate()
 
-def _tell(path: Path, on_phase: OnPhase) -> None:
-    try:
-        on_phase(read_file(path, most_bytes=_PHASE_BYTES).decode(errors="replace"))
-    except OSError:
-        on_phase("starting")
+    def abandon(self) -> None:
+        """End them, whatever they do."""
+        end_reaper(self.process)
+
+    def end(self) -> RanksEnd:
+        """End what still runs of them; what they left."""
+        self.abandon()
+        reports, damaged = read_reports(self.path / REPORTS)
+        code = self.process.returncode
+        return RanksEnd(code, reports, damaged, read_exits(self.path), self.kernel_kills)
 
 
 def read_reports(folder: Path) -> tuple[tuple[RankReport, ...], tuple[str, ...]]:

@@ -40,7 +40,7 @@ from highwater.trials.foreign_command import (
     yaml_fields,
 )
 from highwater.trials.foreign_log import steps_of
-from highwater.trials.prepared_model import prepared_model, refuse_full_disk
+from highwater.trials.inputs import prepared_model, refuse_full_disk
 
 _FLASH = "flash-attn"
 _QUIET = {"HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled", "DO_NOT_TRACK": "1"}
@@ -70,7 +70,7 @@ def prepare_finetuner(
         length_tokens=spec.length_tokens + trainer.more_tokens,
         count=(spec.steps + _MORE_STEPS) * launched.step_sequences,
     )
-    model = prepared_model(spec, folder, ended, on_phase, documents=documents)
+    model = prepared_model(spec, ended, on_phase, documents=documents)
     launched.place.model_directory.symlink_to(model, target_is_directory=True)
     said = (*missing_files(Path(spec.model_directory)).notes, *files.notes)
     _write({trainer.file: files.config, **files.beside}, said, folder)

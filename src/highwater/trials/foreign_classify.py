@@ -30,7 +30,7 @@ from highwater.nouns.oom import (
 from highwater.nouns.trial import Device, Outcome, TrialSpec
 from highwater.trials.classify import Verdict
 from highwater.trials.foreign_log import TRACEBACK, LogLine, StepsShown, log_lines, progress_of
-from highwater.trials.trial_process import SIGNALLED, how_ended
+from highwater.trials.job import SIGNALLED, how_ended
 from highwater.units import counted, format_seconds
 
 _TYPED = re.compile(

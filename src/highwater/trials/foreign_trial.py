@@ -55,12 +55,12 @@ from highwater.trials.foreign_classify import (
     evidence_of,
 )
 from highwater.trials.foreign_command import OUTPUT, Check, ForeignCommand, Prepare
+from highwater.trials.job import exit_code_of, start
 from highwater.trials.probe import probe
 from highwater.trials.reaper import under_reaper
 from highwater.trials.sampled_peak import SampledPeak, kernel_kills, sampled_peak
 from highwater.trials.trial_process import (
     LogLayout,
-    exit_code_of,
     log_path_of,
     log_tail,
     new_log,
@@ -220,7 +220,9 @@ class ForeignLauncher:
             (folder / OUTPUT).mkdir()
             command = PREPARE[foreign.trainer](spec, foreign, folder, ended, on_phase)
             environment = _environment(spec, command, gpus)
-            process = _start(spec, command, environment, folder, log)
+            limit = spec.memory_budget_bytes if spec.device == "cpu" else None
+            words = under_reaper(command.words, inherit=[folder], data_bytes=limit)
+            process = start(words, environment, log)
             seen = tuple(gpu.index for gpu in probe(gpus).gpus[: spec.layout.gpus])
             with sampled_peak(process.pid, seen if spec.device == "cuda" else ()) as peak:
                 watch = _Watch(spec, log, peak, kills_before, on_phase, self.silent_s)
@@ -320,26 +322,6 @@ class _Watch:
 
 _SHOWN_BYTES = 64 * 1024
 """Bytes of a log's end in which the step is looked for that is told while a trial runs."""
-
-
-def _start(
-    spec: TrialSpec,
-    command: ForeignCommand,
-    environment: Mapping[str, str],
-    folder: Path,
-    log: IO[bytes],
-) -> subprocess.Popen[bytes]:
-    """Start the command under the reaper, in a process session of its own."""
-    limit = spec.memory_budget_bytes if spec.device == "cpu" else None
-    return subprocess.Popen(
-        under_reaper(command.words, inherit=[folder], data_bytes=limit),
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        # Ctrl-C in a terminal reaches find alone, which then ends the trial in order.
-        start_new_session=True,
-    )
 
 
 def _environment(

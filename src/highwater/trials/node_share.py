@@ -8,11 +8,10 @@ from highwater.errors import MachineError
 from highwater.nouns.codec import from_json
 from highwater.nouns.training import TrainingSpec
 from highwater.nouns.trial import TrialSpec
-from highwater.trials.engine_ranks import SPEC_FILE, TRAINING, TRIAL, start_ranks
+from highwater.trials.engine_ranks import SPEC_FILE, RanksHere
 from highwater.trials.node_folder import Done, Go, NodeFolder, NodeReady, pause
 from highwater.trials.nodes import COME_S, share_of
-from highwater.trials.sampled_peak import kernel_kills
-from highwater.trials.trial_process import await_release, end_reaper, trial_environment
+from highwater.trials.trial_process import await_release, trial_environment
 
 
 def serve(folder: NodeFolder, ready: NodeReady) -> None:
@@ -58,14 +57,15 @@ def _run_share(folder: NodeFolder, trial: Path, go: Go) -> None:
     KeyboardInterrupt is raised when they have.
     """
     said = (trial / SPEC_FILE).read_bytes()
-    spec = from_json(said, TrainingSpec).trial if go.trains else from_json(said, TrialSpec)
-    kills_before, interrupt = kernel_kills(), None
+    spec = from_json(said, TrainingSpec) if go.trains else from_json(said, TrialSpec)
+    one = spec.trial if isinstance(spec, TrainingSpec) else spec
+    interrupt: KeyboardInterrupt | None = None
     log_path = Path(go.log_path).with_suffix(f".node-{folder.node}.log")
     with log_path.open("ab" if go.trains else "xb") as log:
-        share, work = share_of(spec, trial, folder), TRAINING if go.trains else TRIAL
-        process = start_ranks(spec, trial, share, trial_environment(spec), log, work=work)
+        share = share_of(one, trial, folder)
+        ranks = RanksHere(spec, trial, trial_environment(one), log, share=share)
         try:
-            while (code := process.poll()) is None:
+            while (code := ranks.process.poll()) is None:
                 if folder.is_ended(trial) or folder.is_lost(0):
                     break
                 try:
@@ -74,12 +74,12 @@ def _run_share(folder: NodeFolder, trial: Path, go: Go) -> None:
                     if interrupt is not None or not go.trains:
                         raise
                     interrupt = error
-                    process.terminate()
+                    ranks.stop()
         finally:
-            end_reaper(process)
-    if spec.device == "cuda":
+            ranks.abandon()
+    if one.device == "cuda":
         await_release(None, share.count)
     with suppress(OSError):  # whoever searches may have gone, and the folder with it
-        folder.say_done(trial, Done(exit_code=code, kernel_kills=kernel_kills() - kills_before))
+        folder.say_done(trial, Done(exit_code=code, kernel_kills=ranks.kernel_kills))
     if interrupt is not None:
         raise interrupt

@@ -21,19 +21,14 @@ from highwater.nouns.training import TrainingSpec
 from highwater.nouns.trial import Device, TrialSpec
 from highwater.trials.engine_ranks import (
     REPORTS,
-    TRAINING,
-    TRIAL,
     RanksEnd,
-    phase_teller,
-    prepare_folder,
+    RanksHere,
     read_reports,
-    start_ranks,
 )
+from highwater.trials.job import phase_in
 from highwater.trials.node_folder import LOST_S, Done, Go, NodeFolder, NodeReady, pause
 from highwater.trials.probe import probe, refuse_busy_gpus
 from highwater.trials.ranks import RankExit, RankShare, read_exits
-from highwater.trials.sampled_peak import kernel_kills
-from highwater.trials.trial_process import end_reaper
 from highwater.version import __version__
 
 COME_S = 600.0
@@ -123,14 +118,14 @@ class RanksOnNodes:
         self._trials += 1
         deadline = time.monotonic() + timeout_s
         ranks = RanksAcross(self.folder, self._trials, spec, environment, log)
-        tell, told_at = phase_teller(ranks.path, on_phase), time.monotonic()
+        told_at = time.monotonic()
         try:
             while (now := time.monotonic()) < deadline and not ranks.is_over():
                 if ended.is_set():
                     raise TrialEndedError
                 if now - told_at >= TOLD_S:
                     told_at = now
-                    tell()
+                    on_phase(phase_in(ranks.path / REPORTS))
                 pause()
         except BaseException:
             ranks.abandon()
@@ -155,14 +150,11 @@ class RanksAcross:
         """Where they meet, and report."""
         for node in range(folder.nodes):
             (self.path / str(node)).mkdir(parents=True)
-        prepare_folder(spec, self.path)
         trains = isinstance(spec, TrainingSpec)
-        trial, work = (spec.trial, TRAINING) if trains else (spec, TRIAL)
-        self._kills_before = kernel_kills()
         self._failed_at = math.inf
         self._lost: str | None = None
-        share = share_of(trial, self.path, folder)
-        self._process = start_ranks(trial, self.path, share, environment, log, work=work)
+        share = share_of(spec.trial if trains else spec, self.path, folder)
+        self._here = RanksHere(spec, self.path, environment, log, share=share)
         try:
             go = Go(log_path=str(Path(log.name).absolute()), trains=trains)
             folder.say_go(self.path, go)
@@ -190,12 +182,12 @@ class RanksAcross:
 
     def stop(self) -> None:
         """Tell this machine's ranks to stop, and through them all: they agree on the step."""
-        self._process.terminate()
+        self._here.stop()
 
     def abandon(self) -> None:
         """End the ranks of every machine, whatever they do."""
         try:
-            end_reaper(self._process)
+            self._here.abandon()
         finally:
             self._folder.say_end(self.path)
 
@@ -207,13 +199,12 @@ class RanksAcross:
         failed = (code for code in codes.values() if code)
         is_late = len(codes) < self._folder.nodes and not any(codes.values())
         reports, damaged = read_reports(self.path / REPORTS)
-        kills = kernel_kills() - self._kills_before
         end = RanksEnd(
             exit_code=None if is_late else next(failed, 0),
             reports=reports,
             damaged_reports=damaged,
             exits=self._exits(codes),
-            kernel_kills=kills + sum(each.kernel_kills for each in others),
+            kernel_kills=self._here.kernel_kills + sum(each.kernel_kills for each in others),
             lost=self._lost,
         )
         shutil.rmtree(self.path, ignore_errors=True)
@@ -221,7 +212,7 @@ class RanksAcross:
 
     def _codes(self) -> dict[int, int]:
         """Exit status of each machine whose ranks have ended by themselves."""
-        own = self._process.poll()
+        own = self._here.process.poll()
         codes = {} if own is None else {0: own}
         for node in range(1, self._folder.nodes):
             done = self._folder.done(self.path, node)

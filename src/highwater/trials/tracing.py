@@ -8,25 +8,25 @@ name in a string is not among them.
 
 import ast
 import gzip
-import subprocess
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock
 from typing import Self
 
 import msgspec
 
 from highwater.errors import MachineError
-from highwater.nouns.codec import digest, from_json, to_json
+from highwater.nouns.codec import digest, from_json
 from highwater.nouns.events import EventLog, TraceOrder
 from highwater.nouns.files import INDEX_BYTES, read_file
 from highwater.nouns.hardware import Kernel
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.trial import TrialSpec
+from highwater.trials.job import Job
 from highwater.trials.probe import (
     INSTALL_HINT,
     package_obstacles,
@@ -34,8 +34,7 @@ from highwater.trials.probe import (
     refuse_missing_package,
     versions_of,
 )
-from highwater.trials.reaper import module, under_reaper
-from highwater.trials.trial_process import last_words, private_folder, trial_environment
+from highwater.trials.trial_process import private_folder, trial_environment
 
 _ONLY_TYPES = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
@@ -116,7 +115,6 @@ def _with_folders(name: str) -> Iterator[str]:
 _TRACER = "highwater.engine.tracer.tracer"
 _TIMEOUT_S = 1800.0
 """Seconds that a trace may take: it takes seconds to minutes, by the layers, not the tokens."""
-_FORMULA_HINT = "leave `--exact` out: the formula needs no trace"
 
 
 def trace_directory(environment: Mapping[str, str]) -> Path:
@@ -150,7 +148,7 @@ class CachedTracer:
         self._directory = directory
         self._kernel: Kernel = kernel
         self._on_trace = on_trace
-        self._running: set[subprocess.Popen[str]] = set()
+        self._ended = Event()
         self._asked = Lock()
         self._making: dict[Path, Lock] = {}
 
@@ -158,8 +156,7 @@ class CachedTracer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in tuple(self._running):
-            process.terminate()
+        self._ended.set()
 
     def __call__(self, spec: TrialSpec) -> EventLog:
         """Trace what the rank allocates and frees. Raises MachineError where the tracer fails
@@ -194,37 +191,19 @@ class CachedTracer:
         return order, self._directory / f"{_key(order)}.json.gz"
 
     def _trace(self, order: TraceOrder) -> bytes:
-        with private_folder() as folder:
-            source, target = folder / "order.json", folder / "events.json"
-            source.write_text(to_json(order), encoding="utf-8")
+        job = Job(
+            module=_TRACER,
+            order=order,
+            report=msgspec.Raw,  # what is kept, byte for byte
             # A GPU that is here has nothing to do with the GPUs that are meant.
-            environment = {**trial_environment(order.spec), "CUDA_VISIBLE_DEVICES": ""}
-            # Whatever ends this process ends the tracer.
-            command = under_reaper(module(_TRACER, str(source), str(target)), inherit=[folder])
-            log = folder / "log"
-            exit_code = self._run(command, environment, log)
-            if not target.is_file():
-                problem = f"the tracer failed: {last_words(log, exit_code)}"
-                raise MachineError(problem, hint=_FORMULA_HINT)
-            return target.read_bytes()
-
-    def _run(self, command: list[str], environment: Mapping[str, str], log: Path) -> int:
-        """Run the tracer to its end and return its exit status; MachineError when time is up."""
-        with (
-            log.open("w") as talk,
-            subprocess.Popen(
-                command, stdout=talk, stderr=talk, text=True, env=environment
-            ) as process,
-        ):
-            self._running.add(process)
-            try:
-                return process.wait(_TIMEOUT_S)
-            except subprocess.TimeoutExpired as error:
-                process.terminate()
-                problem = f"a trace took more than {_TIMEOUT_S:.0f} s"
-                raise MachineError(problem, hint=_FORMULA_HINT) from error
-            finally:
-                self._running.discard(process)
+            environment={**trial_environment(order.spec), "CUDA_VISIBLE_DEVICES": ""},
+            timeout_s=_TIMEOUT_S,
+            failure="the tracer failed",
+            late="a trace",
+            hint="leave `--exact` out: the formula needs no trace",
+        )
+        with private_folder() as folder:
+            return bytes(job.run(folder, ended=self._ended))
 
 
 def fullest_rank(spec: TrialSpec) -> int:

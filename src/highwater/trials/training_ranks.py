@@ -3,35 +3,28 @@
 import fcntl
 import os
 import shlex
-import subprocess
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 from highwater.errors import MachineError, UsageError
 from highwater.nouns.codec import from_json
 from highwater.nouns.files import read_file, refuse_irregular
-from highwater.nouns.protocols import TOLD_S
+from highwater.nouns.job import PHASE_FILE
 from highwater.nouns.training import TrainingProgress, TrainingSpec
-from highwater.nouns.trial import PHASE_FILE, Outcome, RankReport
+from highwater.nouns.trial import Outcome, RankReport
 from highwater.store.training_folder import TrainingFolder
 from highwater.trials.classify import Ending, failure_of
 from highwater.trials.engine_ranks import (
     REPORTS,
-    TRAINING,
     RanksEnd,
-    prepare_folder,
-    read_reports,
-    start_ranks,
+    RanksHere,
 )
 from highwater.trials.engine_trial import raise_refusal
 from highwater.trials.node_folder import NodeFolder, names
 from highwater.trials.nodes import RanksAcross
-from highwater.trials.ranks import RankShare, read_exits
-from highwater.trials.sampled_peak import kernel_kills
 from highwater.trials.trial_process import (
-    end_reaper,
     log_tail,
     private_folder,
     trial_environment,
@@ -122,46 +115,13 @@ def run_ranks(
 @contextmanager
 def _started(
     spec: TrainingSpec, machines: NodeFolder | None, log: IO[bytes]
-) -> Generator["_RanksHere | RanksAcross"]:
+) -> Generator[RanksHere | RanksAcross]:
     environment = trial_environment(spec.trial)
     if machines is not None:
         yield RanksAcross(machines, 1, spec, environment, log)
         return
     with private_folder() as folder:
-        yield _RanksHere(spec, folder, environment, log)
-
-
-class _RanksHere:
-    """The ranks of a training on this machine alone, as ``RanksAcross`` has them of several."""
-
-    def __init__(
-        self, spec: TrainingSpec, folder: Path, environment: Mapping[str, str], log: IO[bytes]
-    ) -> None:
-        self.path = folder
-        self._kills_before = kernel_kills()
-        prepare_folder(spec, folder)
-        share = RankShare(count=spec.trial.layout.gpus, folder=folder)
-        self._process = start_ranks(spec.trial, folder, share, environment, log, work=TRAINING)
-
-    def is_over(self) -> bool:
-        return self._process.poll() is not None
-
-    def wait(self) -> None:
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(TOLD_S)
-
-    def stop(self) -> None:
-        self._process.terminate()
-
-    def abandon(self) -> None:
-        end_reaper(self._process)
-
-    def end(self) -> RanksEnd:
-        self.abandon()
-        reports, damaged = read_reports(self.path / REPORTS)
-        kills = kernel_kills() - self._kills_before
-        code = self._process.returncode
-        return RanksEnd(code, reports, damaged, read_exits(self.path), kills)
+        yield RanksHere(spec, folder, environment, log)
 
 
 class _Progress:
@@ -181,7 +141,7 @@ class _Progress:
 
 
 def _end_of(
-    ranks: _RanksHere | RanksAcross, progress: _Progress
+    ranks: RanksHere | RanksAcross, progress: _Progress
 ) -> tuple[RanksEnd, KeyboardInterrupt | None]:
     """What the ranks left, and the interrupt that they were told of, if any."""
     interrupt: KeyboardInterrupt | None = None

@@ -41,7 +41,7 @@ from highwater.trials.foreign_command import (
     yaml_fields,
 )
 from highwater.trials.foreign_log import steps_of
-from highwater.trials.prepared_model import prepared_model, refuse_full_disk
+from highwater.trials.inputs import prepared_model, refuse_full_disk
 
 PROGRAM = "trl"
 _HINT = "name the file that `trl sft --config` takes"
@@ -59,7 +59,7 @@ def prepare_trl(
     """
     check_trl(spec, foreign)
     base, words = base_of(foreign), foreign.command or (PROGRAM,)
-    model = prepared_model(spec, folder, ended, on_phase, documents=_documents(spec, base, folder))
+    model = prepared_model(spec, ended, on_phase, documents=_documents(spec, base, folder))
     launched = _launched(spec, model, folder, words[0])
     files = trial_files(launched, base)
     said = (*missing_files(Path(spec.model_directory)).notes, *files.notes)

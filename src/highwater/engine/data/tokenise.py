@@ -1,7 +1,7 @@
 """The process that tokenises a corpus once, without a GPU: ``python -m
-highwater.engine.data.tokenise ORDER.json ANSWER.json PARENT_FOLDER``.
+highwater.engine.data.tokenise ORDER.json REPORT.json PARENT_FOLDER``.
 
-The folder of the answer is where the corpus is made, on the disk of the parent folder, in which it
+The folder of the report is where the corpus is made, on the disk of the parent folder, in which it
 is kept under its digest. A corpus that is there is not made again.
 
 The digest that names a corpus: of all that its tokens may depend on, and of nothing else, so
@@ -18,7 +18,6 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,14 +41,13 @@ from highwater.engine.data.rendering import (
 from highwater.engine.data.rollouts import RewardFunction, rollouts
 from highwater.engine.data.store import CorpusWriter, disk_errors, open_corpus
 from highwater.engine.data.text_tokens import BYTE_VOCABULARY, Bytes, TextTokens, Tokenizer
-from highwater.errors import HighwaterError, MachineError, UsageError
-from highwater.nouns.codec import digest, from_json, to_json
-from highwater.nouns.corpus import Corpus, CorpusOrder, LongDocuments, Tokenised
+from highwater.errors import UsageError
+from highwater.nouns.codec import digest
+from highwater.nouns.corpus import Corpus, CorpusOrder, LongDocuments
 from highwater.nouns.files import CONFIG_BYTES, read_file
+from highwater.nouns.job import serve, tell_phase
 from highwater.nouns.objective import TRAITS
-from highwater.nouns.preparation import Refused
 from highwater.nouns.protocols import TOLD_S, OnPhase
-from highwater.nouns.trial import PHASE_FILE
 from highwater.units import counted
 
 
@@ -180,18 +178,12 @@ def _source_digest(function: Any | None) -> str | None:
 
 def main() -> None:
     """Tokenise what the order says, or leave word why it cannot be."""
-    order_path, answer_path, parent = map(Path, sys.argv[1:])
-    order = from_json(order_path.read_bytes(), CorpusOrder)
-    scratch = answer_path.parent
-    try:
-        corpus = tokenise(order, parent, scratch=scratch, on_phase=partial(_tell, scratch))
-        answer = Tokenised(corpus=corpus)
-    except HighwaterError as error:
-        answer = Tokenised(
-            refused=Refused(problem=error.problem, hint=error.hint),
-            is_machine=isinstance(error, MachineError),
-        )
-    answer_path.write_text(to_json(answer), encoding="utf-8")
+    parent = Path(sys.argv[3])
+
+    def work(order: CorpusOrder, scratch: Path) -> Corpus:
+        return tokenise(order, parent, scratch=scratch, on_phase=partial(tell_phase, scratch))
+
+    serve(CorpusOrder, work)
 
 
 def tokenise(order: CorpusOrder, parent: Path, *, scratch: Path, on_phase: OnPhase) -> Corpus:
@@ -365,14 +357,6 @@ def _notes(
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-
-def _tell(folder: Path, phase: str) -> None:
-    """Leave word of what is done, for whoever waits. Nothing depends on it."""
-    with suppress(OSError):
-        partial_path = folder / f"{PHASE_FILE}.partial"
-        partial_path.write_text(phase, encoding="utf-8")
-        partial_path.replace(folder / PHASE_FILE)
 
 
 if __name__ == "__main__":

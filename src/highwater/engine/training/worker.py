@@ -12,7 +12,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,17 +19,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from highwater.errors import HighwaterError
+from highwater.nouns.job import leave, tell_phase
 from highwater.nouns.oom import exhausted_memory
 from highwater.nouns.protocols import OnPhase
 from highwater.nouns.secrets import LOGGED, kept
-from highwater.nouns.trial import (
-    PHASE_FILE,
-    AliveMemory,
-    Failure,
-    FailureKind,
-    RankReport,
-    TrialSpec,
-)
+from highwater.nouns.trial import AliveMemory, Failure, FailureKind, RankReport, TrialSpec
 from highwater.units import MIB
 
 if TYPE_CHECKING:
@@ -89,10 +82,7 @@ def run_rank(spec: TrialSpec, made: Callable[[OnPhase], "RankRun"], reports: Pat
 def _tell(reports: Path, phase: str) -> None:
     """Leave word of what the first rank does, for whoever waits. Nothing depends on it."""
     if os.environ["RANK"] == "0":
-        with suppress(OSError):
-            partial_path = reports / f"{PHASE_FILE}.partial"
-            partial_path.write_text(phase, encoding="utf-8")
-            partial_path.replace(reports / PHASE_FILE)
+        tell_phase(reports, phase)
 
 
 def _kind(error: BaseException, spec: TrialSpec) -> FailureKind:
@@ -181,11 +171,7 @@ def _last_report(run: "RankRun | None") -> RankReport:
 
 
 def _write(reports: Path, report: RankReport) -> None:
-    """Write the report whole or not at all."""
-    target = reports / f"rank-{report.rank:03d}.json"
-    partial = target.with_suffix(".partial")
-    partial.write_bytes(msgspec.json.encode(report))
-    partial.replace(target)
+    leave(reports / f"rank-{report.rank:03d}.json", msgspec.json.encode(report))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,154 @@
+"""What a training or a trial starts from, made by a job of the data plane and kept for the next
+time.
+
+Corpora: a user's data, tokenised once for every trial and training that reads it.
+
+Prepared models: the directory that a foreign trainer opens in a trial, made where the model's own
+has no weights or no tokenizer.
+"""
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Event
+
+from highwater.errors import MachineError
+from highwater.model.model import load_model
+from highwater.nouns.corpus import Corpus, CorpusOrder
+from highwater.nouns.preparation import (
+    DocumentOrder,
+    PreparationOrder,
+    Prepared,
+    missing_files,
+    prepared_name,
+)
+from highwater.nouns.protocols import OnPhase, unheard
+from highwater.nouns.trial import TrialSpec
+from highwater.trials.job import Job
+from highwater.trials.trial_process import ON_THE_CPU, clean_environment, private_folder
+from highwater.units import MOST_SECONDS, format_bytes
+
+_PREPARE_S = 3600.0
+"""Longest time of a preparation: random weights of 70 billion parameters take minutes to write."""
+_BF16_BYTES = 2
+
+
+def corpus_directory(environment: Mapping[str, str]) -> Path:
+    """The folder of corpora: ``$XDG_CACHE_HOME/highwater/corpora``, by default in ``~/.cache``."""
+    base = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base, "highwater", "corpora")
+
+
+def tokenised(
+    order: CorpusOrder,
+    *,
+    parent: Path | None = None,
+    on_phase: OnPhase = unheard,
+    ended: Event | None = None,
+) -> Corpus:
+    """The corpus of an order, made where it is not there yet, in ``parent`` or with all others;
+    blocks until it is.
+
+    Raises what the process refused, and MachineError where it failed. When ``ended`` is set, the
+    process is ended and TrialEndedError raised.
+    """
+    elsewhere = "name another folder: `export XDG_CACHE_HOME=/path`"
+    if parent is not None:
+        elsewhere = "use another `--output`"
+    parent = parent or corpus_directory(os.environ)
+    job = Job(
+        module="highwater.engine.data.tokenise",
+        order=order,
+        words=(str(parent),),
+        report=Corpus,
+        environment=clean_environment("native") | ON_THE_CPU,
+        timeout_s=MOST_SECONDS,
+        first_phase="starting to read the data",
+        failure="the data could not be tokenised",
+    )
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        with private_folder(parent, kind="corpus-") as folder:
+            return job.run(folder, ended=ended, on_phase=on_phase)
+    except OSError as error:
+        raise MachineError(
+            f"no corpus can be made in {parent}: {error}",
+            hint=f"make room there, or {elsewhere}",
+        ) from error
+
+
+def prepared_model(
+    spec: TrialSpec,
+    ended: Event,
+    on_phase: OnPhase,
+    *,
+    documents: DocumentOrder | None = None,
+) -> Path:
+    """The directory to train from, after the documents are written, if any are asked for. No
+    process is started where it is there already and none are.
+
+    Raises what the preparation refused, and MachineError where it failed.
+    """
+    there = _there(spec)
+    if there is not None and documents is None:
+        return there
+    cache = model_cache(os.environ)
+    order = PreparationOrder(
+        model_directory=spec.model_directory,
+        cache_directory=str(cache),
+        documents=documents,
+        seed=spec.seed,
+    )
+    job = Job(
+        module="highwater.engine.training.trainer_inputs",
+        order=order,
+        report=Prepared,
+        environment=clean_environment("native") | ON_THE_CPU,
+        timeout_s=_PREPARE_S,
+        first_phase="preparing",
+        failure="what is trained on could not be prepared",
+    )
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with private_folder(cache, kind="model-") as folder:
+            return Path(job.run(folder, ended=ended, on_phase=on_phase).model_directory)
+    except OSError as error:
+        raise MachineError(
+            f"the model to train from could not be prepared: {error}",
+            hint="make room there, or name another folder: `export XDG_CACHE_HOME=/path`",
+        ) from error
+
+
+def model_cache(environment: Mapping[str, str]) -> Path:
+    """The folder of directories that were made to train from: ``$XDG_CACHE_HOME/highwater/models``,
+    by default in ``~/.cache``.
+    """
+    base = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base, "highwater", "models")
+
+
+def refuse_full_disk(spec: TrialSpec) -> None:
+    """Raise MachineError where random weights would have to be written and there is no room."""
+    if not missing_files(Path(spec.model_directory)).weights or _there(spec) is not None:
+        return
+    cache = model_cache(os.environ)
+    needed_bytes = _BF16_BYTES * load_model(spec.model_directory).shape.parameters
+    place = next(each for each in (cache, *cache.parents) if each.is_dir())
+    free_bytes = shutil.disk_usage(place).free
+    if free_bytes < needed_bytes:
+        raise MachineError(
+            f"{spec.model_name} has no weights here: random ones take "
+            f"{format_bytes(needed_bytes)}, and {cache} has {format_bytes(free_bytes)} free",
+            hint="name a folder with room: `export XDG_CACHE_HOME=/path`",
+        )
+
+
+def _there(spec: TrialSpec) -> Path | None:
+    """The model's own directory where nothing is missing, or what was made of it; None: neither."""
+    source = Path(spec.model_directory)
+    missing = missing_files(source)
+    if not any(missing):
+        return source
+    made = model_cache(os.environ) / prepared_name(source, spec.seed, missing)
+    return made if made.is_dir() else None

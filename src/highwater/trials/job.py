@@ -1,0 +1,186 @@
+"""A job: a process of the data plane, or ranks of it, under a reaper that this process holds.
+
+An order goes in as JSON, a report comes back as JSON (``nouns/job.py``), both in a folder that is
+the job's alone. The process is fresh, and nothing of it is left running; what it writes goes to a
+log, so that one that leaves no report is told by its last words, or by the signal that ended it.
+Trials, trainings and benchmarks are started, awaited and ended here too; what they report, and how
+that is judged, is their own.
+"""
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+from typing import IO, Generic, TypeVar
+
+from highwater.errors import MachineError, UsageError
+from highwater.nouns.codec import Record, from_json, to_json
+from highwater.nouns.files import read_file
+from highwater.nouns.job import PHASE_FILE, REFUSED_FILE, Refused
+from highwater.nouns.protocols import TOLD_S, OnPhase, TrialEndedError, unheard
+from highwater.trials.probe import INSTALL_HINT
+from highwater.trials.ranks import RankShare
+from highwater.trials.reaper import END_AT_ONCE, module, under_reaper
+
+_END_S = 30.0
+_LAST_LINES = 3
+_PHASE_BYTES = 1024
+SIGNALLED = 128
+"""Exit statuses above it are signals, as shells and a reaper tell them."""
+Report = TypeVar("Report")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job(Generic[Report]):
+    """What is asked of a module of the data plane, and what is said where it leaves no report."""
+
+    module: str
+    report: type[Report]
+    order: Record | None = None
+    """None: the module takes none, and is told the path of its report alone."""
+    words: tuple[str, ...] = ()
+    """What else the module is told, after order and report."""
+    ranks: int | None = None
+    """How many processes run the module, as ranks of one group; None: one, which is no rank."""
+    environment: Mapping[str, str]
+    timeout_s: float
+    first_phase: str = "starting"
+    """What it is doing, in words, until it says so itself."""
+    failure: str
+    """What could not be done, in words that its last ones follow."""
+    late: str | None = None
+    """What "took more than" ``timeout_s`` seconds; None: ``failure`` says that time was up."""
+    hint: str | None = None
+    """What to type after a failure; None: it depends on how the process ended."""
+
+    def run(
+        self, folder: Path, *, ended: Event | None = None, on_phase: OnPhase = unheard
+    ) -> Report:
+        """The report, made in ``folder``; nothing of the job runs any more when this returns or
+        raises.
+
+        Raises what the job refused, MachineError where it left no report, and TrialEndedError when
+        ``ended`` is set.
+        """
+        order, report, log = folder / "order.json", folder / "report.json", folder / "log"
+        words = [str(report), *self.words]
+        if self.order is not None:
+            order.write_text(to_json(self.order), encoding="utf-8")
+            words.insert(0, str(order))
+        share = None if self.ranks is None else RankShare(self.ranks, folder)
+        command = under_reaper(module(self.module, *words), inherit=[folder], ranks=share)
+        with log.open("wb") as said:
+            status = exit_code_of(
+                start(command, self.environment, said),
+                timeout_s=self.timeout_s,
+                ended=ended or Event(),
+                tell=lambda: on_phase(phase_in(folder, self.first_phase)),
+            )
+        if (path := folder / REFUSED_FILE).is_file():
+            refused = from_json(path.read_bytes(), Refused)
+            kind = MachineError if refused.is_machine else UsageError
+            raise kind(refused.problem, hint=refused.hint)
+        if report.is_file():
+            return from_json(report.read_bytes(), self.report)
+        if status is None and self.late is not None:
+            problem = f"{self.late} took more than {self.timeout_s:.0f} s"
+            raise MachineError(problem, hint=self.hint or INSTALL_HINT)
+        raise failed(self.failure, log, status, hint=self.hint)
+
+
+def start(
+    command: Sequence[str], environment: Mapping[str, str], log: IO[bytes], *, is_read: bool = False
+) -> subprocess.Popen[bytes]:
+    """Start a command that ``under_reaper`` made; what it says goes to the log, but for its output
+    where that ``is_read`` from a pipe.
+    """
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE if is_read else log,
+        stderr=log,
+        # Ctrl-C in a terminal reaches this process alone, which then ends the others in order.
+        start_new_session=True,
+    )
+
+
+def phase_in(folder: Path, otherwise: str = "starting") -> str:
+    """What a job last said in its folder that it does; ``otherwise``: where it said nothing yet."""
+    try:
+        said = read_file(folder / PHASE_FILE, most_bytes=_PHASE_BYTES)
+    except OSError:
+        return otherwise
+    return said.decode(errors="replace")
+
+
+def exit_code_of(
+    process: subprocess.Popen[bytes], *, timeout_s: float, ended: Event, tell: Callable[[], None]
+) -> int | None:
+    """Wait for the end of what runs under a reaper, and ``tell`` meanwhile twice a second; its exit
+    status, None when time was up.
+
+    Nothing of it runs any more when this returns or raises; it raises TrialEndedError when
+    ``ended`` is set.
+    """
+    deadline = time.monotonic() + timeout_s
+    try:
+        while (left_s := deadline - time.monotonic()) > 0:
+            with suppress(subprocess.TimeoutExpired):
+                return process.wait(min(TOLD_S, left_s))
+            if ended.is_set():
+                raise TrialEndedError
+            tell()
+        return None
+    finally:
+        end_reaper(process)
+
+
+def end_reaper(process: subprocess.Popen[bytes]) -> None:
+    """End the reaper, which ends everything under it, at once.
+
+    A second Ctrl-C meanwhile is heard when that is done, and orphans nothing.
+    """
+    process.send_signal(END_AT_ONCE)
+    deadline = time.monotonic() + _END_S
+    interrupt: KeyboardInterrupt | None = None
+    while process.poll() is None:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+
+
+def failed(what: str, log: Path, status: int | None, *, hint: str | None = None) -> MachineError:
+    """The error of a process that left no answer; ``what`` could not be done, in words."""
+    if hint is None:
+        is_exit = status is not None and status <= SIGNALLED
+        hint = INSTALL_HINT if is_exit else "see whether memory is left, `free -h`, and try again"
+    return MachineError(f"{what}: {last_words(log, status)}", hint=hint)
+
+
+def last_words(log: Path, status: int | None) -> str:
+    """How a process ended, and its last three lines in a log, in one; ``status``: None where time
+    was up.
+    """
+    how = "time was up" if status is None else how_ended(status)
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return f"{how}: {' / '.join(lines[-_LAST_LINES:])}" if lines else f"{how}, without a word"
+
+
+def how_ended(status: int) -> str:
+    """``exited with 3``, or ``ended by signal 9 (SIGKILL)``, also of what a reaper ran."""
+    number = -status if status < 0 else status - SIGNALLED
+    try:
+        return f"ended by signal {number} ({signal.Signals(number).name})"
+    except ValueError:
+        return f"ended by signal {number}" if status < 0 else f"exited with {status}"
