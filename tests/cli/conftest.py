@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tiny_models import write_model
+
 BIN = Path(sys.executable).parent
 SIMULATED = ("--device", "cuda", "--memory", "80GiB", "--dry-run")
 """Flags that make a search answer from a memory law, on any machine."""
@@ -155,22 +157,7 @@ def highwater(run: Run) -> Run:
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
     """A directory with the config of a tiny model."""
-    directory = tmp_path / "tiny"
-    directory.mkdir()
-    config = {
-        "model_type": "qwen3",
-        "vocab_size": 1000,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 192,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": True,
-    }
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
+    return write_model(tmp_path / "tiny")
 
 
 def refusal(done: subprocess.CompletedProcess[str], code: int) -> tuple[str, str]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 TIMEOUT_S = 500
 """Of one group, on a machine that is busy."""
@@ -51,6 +52,14 @@ class RankGroups:
         statuses = json.loads(self._server.stdout.readline())
         assert set(statuses.values()) == {0}, f"{statuses}: {log.read_text()[-_PRINTED:]}"
 
+    def results(
+        self, script: str, processes: int, *words: str | Path, timeout_s: float = TIMEOUT_S
+    ) -> dict[str, Any]:
+        """What rank 0 writes to the file that is the script's first word."""
+        result = self._folder / f"{self._groups + 1}.json"
+        self.run(script, processes, result, *words, timeout_s=timeout_s)
+        return json.loads(result.read_text())
+
     def end(self) -> None:
         """End what forks them, and every rank that still runs."""
         if self._server is not None:
@@ -58,6 +67,23 @@ class RankGroups:
                 os.killpg(self._server.pid, signal.SIGKILL)
             self._server.communicate()
             self._server = None
+
+
+def assert_close(
+    results: dict[str, dict[str, Any]],
+    tolerances: dict[str, float],
+    of: tuple[str, ...] | None = ("loss", "norm", "gradient"),
+) -> None:
+    """Every result is within the tolerance that goes with its name; an error is not, nor what is
+    not a number. ``tolerances`` has every result's name; ``of`` None: all its numbers.
+    """
+    assert results.keys() == tolerances.keys()
+    wrong = {
+        name: found
+        for name, found in results.items()
+        if "error" in found or not all(abs(found[what]) <= tolerances[name] for what in of or found)
+    }
+    assert not wrong, f"{len(wrong)} of {len(results)}: {json.dumps(wrong, indent=1)}"
 
 
 def _started() -> "subprocess.Popen[str]":

@@ -82,7 +82,8 @@ def _become(rank: int, group: dict[str, Any]) -> None:
             STORE_VARIABLE: group["store"],
         }
         sys.argv = [group["script"], *group["words"]]
-        sys.path.insert(0, str(Path(group["script"]).parent))
+        folder = Path(group["script"]).parent
+        sys.path[:0] = [str(folder), str(folder.parent)]
         runpy.run_path(group["script"], run_name="__main__")
         status = 0
     except BaseException:  # noqa: BLE001 -- the edge of the process, as an interpreter has it

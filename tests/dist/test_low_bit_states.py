@@ -2,7 +2,6 @@
 and a sharded checkpoint that goes on bit by bit.
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -15,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from low_bit_cases import CONFIG, LOSSY
 from rank_groups import RankGroups
 
+from tiny_models import write_model
+
 
 @pytest.mark.corpus
 @pytest.mark.by_turns
@@ -23,10 +24,8 @@ from rank_groups import RankGroups
 def test_moments_of_few_bits_are_sharded_counted_saved_and_loaded(
     processes: int, ranks: RankGroups, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    result = tmp_path / "result.json"
-    ranks.run("low_bit_cases.py", processes, tmp_path, result)
-    found = json.loads(result.read_text())
+    write_model(tmp_path, CONFIG)
+    found = ranks.results("low_bit_cases.py", processes, tmp_path)
     assert set(found) == set(LOSSY)
     for name, of_ranks in found.items():
         assert len(of_ranks) == processes

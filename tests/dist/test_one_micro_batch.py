@@ -2,7 +2,6 @@
 of gradients that lie there from the start, in every way to shard and to share sequences.
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -26,9 +25,7 @@ def test_one_micro_batch_trains_as_with_gradients_from_the_start_and_leaves_none
 ) -> None:
     save_models(tmp_path / "weights")
     save_judges(tmp_path / "weights")
-    result = tmp_path / "result.json"
-    ranks.run("one_micro_batch_cases.py", processes, tmp_path / "weights", result)
-    found = json.loads(result.read_text())
+    found = ranks.results("one_micro_batch_cases.py", processes, tmp_path / "weights")
     cases = cases_for(processes)
     assert set(found) == {case.name for case in cases}
     for case in cases:

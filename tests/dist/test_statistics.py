@@ -46,11 +46,9 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_statistics_are_those_of_plain_documents_on_any_number_of_ranks(
-    processes: int, extent: str, ranks: RankGroups, weights: Path, tmp_path: Path
+    processes: int, extent: str, ranks: RankGroups, weights: Path
 ) -> None:
-    result = tmp_path / "result.json"
-    ranks.run("statistics_cases.py", processes, weights, result, extent)
-    results = json.loads(result.read_text())
+    results = ranks.results("statistics_cases.py", processes, weights, extent)
     assert set(results) == {case.name for case in cases_for(processes, extent)}
     wrong = {name: found for name, of in results.items() if (found := _deviations(of))}
     assert not wrong, json.dumps(wrong, indent=1)

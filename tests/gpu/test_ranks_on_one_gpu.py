@@ -13,10 +13,10 @@ sys.path.insert(0, str(ROOT / "docs" / "results" / "context_parallel"))
 
 import one_gpu
 
-from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
-from highwater.nouns.settings import Objective, Settings
-from highwater.nouns.trial import RankReport, TrialSpec
+from highwater.nouns.settings import Objective
+from highwater.nouns.trial import RankReport
+from trials import trial_of
 
 TOLERANCE = 1e-3
 """Relative, in bfloat16: kernels see other blocks, and sums have another order."""
@@ -73,15 +73,12 @@ def test_ranks_that_share_a_trial_s_sequences_or_states_train_what_one_does(
 
 def trained(model: Path, layout: Layout, objective: Objective) -> RankReport:
     """The first rank's report of two steps."""
-    known = load_model(str(model))
     micro_batches = SEQUENCES // layout.data_parallel_degree
-    spec = TrialSpec(
-        model_name=known.name,
-        model_directory=known.directory,
-        config_digest=known.config_digest,
-        device="cuda",
+    spec = trial_of(
+        model,
         layout=layout,
-        settings=Settings(objective=objective, loss="chunked"),
+        objective=objective,
+        loss="chunked",
         length_tokens=LENGTH,
         micro_batches=micro_batches,
     )

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Objective, Settings, Strategy
-from highwater.nouns.trial import Outcome, RankReport, TrialSpec
+from highwater.nouns.trial import Outcome, RankReport
 from highwater.trials.engine_trial import EngineLauncher
 from highwater.trials.local import LocalRunner
 from highwater.trials.probe import probe
 from highwater.units import GIB
+from trials import trial_of
 
 GPUS = [count for count in (1, 2, 4) if count <= max(1, len(probe().gpus))]
 TOLERANCE = 1e-3
@@ -92,12 +92,8 @@ def trained(model: Path, logs: Path, gpus: int, strategy: Strategy, *, offload: 
 
 def report(model: Path, logs: Path, layout: Layout, settings: Settings) -> RankReport:
     """The first rank's report of three steps of four micro-batches."""
-    known = load_model(str(model))
-    spec = TrialSpec(
-        model_name=known.name,
-        model_directory=known.directory,
-        config_digest=known.config_digest,
-        device="cuda",
+    spec = trial_of(
+        model,
         layout=layout,
         settings=settings,
         length_tokens=LENGTH,

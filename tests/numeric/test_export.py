@@ -28,8 +28,7 @@ from highwater.engine.training.step import Training, train_step
 from highwater.errors import UsageError
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
-from highwater.nouns.settings import Settings
-from highwater.nouns.trial import TrialSpec
+from trials import trial_in
 
 FLOAT32 = 5e-6
 """Norm-relative: attention and norms of the engine in another order."""
@@ -79,16 +78,12 @@ def source(alone: None, tmp_path: Path) -> Path:
 def trained(source: Path, **settings: Any) -> Training:
     """After a step that moves it far."""
     layout, cpu = Layout(), torch.device("cpu")
-    spec = TrialSpec(
-        model_name="model",
-        model_directory=str(source),
-        config_digest="",
-        device="cpu",
+    spec = trial_in(
+        source,
         layout=layout,
-        length_tokens=64,
-        settings=Settings(loss="chunked", **settings),
-        memory_budget_bytes=2**30,
+        loss="chunked",
         hyperparameters=Hyperparameters(learning_rate=0.05),
+        **settings,
     )
     mesh = process_mesh.shard_mesh(layout, cpu)
     context = RankContext(device=cpu, kernel="flash", mesh=mesh, shared=None, nccl_bytes=0)

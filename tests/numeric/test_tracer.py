@@ -27,6 +27,7 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.trainer import TrainerName
 from highwater.nouns.trial import RankMemory, TrialResult, TrialSpec
 from highwater.units import GIB, MIB
+from trials import trial_of
 
 STUDIES = Path(__file__).parents[2] / "docs" / "results" / "find"
 RESERVED_TOLERANCE_BYTES = 2 * MIB
@@ -126,16 +127,7 @@ def test_the_reference_system_waits_in_every_layer_and_before_an_update(
 
 
 def small(layout: Layout, **settings: Any) -> TrialSpec:
-    model = load_model("tiny")
-    return TrialSpec(
-        model_name=model.name,
-        model_directory=model.directory,
-        config_digest=model.config_digest,
-        device="cuda",
-        layout=layout,
-        settings=Settings(**settings),
-        length_tokens=65_536,
-    )
+    return trial_of("tiny", layout=layout, length_tokens=65_536, **settings)
 
 
 def check(ours: Replayed, measured: RankMemory) -> None:

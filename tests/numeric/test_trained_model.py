@@ -32,6 +32,7 @@ from highwater.errors import HighwaterError, ModelError, UsageError
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
+from trials import trial_in
 
 LLAMA_3 = {
     "rope_type": "llama3",
@@ -401,14 +402,6 @@ def test_what_the_first_tokens_logprob_is_does_not_matter(monkeypatch: pytest.Mo
 def spec(
     *, length_tokens: int = 64, data: str | None = None, settings: Settings | None = None
 ) -> TrialSpec:
-    return TrialSpec(
-        model_name="tiny",
-        model_directory="/nowhere",
-        config_digest="0",
-        device="cpu",
-        layout=Layout(),
-        settings=settings or Settings(),
-        length_tokens=length_tokens,
-        memory_budget_bytes=1024**3,
-        data=data,
+    return trial_in(
+        "/nowhere", settings=settings or Settings(), length_tokens=length_tokens, data=data
     )

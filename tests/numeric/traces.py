@@ -10,30 +10,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from highwater.model.model import load_model
 from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.events import Allocate, Enter, EventLog, Free, GiveBack, TraceOrder
-from highwater.nouns.layout import Layout
-from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
 from highwater.trials.tracing import fullest_rank
+from tiny_models import write_model
+from trials import trial_of
 
 Kind = tuple[str, str, str]
 
 
 def trial(directory: Path, config: Mapping[str, Any], **fields: Any) -> TrialSpec:
     """On one GPU, vanilla, unless ``fields`` say otherwise."""
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(config))
-    model = load_model(str(directory))
-    named = {
-        "model_name": model.name,
-        "model_directory": model.directory,
-        "config_digest": model.config_digest,
-    }
-    return TrialSpec(
-        **{**named, "device": "cuda", "layout": Layout(), "settings": Settings(), **fields}
-    )
+    return trial_of(write_model(directory, config), **fields)
 
 
 class Traces(dict[str, EventLog]):

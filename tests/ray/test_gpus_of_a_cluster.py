@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from local_cluster import NODE_BYTES, LocalCluster, local_cluster
-from places import machine_with, question_of, write_model
+from places import machine_with, question_of
 from processes import wait_until
 from told_gpus import GO, ToldGpus
 
@@ -22,6 +22,7 @@ from highwater.trials.ray_node import Needs
 from highwater.trials.ray_placement import Node
 from highwater.trials.ray_runner import RayRunner
 from runner_contract import ENDS_S
+from tiny_models import write_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
