@@ -2,13 +2,14 @@
 every command.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import SIMULATED, Run, offered, refusal
 
-from tiny_models import write_model
+from tiny_models import TINY, write_model
 
 GPUS = ("--gpus", "1xH100-80GB")
 PAIR = ("--gpus", "2xH100-80GB")
@@ -101,7 +102,7 @@ def test_an_answer_does_not_end_at_a_sliding_window(highwater: Run, tiny: Path) 
 def test_a_model_that_is_not_understood_is_refused_by_every_command(
     highwater: Run, tiny: Path, changes: dict[str, Any], said: str
 ) -> None:
-    write_model(tiny, **changes)
+    (tiny / "config.json").write_text(json.dumps({**TINY, **changes}))
     at_length = ("--length", "2048")
     for words in (
         ("find", str(tiny), *SIMULATED),

@@ -1,5 +1,5 @@
 """One process of a group: every case of sharded training against the unsharded reference. Started
-by ``rank_server.py`` or torchrun.
+by ``rank_groups.py`` or torchrun.
 
 ``torchrun --nproc-per-node N cases.py RESULT WEIGHTS PART``: writes, as rank 0, one JSON object
 {case name: deviations}.

@@ -1,5 +1,5 @@
 """One process of a group: objectives, layouts and settings in combination, against
-tests/references. Started by ``rank_server.py`` or torchrun.
+tests/references. Started by ``rank_groups.py`` or torchrun.
 
 ``torchrun --nproc-per-node N cover_cases.py WEIGHTS RESULT STRENGTH``: writes, as rank 0, one JSON
 object {case name: deviations}.

@@ -1,5 +1,5 @@
 """One process of a group: every family in one layout, against the family's own modules. Started by
-``rank_server.py`` or torchrun.
+``rank_groups.py`` or torchrun.
 
 ``torchrun --nproc-per-node N family_cases.py MODELS RESULT LAYOUT FAMILY...``: rank 0 appends one
 JSON line a family.

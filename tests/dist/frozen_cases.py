@@ -1,5 +1,5 @@
 """One process of a group: what some steps change in a model with parameters that its family does
-not train. Started by ``rank_server.py`` or torchrun.
+not train. Started by ``rank_groups.py`` or torchrun.
 
 ``torchrun --nproc-per-node N frozen_cases.py RESULT WEIGHTS``: writes, as rank 0, one JSON object
 {case name: what was found}.

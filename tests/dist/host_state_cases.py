@@ -1,5 +1,5 @@
 """One process of a group: AdamW with its moments in host memory, beside AdamW without. Started by
-``rank_server.py`` or torchrun.
+``rank_groups.py`` or torchrun.
 
 ``torchrun --nproc-per-node N host_state_cases.py RESULT FOLDER``: writes, as rank 0, one JSON
 object {case: what was found on every rank}; ``FOLDER`` gets what is saved.

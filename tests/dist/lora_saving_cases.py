@@ -1,4 +1,4 @@
-"""One process of a group that trains adapters and saves them. Started by ``rank_server.py`` or
+"""One process of a group that trains adapters and saves them. Started by ``rank_groups.py`` or
 torchrun.
 
 ``torchrun --nproc-per-node N lora_saving_cases.py FOLDER MODE``: ``save`` trains a step, saves

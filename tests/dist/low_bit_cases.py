@@ -1,5 +1,5 @@
 """One process of a group: optimizers with moments of few bits, beside AdamW in float32. Started by
-``rank_server.py`` or torchrun.
+``rank_groups.py`` or torchrun.
 
 ``torchrun --nproc-per-node N low_bit_cases.py RESULT FOLDER``: writes, as rank 0, one JSON object
 {optimizer: what was found on every rank}; ``FOLDER`` gets what is saved.

@@ -1,5 +1,5 @@
 """One process of a group: every objective, sharded, against its plain implementation. Started by
-``rank_server.py`` or torchrun.
+``rank_groups.py`` or torchrun.
 
 ``torchrun --nproc-per-node N objective_cases.py RESULT WEIGHTS EXTENT``: writes, as rank 0, one
 JSON object {case name: deviations}.

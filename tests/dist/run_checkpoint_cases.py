@@ -1,5 +1,5 @@
 """One process of a group that trains, saves checkpoints of a run and goes on from them. Started by
-``rank_server.py`` or torchrun.
+``rank_groups.py`` or torchrun.
 
 ``save FOLDER`` trains two steps of each case, saves, and trains two more; ``resume FOLDER WAY...``
 goes on from what was saved in each way that is named, and writes the same. ``damaged FOLDER`` has

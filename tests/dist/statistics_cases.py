@@ -1,5 +1,5 @@
 """One process of a group: a step's statistics and an evaluation, of the same sequences on any
-number of ranks, beside plain PyTorch over a list of documents. Started by ``rank_server.py``.
+number of ranks, beside plain PyTorch over a list of documents. Started by ``rank_groups.py``.
 
 ``statistics_cases.py RESULT WEIGHTS EXTENT``: writes, as rank 0, one JSON object {case name:
 {"ranks": what each rank exported, "expected": what the reference says}}.

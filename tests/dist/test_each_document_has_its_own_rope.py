@@ -2,14 +2,9 @@
 each document's loss and gradients are those it has alone.
 """
 
-import sys
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
 from document_rope_cases import DEGREES, MORE_DEGREES, cases_for, save_models
 from rank_groups import RankGroups, assert_close
 

@@ -2,14 +2,10 @@
 decay, however it is sharded.
 """
 
-import sys
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
+import torch
 from frozen_cases import CASES
 from rank_groups import RankGroups
 from transformers import AfmoeConfig, AfmoeForCausalLM

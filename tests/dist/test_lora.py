@@ -2,15 +2,13 @@
 one document at a time; what is saved loads in peft and in transformers, and goes on.
 """
 
-import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 pytest.importorskip("bitsandbytes", reason="a model in NF4 needs the qlora extra")
 peft = pytest.importorskip("peft", reason="LoRA needs the lora extra")
-sys.path.insert(0, str(Path(__file__).parent))
 
 import lora_objective_cases
 import lora_saving_cases

@@ -2,14 +2,11 @@
 and a sharded checkpoint that goes on bit by bit.
 """
 
-import sys
 from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 pytest.importorskip("torchao", reason="moments of few bits need the low-bit extra")
-sys.path.insert(0, str(Path(__file__).parent))
 
 from low_bit_cases import CONFIG, LOSSY
 from rank_groups import RankGroups

@@ -5,17 +5,11 @@ mixture of experts it does, on a single process too: how many tokens an expert h
 its matrix product, which decides in which order a kernel sums. In float64 that stays below 1e-14.
 """
 
-import sys
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
 from rank_groups import RankGroups
 from shared_model_cases import (
     DEGREES,

@@ -2,14 +2,9 @@
 in float32: loss and every gradient.
 """
 
-import sys
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
 from objective_cases import cases_for
 from plain_objectives import save_judges
 from rank_groups import RankGroups, assert_close

@@ -2,14 +2,9 @@
 of gradients that lie there from the start, in every way to shard and to share sequences.
 """
 
-import sys
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
 from one_micro_batch_cases import STEPS, cases_for
 from plain_objectives import save_judges
 from rank_groups import RankGroups

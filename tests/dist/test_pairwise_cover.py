@@ -8,15 +8,10 @@ The references were written from the papers and from verl's and TRL's definition
 had not read the engine.
 """
 
-import sys
 from itertools import product
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
 from combinatorial import cover, meetings
 from cover_cases import PAIRED, cases, cases_for, save_models
 from rank_groups import TIMEOUT_S, RankGroups, assert_close

@@ -2,14 +2,9 @@
 and every gradient.
 """
 
-import sys
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
 from cases import BUILD, COVER, FILLED, PRODUCTS, cases_for
 from rank_groups import TIMEOUT_S, RankGroups, assert_close
 from reference import save_models

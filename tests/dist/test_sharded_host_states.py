@@ -2,14 +2,9 @@
 bit by bit, and training goes on from what either saved; bytes as counted.
 """
 
-import sys
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
 from host_state_cases import CASES, CONFIG
 from rank_groups import RankGroups
 

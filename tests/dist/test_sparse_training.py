@@ -2,14 +2,9 @@
 loss and every gradient are those of plain models with a dense mask, one document at a time.
 """
 
-import sys
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
 from rank_groups import RankGroups, assert_close
 from sparse_training_cases import DEGREES, cases_for, save_model
 

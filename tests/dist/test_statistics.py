@@ -4,15 +4,10 @@ rings and copies, on the same sequences, against plain PyTorch over a list of do
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
 from rank_groups import RankGroups
 from statistics_cases import LAYOUTS, cases_for, save_models
 

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from msgspec.structs import replace
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
 from highwater.engine.attention.dense import select_kernel
 from highwater.engine.attention.registry import register

@@ -7,8 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+import torch
 
 from highwater.engine.attention.dense import Kernel, attend
 from highwater.nouns.packing import pieces

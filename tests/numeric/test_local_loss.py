@@ -11,10 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
+import torch
 from tiny_training import trained
 from torch.utils._python_dispatch import TorchDispatchMode
 from traces import traced, trial

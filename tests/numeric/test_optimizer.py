@@ -4,9 +4,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-
+import torch
 from transformers import (
     LlamaConfig,
     OlmoConfig,

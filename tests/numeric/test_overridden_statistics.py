@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from highwater.engine.parallel import mesh as process_mesh

@@ -2,7 +2,6 @@
 docs/results/find.
 """
 
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -11,10 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-
-pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
 from traces import trace
 
 import highwater

@@ -14,8 +14,6 @@ from time import sleep
 
 import pytest
 
-pytest.importorskip("torch", reason="the data plane needs the train extra")
-
 import highwater
 from highwater.errors import MachineError, UsageError
 from highwater.memory.capacity import Prediction

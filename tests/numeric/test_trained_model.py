@@ -5,18 +5,13 @@ refused.
 import copy
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-
-sys.path.insert(0, str(Path(__file__).parent))
-
+import torch
 from tiny_training import trained
 from transformers import GPT2Config, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 

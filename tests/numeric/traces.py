@@ -1,15 +1,11 @@
 """Trials of models that a test describes, their traces, and what is alive in one."""
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fork_server import ForkServer
 from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.events import Allocate, Enter, EventLog, Free, GiveBack, TraceOrder
 from highwater.nouns.trial import TrialSpec
@@ -18,6 +14,12 @@ from tiny_models import write_model
 from trials import trial_of
 
 Kind = tuple[str, str, str]
+SERVER = ForkServer(
+    *("highwater.engine.tracer.tracer", "highwater.engine.tracer.trinity_step"),
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen3", "qwen3_moe")),
+    environment={"CUDA_VISIBLE_DEVICES": ""},
+)
+"""Each trial is traced in a process of its own, as always, but need not import everything anew."""
 
 
 def trial(directory: Path, config: Mapping[str, Any], **fields: Any) -> TrialSpec:
@@ -49,28 +51,13 @@ def traced(trials: Mapping[str, TrialSpec], folder: Path) -> Traces:
 
 def trace(order: TraceOrder, path: Path) -> EventLog:
     """What is traced of an order; ``path``, with other endings, is where it is written."""
-    source, target, log = (path.with_suffix(f".{end}") for end in ("order", "events", "log"))
+    source, target = (path.with_suffix(f".{end}") for end in ("order", "events"))
     source.write_text(to_json(order))
-    server = _server()
-    assert server.stdin is not None
-    assert server.stdout is not None
-    server.stdin.write(f"{json.dumps([str(source), str(target), str(log)])}\n")
-    server.stdin.flush()
-    status = int(server.stdout.readline())
-    assert status == 0, log.read_text()
+    words = ("tracer", str(source), str(target))
+    here = {"folder": path.parent, "within_s": 600}
+    done = SERVER.run("highwater.engine.tracer.tracer:main", *words, **here)
+    assert done.returncode == 0, done.stderr
     return from_json(target.read_bytes(), EventLog)
-
-
-@cache
-def _server() -> "subprocess.Popen[str]":
-    """One for all tests of this process: it ends with its stdin."""
-    return subprocess.Popen(
-        [sys.executable, "-P", str(Path(__file__).with_name("trace_server.py"))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-    )
 
 
 def alive_at(log: EventLog, phase: str) -> Counter[Kind]:
