@@ -27,6 +27,15 @@ SMALLEST = {
     "max_position_embeddings": 32_768,
 }
 """Its training steps take no time."""
+WIDE_HEADS = {
+    **TINY,
+    "hidden_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 4096,
+}
+"""With heads as large models have them."""
 
 
 def write_model(directory: Path, config: dict[str, Any] = TINY, **changes: Any) -> Path:

@@ -39,7 +39,7 @@ from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from tiny_models import TINY
-from trials import trial_in
+from trial_specs import trial_in
 
 CASES: dict[str, dict[str, Any]] = {
     "several micro-batches": {},

@@ -35,7 +35,7 @@ from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.training import RunState
 from tiny_models import write_model
-from trials import trial_in
+from trial_specs import trial_in
 
 CASES: dict[str, dict[str, Any]] = {
     "tied": {},

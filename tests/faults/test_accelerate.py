@@ -16,7 +16,7 @@ from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import Outcome
 from highwater.trainers.accelerate_files import launcher_file
-from trials import trial_of
+from trial_specs import trial_of
 
 pytestmark = pytest.mark.timeout(300)
 

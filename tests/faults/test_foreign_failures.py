@@ -21,7 +21,7 @@ from highwater.trials.foreign_trial import ForeignLauncher
 from highwater.trials.local import LocalRunner
 from highwater.units import GIB, MIB
 from runner_contract import RunnerContract
-from trials import trial_of
+from trial_specs import trial_of
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -16,7 +16,7 @@ from highwater.trials.engine_trial import EngineLauncher
 from highwater.trials.local import LocalRunner
 from highwater.units import GIB, MIB
 from runner_contract import RunnerContract
-from trials import trial_of
+from trial_specs import trial_of
 
 pytestmark = pytest.mark.timeout(900)
 

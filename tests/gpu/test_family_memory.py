@@ -18,7 +18,7 @@ from highwater.trials.engine_trial import EngineLauncher
 from highwater.trials.local import LocalRunner
 from highwater.trials.tracing import CachedTracer
 from highwater.units import GIB
-from trials import trial_of
+from trial_specs import trial_of
 
 SHAPES = Path(__file__).parents[2] / "docs/results/families/shapes"
 FEWER: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from highwater.nouns.trial import Outcome, TrialResult
 from highwater.trials.engine_trial import EngineLauncher
 from highwater.trials.local import LocalRunner
 from highwater.units import MIB
-from trials import trial_of
+from trial_specs import trial_of
 
 TRIAL_TOLERANCE = 0.002
 """Of the peak reserved: what a memory-only trial is trusted for."""

@@ -15,7 +15,8 @@ import one_gpu
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Objective
 from highwater.nouns.trial import RankReport
-from trials import trial_of
+from tiny_models import write_model
+from trial_specs import trial_of
 
 TOLERANCE = 1e-3
 """Relative, in bfloat16: kernels see other blocks, and sums have another order."""
@@ -35,21 +36,15 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """20 million parameters: between ranks of one GPU everything goes through sockets."""
-    from transformers import Qwen3Config
-
-    directory = tmp_path_factory.mktemp("model")
-    Qwen3Config(
+    return write_model(
+        tmp_path_factory.mktemp("model"),
         num_hidden_layers=4,
         num_attention_heads=8,
-        num_key_value_heads=2,
         head_dim=64,
         hidden_size=512,
         intermediate_size=1536,
         vocab_size=8192,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-    ).save_pretrained(directory)
-    return directory
+    )
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from highwater.store.logs import snapshot_folder, snapshot_lines
 from highwater.trials.engine_trial import EngineLauncher
 from highwater.trials.local import LocalRunner
 from highwater.units import parse_bytes
-from trials import trial_of
+from trial_specs import trial_of
 
 UNATTRIBUTED_SHARE = 0.05
 """Part of what is allocated that may have no name."""

@@ -10,7 +10,7 @@ from highwater.nouns.trial import Outcome
 from highwater.trials.engine_trial import EngineLauncher
 from highwater.trials.local import LocalRunner
 from highwater.units import GIB
-from trials import trial_of
+from trial_specs import trial_of
 
 BYTES_TOLERANCE = 0.01
 """Headers of files, relative: 311 parameters of 600 million numbers."""

@@ -13,7 +13,7 @@ from highwater.trials.engine_trial import EngineLauncher
 from highwater.trials.local import LocalRunner
 from highwater.trials.tracing import CachedTracer
 from highwater.units import GIB
-from trials import trial_of
+from trial_specs import trial_of
 
 TOLERANCE = 0.001
 """Relative. Held-out trials of this size were off by 0.02 % at most (docs/results/predict)."""

@@ -14,7 +14,7 @@ from highwater.nouns.trial import Outcome, TrialResult
 from highwater.trials.engine_trial import EngineLauncher
 from highwater.trials.local import LocalRunner
 from highwater.units import GIB, parse_bytes
-from trials import trial_of
+from trial_specs import trial_of
 
 BUDGET = "20GiB"
 

@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from highwater.engine.training.step import Training, train_step
 from highwater.errors import UsageError
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
-from trials import trial_in
+from trial_specs import trial_in
 
 FLOAT32 = 5e-6
 """Norm-relative: attention and norms of the engine in another order."""
@@ -39,12 +38,6 @@ BESIDE = {
     "vocab.json": '{"a": 0}',
 }
 IDS = [(7 * index) % 64 for index in range(40)]
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[None]:
-    with process_mesh.alone(torch.device("cpu")):
-        yield
 
 
 @pytest.fixture

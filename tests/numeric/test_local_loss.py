@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from traces import traced, trial
 
 from highwater.engine.data.batches import Document, pack
-from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.training.step import backward_of
 from highwater.model.model import load_model
 from highwater.nouns.events import Allocate, EventLog
@@ -129,12 +127,6 @@ class HostReads(TorchDispatchMode):
         else:
             self.others += 1
         return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    with process_mesh.alone(torch.device("cpu")):
-        yield
 
 
 @pytest.mark.parametrize("objective", ["sft", "grpo", "ppo", "rw", "dpo"])

@@ -2,25 +2,14 @@
 the rest is refused by name.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.training.statistics import Statistics
 from highwater.errors import UsageError
-from highwater.nouns.layout import Layout
 from highwater.nouns.quantities import QUANTITIES, Quantity
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    device = torch.device("cpu")
-    with process_mesh.alone(device):
-        yield process_mesh.shard_mesh(Layout(), device)
 
 
 def test_a_mean_is_divided_by_the_sum_that_is_asked_for(mesh: DeviceMesh) -> None:

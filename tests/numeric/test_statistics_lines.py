@@ -19,7 +19,7 @@ from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import RankMemory, StatisticsFiles, TrialSpec
-from trials import trial_in
+from trial_specs import trial_in
 
 LENGTHS = (40, 7, 40)
 H200_FLOPS_PER_S = 989e12

@@ -22,7 +22,7 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.trainer import TrainerName
 from highwater.nouns.trial import RankMemory, TrialResult, TrialSpec
 from highwater.units import GIB, MIB
-from trials import trial_of
+from trial_specs import trial_of
 
 STUDIES = Path(__file__).parents[2] / "docs" / "results" / "find"
 RESERVED_TOLERANCE_BYTES = 2 * MIB

@@ -28,7 +28,7 @@ from highwater.nouns.trial import TrialSpec
 from highwater.trials import tracing
 from highwater.trials.tracing import CachedTracer, fullest_rank, imported_files
 from highwater.units import GIB
-from trials import trial_of
+from trial_specs import trial_of
 
 TINY = load_model("tiny")
 

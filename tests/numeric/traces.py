@@ -11,7 +11,7 @@ from highwater.nouns.events import Allocate, Enter, EventLog, Free, GiveBack, Tr
 from highwater.nouns.trial import TrialSpec
 from highwater.trials.tracing import fullest_rank
 from tiny_models import write_model
-from trials import trial_of
+from trial_specs import trial_of
 
 Kind = tuple[str, str, str]
 SERVER = ForkServer(

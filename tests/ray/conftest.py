@@ -20,10 +20,10 @@ from highwater.trials.ray_placement import choose
 from highwater.trials.ray_runner import RayRunner
 from highwater.units import GIB
 from tiny_models import write_model
-from trials import trial_of
+from trial_specs import trial_of
 
 FAULTS = Path(__file__).parents[1] / "faults"
-sys.path += [str(FAULTS), str(FAULTS.parent / "unit")]
+sys.path.append(str(FAULTS))
 
 from local_cluster import ON_LOOPBACK, LocalCluster, local_cluster
 from processes import MARK, marked, wait_until

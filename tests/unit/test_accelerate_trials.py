@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
-from places import machine_with
 
 from highwater.cli.config import request_of
 from highwater.cli.grammar import parse
@@ -29,7 +28,8 @@ from highwater.trainers.accelerate_files import LauncherFile, launcher_file
 from highwater.trials.foreign_trial import PREPARE, check_foreign
 from highwater.trials.readiness import check_machine
 from highwater.units import GIB
-from trials import trial_of
+from places import machine_with
+from trial_specs import trial_of
 
 COMMAND = "train.py --model {model} --max-len {length} --steps {steps}"
 MACHINE = machine_with(4)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from places import examples
 
 from highwater.errors import MachineError
 from highwater.memory.formula.constants import CONTEXT_BYTES
@@ -21,7 +20,8 @@ from highwater.search.search_events import CellAnswered, SearchEvent, TrialFinis
 from highwater.search.start_length import MemoryLine
 from highwater.trials.simulated import FormulaLaw, Law, OneByOne, SimulatedRunner
 from highwater.units import GIB, MIB
-from trials import fits_up_to, grid_of, question_on
+from places import examples
+from trial_specs import fits_up_to, grid_of, question_on
 
 STEP = 1000
 GRID_SIZE = 64

@@ -29,7 +29,7 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question
 from highwater.nouns.trial import TrialSpec
 from highwater.units import GIB, MIB
-from trials import grid_of, question_on
+from trial_specs import grid_of, question_on
 
 MODEL = load_model("Qwen3-0.6B")
 STEP, SIZE = 4096, 128

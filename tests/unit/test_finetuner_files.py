@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from places import machine_with
 from trainers import recorded
 
 from highwater.errors import HighwaterError, UsageError
@@ -36,7 +35,8 @@ from highwater.trials.finetuner_trial import base_of, check_finetuner
 from highwater.trials.foreign_log import steps_of
 from highwater.trials.foreign_trial import PREPARE
 from highwater.units import GIB
-from trials import trial_of
+from places import machine_with
+from trial_specs import trial_of
 
 LENGTH = 16384
 PLACE = TrialPlace(Path("/trial/Qwen3-4B"), Path("/trial"), Path("/trial/output"))

@@ -14,7 +14,7 @@ from highwater.nouns.hyperparameters import DEFAULTS, Hyperparameters
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.training import RunState, Schedule, TrainingSpec, differences, run_digest
-from trials import trial_in
+from trial_specs import trial_in
 
 CORPUS = Corpus(
     directory="/corpora/a",

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from highwater.errors import UsageError
 from highwater.nouns.grid import Grid
-from trials import grid_of
+from trial_specs import grid_of
 
 
 @st.composite

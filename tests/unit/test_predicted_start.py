@@ -31,7 +31,7 @@ from highwater.search.scheduler import search_cells
 from highwater.search.search_events import CellAnswered
 from highwater.trials.simulated import SimulatedRunner
 from highwater.units import GIB
-from trials import grid_of, question_on
+from trial_specs import grid_of, question_on
 
 FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
 STEP, SIZE = 1000, 64

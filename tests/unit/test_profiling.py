@@ -9,7 +9,6 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from places import NO_GPU, machine_with
 from studies import study_of
 
 from highwater.cli.config import request_of, to_yaml
@@ -24,7 +23,8 @@ from highwater.nouns.study import RecordedTrial
 from highwater.nouns.trial import Outcome, RankReport, TrialResult
 from highwater.store.logs import snapshot_folder, snapshot_lines, study_snapshot_lines
 from highwater.trials.readiness import check_request
-from trials import trial_of
+from places import NO_GPU, machine_with
+from trial_specs import trial_of
 
 SPEC = trial_of("Qwen3-0.6B", layout=Layout(gpus=2, ulysses_degree=2))
 

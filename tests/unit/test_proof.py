@@ -8,7 +8,6 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from places import examples
 
 from highwater.cli.commands import exit_code
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, EXIT_INCONCLUSIVE
@@ -28,7 +27,8 @@ from highwater.search.start_length import MemoryLine
 from highwater.store.journal import open_journal, read_study
 from highwater.trials.simulated import OneByOne, SimulatedRunner, TimeLaw
 from highwater.units import GIB
-from trials import fits_up_to, grid_of, question_on
+from places import examples
+from trial_specs import fits_up_to, grid_of, question_on
 
 STEP = 4096
 GRID_SIZE = 128

@@ -12,7 +12,7 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.trial import Outcome, TrialSpec
 from highwater.trials.simulated import FormulaLaw, SimulatedRunner
 from highwater.units import GIB
-from trials import trial_of
+from trial_specs import trial_of
 
 BUDGETS = st.integers(GIB // 2, 200 * GIB)
 LENGTHS = st.integers(2, 2**21)

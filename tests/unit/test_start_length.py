@@ -11,7 +11,7 @@ from highwater.search.search_events import CellAnswered
 from highwater.search.start_length import carried_start, first_index, unknown_trainer_line
 from highwater.trials.simulated import FormulaLaw, SimulatedRunner
 from highwater.units import GIB
-from trials import grid_of, question_on
+from trial_specs import grid_of, question_on
 
 GRID = grid_of(4096, 2**20, native=40960, beyond=10240)
 

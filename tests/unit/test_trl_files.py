@@ -21,7 +21,7 @@ from highwater.trainers.trl_files import (
     trial_files,
 )
 from highwater.trials.foreign_log import steps_of
-from trials import trial_of
+from trial_specs import trial_of
 
 LENGTH = 16384
 

@@ -15,7 +15,7 @@ from highwater.nouns.trial import TrialSpec
 from highwater.trials.foreign_command import python_of, versions_there
 from highwater.trials.prepared_model import model_cache
 from highwater.trials.trl_trial import base_of, check_trl
-from trials import trial_of
+from trial_specs import trial_of
 
 
 def trainer(path: Path | None = None, *command: str) -> ForeignTrainer:
