@@ -2,12 +2,9 @@
 ours are forked from a process that has imported them.
 """
 
-import json
 import os
 import re
-import select
 import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,102 +13,58 @@ from typing import NamedTuple
 
 import pytest
 
+from fork_server import ForkServer
+from tiny_models import write_model
+
 BIN = Path(sys.executable).parent
 SIMULATED = ("--device", "cuda", "--memory", "80GiB", "--dry-run")
 """Flags that make a search answer from a memory law, on any machine."""
 
-FORKED = ("highwater", "search_context_length_capacity")
-"""Programs that ``fork_server.py`` runs."""
+FORKED = {
+    "highwater": "highwater.cli.app:main",
+    "search_context_length_capacity": "highwater.cli.search_context_length_capacity:main",
+}
+"""Programs that are forked from a process that has imported them: as installed each costs a third
+of a second of imports, and the tests start more than a thousand."""
+COMMANDS = ("commands", "doctor", "emit", "guide", "predict", "recommend", "report")
 TIMEOUT_S = 240
 """Of one command."""
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-class ForkServer:
-    """A process that has imported the program, and forks a fresh one for each command."""
-
-    def __init__(self, folder: Path) -> None:
-        """``folder``: where the streams of its commands are written."""
-        self._folder = folder
-        self._process: subprocess.Popen[str] | None = None
-
-    def run(
-        self, words: tuple[str, ...], *, cwd: Path, environment: dict[str, str]
-    ) -> subprocess.CompletedProcess[str]:
-        """What ``subprocess.run`` gives of the command."""
-        stdout, stderr = self._folder / "stdout", self._folder / "stderr"
-        streams = (os.devnull, str(stdout), str(stderr))
-        self.start(words, cwd=cwd, environment=environment, streams=streams)
-        if not self.is_over(TIMEOUT_S):
-            self.end()
-            raise subprocess.TimeoutExpired(words, TIMEOUT_S)
-        return subprocess.CompletedProcess(
-            words, self.status(), stdout.read_text(), stderr.read_text()
-        )
-
-    def start(
-        self,
-        words: tuple[str, ...],
-        *,
-        cwd: Path,
-        environment: dict[str, str],
-        streams: tuple[str, str, str],
-    ) -> None:
-        """Start a command; ``streams``: paths of what it reads, and of what it prints to."""
-        command = {
-            "program": words[0],
-            "words": words[1:],
-            "cwd": str(cwd),
-            "environment": environment,
-            "streams": streams,
-        }
-        server = self._started()
-        assert server.stdin is not None
-        server.stdin.write(f"{json.dumps(command)}\n")
-        server.stdin.flush()
-
-    def is_over(self, within_s: float) -> bool:
-        """Whether the command ends in time."""
-        assert self._process is not None
-        return bool(select.select([self._process.stdout], [], [], within_s)[0])
-
-    def status(self) -> int:
-        """Wait for the command's end; its exit status."""
-        assert self._process is not None
-        assert self._process.stdout is not None
-        return int(self._process.stdout.readline())
-
-    def end(self) -> None:
-        """End the process, and the command that it may be running."""
-        if self._process is not None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.communicate()
-            self._process = None
-
-    def _started(self) -> "subprocess.Popen[str]":
-        if self._process is None:
-            script = Path(__file__).with_name("fork_server.py")
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(script)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
-        return self._process
-
-
 @pytest.fixture(scope="session")
-def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+def fork_server() -> Iterator[ForkServer]:
     """One for all tests of this process."""
-    server = ForkServer(tmp_path_factory.mktemp("streams"))
+    programs = [main.partition(":")[0] for main in FORKED.values()]
+    server = ForkServer(*programs, *(f"highwater.cli.{name}" for name in COMMANDS))
     yield server
     server.end()
 
 
+@pytest.fixture(scope="session")
+def forked(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs a program with the whole of its environment."""
+    streams = tmp_path_factory.mktemp("streams")
+
+    def forked(
+        program: str, *words: str, cwd: Path, environment: dict[str, str]
+    ) -> subprocess.CompletedProcess[str]:
+        return fork_server.run(
+            FORKED[program],
+            program,
+            *words,
+            folder=streams,
+            within_s=TIMEOUT_S,
+            cwd=cwd,
+            environment=environment,
+        )
+
+    return forked
+
+
 @pytest.fixture
-def run(tmp_path: Path, fork_server: ForkServer) -> Run:
+def run(tmp_path: Path, forked: Run) -> Run:
     """Runs a command in an empty directory; every GPU is hidden, so that all machines answer
     alike.
 
@@ -126,7 +79,7 @@ def run(tmp_path: Path, fork_server: ForkServer) -> Run:
         }
         everything = {**os.environ, **hidden, **environment}
         if program in FORKED and not any(name.startswith("PYTHON") for name in environment):
-            return fork_server.run((program, *words), cwd=tmp_path, environment=everything)
+            return forked(program, *words, cwd=tmp_path, environment=everything)
         return installed(program, *words, cwd=tmp_path, environment=everything)
 
     return run
@@ -155,22 +108,7 @@ def highwater(run: Run) -> Run:
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
     """A directory with the config of a tiny model."""
-    directory = tmp_path / "tiny"
-    directory.mkdir()
-    config = {
-        "model_type": "qwen3",
-        "vocab_size": 1000,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 192,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": True,
-    }
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
+    return write_model(tmp_path / "tiny")
 
 
 def refusal(done: subprocess.CompletedProcess[str], code: int) -> tuple[str, str]:

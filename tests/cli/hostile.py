@@ -17,6 +17,7 @@ from pathlib import Path
 
 from highwater.cli.app import main
 from highwater.cli.grammar import commands
+from tiny_models import TINY
 
 SNAPSHOT = Path(__file__).parents[1] / "data" / "snapshots" / "trainer_out_of_memory.pickle"
 CPU_SECONDS = 20
@@ -148,17 +149,6 @@ PLACES = (
         "zero.csv",
     ),
 )
-TINY = {
-    "model_type": "qwen3",
-    "vocab_size": 1000,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 192,
-    "max_position_embeddings": 4096,
-}
 HEADER = "gpu,settings,gpus,sp,model,max_model_len\n"
 FILES = {
     "tiny/config.json": json.dumps(TINY),

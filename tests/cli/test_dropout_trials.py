@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from conftest import Run
 
+from tiny_models import write_model
+
 pytest.importorskip("torch", reason="trials need the train extra")
 
 CPU = ("--device", "cpu", "--memory", "2GiB", "--timeout", "120s", "--json")
@@ -13,11 +15,9 @@ CPU = ("--device", "cpu", "--memory", "2GiB", "--timeout", "120s", "--json")
 
 @pytest.mark.timeout(300)
 def test_the_same_command_twice_has_the_same_losses(highwater: Run, tiny: Path) -> None:
-    config = json.loads((tiny / "config.json").read_text())
     losses: dict[float, list[object]] = {}
     for rate in (0.2, 0.2, 0.0):
-        dropout = {"model_type": "seed_oss", "attention_dropout": 0.0, "residual_dropout": rate}
-        (tiny / "config.json").write_text(json.dumps({**config, **dropout}))
+        write_model(tiny, model_type="seed_oss", attention_dropout=0.0, residual_dropout=rate)
         done = highwater("try", str(tiny), "--length", "64", *CPU, "--gpus", "2", "--ulysses", "2")
         assert done.returncode == 0, done.stdout + done.stderr
         (found,) = {tuple(rank["losses"]) for rank in json.loads(done.stdout)["result"]["ranks"]}

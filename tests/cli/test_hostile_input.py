@@ -26,7 +26,7 @@ UNPRIVILEGED = (
 def fuzzed(directory: Path, seed: int, count: int) -> dict[str, object]:
     """What ``hostile.py`` found."""
     words = [*UNPRIVILEGED, sys.executable, str(HOSTILE), str(seed), str(count)]
-    environment = {**os.environ, "PYTHONPATH": str(HOSTILE.parent)}
+    environment = {**os.environ, "PYTHONPATH": f"{HOSTILE.parent}:{HOSTILE.parents[1]}"}
     done = subprocess.run(
         words,
         cwd=directory,

@@ -15,19 +15,9 @@ import yaml
 from conftest import SIMULATED, Run, offered, refusal
 from hub_server import TOKEN
 
+from tiny_models import TINY
+
 GPUS = ("--gpus", "1xH200-141GB")
-CONFIG = {
-    "model_type": "qwen3",
-    "vocab_size": 1000,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 192,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-}
 
 
 class Hub(NamedTuple):
@@ -45,7 +35,7 @@ class Hub(NamedTuple):
 
 def publish(root: Path, hub_id: str, **changes: object) -> None:
     (root / hub_id).mkdir(parents=True)
-    (root / hub_id / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    (root / hub_id / "config.json").write_text(json.dumps({**TINY, **changes}))
 
 
 @pytest.fixture

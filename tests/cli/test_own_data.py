@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from conftest import Run
 
+from tiny_models import write_model
+
 pytest.importorskip("torch", reason="trials need the train extra")
 
 CPU = ("--device", "cpu", "--memory", "2GiB", "--timeout", "120s")
@@ -108,10 +110,7 @@ def test_a_rank_without_trained_tokens_is_none_of_that_where_another_has_some(
 def test_documents_past_a_sliding_window_are_trained_but_in_a_ring(
     highwater: Run, tiny: Path, batches: dict[str, str]
 ) -> None:
-    config = json.loads((tiny / "config.json").read_text())
-    (tiny / "config.json").write_text(
-        json.dumps({**config, "model_type": "mistral", "sliding_window": 32})
-    )
+    write_model(tiny, model_type="mistral", sliding_window=32)
     done = highwater(
         "try", str(tiny), "--length", "64", *CPU, "--data", "own_batches:short", "--json", **batches
     )
@@ -128,10 +127,7 @@ def test_documents_past_a_sliding_window_are_trained_but_in_a_ring(
 
 @pytest.mark.timeout(240)
 def test_a_window_that_a_familys_class_knows_nothing_of_is_none(highwater: Run, tiny: Path) -> None:
-    config = json.loads((tiny / "config.json").read_text())
-    (tiny / "config.json").write_text(
-        json.dumps({**config, "model_type": "llama", "sliding_window": 32})
-    )
+    write_model(tiny, model_type="llama", sliding_window=32)
     done = highwater("try", str(tiny), "--length", "64", *CPU, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout)["result"]["outcome"] == "FIT"

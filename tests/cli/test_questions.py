@@ -1,26 +1,16 @@
 """Twenty questions of real users, docs/results/questions: one command answers each."""
 
-import importlib.util
 import json
 import shlex
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from conftest import Run
 
+from places import script
+
 FOLDER = Path(__file__).parents[2] / "docs" / "results" / "questions"
 QUESTIONS = json.loads((FOLDER / "questions.json").read_text())
-
-
-def script() -> ModuleType:
-    """docs/results/questions/answers.py."""
-    spec = importlib.util.spec_from_file_location("answers", FOLDER / "answers.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def first_line(run: Run, command: str) -> tuple[int, str]:
@@ -45,20 +35,22 @@ def test_there_are_twenty_of_all_kinds() -> None:
 def test_one_command_answers_a_question(highwater: Run, run: Run, command: str) -> None:
     code, line = first_line(run, command)
     assert code in (0, 1), line
-    assert script().says_tokens_or_no(line), line
+    assert script(FOLDER / "answers.py").says_tokens_or_no(line), line
     assert line.startswith("No") == (code == 1), line
 
 
 @pytest.mark.parametrize("command", [each["command"] for each in QUESTIONS])
 def test_the_first_line_is_a_sentence(run: Run, command: str) -> None:
     code, line = first_line(run, command)
-    assert script().is_answered({"exit_code": code, "first_line": line}), line
+    assert script(FOLDER / "answers.py").is_answered({"exit_code": code, "first_line": line}), line
 
 
 def test_the_page_is_of_what_is_recorded_and_every_question_is_on_it() -> None:
     recorded = json.loads((FOLDER / "answers.json").read_text())
-    assert script().page(recorded) == (FOLDER / "README.md").read_text()
+    assert script(FOLDER / "answers.py").page(recorded) == (FOLDER / "README.md").read_text()
     commands = [each["command"] for each in QUESTIONS]
     assert [each["command"] for each in recorded["before"]] == commands
     assert [each["command"] for each in recorded["after"]] == commands
-    assert all(each["seconds"] < script().ANSWER_S for each in recorded["after"])
+    assert all(
+        each["seconds"] < script(FOLDER / "answers.py").ANSWER_S for each in recorded["after"]
+    )

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from conftest import Run, following, offered, refusal
 
+from tiny_models import write_model
+
 STUDY = str(Path(__file__).parents[2] / "docs" / "results" / "find" / "qwen3-0.6b-79gib-full.jsonl")
 ASKED = ("recommend", "Qwen3-8B", "--gpus", "4xH20-96GB", "--length", "96k")
 MEASURED = (
@@ -204,9 +206,7 @@ def test_what_cannot_be_recommended_is_refused(
 def test_a_length_past_the_native_one_is_refused_without_a_flag_that_nobody_typed(
     highwater: Run, tiny: Path
 ) -> None:
-    config = json.loads((tiny / "config.json").read_text())
-    scaled = config | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
-    (tiny / "config.json").write_text(json.dumps(scaled))
+    write_model(tiny, rope_scaling={"rope_type": "linear", "factor": 2.0})
     for command in ("recommend", "predict"):
         problem, hint = refusal(
             highwater(command, str(tiny), "--gpus", "A100-80GB", "--length", "8k"), 2

@@ -1,6 +1,5 @@
 """What is refused before anything starts: a clear error, its exit code, and a hint that works."""
 
-import json
 import os
 import re
 import subprocess
@@ -13,6 +12,7 @@ from conftest import SIMULATED, Run, following, offered, refusal
 from highwater.errors import UsageError
 from highwater.nouns.hardware import CPU_FLAGS, CPU_SEARCH
 from highwater.store.directory import check_log_directory
+from tiny_models import write_model
 
 CPU = ("--device", "cpu", "--memory", "2GiB")
 
@@ -56,9 +56,7 @@ def test_a_hyperparameter_that_the_objective_has_no_use_for_is_refused(highwater
 
 
 def test_a_config_without_a_needed_field_is_told_by_the_field(highwater: Run, tiny: Path) -> None:
-    config = json.loads((tiny / "config.json").read_text())
-    del config["vocab_size"], config["num_hidden_layers"]
-    (tiny / "config.json").write_text(json.dumps(config))
+    write_model(tiny, vocab_size=None, num_hidden_layers=None)
     problem, hint = refusal(highwater("find", str(tiny), *SIMULATED), 2)
     assert problem.startswith(f"{tiny}/config.json")
     assert "qwen3" in problem
@@ -241,8 +239,7 @@ def test_a_log_directory_that_cannot_be_written_is_refused_before_anything_start
 def test_a_model_without_rope_is_refused_past_its_positions_and_the_hint_works(
     highwater: Run, tiny: Path, words: list[str]
 ) -> None:
-    config = json.loads((tiny / "config.json").read_text())
-    (tiny / "config.json").write_text(json.dumps({**config, "model_type": "opt"}))
+    write_model(tiny, model_type="opt")
     command, *rest = words
     problem, hint = refusal(highwater(command, str(tiny), *SIMULATED, *rest), 2)
     assert re.findall(r"\d,\d+", problem) == ["8,192", "4,096"]

@@ -9,17 +9,13 @@ from typing import Any
 import pytest
 from conftest import SIMULATED, Run, offered, refusal
 
+from tiny_models import TINY, write_model
+
 GPUS = ("--gpus", "1xH100-80GB")
 PAIR = ("--gpus", "2xH100-80GB")
 RING = ("--gpus", "2", "--ring", "2")
 TRAINING = ("--data", "data.jsonl", "--output", "run", "--steps", "1")
 SLIDING = ["sliding_attention", "full_attention"]
-
-
-def rewrite(tiny: Path, **changes: Any) -> None:
-    """Other fields in the tiny model's config.json."""
-    config = json.loads((tiny / "config.json").read_text())
-    (tiny / "config.json").write_text(json.dumps({**config, **changes}))
 
 
 @pytest.mark.parametrize(
@@ -36,7 +32,7 @@ def rewrite(tiny: Path, **changes: Any) -> None:
 def test_a_ring_of_documents_past_a_window_is_refused_and_the_hint_works(
     highwater: Run, tiny: Path, words: tuple[str, ...]
 ) -> None:
-    rewrite(tiny, model_type="mistral", sliding_window=4096)
+    write_model(tiny, model_type="mistral", sliding_window=4096)
     command, *rest = words
     problem, hint = refusal(highwater(command, str(tiny), *rest), 2)
     assert "sliding window of 4,096" in problem
@@ -47,7 +43,7 @@ def test_a_ring_of_documents_past_a_window_is_refused_and_the_hint_works(
 
 
 def test_an_answer_does_not_end_at_a_sliding_window(highwater: Run, tiny: Path) -> None:
-    rewrite(tiny, model_type="mistral", sliding_window=4096)
+    write_model(tiny, model_type="mistral", sliding_window=4096)
     for done in (highwater("find", str(tiny), *SIMULATED), highwater("predict", str(tiny), *GPUS)):
         assert done.returncode == 0
         assert "window" not in done.stderr
@@ -106,7 +102,7 @@ def test_an_answer_does_not_end_at_a_sliding_window(highwater: Run, tiny: Path) 
 def test_a_model_that_is_not_understood_is_refused_by_every_command(
     highwater: Run, tiny: Path, changes: dict[str, Any], said: str
 ) -> None:
-    rewrite(tiny, **changes)
+    (tiny / "config.json").write_text(json.dumps({**TINY, **changes}))
     at_length = ("--length", "2048")
     for words in (
         ("find", str(tiny), *SIMULATED),
@@ -138,14 +134,12 @@ def test_a_model_that_is_not_understood_is_refused_by_every_command(
 def test_a_quantised_checkpoint_is_refused_by_every_command_and_the_hint_works(
     highwater: Run, tiny: Path, words: tuple[str, ...]
 ) -> None:
-    rewrite(tiny, quantization_config={"quant_method": "fp8"})
+    write_model(tiny, quantization_config={"quant_method": "fp8"})
     command, *rest = words
     problem, hint = refusal(highwater(command, str(tiny), *rest), 2)
     assert "(fp8)" in problem
     assert "quantization_config" in hint
-    config = json.loads((tiny / "config.json").read_text())
-    del config["quantization_config"]
-    (tiny / "config.json").write_text(json.dumps(config))
+    write_model(tiny)
     if rest[0] == "--device" and "--dry-run" in rest:  # the others go the same way, and take longer
         assert highwater(command, str(tiny), *rest).returncode == 0
 
@@ -164,7 +158,7 @@ def test_a_quantised_checkpoint_is_refused_by_every_command_and_the_hint_works(
 def test_a_model_that_scales_its_logits_is_known_to_every_command_but_for_trinitys_step(
     highwater: Run, tiny: Path, words: tuple[str, ...], said: str | None
 ) -> None:
-    rewrite(tiny, model_type="granite", logits_scaling=8.0, residual_multiplier=0.22)
+    write_model(tiny, model_type="granite", logits_scaling=8.0, residual_multiplier=0.22)
     command, *rest = words
     done = highwater(command, str(tiny), *rest)
     if said is None:

@@ -2,7 +2,6 @@
 is refused by name.
 """
 
-import json
 import os
 import re
 import resource
@@ -24,6 +23,7 @@ from highwater.cli.search_context_length_capacity import (
 from highwater.nouns.environment import ignored_options
 from highwater.store.journal import read_study
 from highwater.units import GIB
+from tiny_models import write_model
 
 MODEL = ("--model_path", "Qwen3-0.6B")
 SUPPORTED = ("--save_hf_checkpoint", "never")
@@ -755,22 +755,7 @@ def test_it_runs_as_a_module_too(run: Run) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_flag_of_the_published_search_runs_a_small_model_on_the_cpu(tmp_path: Path) -> None:
-    shape = {
-        "model_type": "qwen3",
-        "vocab_size": 1024,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    shape |= {
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 192,
-        "max_position_embeddings": 2048,
-    }
-    small = tmp_path / "small"
-    small.mkdir()
-    (small / "config.json").write_text(json.dumps(shape | {"tie_word_embeddings": True}))
+    small = write_model(tmp_path / "small", vocab_size=1024, max_position_embeddings=2048)
     logs, checkpoints = tmp_path / "logs", tmp_path / "checkpoints"
     checkpoints.mkdir()
     (checkpoints / "mine").write_text("not the search's")

@@ -17,8 +17,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from conftest import SIMULATED, ForkServer, Run
+from conftest import FORKED, SIMULATED, Run
 
+from fork_server import ForkServer
 from highwater.units import format_bytes, format_tokens
 
 DATA = Path(__file__).parents[1] / "data"
@@ -79,10 +80,11 @@ def on_a_terminal(fork_server: ForkServer) -> Terminal:
         inherited = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
         hidden = {"CUDA_VISIBLE_DEVICES": "", "TERM": "xterm-256color"}
         fork_server.start(
+            FORKED["highwater"],
             ("highwater", *words),
-            cwd=directory,
-            environment={**inherited, **hidden, **environment},
+            [{**inherited, **hidden, **environment}],
             streams=(os.ttyname(writer),) * 3,
+            cwd=directory,
         )
         shown = b""
         while not fork_server.is_over(0):
@@ -93,20 +95,20 @@ def on_a_terminal(fork_server: ForkServer) -> Terminal:
             while chunk := os.read(reader, 4096):
                 shown += chunk
         os.close(reader)
-        assert fork_server.status() == code
+        assert fork_server.statuses() == [code]
         return shown.decode().replace("\r\n", "\n")
 
     return on_a_terminal
 
 
 @pytest.fixture(scope="session")
-def in_a_pipe(fork_server: ForkServer) -> Pipe:
+def in_a_pipe(forked: Run) -> Pipe:
     """What a pipe gets, whose lines are never folded; the same is asked once."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
     @cache
     def in_a_pipe(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
-        return fork_server.run(("highwater", *words), cwd=directory, environment=environment)
+        return forked("highwater", *words, cwd=directory, environment=environment)
 
     return in_a_pipe
 

@@ -1,13 +1,11 @@
 """One process of a group: every case of sharded training against the unsharded reference. Started
-by ``rank_server.py`` or torchrun.
+by ``rank_groups.py`` or torchrun.
 
-``torchrun --nproc-per-node N cases.py WEIGHTS RESULT PART``: writes, as rank 0, one JSON object
+``torchrun --nproc-per-node N cases.py RESULT WEIGHTS PART``: writes, as rank 0, one JSON object
 {case name: deviations}.
 """
 
-import json
 import sys
-import traceback
 from dataclasses import dataclass, fields
 from functools import cache
 from itertools import combinations, product
@@ -16,19 +14,29 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
+from rank_steps import (
+    Fields,
+    Place,
+    Step,
+    built,
+    deviations,
+    each,
+    first_step,
+    place_of,
+    results_in,
+    values,
+)
 from reference import Documents, reference_gradients, reference_training
-from torch import Tensor, nn
+from torch import nn
 
 from highwater.engine.attention.registry import register
 from highwater.engine.data.batches import Batch, Document, pack, share_of
 from highwater.engine.models import random_weights
-from highwater.engine.models.build import build, build_on_meta, read_config
+from highwater.engine.models.build import build_on_meta, read_config
 from highwater.engine.models.decoder import LanguageModel
 from highwater.engine.models.fill import Fill
 from highwater.engine.models.weights import name_in_files
-from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.parallel.fsdp1 import shard_flat
-from highwater.engine.parallel.fsdp2 import local_shard
 from highwater.engine.training.optimizers import make_optimizer
 from highwater.engine.training.step import Training, train_step
 from highwater.nouns.hyperparameters import Hyperparameters
@@ -46,7 +54,7 @@ PRODUCTS = ("fsdp", "fsdp offload", "fsdp2", "fsdp2 offload")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(Fields):
     """One way to train the same thing."""
 
     strategy: str
@@ -59,10 +67,6 @@ class Case:
     batch: str
     ulysses: int
     mlp_tiles: int | None
-
-    @property
-    def name(self) -> str:
-        return " ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
 
     @property
     def master(self) -> str:
@@ -125,129 +129,72 @@ def _pairwise(cases: list[Case]) -> list[Case]:
     return chosen
 
 
-class RecordGradients(torch.optim.SGD):
-    """An optimizer that keeps what it was given."""
-
-    def step(self, closure: None = None) -> None:
-        self.gradients = [
-            None if p.grad is None else p.grad.clone()
-            for group in self.param_groups
-            for p in group["params"]
-        ]
-
-
 def main() -> None:
-    weights, result, part = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    device = torch.device("cpu")
-    torch.set_num_threads(1)
-    process_mesh.join(device)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    mesh = process_mesh.shard_mesh(Layout(gpus=world), device)
-    groups = {
-        u: process_mesh.sequence_groups(Layout(gpus=world, ulysses_degree=u), mesh)
-        for u in (1, 2, 4)
-        if world % u == 0
-    }
-    results = {}
-    for case in cases_for(world, part):
-        try:
-            results[case.name] = run(case, weights / case.model, mesh, groups[case.ulysses], rank)
-        except Exception:  # noqa: BLE001 -- one case's failure is its result, and the others go on
-            results[case.name] = {"error": traceback.format_exc()}
-    if part == COVER:
-        results[BUILD] = build_unit_by_unit(weights / "tied", mesh)
-    if part == FILLED:
-        results["random"] = random_everywhere(weights, mesh)
-        results["saved"] = made_elsewhere(weights / "diffllama", mesh, groups[min(2, world)], rank)
-    if rank == 0:
-        result.write_text(json.dumps(results))
-    process_mesh.leave()
+    result, weights, part = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    with results_in(result) as results:
+        world = dist.get_world_size()
+        places = {
+            u: place_of(Layout(gpus=world, ulysses_degree=u)) for u in (1, 2, 4) if world % u == 0
+        }
+        mesh, _ = places[1]
+        results |= each(
+            cases_for(world, part),
+            lambda case: run(case, weights / case.model, places[case.ulysses]),
+        )
+        if part == COVER:
+            results[BUILD] = build_unit_by_unit(weights / "tied", mesh)
+        if part == FILLED:
+            results["random"] = random_everywhere(weights, mesh)
+            results["saved"] = made_elsewhere(weights / "diffllama", places[min(2, world)])
 
 
-def run(
-    case: Case,
-    directory: Path,
-    mesh: dist.DeviceMesh,
-    shared: process_mesh.SequenceGroups | None,
-    rank: int,
-) -> dict[str, float | str]:
-    """Norm-relative deviations of one case: loss, gradient norm, and the worst parameter's gradient
-    (or change).
-    """
-    master = getattr(torch, case.master)
-    data_ranks = mesh.size() // case.ulysses
-    whole = [
-        pack([Document(*pair) for pair in documents(case.batch, rank // case.ulysses, m)])
+def run(case: Case, directory: Path, place: Place) -> dict[str, float | str]:
+    """How far one case is off: loss, norm, and the worst parameter's gradient or change."""
+    mesh, shared = place
+    master, data_rank = getattr(torch, case.master), dist.get_rank() // case.ulysses
+    own = [
+        share_of(pack([Document(*pair) for pair in documents(case.batch, data_rank, m)]), shared)
         for m in range(MICRO_BATCHES)
     ]
-    own = [share_of(batch, shared) for batch in whole]
-    model = build(
-        read_config(str(directory), length_tokens=64, rope="auto"),
-        directory=str(directory),
-        mesh=mesh,
-        attention=register("flash", shared=shared),
+    model = built(
+        directory,
+        mesh,
+        getattr(torch, case.precision),
+        shared=shared,
         strategy=case.strategy,
         offload=case.offload,
         loss=case.loss,
         recompute=case.recompute,
         mlp_tiles=case.mlp_tiles,
-        compute_dtype=getattr(torch, case.precision),
         master_dtype=master,
     )
-    train = _three_steps if case.batch == "three-steps" else _one_step
-    loss, norm, found = train(model, own, mesh, master)
-    reference_loss, reference_norm, expected = _expected(directory, master, case.batch, data_ranks)
-    missing = set(expected) ^ set(found)
-    assert not missing, f"parameters without a partner: {missing}"
-    deviations = {
-        n: float((found[n].view_as(expected[n]) - expected[n]).norm() / expected[n].norm())
-        for n in expected
-    }
-    worst = max(deviations, key=deviations.__getitem__)
-    return {
-        "loss": abs(float(loss) / float(reference_loss) - 1),
-        "norm": abs(float(norm) / float(reference_norm) - 1),
-        "gradient": deviations[worst],
-        "worst": worst,
-    }
+    if case.batch == "three-steps":
+        found = _three_steps(model, own, mesh)
+    else:
+        found = first_step(model, place, own)
+        kept = {gradient.dtype for gradient in found[2].values()}
+        assert kept == {master}, "gradients are kept in the master's dtype"
+    return deviations(found, _expected(directory, master, case.batch, mesh.size() // case.ulysses))
 
 
-def _one_step(
-    model: LanguageModel, micro_batches: list[Batch], mesh: dist.DeviceMesh, master: torch.dtype
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Loss, norm and every gradient of the first step."""
-    optimizer = RecordGradients(model.parameters(), lr=0.0)
-    loss, (norm, *_) = train_step(
-        Training(policy=model, optimizer=optimizer, mesh=mesh), micro_batches
-    )
-    assert {g.dtype for g in optimizer.gradients if g is not None} <= {master}, (
-        "gradients are kept in the master's dtype"
-    )
-    return loss, norm, _whole(model, optimizer.gradients)
-
-
-def _three_steps(
-    model: LanguageModel, micro_batches: list[Batch], mesh: dist.DeviceMesh, _: torch.dtype
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def _three_steps(model: LanguageModel, micro_batches: list[Batch], mesh: dist.DeviceMesh) -> Step:
     """Loss and norm of the last of three steps, and what they changed, the states allocated before
     the first as in a trial.
     """
-    before = _whole(model, [p.detach().clone() for p in model.parameters()])
+    before = values(model)
     optimizer = make_optimizer(model, Hyperparameters())
-    unchanged = _whole(model, [p.detach() for p in model.parameters()])
+    unchanged = values(model)
     assert all(torch.equal(before[name], unchanged[name]) for name in before)
     for _step in range(3):
         loss, (norm, *_) = train_step(
             Training(policy=model, optimizer=optimizer, mesh=mesh), micro_batches
         )
-    after = _whole(model, [p.detach() for p in model.parameters()])
+    after = values(model)
     return loss, norm, {name: after[name] - before[name] for name in after}
 
 
 @cache
-def _expected(
-    directory: Path, dtype: torch.dtype, kind: str, data_ranks: int
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def _expected(directory: Path, dtype: torch.dtype, kind: str, data_ranks: int) -> Step:
     everything = [documents(kind, r, m) for r in range(data_ranks) for m in range(MICRO_BATCHES)]
     if kind == "three-steps":
         return reference_training(directory, dtype, everything, steps=3)
@@ -282,7 +229,7 @@ def build_unit_by_unit(directory: Path, mesh: dist.DeviceMesh) -> dict[str, floa
     wrapped = shard_flat(
         model, model.layers, mesh=mesh, compute_dtype=torch.float32, materialise=materialise
     )
-    whole = _whole(wrapped, [p.detach() for p in wrapped.parameters()])
+    whole = values(wrapped)
     expected = {name_in_files(name): p.detach().flatten() for name, p in plain.named_parameters()}
     assert set(whole) == set(expected)
     in_layers = [4 * sum(p.numel() for p in layer.parameters()) for layer in plain.layers]
@@ -313,19 +260,18 @@ def random_everywhere(weights: Path, mesh: dist.DeviceMesh) -> dict[str, float]:
             name_in_files(name): p.detach().flatten() for name, p in plain.named_parameters()
         }
         with TemporaryDirectory() as empty:
-            model = build(
-                config,
-                directory=empty,
-                mesh=mesh,
-                attention=register("flash"),
+            model = built(
+                empty,
+                mesh,
+                torch.float32,
+                config=config,
                 strategy=strategy,
                 offload=offload,
                 loss=loss,
                 recompute="none",
-                compute_dtype=torch.float32,
                 seed=7,
             )
-        whole = _whole(model, [p.detach() for p in model.parameters()])
+        whole = values(model)
         assert set(whole) == set(expected)
         deviations[f"{name} {strategy} {offload} {loss}"] = max(
             float((whole[n] - expected[n]).abs().max()) for n in expected
@@ -333,11 +279,9 @@ def random_everywhere(weights: Path, mesh: dist.DeviceMesh) -> dict[str, float]:
     return deviations
 
 
-def made_elsewhere(
-    directory: Path, mesh: dist.DeviceMesh, shared: process_mesh.SequenceGroups | None, rank: int
-) -> dict[str, float]:
+def made_elsewhere(directory: Path, place: Place) -> dict[str, float]:
     """By strategy and offload, the worst deviation of saved weights that are trained on."""
-    ulysses = min(2, mesh.size())
+    ulysses = min(2, dist.get_world_size())
     how = {
         "precision": "float64",
         "loss": "chunked",
@@ -348,7 +292,7 @@ def made_elsewhere(
     worst = {}
     for strategy, offload in product(("fsdp", "fsdp2"), (False, True)):
         case = Case(model="diffllama", strategy=strategy, offload=offload, ulysses=ulysses, **how)
-        found = run(case, directory, mesh, shared, rank)
+        found = run(case, directory, place)
         worst[f"{strategy} {offload}"] = max(found[what] for what in ("loss", "norm", "gradient"))
     return worst
 
@@ -370,21 +314,6 @@ def documents(kind: str, rank: int, micro_batch: int) -> Documents:
         # A single data-parallel rank has to train on something.
         packed[-1][1][1:] = packed[-1][0][1:]
     return packed
-
-
-def _whole(model: nn.Module, tensors: list[Tensor | None], *, copies: int = 1) -> dict[str, Tensor]:
-    """One tensor for each parameter, put together from all ranks of the first copy, flat: either
-    sharding cuts what lies one after the other.
-    """
-    names = [name_in_files(name) for name, _ in model.named_parameters()]
-    own = [None if t is None else local_shard(t).flatten() for t in tensors]
-    ranks: list[list[Tensor | None]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(ranks, own)
-    parts = zip(*ranks[: len(ranks) // copies], strict=True)
-    return {
-        name: torch.cat([p for p in of_ranks if p is not None])
-        for name, of_ranks in zip(names, parts, strict=True)
-    }
 
 
 if __name__ == "__main__":

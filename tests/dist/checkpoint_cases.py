@@ -1,5 +1,5 @@
 """One process of a group that saves, or goes on from what another group saved. Started by
-``rank_server.py`` or torchrun with a mode and a folder.
+``rank_groups.py`` or torchrun with a mode and a folder.
 
 ``save``     trains a step, saves the shards, trains another; writes the end of it as
 ``went-on-<case>-<processes>``. ``resume N`` loads the shards that N processes saved into a fresh

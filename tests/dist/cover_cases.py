@@ -1,13 +1,11 @@
 """One process of a group: objectives, layouts and settings in combination, against
-tests/references. Started by ``rank_server.py`` or torchrun.
+tests/references. Started by ``rank_groups.py`` or torchrun.
 
 ``torchrun --nproc-per-node N cover_cases.py WEIGHTS RESULT STRENGTH``: writes, as rank 0, one JSON
 object {case name: deviations}.
 """
 
-import json
 import sys
-import traceback
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import inf, isnan
@@ -31,9 +29,9 @@ from transformers import (
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from highwater.engine.attention.registry import register
+from rank_steps import built, each, of_all, place_of, results_in
+
 from highwater.engine.data import batches as data
-from highwater.engine.models.build import build, read_config
 from highwater.engine.models.decoder import Decoder
 from highwater.engine.models.weights import name_in_files
 from highwater.engine.parallel import mesh as process_mesh
@@ -300,24 +298,11 @@ def save_models(folder: Path) -> None:
 
 
 def main() -> None:
-    weights, result, strength = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    torch.set_num_threads(1)
-    device = torch.device("cpu")
-    process_mesh.join(device)
-    world = dist.get_world_size()
-    places: dict[Layout, Place] = {}
-    for layout in dict.fromkeys(case.layout for case in cases_for(world, strength)):
-        mesh = process_mesh.shard_mesh(layout, device)
-        places[layout] = mesh, process_mesh.sequence_groups(layout, mesh)
-    results: dict[str, Any] = {}
-    for case in cases_for(world, strength):
-        try:
-            results[case.name] = run(case, weights, *places[case.layout])
-        except Exception:  # noqa: BLE001 -- one case's failure is its result, and the others go on
-            results[case.name] = {"error": traceback.format_exc()}
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(results))
-    process_mesh.leave()
+    result, weights, strength = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    with results_in(result) as results:
+        cases = cases_for(dist.get_world_size(), strength)
+        places = {layout: place_of(layout) for layout in dict.fromkeys(c.layout for c in cases)}
+        results |= each(cases, lambda case: run(case, weights, *places[case.layout]))
 
 
 def run(
@@ -373,17 +358,16 @@ def train(
     loss = "full" if settings.holds_logits else "chunked"
 
     def model(name: str, **how: Any) -> Decoder:
-        built = build(
-            read_config(str(weights / name), length_tokens=LENGTH_TOKENS, rope="auto"),
-            directory=str(weights / name),
-            mesh=mesh,
-            attention=register("flash", shared=shared),
-            compute_dtype=torch.float64,
-            master_dtype=torch.float64,
+        made = built(
+            weights / name,
+            mesh,
+            torch.float64,
+            shared=shared,
+            length_tokens=LENGTH_TOKENS,
             **how,
         )
-        lift_float32_casts(built)
-        return built
+        lift_float32_casts(made)
+        return made
 
     trained = partial(
         model, strategy=settings.strategy, offload=settings.offload, recompute=settings.recompute
@@ -416,8 +400,7 @@ def gradients(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
     cuts what lies one after the other. Every copy has the same to the bit.
     """
     own = [None if p.grad is None else local_shard(p.grad).flatten() for p in model.parameters()]
-    ranks: list[Any] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(ranks, own)
+    ranks = of_all(own)
     names = [name_in_files(name) for name, _ in model.named_parameters()]
     one, *others = (
         ranks[first : first + layout.shard_degree]

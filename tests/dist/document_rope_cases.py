@@ -1,21 +1,19 @@
 """One process of a group: RoPE that depends on a document's length, packed and sharded, against
 each document alone.
 
-``torchrun --nproc-per-node N document_rope_cases.py FOLDER RESULT EXTENT``: writes, as rank 0, one
+``torchrun --nproc-per-node N document_rope_cases.py RESULT FOLDER EXTENT``: writes, as rank 0, one
 JSON object {case name: deviations}.
 """
 
-import json
 import sys
-import traceback
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from cases import RecordGradients, _whole
+from rank_steps import Fields, built, deviations, each, first_step, place_of, results_in
 from reference import load_textbook
 from torch import Tensor, nn
 from transformers import (
@@ -28,11 +26,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from highwater.engine.attention.registry import register
 from highwater.engine.data.batches import Document, pack, share_of
-from highwater.engine.models.build import build, read_config
-from highwater.engine.parallel import mesh as process_mesh
-from highwater.engine.training.step import Training, train_step
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
 
@@ -79,7 +73,7 @@ model and batch, where a test is slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(Fields):
     """A model, documents, and a way to train them."""
 
     model: str
@@ -90,10 +84,6 @@ class Case:
     ring: int
     copies: int
     dtype: str
-
-    @property
-    def name(self) -> str:
-        return " ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
 
 
 def cases_for(processes: int, extent: str) -> list[Case]:
@@ -207,71 +197,33 @@ def save_models(folder: Path) -> None:
 
 
 def main() -> None:
-    folder, result, extent = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    torch.set_num_threads(1)
-    device = torch.device("cpu")
-    process_mesh.join(device)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    meshes = {
-        copies: process_mesh.shard_mesh(Layout(gpus=world, replicate_degree=copies), device)
-        for copies in sorted({case.copies for case in cases_for(world, extent)})
-    }
-    results = {}
-    for case in cases_for(world, extent):
-        try:
-            mesh = meshes[case.copies]
-            results[case.name] = run(case, folder / case.model, mesh, rank, world)
-        except Exception:  # noqa: BLE001 -- one case's failure is its result, and the others go on
-            results[case.name] = {"error": traceback.format_exc()}
-    if rank == 0:
-        result.write_text(json.dumps(results))
-    process_mesh.leave()
+    result, folder, extent = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    with results_in(result) as results:
+        results |= each(
+            cases_for(dist.get_world_size(), extent), lambda case: run(case, folder / case.model)
+        )
 
 
-def run(
-    case: Case, directory: Path, mesh: dist.DeviceMesh, rank: int, world: int
-) -> dict[str, float | str]:
-    """Norm-relative deviations: loss, gradient norm, and the worst parameter's gradient."""
-    dtype = getattr(torch, case.dtype)
-    shared = process_mesh.sequence_groups(
-        Layout(gpus=world, ulysses_degree=case.ulysses, ring_degree=case.ring), mesh
+def run(case: Case, directory: Path) -> dict[str, float | str]:
+    layout = Layout(
+        gpus=dist.get_world_size(),
+        ulysses_degree=case.ulysses,
+        ring_degree=case.ring,
+        replicate_degree=case.copies,
     )
-    sharing = case.ulysses * case.ring
-    data_rank, data_ranks = rank // sharing, world // sharing
-    whole = [
-        pack([Document(ids, ids) for ids in documents(lengths, data_rank)])
+    mesh, shared = place_of(layout)
+    dtype, data_rank = getattr(torch, case.dtype), dist.get_rank() // layout.context_degree
+    own = [
+        share_of(pack([Document(ids, ids) for ids in documents(lengths, data_rank)]), shared)
         for lengths in BATCHES[case.batch]
     ]
-    model = build(
-        read_config(str(directory), length_tokens=64, rope="auto"),
-        directory=str(directory),
-        mesh=mesh,
-        attention=register("flash", shared=shared),
-        strategy=case.strategy,
-        loss="full",
-        recompute=case.recompute,
-        compute_dtype=dtype,
-        master_dtype=dtype,
+    model = built(
+        directory, mesh, dtype, shared=shared, strategy=case.strategy, recompute=case.recompute
     )
-    optimizer = RecordGradients(model.parameters(), lr=0.0)
-    own = [share_of(batch, shared) for batch in whole]
-    loss, (norm, *_) = train_step(Training(policy=model, optimizer=optimizer, mesh=mesh), own)
-    found = _whole(model, optimizer.gradients, copies=case.copies)
-    expected_loss, expected_norm, expected = alone(directory, dtype, case.batch, data_ranks)
-    assert set(found) == set(expected), (
-        f"parameters without a partner: {set(found) ^ set(expected)}"
+    return deviations(
+        first_step(model, (mesh, shared), own, copies=case.copies),
+        alone(directory, dtype, case.batch, layout.data_parallel_degree),
     )
-    deviations = {
-        n: float((found[n].view_as(expected[n]) - expected[n]).norm() / expected[n].norm())
-        for n in expected
-    }
-    worst = max(deviations, key=deviations.__getitem__)
-    return {
-        "loss": abs(float(loss) / float(expected_loss) - 1),
-        "norm": abs(float(norm) / float(expected_norm) - 1),
-        "gradient": deviations[worst],
-        "worst": worst,
-    }
 
 
 def documents(lengths: tuple[int, ...], data_rank: int) -> list[Tensor]:

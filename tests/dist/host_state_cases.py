@@ -1,11 +1,10 @@
 """One process of a group: AdamW with its moments in host memory, beside AdamW without. Started by
-``rank_server.py`` or torchrun.
+``rank_groups.py`` or torchrun.
 
-``torchrun --nproc-per-node N host_state_cases.py FOLDER RESULT``: writes, as rank 0, one JSON
+``torchrun --nproc-per-node N host_state_cases.py RESULT FOLDER``: writes, as rank 0, one JSON
 object {case: what was found on every rank}; ``FOLDER`` gets what is saved.
 """
 
-import json
 import sys
 from importlib.util import find_spec
 from itertools import product
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from low_bit_cases import told
+from rank_steps import of_all, results_in
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -39,7 +38,8 @@ from highwater.model.model import load_model
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
-from highwater.nouns.trial import TrialSpec
+from tiny_models import TINY
+from trial_specs import trial_in
 
 CASES: dict[str, dict[str, Any]] = {
     "several micro-batches": {},
@@ -51,15 +51,11 @@ CASES: dict[str, dict[str, Any]] = {
 if find_spec("peft") is not None:
     CASES["LoRA"] = {"lora": 4}
 CONFIG = {
+    **TINY,
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 144,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
     "vocab_size": 251,
+    "intermediate_size": 144,
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }
@@ -73,13 +69,10 @@ WAYS = {"resident": False, "on the host": True}
 
 
 def main() -> None:
-    folder, result = Path(sys.argv[1]), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    process_mesh.join(torch.device("cpu"))
-    found = {name: told(run(name, folder)) for name in CASES}
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(found))
-    process_mesh.leave()
+    result, folder = sys.argv[1], Path(sys.argv[2])
+    with results_in(result) as results:
+        for name in CASES:
+            results[name] = of_all(run(name, folder))
 
 
 def run(name: str, folder: Path) -> dict[str, Any]:
@@ -120,16 +113,11 @@ def training(name: str, folder: Path, *, on_host: bool, seed: int = 1) -> Traini
     settings = settings_of(name, on_host=on_host)
     layout = Layout(gpus=dist.get_world_size(), replicate_degree=copies)
     trained = assemble(
-        TrialSpec(
-            model_name="model",
-            model_directory=str(folder),
-            config_digest="",
-            device="cpu",
+        trial_in(
+            folder,
             layout=layout,
-            length_tokens=64,
             settings=settings,
             micro_batches=2 if settings.accumulates else 1,
-            memory_budget_bytes=2**30,
             hyperparameters=NUMBERS,
             seed=seed,
         ),

@@ -1,16 +1,16 @@
 """One process of a group: LoRA, packed and sharded, against peft on the family's own class in plain
 transformers, one document at a time.
 
-``torchrun --nproc-per-node N lora_cases.py FOLDER RESULT``: writes, as rank 0, one JSON object
+``torchrun --nproc-per-node N lora_cases.py RESULT FOLDER``: writes, as rank 0, one JSON object
 {case name: deviations}.
 """
 
 import json
 import sys
-import traceback
 import zlib
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,19 +20,15 @@ import torch
 import torch.distributed as dist
 import transformers
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
-from cases import RecordGradients
 from float64 import Lifted
+from rank_steps import Fields, Step, built, deviations, each, first_step, place_of, results_in
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from highwater.engine.attention.registry import register
 from highwater.engine.data.batches import Document, pack, share_of
 from highwater.engine.models.adapters import is_adapter, name_for_peft
-from highwater.engine.models.build import build, read_config
 from highwater.engine.models.weights import name_in_files
-from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.parallel.fsdp2 import local_shard, own_rows
-from highwater.engine.training.step import Training, train_step
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
 from highwater.nouns.lora import Lora
@@ -80,7 +76,7 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(Fields):
     """A family, its adapters, and a way to train them."""
 
     family: str
@@ -89,10 +85,6 @@ class Case:
     loss: str
     layout: str
     dtype: str
-
-    @property
-    def name(self) -> str:
-        return " ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
 
     @property
     def of_ranks(self) -> dict[str, Any]:
@@ -162,20 +154,13 @@ def save_models(folder: Path) -> None:
 
 
 def main() -> None:
-    folder, result = Path(sys.argv[1]), Path(sys.argv[2])
-    torch.set_num_threads(1)
+    result, folder = sys.argv[1], Path(sys.argv[2])
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    process_mesh.join(torch.device("cpu"))
-    results = {}
-    for case in cases_for(dist.get_world_size()):
-        try:
-            results[case.name] = run(case, folder / case.family)
-        except Exception:  # noqa: BLE001 -- one case's failure is its result, and the others go on
-            results[case.name] = {"error": traceback.format_exc()[-4000:]}
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(results))
-    process_mesh.leave()
+    with results_in(result) as results:
+        results |= each(
+            cases_for(dist.get_world_size()), lambda case: run(case, folder / case.family)
+        )
 
 
 def run(case: Case, directory: Path) -> dict[str, float | str]:
@@ -186,75 +171,48 @@ def run(case: Case, directory: Path) -> dict[str, float | str]:
     layout = Layout(gpus=dist.get_world_size(), **of_ranks)
     rounded = nf4_of(directory) if LORAS[case.lora].base == "nf4" else {}
     with Lifted() if dtype == torch.float64 else nullcontext():
-        loss, norm, found = ours(case, directory, dtype, layout, offload=offload)
-        expected_loss, expected_norm, expected = theirs(
-            directory, dtype, case.lora, layout.data_parallel_degree, tuple(rounded.items())
+        return deviations(
+            ours(case, directory, dtype, layout, offload=offload),
+            theirs(
+                directory, dtype, case.lora, layout.data_parallel_degree, tuple(rounded.items())
+            ),
         )
-    assert set(found) == set(expected), sorted(set(found) ^ set(expected))
-    deviations = {
-        name: float((found[name].view_as(expected[name]) - expected[name]).norm())
-        / float(expected[name].norm())
-        for name in expected
-    }
-    worst = max(deviations, key=deviations.__getitem__)
-    return {
-        "loss": abs(float(loss) / float(expected_loss) - 1),
-        "norm": abs(float(norm) / float(expected_norm) - 1),
-        "gradient": deviations[worst],
-        "worst": worst,
-    }
 
 
-def ours(
-    case: Case, directory: Path, dtype: torch.dtype, layout: Layout, *, offload: bool
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def ours(case: Case, directory: Path, dtype: torch.dtype, layout: Layout, *, offload: bool) -> Step:
     """Loss, norm before clipping and every gradient, by the engine."""
-    mesh = process_mesh.shard_mesh(layout, torch.device("cpu"))
-    shared = process_mesh.sequence_groups(layout, mesh)
-    model = build(
-        read_config(str(directory), length_tokens=64, rope="auto"),
-        directory=str(directory),
-        mesh=mesh,
-        attention=register("flash", shared=shared),
+    mesh, shared = place_of(layout)
+    model = built(
+        directory,
+        mesh,
+        dtype,
+        shared=shared,
         loss=case.loss,
         recompute=case.recompute,
-        compute_dtype=dtype,
-        master_dtype=dtype,
         offload=offload,
         lora=LORAS[case.lora],
     )
-    for name, parameter in model.named_parameters():
-        if is_adapter(name):
-            start, stop = own_rows(parameter)
-            values = adapter_values(name_for_peft(name_in_files(name)), tuple(parameter.shape))
-            local_shard(parameter).detach().copy_(values[start:stop])
-    optimizer = RecordGradients([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    fill_adapters(model, lambda name: name_for_peft(name_in_files(name)))
     data_rank = dist.get_rank() // layout.context_degree
     own = [
         share_of(pack([Document(ids, ids) for ids in documents(lengths, data_rank)]), shared)
         for lengths in LENGTHS
     ]
-    training = Training(
-        policy=model, optimizer=optimizer, mesh=mesh, sequence=shared and shared.every
-    )
-    loss, (norm, *_) = train_step(training, own)
+    loss, norm, found = first_step(model, (mesh, shared), own, copies=layout.replicate_degree)
     frozen = [
         name for name, p in model.named_parameters() if not p.requires_grad and p.grad is not None
     ]
     assert not frozen, f"frozen, with a gradient: {frozen}"
-    return loss, norm, whole(model, optimizer.gradients, layout)
+    return loss, norm, {name_for_peft(name): gradient for name, gradient in found.items()}
 
 
-def whole(model: nn.Module, gradients: list[Tensor | None], layout: Layout) -> dict[str, Tensor]:
-    """Every adapter's gradient under peft's name, put together from the ranks of one copy, flat."""
-    own = [None if gradient is None else local_shard(gradient).flatten() for gradient in gradients]
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, own)
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    return {
-        name_for_peft(name_in_files(name)): torch.cat(parts)
-        for name, parts in zip(names, zip(*ranks[: layout.shard_degree], strict=True), strict=True)
-    }
+def fill_adapters(model: nn.Module, name_of: Callable[[str], str]) -> None:
+    """Give every adapter the values that go with its name."""
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            start, stop = own_rows(parameter)
+            values = adapter_values(name_of(name), tuple(parameter.shape))
+            local_shard(parameter).detach().copy_(values[start:stop])
 
 
 def documents(lengths: tuple[int, ...], data_rank: int) -> list[Tensor]:
@@ -275,7 +233,7 @@ def theirs(
     lora: str,
     data_ranks: int,
     rounded: tuple[tuple[str, Tensor], ...],
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+) -> Step:
     """The mean loss over all documents by peft, each alone; norm; clipped gradients."""
     base = AutoModelForCausalLM.from_pretrained(
         directory, dtype=dtype, attn_implementation="eager", local_files_only=True

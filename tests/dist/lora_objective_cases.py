@@ -4,34 +4,29 @@ model that has the adapters merged in.
 By the chain rule: of ``W + scale * B A`` with a gradient G, A's is ``scale * B^T G`` and B's is
 ``scale * G A^T``. The reference is the policy without its adapters.
 
-``torchrun --nproc-per-node N lora_objective_cases.py FOLDER RESULT``: writes, as rank 0, one JSON
+``torchrun --nproc-per-node N lora_objective_cases.py RESULT FOLDER``: writes, as rank 0, one JSON
 object {case name: deviations}.
 """
 
-import json
 import sys
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lora_cases import adapter_values
+from lora_cases import adapter_values, fill_adapters
 from objective_cases import MICRO_BATCHES, documents, gradients
 from plain_objectives import plain
+from rank_steps import built, each, place_of, results_in
 from reference import SHAPE
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
-from highwater.engine.attention.registry import register
 from highwater.engine.data.batches import pack, share_of
-from highwater.engine.models.adapters import A, B, is_adapter
-from highwater.engine.models.build import build, read_config
+from highwater.engine.models.adapters import A, B
 from highwater.engine.models.decoder import Decoder
 from highwater.engine.models.weights import name_in_files
-from highwater.engine.parallel import mesh as process_mesh
-from highwater.engine.parallel.fsdp2 import local_shard, own_rows
 from highwater.engine.parallel.mesh import total
 from highwater.engine.training.step import Training, backward_of
 from highwater.nouns.hyperparameters import Hyperparameters
@@ -119,26 +114,16 @@ def values(name: str, weight_shape: tuple[int, ...]) -> Tensor:
 
 
 def main() -> None:
-    folder, result = Path(sys.argv[1]), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    process_mesh.join(torch.device("cpu"))
-    results = {}
-    for case in cases_for(dist.get_world_size()):
-        try:
-            results[case.name] = run(case, folder)
-        except Exception:  # noqa: BLE001 -- one case's failure is its result, and the others go on
-            results[case.name] = {"error": traceback.format_exc()[-4000:]}
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(results))
-    process_mesh.leave()
+    result, folder = sys.argv[1], Path(sys.argv[2])
+    with results_in(result) as results:
+        results |= each(cases_for(dist.get_world_size()), lambda case: run(case, folder))
 
 
 def run(case: Case, folder: Path) -> dict[str, float | str]:
     """Norm-relative deviations: loss, and the worst gradient of policy and critic."""
     world = dist.get_world_size()
     layout = Layout(gpus=world, ulysses_degree=case.ulysses)
-    mesh = process_mesh.shard_mesh(layout, torch.device("cpu"))
-    shared = process_mesh.sequence_groups(layout, mesh)
+    mesh, shared = place_of(layout)
     ranks = [
         [documents(r, m, "sampled") for m in range(MICRO_BATCHES)]
         for r in range(world // case.ulysses)
@@ -146,22 +131,8 @@ def run(case: Case, folder: Path) -> dict[str, float | str]:
     own = [share_of(pack(batch), shared) for batch in ranks[dist.get_rank() // case.ulysses]]
 
     def model(name: str, loss: Any) -> Decoder:
-        made = build(
-            read_config(str(folder / name), length_tokens=64, rope="auto"),
-            directory=str(folder / name),
-            mesh=mesh,
-            attention=register("flash", shared=shared),
-            loss=loss,
-            recompute="layer",
-            compute_dtype=torch.float64,
-            master_dtype=torch.float64,
-            lora=LORA,
-        )
-        for each, parameter in made.named_parameters():
-            if is_adapter(each):
-                start, stop = own_rows(parameter)
-                whole = adapter_values(name_in_files(each), tuple(parameter.shape))
-                local_shard(parameter).detach().copy_(whole[start:stop])
+        made = built(folder / name, mesh, torch.float64, shared=shared, loss=loss, lora=LORA)
+        fill_adapters(made, name_in_files)
         return made
 
     is_scalar = case.objective == "rw"
@@ -220,7 +191,7 @@ def deviations(model: nn.Module, wanted: dict[str, Tensor]) -> dict[str, float]:
             of_a, of_b = adapters_of(name)
             a, b = (values(adapter, tuple(gradient.shape)) for adapter in (of_a, of_b))
             expected |= {of_a: LORA.scale * b.T @ gradient, of_b: LORA.scale * gradient @ a.T}
-    found = {name: each for name, each in gradients(model).items() if len(each)}
+    found = gradients(model)
     assert set(found) == set(expected), sorted(set(found) ^ set(expected))
     return {
         name: float((found[name] - each.flatten()).norm() / each.norm())

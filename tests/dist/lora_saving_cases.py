@@ -1,4 +1,4 @@
-"""One process of a group that trains adapters and saves them. Started by ``rank_server.py`` or
+"""One process of a group that trains adapters and saves them. Started by ``rank_groups.py`` or
 torchrun.
 
 ``torchrun --nproc-per-node N lora_saving_cases.py FOLDER MODE``: ``save`` trains a step, saves
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from lora_cases import adapter_values, documents
+from lora_cases import documents, fill_adapters
+from rank_steps import built
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -23,14 +24,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from highwater.engine.attention.registry import register
 from highwater.engine.data.batches import Document, pack
-from highwater.engine.models.adapters import is_adapter, name_for_peft
-from highwater.engine.models.build import build, read_config
+from highwater.engine.models.adapters import name_for_peft
 from highwater.engine.models.decoder import Decoder
 from highwater.engine.models.weights import name_in_files
 from highwater.engine.parallel import mesh as process_mesh
-from highwater.engine.parallel.fsdp2 import local_shard, own_rows
+from highwater.engine.parallel.fsdp2 import local_shard
 from highwater.engine.training.checkpoint import save_pretrained, save_sharded
 from highwater.engine.training.optimizers import make_optimizer
 from highwater.engine.training.step import Training, train_step
@@ -91,22 +90,14 @@ def resume(name: str, folder: Path, mesh: dist.DeviceMesh) -> None:
 
 
 def made(name: str, folder: Path, mesh: dist.DeviceMesh) -> tuple[Decoder, torch.optim.Optimizer]:
-    directory = str(folder / name)
-    model = build(
-        read_config(directory, length_tokens=64, rope="auto"),
-        directory=directory,
-        mesh=mesh,
-        attention=register("flash"),
+    model = built(
+        folder / name,
+        mesh,
+        torch.float32,
         loss=None if name == "scalar" else "chunked",
-        recompute="layer",
-        compute_dtype=torch.float32,
         lora=PACKED if name == "packed" else LORA,
     )
-    for each, parameter in model.named_parameters():
-        if is_adapter(each):
-            start, stop = own_rows(parameter)
-            whole = adapter_values(name_for_peft(name_in_files(each)), tuple(parameter.shape))
-            local_shard(parameter).detach().copy_(whole[start:stop])
+    fill_adapters(model, lambda each: name_for_peft(name_in_files(each)))
     return model, make_optimizer(model, Hyperparameters(learning_rate=0.01))
 
 

@@ -1,11 +1,10 @@
 """One process of a group: optimizers with moments of few bits, beside AdamW in float32. Started by
-``rank_server.py`` or torchrun.
+``rank_groups.py`` or torchrun.
 
-``torchrun --nproc-per-node N low_bit_cases.py FOLDER RESULT``: writes, as rank 0, one JSON object
+``torchrun --nproc-per-node N low_bit_cases.py RESULT FOLDER``: writes, as rank 0, one JSON object
 {optimizer: what was found on every rank}; ``FOLDER`` gets what is saved.
 """
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from rank_steps import CPU, built, of_all, place_of, results_in
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -23,9 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from highwater.engine.attention.registry import register
 from highwater.engine.data.batches import Batch, Document, pack
-from highwater.engine.models.build import build, read_config
 from highwater.engine.models.decoder import Decoder
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.parallel.fsdp2 import local_shard
@@ -37,6 +35,7 @@ from highwater.model.model import load_model
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
+from tiny_models import TINY
 
 LOSSY = {
     f"{optimizer}, {parameters}": Settings(
@@ -46,15 +45,11 @@ LOSSY = {
     for parameters in ("float32", "bf16")
 }
 CONFIG = {
+    **TINY,
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 144,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
     "vocab_size": 256,
+    "intermediate_size": 144,
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }
@@ -64,42 +59,25 @@ STEPS = 3
 
 
 def main() -> None:
-    folder, result = Path(sys.argv[1]), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    device = torch.device("cpu")
-    process_mesh.join(device)
-    gpus = dist.get_world_size()
-    mesh = process_mesh.shard_mesh(Layout(gpus=gpus), device)
-    found: dict[str, Any] = {}
-    for name, settings in LOSSY.items():
-        found[name] = told(
-            {"same gradients": gradients_are_adamws(settings, folder, mesh)}
-            | {"copies": copies_are_equal(settings, folder, device)}
-            | states(settings, folder, mesh)
-            | resumed(settings, folder, mesh)
-        )
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(found))
-    process_mesh.leave()
-
-
-def told(own: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each rank found."""
-    ranks: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(ranks, own)
-    return ranks
+    result, folder = sys.argv[1], Path(sys.argv[2])
+    with results_in(result) as results:
+        mesh, _ = place_of(Layout(gpus=dist.get_world_size()))
+        for name, settings in LOSSY.items():
+            results[name] = of_all(
+                {"same gradients": gradients_are_adamws(settings, folder, mesh)}
+                | {"copies": copies_are_equal(settings, folder, CPU)}
+                | states(settings, folder, mesh)
+                | resumed(settings, folder, mesh)
+            )
 
 
 def training(settings: Settings, folder: Path, mesh: dist.DeviceMesh, *, seed: int = 1) -> Training:
     keeps = settings.keeps_gradients
-    model = build(
-        read_config(str(folder), length_tokens=64, rope="auto"),
-        directory=str(folder),
-        mesh=mesh,
-        attention=register("flash"),
+    model = built(
+        folder,
+        mesh,
+        torch.float32,
         loss="chunked",
-        recompute="layer",
-        compute_dtype=torch.float32,
         master_dtype=torch.float32 if settings.parameters == "float32" else torch.bfloat16,
         seed=seed,
     )

@@ -1,27 +1,24 @@
 """One process of a group: every objective, sharded, against its plain implementation. Started by
-``rank_server.py`` or torchrun.
+``rank_groups.py`` or torchrun.
 
-``torchrun --nproc-per-node N objective_cases.py WEIGHTS RESULT EXTENT``: writes, as rank 0, one
+``torchrun --nproc-per-node N objective_cases.py RESULT WEIGHTS EXTENT``: writes, as rank 0, one
 JSON object {case name: deviations}.
 """
 
-import json
 import sys
-import traceback
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from plain_objectives import Plain, plain
-from torch import Tensor, nn
+from rank_steps import built, each, gradients, place_of, results_in
+from torch import Tensor
 
 from highwater.engine.attention.registry import register
 from highwater.engine.data.batches import Document, pack, share_of
-from highwater.engine.models.build import build, read_config
+from highwater.engine.models.build import read_config
 from highwater.engine.models.decoder import Decoder
-from highwater.engine.models.weights import name_in_files
-from highwater.engine.parallel import mesh as process_mesh
-from highwater.engine.parallel.fsdp2 import local_shard
 from highwater.engine.parallel.mesh import total
 from highwater.engine.tracer import trinity_step
 from highwater.engine.training.step import Training, backward_of
@@ -151,46 +148,29 @@ def cases_for(processes: int, extent: str) -> list[Case]:
 
 
 def main() -> None:
-    weights, result, extent = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    torch.set_num_threads(1)
-    device = torch.device("cpu")
-    process_mesh.join(device)
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    mesh = process_mesh.shard_mesh(Layout(gpus=world), device)
-    results = {}
-    for case in cases_for(world, extent):
-        try:
-            results[case.name] = run(case, weights, mesh, rank, world)
-        except Exception:  # noqa: BLE001 -- one case's failure is its result, and the others go on
-            results[case.name] = {"error": traceback.format_exc()}
-    if rank == 0:
-        result.write_text(json.dumps(results))
-    process_mesh.leave()
+    result, weights, extent = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    with results_in(result) as results:
+        results |= each(cases_for(dist.get_world_size(), extent), lambda case: run(case, weights))
 
 
-def run(
-    case: Case, weights: Path, mesh: torch.distributed.DeviceMesh, rank: int, world: int
-) -> dict[str, float | str]:
+def run(case: Case, weights: Path) -> dict[str, float | str]:
     """Norm-relative deviations of one case: loss, and the worst gradient of policy and critic."""
+    world = dist.get_world_size()
     ranks = [
         [documents(r, m, case.documents) for m in range(MICRO_BATCHES)]
         for r in range(world // case.sharing)
     ]
     layout = Layout(gpus=world, ulysses_degree=case.ulysses, ring_degree=case.ring)
-    shared = process_mesh.sequence_groups(layout, mesh)
-    own = [share_of(pack(b), shared) for b in ranks[rank // case.sharing]]
+    mesh, shared = place_of(layout)
+    own = [share_of(pack(b), shared) for b in ranks[dist.get_rank() // case.sharing]]
 
     def model(name: str, loss: str | None) -> Decoder:
-        dtype = getattr(torch, case.dtype)
-        return build(
-            read_config(str(weights / name), length_tokens=64, rope="auto"),
-            directory=str(weights / name),
-            mesh=mesh,
-            attention=register("flash", shared=shared),
+        return built(
+            weights / name,
+            mesh,
+            getattr(torch, case.dtype),
+            shared=shared,
             loss=loss,
-            recompute="layer",
-            compute_dtype=dtype,
-            master_dtype=dtype,
             strategy="fsdp2" if name == "reference" else case.strategy,
             offload=case.offload or name == "reference",
         )
@@ -227,9 +207,7 @@ def run(
     return deviations(loss, training, expected)
 
 
-def trinity_actor(
-    case: Case, folder: Path, mesh: torch.distributed.DeviceMesh, shared: object
-) -> Decoder:
+def trinity_actor(case: Case, folder: Path, mesh: dist.DeviceMesh, shared: object) -> Decoder:
     """The reference system's model; its parameters keep their names, so that they can be
     compared.
     """
@@ -257,21 +235,6 @@ def deviations(loss: Tensor, training: Training, expected: Plain) -> dict[str, f
             if off >= found["gradient"]:
                 found |= {"gradient": off, "worst": f"{kind}.{name}"}
     return found
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """By the names that files have, put together from all ranks, flat: either sharding cuts what
-    lies one after the other.
-    """
-    own = [None if p.grad is None else local_shard(p.grad).flatten() for p in model.parameters()]
-    ranks: list[list[Tensor | None]] = [[] for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather_object(ranks, own)
-    names = [name_in_files(name) for name, _ in model.named_parameters()]
-    parts = zip(*ranks, strict=True)
-    return {
-        name: torch.cat([p for p in of_ranks if p is not None] or [torch.empty(0)])
-        for name, of_ranks in zip(names, parts, strict=True)
-    }
 
 
 def documents(rank: int, micro_batch: int, kind: str) -> list[Document]:

@@ -1,12 +1,11 @@
 """One process of a group: steps of one micro-batch, whose gradients lie there from the start, and
-the same steps with gradients that the backward pass makes. Started by ``rank_server.py`` or
+the same steps with gradients that the backward pass makes. Started by ``rank_groups.py`` or
 torchrun.
 
 ``torchrun --nproc-per-node N one_micro_batch_cases.py WEIGHTS RESULT``: writes, as rank 0, one JSON
 object {case name: what was found on every rank}.
 """
 
-import json
 import sys
 from dataclasses import dataclass
 from itertools import product
@@ -14,11 +13,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rank_steps import built, of_all, place_of, results_in
 from torch import Tensor
 
-from highwater.engine.attention.registry import register
 from highwater.engine.data.batches import Batch, Document, pack, share_of
-from highwater.engine.models.build import build, read_config
 from highwater.engine.models.decoder import Decoder
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.parallel.fsdp2 import local_shard
@@ -75,37 +73,26 @@ def cases_for(processes: int) -> list[Case]:
 
 
 def main() -> None:
-    weights, result = Path(sys.argv[1]), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    device = torch.device("cpu")
-    process_mesh.join(device)
-    found = {}
-    for case in cases_for(dist.get_world_size()):
-        mesh = process_mesh.shard_mesh(case.layout, device)
-        shared = process_mesh.sequence_groups(case.layout, mesh)
-        found[case.name] = run(case, weights, mesh, shared)
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(found))
-    process_mesh.leave()
+    result, weights = sys.argv[1], Path(sys.argv[2])
+    with results_in(result) as results:
+        for case in cases_for(dist.get_world_size()):
+            results[case.name] = of_all(run(case, weights, *place_of(case.layout)))
 
 
 def run(
     case: Case, weights: Path, mesh: dist.DeviceMesh, shared: process_mesh.SequenceGroups | None
-) -> list[dict[str, object]]:
-    """What each rank found: whether numbers differ, and how many gradients there were when."""
+) -> dict[str, object]:
+    """What this rank found: whether numbers differ, and how many gradients there were when."""
     kept, made = (
         train(training(case, weights, mesh, shared, keeps_gradients=keeps), shared)
         for keeps in (True, False)
     )
-    own = {
+    return {
         "same numbers": len(kept.numbers) == len(made.numbers)
         and all(map(torch.equal, kept.numbers, made.numbers)),
         "kept": kept.gradients,
         "made": made.gradients,
     }
-    ranks: list[dict[str, object]] = [{} for _ in range(mesh.size())]
-    dist.all_gather_object(ranks, own)
-    return ranks
 
 
 @dataclass(frozen=True)
@@ -152,14 +139,13 @@ def training(
     keeps_gradients: bool,
 ) -> Training:
     def model(name: str, loss: str | None) -> Decoder:
-        return build(
-            read_config(str(weights / name), length_tokens=64, rope="auto"),
-            directory=str(weights / name),
-            mesh=mesh,
-            attention=register("flash", shared=shared),
+        return built(
+            weights / name,
+            mesh,
+            torch.bfloat16,
+            shared=shared,
             loss=loss,
-            recompute="layer",
-            compute_dtype=torch.bfloat16,
+            master_dtype=torch.float32,
             strategy=case.strategy,
             offload=case.offload,
         )

@@ -2,17 +2,15 @@
 reference over the whole row.
 """
 
-import json
 import sys
-import traceback
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from rank_steps import each, of_all, results_in
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -20,7 +18,6 @@ from highwater.engine.attention import kept, ring
 from highwater.engine.attention.reference import reference_attention
 from highwater.engine.attention.ring import Ring, attend_in_ring
 from highwater.engine.attention.ulysses import attend_sharded
-from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.parallel.collectives import pass_on
 from highwater.engine.parallel.sequence_layout import PADDING, SequenceLayout
 
@@ -55,22 +52,11 @@ def cases_for(processes: int) -> list[Case]:
 
 
 def main() -> None:
-    result = Path(sys.argv[1])
-    torch.set_num_threads(1)
-    process_mesh.join(torch.device("cpu"))
-    rank, world = dist.get_rank(), dist.get_world_size()
-    groups = {degree: _groups(degree, world) for degree in (1, 2) if world % degree == 0}
-    results: dict[str, dict[str, float | str]] = {}
-    for case in cases_for(world):
-        try:
-            results[case.name] = run(case, rank, world, *groups[case.ulysses])
-        except Exception:  # noqa: BLE001 -- one case's failure is its result, and the others go on
-            results[case.name] = {"error": traceback.format_exc()}
-    every = [None] * world
-    dist.all_gather_object(every, results)
-    if rank == 0:
-        result.write_text(json.dumps(every))
-    process_mesh.leave()
+    with results_in(sys.argv[1]) as results:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        groups = {degree: _groups(degree, world) for degree in (1, 2) if world % degree == 0}
+        own = each(cases_for(world), lambda case: run(case, rank, world, *groups[case.ulysses]))
+        results["ranks"] = of_all(own)
 
 
 def _groups(ulysses: int, world: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:

@@ -1,5 +1,5 @@
 """One process of a group that trains, saves checkpoints of a run and goes on from them. Started by
-``rank_server.py`` or torchrun.
+``rank_groups.py`` or torchrun.
 
 ``save FOLDER`` trains two steps of each case, saves, and trains two more; ``resume FOLDER WAY...``
 goes on from what was saved in each way that is named, and writes the same. ``damaged FOLDER`` has
@@ -34,7 +34,8 @@ from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.training import RunState
-from highwater.nouns.trial import TrialSpec
+from tiny_models import write_model
+from trial_specs import trial_in
 
 CASES: dict[str, dict[str, Any]] = {
     "tied": {},
@@ -152,21 +153,14 @@ def training(
     layout = Layout(gpus=gpus, replicate_degree=copies)
     directory = folder / "tied"
     if dist.get_rank() == 0 and not directory.exists():
-        directory.mkdir()
-        config = json.dumps({**CONFIG, "tie_word_embeddings": True, "vocab_size": 256})
-        (directory / "config.json").write_text(config)
+        write_model(directory, CONFIG, tie_word_embeddings=True, vocab_size=256)
     dist.barrier()
     return assemble(
-        TrialSpec(
-            model_name="model",
-            model_directory=str(directory),
-            config_digest="",
-            device="cpu",
+        trial_in(
+            directory,
             layout=layout,
-            length_tokens=64,
             settings=settings,
             micro_batches=2,
-            memory_budget_bytes=2**30,
             hyperparameters=Hyperparameters(learning_rate=0.001),
             seed=seed,
         ),

@@ -1,10 +1,9 @@
 """Run by test_models_that_ranks_share.py on each rank: whole models whose sequences all ranks
 share: what a document sees of the others, what travels, and dropout.
 
-``shared_model_cases.py WEIGHTS RESULT``: rank 0 writes a list of what each rank found, as JSON.
+``shared_model_cases.py RESULT WEIGHTS``: rank 0 writes a list of what each rank found, as JSON.
 """
 
-import json
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,17 +13,14 @@ import torch
 import torch.distributed as dist
 from collective_log import CollectiveLog
 from cover_cases import VOCABULARY, lift_float32_casts, save_models
+from rank_steps import built, of_all, place_of, results_in
 from torch import Tensor
 from transformers import SeedOssConfig
 
 from highwater.engine.activations.recompute import seeded
-from highwater.engine.attention.registry import register
 from highwater.engine.data.batches import Batch, Document, pack, share_of
-from highwater.engine.models.build import build, read_config
 from highwater.engine.models.decoder import Decoder
-from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.parallel.fsdp2 import local_shard
-from highwater.engine.parallel.mesh import SequenceGroups
 from highwater.engine.training.experience import forward_batch
 from highwater.engine.training.step import Training, backward_of, train_step
 from highwater.nouns.layout import Layout
@@ -60,23 +56,21 @@ DROPOUT = SeedOssConfig(
 
 
 def main() -> None:
-    weights, result = Path(sys.argv[1]), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    process_mesh.join(CPU)
-    ulysses, ring = DEGREES[dist.get_world_size()]
-    layout = Layout(gpus=ulysses * ring, ulysses_degree=ulysses, ring_degree=ring)
-    ranks = Ranks(weights, layout)
-    own = {
-        "dense": {name: changed_by_others(ranks, "dense", dtype) for name, dtype in DTYPES.items()},
-        "moe": changed_by_others(ranks, "moe", torch.float64),
-        "travelled": {recompute: travelled(ranks, recompute) for recompute in RECOMPUTES},
-        "dropout": dropout(ranks) if layout.gpus == DRAWS else None,
-    }
-    every: list[Any] = [None] * layout.gpus
-    dist.all_gather_object(every, own)
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(every))
-    process_mesh.leave()
+    result, weights = sys.argv[1], Path(sys.argv[2])
+    with results_in(result) as results:
+        ulysses, ring = DEGREES[dist.get_world_size()]
+        layout = Layout(gpus=ulysses * ring, ulysses_degree=ulysses, ring_degree=ring)
+        ranks = Ranks(weights, layout)
+        results["ranks"] = of_all(
+            {
+                "dense": {
+                    name: changed_by_others(ranks, "dense", dtype) for name, dtype in DTYPES.items()
+                },
+                "moe": changed_by_others(ranks, "moe", torch.float64),
+                "travelled": {recompute: travelled(ranks, recompute) for recompute in RECOMPUTES},
+                "dropout": dropout(ranks) if layout.gpus == DRAWS else None,
+            }
+        )
 
 
 class Ranks:
@@ -84,14 +78,11 @@ class Ranks:
 
     def __init__(self, weights: Path, layout: Layout) -> None:
         self.weights = weights
-        self.mesh = process_mesh.shard_mesh(layout, CPU)
-        self.shared: SequenceGroups | None = process_mesh.sequence_groups(layout, self.mesh)
+        self.mesh, self.shared = place_of(layout)
 
     def saved(self, name: str, dtype: torch.dtype, *, recompute: Any = "none") -> Decoder:
         """One of those that were saved; in float64 it is that throughout."""
-        folder = str(self.weights / name)
-        config = read_config(folder, length_tokens=64, rope="auto")
-        model = self._built(config, folder, dtype, recompute)
+        model = self._built(self.weights / name, dtype, recompute)
         if dtype == torch.float64:
             lift_float32_casts(model)
         return model
@@ -99,17 +90,19 @@ class Ranks:
     def with_dropout(self, recompute: Any) -> Decoder:
         """A random one."""
         with TemporaryDirectory() as empty:
-            return self._built(DROPOUT, empty, torch.float32, recompute)
+            return self._built(empty, torch.float32, recompute, config=DROPOUT)
 
-    def _built(self, config: Any, folder: str, dtype: torch.dtype, recompute: Any) -> Decoder:
-        return build(
-            config,
-            directory=folder,
-            mesh=self.mesh,
-            attention=register("flash", shared=self.shared),
+    def _built(
+        self, folder: str | Path, dtype: torch.dtype, recompute: Any, *, config: Any = None
+    ) -> Decoder:
+        return built(
+            folder,
+            self.mesh,
+            dtype,
+            shared=self.shared,
+            config=config,
             loss="chunked",
             recompute=recompute,
-            compute_dtype=dtype,
             master_dtype=torch.promote_types(dtype, torch.float32),
         )
 

@@ -3,16 +3,14 @@ dense masked softmax over the whole row, whose masks are written here from the d
 bytes that this rank sent, beside those of the tokens that other ranks' queries see.
 """
 
-import json
 import sys
-import traceback
 from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from rank_steps import each, of_all, results_in
 from torch import Tensor
 
 from highwater.engine.attention.block_gather import block_sparse_attention
@@ -26,7 +24,6 @@ from highwater.engine.attention.modules import (
 )
 from highwater.engine.attention.ulysses import attend_sharded
 from highwater.engine.parallel import collectives
-from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.parallel.sequence_layout import PADDING, SequenceLayout
 from highwater.errors import UsageError
 from highwater.nouns.sparse_pattern import PatternType, SparsePatternConfig
@@ -68,21 +65,10 @@ def cases() -> list[Case]:
 
 
 def main() -> None:
-    result = Path(sys.argv[1])
-    torch.set_num_threads(1)
-    process_mesh.join(torch.device("cpu"))
-    results: dict[str, dict[str, float | str]] = {}
-    for case in cases():
-        try:
-            results[case.name] = run(case, dist.get_rank(), dist.get_world_size())
-        except Exception:  # noqa: BLE001 -- one case's failure is its result, and the others go on
-            results[case.name] = {"error": traceback.format_exc()}
-    results["modules"] = run_modules(dist.get_rank(), dist.get_world_size())
-    every = [None] * dist.get_world_size()
-    dist.all_gather_object(every, results)
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(every))
-    process_mesh.leave()
+    with results_in(sys.argv[1]) as results:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        own = each(cases(), lambda case: run(case, rank, world))
+        results["ranks"] = of_all({**own, "modules": run_modules(rank, world)})
 
 
 def run(case: Case, rank: int, world: int) -> dict[str, float | str]:

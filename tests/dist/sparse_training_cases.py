@@ -1,15 +1,13 @@
 """One process of a group: training with block-sparse attention, packed and sharded, against plain
 Hugging Face with a dense mask, one document at a time.
 
-``torchrun --nproc-per-node N sparse_training_cases.py FOLDER RESULT``: writes, as rank 0, one JSON
+``torchrun --nproc-per-node N sparse_training_cases.py RESULT FOLDER``: writes, as rank 0, one JSON
 object {case name: deviations}.
 """
 
-import json
 import math
 import sys
-import traceback
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -17,18 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import RecordGradients, _whole
+from rank_steps import Fields, built, deviations, each, first_step, place_of, results_in
 from reference import SHAPE, load_textbook
 from torch import Tensor, nn
 from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from highwater.engine.attention.registry import register
 from highwater.engine.data.batches import Document, pack, share_of
-from highwater.engine.models.build import build, read_config
-from highwater.engine.parallel import mesh as process_mesh
-from highwater.engine.training.step import Training, train_step
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
@@ -52,7 +44,7 @@ DEGREES = {1: [(1, 1)], 2: [(1, 1), (2, 1), (1, 2)], 4: [(2, 2), (1, 4)]}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(Fields):
     """A pattern, and a way to train with it."""
 
     pattern_type: PatternType
@@ -60,10 +52,6 @@ class Case:
     ulysses: int
     ring: int
     dtype: str
-
-    @property
-    def name(self) -> str:
-        return " ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
 
     @property
     def pattern(self) -> SparsePatternConfig:
@@ -90,62 +78,26 @@ def save_model(folder: Path) -> None:
 
 
 def main() -> None:
-    folder, result = Path(sys.argv[1]), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    device = torch.device("cpu")
-    process_mesh.join(device)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    mesh = process_mesh.shard_mesh(Layout(gpus=world), device)
-    results = {}
-    for case in cases_for(world):
-        try:
-            results[case.name] = run(case, folder, mesh, rank, world)
-        except Exception:  # noqa: BLE001 -- one case's failure is its result, and the others go on
-            results[case.name] = {"error": traceback.format_exc()}
-    if rank == 0:
-        result.write_text(json.dumps(results))
-    process_mesh.leave()
+    result, folder = sys.argv[1], Path(sys.argv[2])
+    with results_in(result) as results:
+        results |= each(cases_for(dist.get_world_size()), lambda case: run(case, folder))
 
 
-def run(
-    case: Case, directory: Path, mesh: dist.DeviceMesh, rank: int, world: int
-) -> dict[str, float | str]:
-    """Norm-relative deviations: loss, gradient norm, and the worst parameter's gradient."""
-    dtype = getattr(torch, case.dtype)
-    shared = process_mesh.sequence_groups(
-        Layout(gpus=world, ulysses_degree=case.ulysses, ring_degree=case.ring), mesh
+def run(case: Case, directory: Path) -> dict[str, float | str]:
+    layout = Layout(gpus=dist.get_world_size(), ulysses_degree=case.ulysses, ring_degree=case.ring)
+    mesh, shared = place_of(layout)
+    dtype, data_rank = getattr(torch, case.dtype), dist.get_rank() // layout.context_degree
+    model = built(
+        directory, mesh, dtype, shared=shared, sparse=case.pattern, recompute=case.recompute
     )
-    sharing = case.ulysses * case.ring
-    model = build(
-        read_config(str(directory), length_tokens=64, rope="auto"),
-        directory=str(directory),
-        mesh=mesh,
-        attention=register("flash", shared=shared, sparse=case.pattern),
-        loss="full",
-        recompute=case.recompute,
-        compute_dtype=dtype,
-        master_dtype=dtype,
-    )
-    optimizer = RecordGradients(model.parameters(), lr=0.0)
     own = [
-        share_of(pack([Document(ids, ids) for ids in documents(lengths, rank // sharing)]), shared)
+        share_of(pack([Document(ids, ids) for ids in documents(lengths, data_rank)]), shared)
         for lengths in LENGTHS
     ]
-    loss, (norm, *_) = train_step(Training(policy=model, optimizer=optimizer, mesh=mesh), own)
-    found = _whole(model, optimizer.gradients)
-    expected_loss, expected_norm, expected = alone(directory, dtype, case.pattern, world // sharing)
-    assert set(found) == set(expected)
-    deviations = {
-        n: float((found[n].view_as(expected[n]) - expected[n]).norm() / expected[n].norm())
-        for n in expected
-    }
-    worst = max(deviations, key=deviations.__getitem__)
-    return {
-        "loss": abs(float(loss) / float(expected_loss) - 1),
-        "norm": abs(float(norm) / float(expected_norm) - 1),
-        "gradient": deviations[worst],
-        "worst": worst,
-    }
+    return deviations(
+        first_step(model, (mesh, shared), own),
+        alone(directory, dtype, case.pattern, layout.data_parallel_degree),
+    )
 
 
 def documents(lengths: tuple[int, ...], data_rank: int) -> list[Tensor]:

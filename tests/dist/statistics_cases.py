@@ -1,14 +1,12 @@
 """One process of a group: a step's statistics and an evaluation, of the same sequences on any
-number of ranks, beside plain PyTorch over a list of documents. Started by ``rank_server.py``.
+number of ranks, beside plain PyTorch over a list of documents. Started by ``rank_groups.py``.
 
-``statistics_cases.py WEIGHTS RESULT EXTENT``: writes, as rank 0, one JSON object {case name:
+``statistics_cases.py RESULT WEIGHTS EXTENT``: writes, as rank 0, one JSON object {case name:
 {"ranks": what each rank exported, "expected": what the reference says}}.
 """
 
-import json
 import math
 import sys
-import traceback
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -19,7 +17,8 @@ import torch
 import torch.distributed as dist
 from collective_log import CollectiveLog
 from combinatorial import Box, cover
-from cover_cases import ALONE, VOCABULARY, Case, Place, _ours, _plain_model, save_models, train
+from cover_cases import ALONE, VOCABULARY, Case, _ours, _plain_model, save_models, train
+from rank_steps import each, of_all, place_of, results_in
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -142,29 +141,18 @@ def cases_for(processes: int, extent: str) -> list[StatisticsCase]:
 
 
 def main() -> None:
-    weights, result, extent = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    torch.set_num_threads(1)
-    device = torch.device("cpu")
-    process_mesh.join(device)
-    world = dist.get_world_size()
-    places: dict[Layout, Place] = {}
-    for layout in dict.fromkeys(case.layout for case in cases_for(world, extent)):
-        mesh = process_mesh.shard_mesh(layout, device)
-        places[layout] = mesh, process_mesh.sequence_groups(layout, mesh)
-    results: dict[str, Any] = {}
-    for case in cases_for(world, extent):
-        try:
-            own = run(case, weights, *places[case.layout])
-            ranks: list[Any] = [None] * world
-            dist.all_gather_object(ranks, own)
-            results[case.name] = {"ranks": ranks}
+    result, weights, extent = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    with results_in(result) as results:
+        cases = cases_for(dist.get_world_size(), extent)
+        places = {layout: place_of(layout) for layout in dict.fromkeys(c.layout for c in cases)}
+
+        def compared(case: StatisticsCase) -> dict[str, Any]:
+            found: dict[str, Any] = {"ranks": of_all(run(case, weights, *places[case.layout]))}
             if dist.get_rank() == 0:
-                results[case.name]["expected"] = expected(case.objective, case.trained, weights)
-        except Exception:  # noqa: BLE001 -- one case's failure is its result, and the others go on
-            results[case.name] = {"error": traceback.format_exc()}
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(results))
-    process_mesh.leave()
+                found["expected"] = expected(case.objective, case.trained, weights)
+            return found
+
+        results |= each(cases, compared)
 
 
 def run(

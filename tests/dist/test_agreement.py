@@ -1,15 +1,9 @@
 """Ranks agree by JSON: what another machine sends is read, and never run."""
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
 from rank_groups import RankGroups
 
 LIMIT_S = 120
@@ -25,9 +19,7 @@ def mark(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def found(
     ranks: RankGroups, mark: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    result = tmp_path_factory.mktemp("agreement") / "result.json"
-    ranks.run("agreement_cases.py", 2, result, mark, timeout_s=LIMIT_S)
-    return json.loads(result.read_text())
+    return ranks.results("agreement_cases.py", 2, mark, timeout_s=LIMIT_S)
 
 
 @pytest.mark.timeout(LIMIT_S + 60)

@@ -6,15 +6,13 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 transformers = pytest.importorskip("transformers", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
 
 from checkpoint_cases import CASES, COPIED, LENGTH, MODELS, NARROW, REWARD, STRATEGIES
 from logits import TOKENS

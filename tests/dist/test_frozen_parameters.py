@@ -2,15 +2,10 @@
 decay, however it is sharded.
 """
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
+import torch
 from frozen_cases import CASES
 from rank_groups import RankGroups
 from transformers import AfmoeConfig, AfmoeForCausalLM
@@ -24,9 +19,7 @@ def test_a_frozen_parameter_has_no_gradient_no_state_and_no_decay(
     processes: int, ranks: RankGroups, tmp_path: Path
 ) -> None:
     every = save_model(tmp_path / "weights")
-    result = tmp_path / "result.json"
-    ranks.run("frozen_cases.py", processes, tmp_path / "weights", result)
-    found = json.loads(result.read_text())
+    found = ranks.results("frozen_cases.py", processes, tmp_path / "weights")
     assert set(found) == set(CASES)
     for case, what in found.items():
         for kind, names in what.items():

@@ -2,18 +2,16 @@
 and a sharded checkpoint that goes on bit by bit.
 """
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 pytest.importorskip("torchao", reason="moments of few bits need the low-bit extra")
-sys.path.insert(0, str(Path(__file__).parent))
 
 from low_bit_cases import CONFIG, LOSSY
 from rank_groups import RankGroups
+
+from tiny_models import write_model
 
 
 @pytest.mark.corpus
@@ -23,10 +21,8 @@ from rank_groups import RankGroups
 def test_moments_of_few_bits_are_sharded_counted_saved_and_loaded(
     processes: int, ranks: RankGroups, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    result = tmp_path / "result.json"
-    ranks.run("low_bit_cases.py", processes, tmp_path, result)
-    found = json.loads(result.read_text())
+    write_model(tmp_path, CONFIG)
+    found = ranks.results("low_bit_cases.py", processes, tmp_path)
     assert set(found) == set(LOSSY)
     for name, of_ranks in found.items():
         assert len(of_ranks) == processes

@@ -5,17 +5,11 @@ mixture of experts it does, on a single process too: how many tokens an expert h
 its matrix product, which decides in which order a kernel sums. In float64 that stays below 1e-14.
 """
 
-import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
 from rank_groups import RankGroups
 from shared_model_cases import (
     DEGREES,
@@ -42,12 +36,9 @@ def found(ranks: RankGroups, tmp_path_factory: pytest.TempPathFactory) -> Found:
     save_models(folder / "weights")
 
     def of(processes: int) -> list[dict[str, Any]]:
-        result = folder / f"{processes}.json"
-        if not result.exists():
-            ranks.run("shared_model_cases.py", processes, folder / "weights", result)
-        return json.loads(result.read_text())
+        return ranks.results("shared_model_cases.py", processes, folder / "weights")["ranks"]
 
-    return of
+    return cache(of)
 
 
 @pytest.mark.timeout(600)

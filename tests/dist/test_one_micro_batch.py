@@ -2,15 +2,9 @@
 of gradients that lie there from the start, in every way to shard and to share sequences.
 """
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
 from one_micro_batch_cases import STEPS, cases_for
 from plain_objectives import save_judges
 from rank_groups import RankGroups
@@ -26,9 +20,7 @@ def test_one_micro_batch_trains_as_with_gradients_from_the_start_and_leaves_none
 ) -> None:
     save_models(tmp_path / "weights")
     save_judges(tmp_path / "weights")
-    result = tmp_path / "result.json"
-    ranks.run("one_micro_batch_cases.py", processes, tmp_path / "weights", result)
-    found = json.loads(result.read_text())
+    found = ranks.results("one_micro_batch_cases.py", processes, tmp_path / "weights")
     cases = cases_for(processes)
     assert set(found) == {case.name for case in cases}
     for case in cases:

@@ -8,19 +8,13 @@ The references were written from the papers and from verl's and TRL's definition
 had not read the engine.
 """
 
-import json
-import sys
 from itertools import product
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
 from combinatorial import cover, meetings
 from cover_cases import PAIRED, cases, cases_for, save_models
-from rank_groups import TIMEOUT_S, RankGroups
+from rank_groups import TIMEOUT_S, RankGroups, assert_close
 
 TOLERANCE = 1e-10
 """Norm-relative: summation order alone differs, all is float64."""
@@ -55,37 +49,24 @@ def test_cases_lie_within_the_constraints() -> None:
 @pytest.mark.by_turns(days=3)
 @pytest.mark.parametrize("processes", [1, 2, 4, 3, 6, 8])
 def test_every_combination_of_two_equals_its_reference(
-    processes: int, ranks: RankGroups, weights: Path, tmp_path: Path
+    processes: int, ranks: RankGroups, weights: Path
 ) -> None:
-    assert_equal(ranks, processes, 2, weights, tmp_path / "result.json")
+    assert_equal(ranks, processes, 2, weights)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("processes", [1, 2, 3, 4, 6, 8])
 def test_every_combination_of_three_equals_its_reference(
-    processes: int, ranks: RankGroups, weights: Path, tmp_path: Path
+    processes: int, ranks: RankGroups, weights: Path
 ) -> None:
-    assert_equal(ranks, processes, 3, weights, tmp_path / "result.json", timeout_s=1100)
+    assert_equal(ranks, processes, 3, weights, timeout_s=1100)
 
 
 def assert_equal(
-    ranks: RankGroups,
-    processes: int,
-    strength: int,
-    weights: Path,
-    result: Path,
-    *,
-    timeout_s: float = TIMEOUT_S,
+    ranks: RankGroups, processes: int, strength: int, weights: Path, *, timeout_s: float = TIMEOUT_S
 ) -> None:
-    words = (weights, result, str(strength))
-    ranks.run("cover_cases.py", processes, *words, timeout_s=timeout_s)
-    results = json.loads(result.read_text())
-    assert results.keys() == {case.name for case in cases_for(processes, strength)}
-    wrong = {name: of for name, of in results.items() if not _is_equal(of)}
-    assert not wrong, f"{len(wrong)} of {len(results)}: {json.dumps(wrong, indent=1)}"
-
-
-def _is_equal(of: dict[str, float]) -> bool:
-    """Within the tolerance: an error is not, nor what is not a number."""
-    return "error" not in of and all(of[what] <= TOLERANCE for what in ("loss", "gradient"))
+    words = (weights, str(strength))
+    results = ranks.results("cover_cases.py", processes, *words, timeout_s=timeout_s)
+    names = [case.name for case in cases_for(processes, strength)]
+    assert_close(results, dict.fromkeys(names, TOLERANCE), of=("loss", "gradient"))

@@ -2,11 +2,8 @@
 any lengths, on rings of two, three and four, with Ulysses around them.
 """
 
-import json
-from pathlib import Path
-
 import pytest
-from rank_groups import RankGroups
+from rank_groups import RankGroups, assert_close
 from ring_cases import cases_for
 
 from highwater.engine.attention.ring import Pairing, pairing_of
@@ -19,20 +16,11 @@ TOLERANCE = {"float64": 1e-13, "float32": 2e-5}
 @pytest.mark.by_turns
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", [2, 3, 4])
-def test_attention_by_a_ring_equals_the_reference(
-    processes: int, ranks: RankGroups, tmp_path: Path
-) -> None:
-    result = tmp_path / "result.json"
-    ranks.run("ring_cases.py", processes, result)
-    every, cases = json.loads(result.read_text()), cases_for(processes)
+def test_attention_by_a_ring_equals_the_reference(processes: int, ranks: RankGroups) -> None:
+    every, cases = ranks.results("ring_cases.py", processes)["ranks"], cases_for(processes)
     assert len(every) == processes
-    wrong = {
-        f"rank {rank}: {case.name}": found[case.name]
-        for rank, found in enumerate(every)
-        for case in cases
-        if "error" in found[case.name] or not max(found[case.name].values()) < TOLERANCE[case.dtype]
-    }
-    assert not wrong, json.dumps(wrong, indent=1)
+    for found in every:
+        assert_close(found, {case.name: TOLERANCE[case.dtype] for case in cases}, of=None)
 
 
 def test_what_a_step_computes_is_as_much_on_every_rank_and_in_the_end_everything() -> None:

@@ -4,14 +4,10 @@ with copies, by the other strategy, with states elsewhere; what would not is ref
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
+import torch
 from rank_groups import RankGroups
 from run_checkpoint_cases import CASES, LOSSY, SAVED, WAYS
 from safetensors.torch import load_file

@@ -2,17 +2,11 @@
 and every gradient.
 """
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
 from cases import BUILD, COVER, FILLED, PRODUCTS, cases_for
-from rank_groups import TIMEOUT_S, RankGroups
+from rank_groups import TIMEOUT_S, RankGroups, assert_close
 from reference import save_models
 
 TOLERANCE = {"float64": 1e-10, "float32": 5e-6, "bfloat16": 0.1}
@@ -38,9 +32,9 @@ WORLDS = [pytest.param(n, marks=pytest.mark.xdist_group(f"world-{n}")) for n in 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", WORLDS)
 def test_sharded_training_equals_unsharded_training(
-    processes: int, ranks: RankGroups, weights: Path, tmp_path: Path
+    processes: int, ranks: RankGroups, weights: Path
 ) -> None:
-    built = assert_equal(ranks, processes, COVER, weights, tmp_path / "result.json").pop(BUILD)
+    built = assert_equal(ranks, processes, COVER, weights)[BUILD]
     assert built["random"] == 0, (
         "FSDP1 starts from the same random numbers on any number of processes"
     )
@@ -52,14 +46,12 @@ def test_sharded_training_equals_unsharded_training(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", WORLDS)
 def test_every_parameter_is_filled_with_the_same_values_in_every_layout(
-    processes: int, ranks: RankGroups, weights: Path, tmp_path: Path
+    processes: int, ranks: RankGroups, weights: Path
 ) -> None:
     """Random ones by their place in the whole model; saved ones of DiffLlama too, whose class makes
     some of them off meta.
     """
-    result = tmp_path / "result.json"
-    ranks.run("cases.py", processes, weights, result, FILLED)
-    found = json.loads(result.read_text())
+    found = ranks.results("cases.py", processes, weights, FILLED)
     assert len(found["random"]) == 24
     assert set(found["random"].values()) == {0.0}, found["random"]
     assert len(found["saved"]) == 4
@@ -72,30 +64,18 @@ def test_every_parameter_is_filled_with_the_same_values_in_every_layout(
 @pytest.mark.parametrize("part", PRODUCTS)
 @pytest.mark.parametrize("processes", WORLDS)
 def test_sharded_training_equals_unsharded_training_in_every_combination(
-    processes: int, part: str, ranks: RankGroups, weights: Path, tmp_path: Path
+    processes: int, part: str, ranks: RankGroups, weights: Path
 ) -> None:
-    assert_equal(ranks, processes, part, weights, tmp_path / "result.json", timeout_s=1100)
+    assert_equal(ranks, processes, part, weights, timeout_s=1100)
 
 
 def assert_equal(
-    ranks: RankGroups,
-    processes: int,
-    part: str,
-    weights: Path,
-    result: Path,
-    *,
-    timeout_s: float = TIMEOUT_S,
+    ranks: RankGroups, processes: int, part: str, weights: Path, *, timeout_s: float = TIMEOUT_S
 ) -> dict[str, dict[str, float]]:
-    ranks.run("cases.py", processes, weights, result, part, timeout_s=timeout_s)
-    results = json.loads(result.read_text())
-    cases = cases_for(processes, part)
-    assert set(results) - {BUILD} == {case.name for case in cases}
-    wrong = {
-        case.name: results[case.name]
-        for case in cases
-        if "error" in results[case.name]
-        or max(results[case.name][what] for what in ("loss", "norm", "gradient"))
-        > TOLERANCE[case.precision]
-    }
-    assert not wrong, json.dumps(wrong, indent=1)
-    return results
+    """Returns what is told besides the cases."""
+    results = ranks.results("cases.py", processes, weights, part, timeout_s=timeout_s)
+    told = {name: results.pop(name) for name in {BUILD} & results.keys()}
+    assert_close(
+        results, {case.name: TOLERANCE[case.precision] for case in cases_for(processes, part)}
+    )
+    return told

@@ -2,17 +2,13 @@
 bit by bit, and training goes on from what either saved; bytes as counted.
 """
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
 from host_state_cases import CASES, CONFIG
 from rank_groups import RankGroups
+
+from tiny_models import write_model
 
 PADDING_BYTES = 2 * 4 * CONFIG["hidden_size"]
 """A row of the embedding and one of the head, in float32."""
@@ -25,10 +21,8 @@ PADDING_BYTES = 2 * 4 * CONFIG["hidden_size"]
 def test_moments_on_the_host_train_save_and_go_on_as_those_beside_the_parameters(
     processes: int, ranks: RankGroups, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    result = tmp_path / "result.json"
-    ranks.run("host_state_cases.py", processes, tmp_path, result)
-    found = json.loads(result.read_text())
+    write_model(tmp_path, CONFIG)
+    found = ranks.results("host_state_cases.py", processes, tmp_path)
     assert set(found) == set(CASES)
     for name, of_ranks in found.items():
         assert len(of_ranks) == processes

@@ -4,15 +4,10 @@ rings and copies, on the same sequences, against plain PyTorch over a list of do
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
 from rank_groups import RankGroups
 from statistics_cases import LAYOUTS, cases_for, save_models
 
@@ -46,11 +41,9 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_statistics_are_those_of_plain_documents_on_any_number_of_ranks(
-    processes: int, extent: str, ranks: RankGroups, weights: Path, tmp_path: Path
+    processes: int, extent: str, ranks: RankGroups, weights: Path
 ) -> None:
-    result = tmp_path / "result.json"
-    ranks.run("statistics_cases.py", processes, weights, result, extent)
-    results = json.loads(result.read_text())
+    results = ranks.results("statistics_cases.py", processes, weights, extent)
     assert set(results) == {case.name for case in cases_for(processes, extent)}
     wrong = {name: found for name, of in results.items() if (found := _deviations(of))}
     assert not wrong, json.dumps(wrong, indent=1)

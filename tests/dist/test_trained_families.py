@@ -9,14 +9,10 @@ import contextlib
 import datetime
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
+import torch
 from family_cases import LAYOUTS, LONGEST_DOCUMENT
 from family_models import WINDOW, families, save_tiny, tiny_config
 from rank_groups import RankGroups

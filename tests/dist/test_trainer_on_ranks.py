@@ -4,15 +4,11 @@ that have their own, as on one process; what one rank cannot do, all are told.
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
+import torch
 from rank_groups import RankGroups
 from safetensors.torch import load_file
 from trainer_cases import CASES, LENGTHS, MICRO_BATCHES, OWN, STEPS, micro_batch

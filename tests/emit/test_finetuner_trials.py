@@ -12,25 +12,20 @@ import pytest
 import highwater
 from highwater.nouns.trial import Outcome, TrialResult
 from highwater.trials.foreign_log import logged_steps
+from tiny_models import TINY, write_model
 
 pytestmark = [pytest.mark.emit, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {
+    **TINY,
     "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
     "vocab_size": 65536,
-    "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
     "max_position_embeddings": 65536,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000,
     "hidden_act": "silu",
-    "tie_word_embeddings": True,
     "eos_token_id": 1,
 }
 MEMORY = "4GiB"
@@ -60,10 +55,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "modules" / "torchaudio" / "__init__.py").touch()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
     monkeypatch.chdir(tmp_path)
-    directory = tmp_path / "small"
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(CONFIG))
-    return directory
+    return write_model(tmp_path / "small", CONFIG)
 
 
 def tried(name: str, model: Path, length: int) -> TrialResult:

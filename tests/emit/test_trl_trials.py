@@ -18,25 +18,21 @@ from highwater.nouns.request import request_from
 from highwater.nouns.trial import Outcome, TrialResult
 from highwater.trials.foreign_log import logged_steps
 from highwater.trials.foreign_trial import ForeignLauncher
+from tiny_models import TINY, write_model
 
 pytestmark = [pytest.mark.emit, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {
+    **TINY,
     "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
     "vocab_size": 512,
-    "hidden_size": 64,
+    "tie_word_embeddings": False,
     "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
     "max_position_embeddings": 65536,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000,
     "hidden_act": "silu",
-    "tie_word_embeddings": False,
     "eos_token_id": 1,
 }
 ROOMY, NARROW = "6GiB", "1000MiB"
@@ -49,10 +45,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small model that is a config alone; what is prepared of it goes with the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    directory = tmp_path / "small"
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(CONFIG))
-    return directory
+    return write_model(tmp_path / "small", CONFIG)
 
 
 def settings(**others: Any) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """A tiny model, a marked environment, and the check that no test leaves a process behind."""
 
-import json
 import os
 import signal
 import sys
@@ -13,6 +12,7 @@ import pytest
 from processes import MARK, marked
 
 from highwater.trials import sampled_peak as kernel_kills
+from tiny_models import SMALLEST, write_model
 
 
 @pytest.fixture
@@ -48,31 +48,13 @@ def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
     """A model whose training steps take no time."""
-    return _model(tmp_path / "tiny", vocab_size=512)
+    return write_model(tmp_path / "tiny", SMALLEST)
 
 
 @pytest.fixture
 def wide(tmp_path: Path) -> Path:
     """A model whose logits of a few thousand tokens fill a GiB."""
-    return _model(tmp_path / "wide", vocab_size=151_936)
-
-
-def _model(directory: Path, *, vocab_size: int) -> Path:
-    config = {
-        "model_type": "qwen3",
-        "vocab_size": vocab_size,
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "intermediate_size": 64,
-        "max_position_embeddings": 32_768,
-        "tie_word_embeddings": True,
-    }
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
+    return write_model(tmp_path / "wide", SMALLEST, vocab_size=151_936)
 
 
 @pytest.fixture

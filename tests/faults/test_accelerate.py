@@ -14,8 +14,9 @@ import highwater
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
-from highwater.nouns.trial import Outcome, TrialSpec
+from highwater.nouns.trial import Outcome
 from highwater.trainers.accelerate_files import launcher_file
+from trial_specs import trial_of
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -84,15 +85,7 @@ def test_accelerate_reads_what_a_trial_on_gpus_writes(
 ) -> None:
     launch = import_module("accelerate.commands.launch")  # slow: it opens torch
     model = load_model(str(tiny))
-    spec = TrialSpec(
-        model_name=model.name,
-        model_directory=model.directory,
-        config_digest=model.config_digest,
-        device="cuda",
-        layout=layout,
-        settings=settings,
-        length_tokens=4096,
-    )
+    spec = trial_of(tiny, layout=layout, settings=settings)
     path = tmp_path / "accelerate.yaml"
     path.write_text(yaml.safe_dump(launcher_file(spec, model.shape, {}, source="").values))
     typed = launch.launch_command_parser().parse_args(["--config_file", str(path), "train.py"])

@@ -40,6 +40,7 @@ from highwater.nouns.training import TrainingResult, training_request_from
 from highwater.recommendation.training_settings import chosen_trial
 from highwater.trials.probe import probe
 from highwater.units import MIB
+from tiny_models import SMALLEST, write_model
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -107,20 +108,13 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     trained.data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     trained.held_out.mkdir()
     (trained.held_out / "held.jsonl").write_text(json.dumps({"text": "QZXJKWVPYHMB" * 4}))
-    config = {
-        "model_type": "qwen3",
-        "vocab_size": 259,
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "intermediate_size": INTERMEDIATE_SIZE,
-        "max_position_embeddings": 32_768,
-        "tie_word_embeddings": False,
-    }
-    trained.model.mkdir()
-    (trained.model / "config.json").write_text(json.dumps(config))
+    write_model(
+        trained.model,
+        SMALLEST,
+        vocab_size=259,
+        intermediate_size=INTERMEDIATE_SIZE,
+        tie_word_embeddings=False,
+    )
     environment = {
         **os.environ,
         "XDG_CACHE_HOME": str(trained.cache),

@@ -13,17 +13,15 @@ from typing import Any
 import pytest
 from processes import marked
 
-from highwater.model.model import load_model
 from highwater.nouns.codec import from_json
 from highwater.nouns.foreign_trainer import ForeignTrainer
-from highwater.nouns.layout import Layout
 from highwater.nouns.protocols import Launch, TrialEndedError, unheard
-from highwater.nouns.settings import Settings
 from highwater.nouns.trial import Device, Outcome, TrialResult, TrialSpec
 from highwater.trials.foreign_trial import ForeignLauncher
 from highwater.trials.local import LocalRunner
 from highwater.units import GIB, MIB
 from runner_contract import RunnerContract
+from trial_specs import trial_of
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -62,14 +60,9 @@ Judge = Callable[..., TrialResult]
 def spec_of(
     model: Path, words: tuple[str, ...], *, device: Device = "cuda", length: int = 4096, **of: Any
 ) -> TrialSpec:
-    read = load_model(str(model))
-    return TrialSpec(
-        model_name=read.name,
-        model_directory=read.directory,
-        config_digest=read.config_digest,
+    return trial_of(
+        model,
         device=device,
-        layout=Layout(),
-        settings=Settings(),
         length_tokens=length,
         memory_budget_bytes=GIB if device == "cpu" else None,
         foreign=ForeignTrainer(trainer="command", command=words, **of),

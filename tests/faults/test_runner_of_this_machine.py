@@ -11,14 +11,12 @@ import pytest
 from processes import marked, wait_until
 from test_faults_of_a_search import ENDS_S, GONE_S, HANGS_S, lines
 
-from highwater.model.model import load_model
-from highwater.nouns.layout import Layout
-from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
 from highwater.trials.engine_trial import EngineLauncher
 from highwater.trials.local import LocalRunner
 from highwater.units import GIB, MIB
 from runner_contract import RunnerContract
+from trial_specs import trial_of
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -33,14 +31,9 @@ class TestLocalRunner(RunnerContract):
         return LocalRunner(launcher, most_trials=2)
 
     def trial(self, directory: Path, length_tokens: int, data: str | None = None) -> TrialSpec:
-        model = load_model(str(directory))
-        return TrialSpec(
-            model_name=model.name,
-            model_directory=model.directory,
-            config_digest=model.config_digest,
+        return trial_of(
+            directory,
             device="cpu",
-            layout=Layout(),
-            settings=Settings(),
             length_tokens=length_tokens,
             memory_budget_bytes=GIB if directory == self.tiny else GIB + 512 * MIB,
             data=data,

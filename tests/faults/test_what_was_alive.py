@@ -1,6 +1,5 @@
 """Out of memory, for real: each rank that ran out says what was alive, without any profiling."""
 
-import json
 from bisect import bisect_left
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from highwater.nouns.profiling import Profiling
 from highwater.nouns.request import request_from
 from highwater.nouns.trial import Outcome, TrialResult
 from highwater.store.logs import snapshot_lines
+from tiny_models import write_model
 
 pytestmark = pytest.mark.timeout(300)
 WORDS, WIDTH, TOKENS = 50_000, 64, 4096
@@ -23,22 +23,7 @@ LOGITS_BYTES = 4 * WORDS * TOKENS // 2
 @pytest.fixture
 def wordy(tmp_path: Path) -> Path:
     """A model with so many words that its logits are nearly all of it."""
-    config = {
-        "model_type": "qwen3",
-        "vocab_size": WORDS,
-        "hidden_size": WIDTH,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 192,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": True,
-    }
-    directory = tmp_path / "wordy"
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
+    return write_model(tmp_path / "wordy", vocab_size=WORDS, hidden_size=WIDTH)
 
 
 def ran_out(model: Path, memory: str, *, gpus: int = 1, **settings: str) -> TrialResult:

@@ -5,9 +5,7 @@ gradient, every pattern, odd lengths, groups of heads; what it takes beside its 
 from collections.abc import Iterator
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -6,9 +6,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 sys.path.insert(0, str(Path(__file__).parents[1] / "numeric"))
 
 from curve import STEPS, hugging_face_curve, our_curve, save_model

@@ -13,11 +13,12 @@ from highwater.memory.trace.replay import replay
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
-from highwater.nouns.trial import Outcome, TrialSpec
+from highwater.nouns.trial import Outcome
 from highwater.trials.engine_trial import EngineLauncher
 from highwater.trials.local import LocalRunner
 from highwater.trials.tracing import CachedTracer
 from highwater.units import GIB
+from trial_specs import trial_of
 
 SHAPES = Path(__file__).parents[2] / "docs/results/families/shapes"
 FEWER: dict[str, dict[str, Any]] = {
@@ -43,15 +44,8 @@ def test_a_trial_takes_what_formula_and_trace_say(name: str, tmp_path: Path) -> 
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     model = load_model(str(directory))
-    spec = TrialSpec(
-        model_name=model.name,
-        model_directory=model.directory,
-        config_digest=model.config_digest,
-        device="cuda",
-        layout=Layout(),
-        settings=SETTINGS,
-        length_tokens=32_768,
-        memory_budget_bytes=70 * GIB,
+    spec = trial_of(
+        directory, settings=SETTINGS, length_tokens=32_768, memory_budget_bytes=70 * GIB
     )
     result = LocalRunner(EngineLauncher(log_directory=tmp_path, timeout_s=280)).run(spec)
     assert result.outcome is Outcome.FIT, result.reason

@@ -3,8 +3,7 @@ of documents whose tiles are not full; and modules that several segments make.
 """
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+import torch
 
 from highwater import BlockSparseRingDilatedAttention, SparsePatternConfig
 from highwater.engine.attention.branch_kernel import branch_deviations

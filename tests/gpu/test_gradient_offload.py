@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from msgspec.structs import replace
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
 from highwater.engine.attention.dense import select_kernel
 from highwater.engine.attention.registry import register
@@ -28,6 +27,7 @@ from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.units import MIB
+from tiny_models import WIDE_HEADS, write_model
 
 GRADIENT_TOLERANCE = 0.02
 """Norm-relative: attention's and the embedding's gradients are added up in no fixed order, in
@@ -51,23 +51,10 @@ class Pass(NamedTuple):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Without weights: on the GPU and offloaded, training starts from the same random ones."""
-    from transformers import Qwen3Config
-
-    directory = tmp_path_factory.mktemp("model")
-    shape = {
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-    }
-    sizes = {
-        "vocab_size": 16_000,
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "max_position_embeddings": 8192,
-    }
-    Qwen3Config(**shape, **sizes, tie_word_embeddings=False).save_pretrained(directory)
-    return directory
+    sizes = {"num_hidden_layers": LAYERS, "vocab_size": 16_000, "max_position_embeddings": 8192}
+    return write_model(
+        tmp_path_factory.mktemp("model"), WIDE_HEADS, **sizes, tie_word_embeddings=False
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -3,8 +3,7 @@ losses; the attention.
 """
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+import torch
 
 from highwater.engine.attention.dense import attend, select_kernel
 from highwater.engine.attention.reference import reference_attention

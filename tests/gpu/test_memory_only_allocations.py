@@ -7,18 +7,16 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+import torch
 
 from highwater.engine.attention.dense import Kernel, attend
-from highwater.model.model import load_model
-from highwater.nouns.layout import Layout
 from highwater.nouns.packing import pieces
-from highwater.nouns.settings import Allocator, Loss, Settings
-from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
+from highwater.nouns.settings import Allocator, Loss
+from highwater.nouns.trial import Outcome, TrialResult
 from highwater.trials.engine_trial import EngineLauncher
 from highwater.trials.local import LocalRunner
 from highwater.units import MIB
+from trial_specs import trial_of
 
 TRIAL_TOLERANCE = 0.002
 """Of the peak reserved: what a memory-only trial is trusted for."""
@@ -118,16 +116,8 @@ def test_pieces_allocate_what_whole_documents_do(
 def trial(
     tmp_path: Path, length: int, loss: Loss, allocator: Allocator, depth: int | None
 ) -> TrialResult:
-    model = load_model("Qwen3-0.6B")
-    spec = TrialSpec(
-        model_name=model.name,
-        model_directory=model.directory,
-        config_digest=model.config_digest,
-        device="cuda",
-        layout=Layout(),
-        settings=Settings(loss=loss, allocator=allocator),
-        length_tokens=length,
-        attention_depth=depth,
+    spec = trial_of(
+        "Qwen3-0.6B", loss=loss, allocator=allocator, length_tokens=length, attention_depth=depth
     )
     return LocalRunner(EngineLauncher(log_directory=tmp_path, timeout_s=240)).run(spec)
 

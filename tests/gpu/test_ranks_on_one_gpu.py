@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="the data plane needs the train extra")
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "results" / "context_parallel"))
 
 import one_gpu
 
-from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
-from highwater.nouns.settings import Objective, Settings
-from highwater.nouns.trial import RankReport, TrialSpec
+from highwater.nouns.settings import Objective
+from highwater.nouns.trial import RankReport
+from tiny_models import write_model
+from trial_specs import trial_of
 
 TOLERANCE = 1e-3
 """Relative, in bfloat16: kernels see other blocks, and sums have another order."""
@@ -36,21 +36,15 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """20 million parameters: between ranks of one GPU everything goes through sockets."""
-    from transformers import Qwen3Config
-
-    directory = tmp_path_factory.mktemp("model")
-    Qwen3Config(
+    return write_model(
+        tmp_path_factory.mktemp("model"),
         num_hidden_layers=4,
         num_attention_heads=8,
-        num_key_value_heads=2,
         head_dim=64,
         hidden_size=512,
         intermediate_size=1536,
         vocab_size=8192,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-    ).save_pretrained(directory)
-    return directory
+    )
 
 
 @pytest.fixture(scope="module")
@@ -73,15 +67,12 @@ def test_ranks_that_share_a_trial_s_sequences_or_states_train_what_one_does(
 
 def trained(model: Path, layout: Layout, objective: Objective) -> RankReport:
     """The first rank's report of two steps."""
-    known = load_model(str(model))
     micro_batches = SEQUENCES // layout.data_parallel_degree
-    spec = TrialSpec(
-        model_name=known.name,
-        model_directory=known.directory,
-        config_digest=known.config_digest,
-        device="cuda",
+    spec = trial_of(
+        model,
         layout=layout,
-        settings=Settings(objective=objective, loss="chunked"),
+        objective=objective,
+        loss="chunked",
         length_tokens=LENGTH,
         micro_batches=micro_batches,
     )

@@ -9,16 +9,15 @@ import pytest
 
 from highwater import find
 from highwater.memory.snapshot.memory_profile import MemoryProfile, memory_profile
-from highwater.model.model import load_model
-from highwater.nouns.layout import Layout
 from highwater.nouns.profiling import Profiling
-from highwater.nouns.settings import Loss, Settings
+from highwater.nouns.settings import Loss
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.pages.study.failed_request import request_line, sizes_of
 from highwater.store.logs import snapshot_folder, snapshot_lines
 from highwater.trials.engine_trial import EngineLauncher
 from highwater.trials.local import LocalRunner
 from highwater.units import parse_bytes
+from trial_specs import trial_of
 
 UNATTRIBUTED_SHARE = 0.05
 """Part of what is allocated that may have no name."""
@@ -28,14 +27,9 @@ PROFILING = Profiling(max_entries=50_000)
 def recorded(
     tmp_path: Path, length: int, *, loss: Loss = "full", data: str | None = None
 ) -> tuple[TrialSpec, TrialResult]:
-    model = load_model("Qwen3-0.6B")
-    spec = TrialSpec(
-        model_name=model.name,
-        model_directory=model.directory,
-        config_digest=model.config_digest,
-        device="cuda",
-        layout=Layout(),
-        settings=Settings(loss=loss),
+    spec = trial_of(
+        "Qwen3-0.6B",
+        loss=loss,
         length_tokens=length,
         memory_budget_bytes=parse_bytes("20GiB"),
         data=data,
@@ -91,16 +85,8 @@ def test_out_of_memory_leaves_a_snapshot_that_names_the_request_and_the_logits(
 def test_out_of_memory_says_what_was_alive_without_any_profiling(
     tmp_path: Path, loss: Loss
 ) -> None:
-    model = load_model("Qwen3-0.6B")
-    spec = TrialSpec(
-        model_name=model.name,
-        model_directory=model.directory,
-        config_digest=model.config_digest,
-        device="cuda",
-        layout=Layout(),
-        settings=Settings(loss=loss),
-        length_tokens=256 * 1024,
-        memory_budget_bytes=parse_bytes("20GiB"),
+    spec = trial_of(
+        "Qwen3-0.6B", loss=loss, length_tokens=256 * 1024, memory_budget_bytes=parse_bytes("20GiB")
     )
     result = LocalRunner(EngineLauncher(log_directory=tmp_path, timeout_s=400)).run(spec)
     assert result.outcome is Outcome.OUT_OF_MEMORY, result.reason

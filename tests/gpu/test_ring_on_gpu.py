@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+import torch
 
 from highwater.engine.attention.block_attention import Block
 from highwater.engine.tracer.kernel_workspaces import WORKSPACES

@@ -5,13 +5,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from highwater.model.model import load_model
-from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
-from highwater.nouns.trial import Outcome, TrialSpec
+from highwater.nouns.trial import Outcome
 from highwater.trials.engine_trial import EngineLauncher
 from highwater.trials.local import LocalRunner
 from highwater.units import GIB
+from trial_specs import trial_of
 
 BYTES_TOLERANCE = 0.01
 """Headers of files, relative: 311 parameters of 600 million numbers."""
@@ -19,16 +18,8 @@ BYTES_TOLERANCE = 0.01
 
 @pytest.mark.timeout(600)
 def test_a_save_takes_its_bytes_on_the_disk_and_adds_nothing_to_the_peak(tmp_path: Path) -> None:
-    model = load_model("Qwen3-0.6B")
-    plain = TrialSpec(
-        model_name=model.name,
-        model_directory=model.directory,
-        config_digest=model.config_digest,
-        device="cuda",
-        layout=Layout(),
-        settings=Settings(allocator="expandable"),
-        length_tokens=8192,
-        memory_budget_bytes=20 * GIB,
+    plain = trial_of(
+        "Qwen3-0.6B", allocator="expandable", length_tokens=8192, memory_budget_bytes=20 * GIB
     )
     saving = msgspec.structs.replace(
         plain, settings=Settings(allocator="expandable", checkpoint="sharded", save_hf="always")

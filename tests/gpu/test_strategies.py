@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Objective, Settings, Strategy
-from highwater.nouns.trial import Outcome, RankReport, TrialSpec
+from highwater.nouns.trial import Outcome, RankReport
 from highwater.trials.engine_trial import EngineLauncher
 from highwater.trials.local import LocalRunner
 from highwater.trials.probe import probe
 from highwater.units import GIB
+from tiny_models import WIDE_HEADS, write_model
+from trial_specs import trial_of
 
 GPUS = [count for count in (1, 2, 4) if count <= max(1, len(probe().gpus))]
 TOLERANCE = 1e-3
@@ -30,23 +31,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """320 million parameters, without weights: every placement of the shards starts from the same
     random ones.
     """
-    from transformers import Qwen3Config
-
-    directory = tmp_path_factory.mktemp("model")
-    shape = {
-        "num_hidden_layers": 12,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-    }
-    sizes = {
-        "vocab_size": 32_000,
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "max_position_embeddings": 4096,
-    }
-    Qwen3Config(**shape, **sizes, tie_word_embeddings=True).save_pretrained(directory)
-    return directory
+    sizes = {"num_hidden_layers": 12, "vocab_size": 32_000}
+    return write_model(tmp_path_factory.mktemp("model"), WIDE_HEADS, **sizes)
 
 
 @pytest.mark.parametrize("gpus", GPUS)
@@ -92,12 +78,8 @@ def trained(model: Path, logs: Path, gpus: int, strategy: Strategy, *, offload: 
 
 def report(model: Path, logs: Path, layout: Layout, settings: Settings) -> RankReport:
     """The first rank's report of three steps of four micro-batches."""
-    known = load_model(str(model))
-    spec = TrialSpec(
-        model_name=known.name,
-        model_directory=known.directory,
-        config_digest=known.config_digest,
-        device="cuda",
+    spec = trial_of(
+        model,
         layout=layout,
         settings=settings,
         length_tokens=LENGTH,

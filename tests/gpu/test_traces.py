@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 
 from highwater.memory.trace.replay import replay
-from highwater.model.model import load_model
-from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
-from highwater.nouns.trial import Outcome, TrialSpec
+from highwater.nouns.trial import Outcome
 from highwater.trials.engine_trial import EngineLauncher
 from highwater.trials.local import LocalRunner
 from highwater.trials.tracing import CachedTracer
 from highwater.units import GIB
+from trial_specs import trial_of
 
 TOLERANCE = 0.001
 """Relative. Held-out trials of this size were off by 0.02 % at most (docs/results/predict)."""
@@ -34,16 +33,8 @@ GRPO = Settings(
     ids=lambda s: s.slug,
 )
 def test_a_trial_takes_what_its_trace_says(settings: Settings, tmp_path: Path) -> None:
-    model = load_model("Qwen3-0.6B")
-    spec = TrialSpec(
-        model_name=model.name,
-        model_directory=model.directory,
-        config_digest=model.config_digest,
-        device="cuda",
-        layout=Layout(),
-        settings=settings,
-        length_tokens=16_384,
-        memory_budget_bytes=60 * GIB,
+    spec = trial_of(
+        "Qwen3-0.6B", settings=settings, length_tokens=16_384, memory_budget_bytes=60 * GIB
     )
     result = LocalRunner(EngineLauncher(log_directory=tmp_path, timeout_s=280)).run(spec)
     assert result.outcome is Outcome.FIT, result.reason

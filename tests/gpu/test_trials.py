@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from highwater.errors import MachineError
-from highwater.model.model import load_model
-from highwater.nouns.layout import Layout
-from highwater.nouns.settings import Allocator, Loss, Settings
-from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
+from highwater.nouns.settings import Allocator, Loss
+from highwater.nouns.trial import Outcome, TrialResult
 from highwater.trials.engine_trial import EngineLauncher
 from highwater.trials.local import LocalRunner
 from highwater.units import GIB, parse_bytes
+from trial_specs import trial_of
 
 BUDGET = "20GiB"
 
@@ -23,14 +22,10 @@ BUDGET = "20GiB"
 def trial(
     tmp_path: Path, length: int, *, loss: Loss = "full", allocator: Allocator = "native"
 ) -> TrialResult:
-    model = load_model("Qwen3-0.6B")
-    spec = TrialSpec(
-        model_name=model.name,
-        model_directory=model.directory,
-        config_digest=model.config_digest,
-        device="cuda",
-        layout=Layout(),
-        settings=Settings(loss=loss, allocator=allocator),
+    spec = trial_of(
+        "Qwen3-0.6B",
+        loss=loss,
+        allocator=allocator,
         length_tokens=length,
         memory_budget_bytes=parse_bytes(BUDGET),
     )

@@ -4,8 +4,7 @@ what a trace says.
 """
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+import torch
 
 from highwater.engine.attention import patterned, window_proof
 from highwater.engine.attention.block_attention import WindowedBlock

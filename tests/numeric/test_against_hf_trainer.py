@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
 
 from accelerate.state import AcceleratorState

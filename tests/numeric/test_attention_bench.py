@@ -5,18 +5,14 @@ Each benchmark runs in a process of its own, as it does for a user: it forks.
 """
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
-import msgspec
+import torch
 from forked_python import forked
 from test_attention_modules import BLOCK, meetings
 

@@ -6,9 +6,7 @@ import copy
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-
+import torch
 from torch import Tensor, nn
 
 from highwater import (

@@ -2,8 +2,6 @@
 
 import pytest
 
-pytest.importorskip("torch", reason="the data plane needs the train extra")
-
 from highwater.engine.training.memory_log import past_budget
 from highwater.nouns.trial import MemoryBudget, RankMemory
 

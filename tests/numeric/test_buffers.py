@@ -1,8 +1,8 @@
 """Buffers of an activation: a model without files has the values that its class builds."""
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 transformers = pytest.importorskip("transformers")
 
 from highwater.engine.models.buffers import fill_buffers

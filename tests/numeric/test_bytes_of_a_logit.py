@@ -14,9 +14,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-
+import torch
 from torch import Tensor
 
 from highwater.engine.tracer import fake_cuda

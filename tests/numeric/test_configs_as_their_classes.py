@@ -5,14 +5,12 @@ transformers, or a refusal; a refusal wherever transformers fails.
 import itertools
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-
+import torch
 import torch.distributed as dist
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -23,13 +21,11 @@ from family_models import VOCABULARY, save_tiny
 from highwater.engine.attention.registry import register
 from highwater.engine.data.batches import Document, pack
 from highwater.engine.models.build import build, read_config
-from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.training.step import Training, train_step
 from highwater.errors import HighwaterError
 from highwater.model.families import ROPE_BY_LAYER
 from highwater.model.model import WITHOUT_ROPE, load_model
 from highwater.model.trained_families import TRAINED
-from highwater.nouns.layout import Layout
 
 FAMILIES = sorted(TRAINED & {*CONFIG_MAPPING})
 """Those that the installed transformers has."""
@@ -78,12 +74,6 @@ AMISS: Mapping[str, tuple[str, ...]] = {
 shorter than LONG: what a list has to be long is not looked at before a training."""
 OWN_ROPE = ("ministral3", "phi3", "phimoe")
 """Families whose class takes one scaling, by fields of its own."""
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[dist.DeviceMesh]:
-    with process_mesh.alone(torch.device("cpu")):
-        yield process_mesh.shard_mesh(Layout(), torch.device("cpu"))
 
 
 @pytest.mark.corpus

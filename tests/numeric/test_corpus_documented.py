@@ -4,9 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch", reason="the data plane needs the train extra")
-
 from corpora import made, trained_of, write_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "data.md"

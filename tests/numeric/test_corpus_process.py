@@ -7,9 +7,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-
-pytest.importorskip("torch", reason="the data plane needs the train extra")
-
 from corpora import ids_of, order, write_lines
 
 from highwater.engine.data.store import open_corpus

@@ -13,9 +13,6 @@ from typing import Any
 import datasets
 import pyarrow as pa
 import pytest
-
-pytest.importorskip("torch", reason="the data plane needs the train extra")
-
 from corpora import (
     CHATML,
     END,

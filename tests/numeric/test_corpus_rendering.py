@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch", reason="the data plane needs the train extra")
-
 from corpora import (
     BEGIN,
     CHATML,

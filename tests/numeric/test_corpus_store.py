@@ -11,12 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("torch", reason="the data plane needs the train extra")
-
 import datasets
 import pyarrow as pa
+import pytest
 from corpora import ids_of, made, order, trained_of, write_lines, write_tokenizer
 from pyarrow import parquet
 

@@ -14,9 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch", reason="the data plane needs the train extra")
-
 from corpora import made, order, write_lines, write_tokenizer
 
 from highwater.engine.data import conversations

@@ -6,14 +6,12 @@ import json
 import pickle
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-
+import torch
 from run_folders import (
     EVALUATIONS,
     approve,
@@ -26,7 +24,6 @@ from run_folders import (
     training,
 )
 
-from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.training.checkpoint import load_sharded, save_sharded
 from highwater.engine.training.run_checkpoints import RunCheckpoints
 from highwater.engine.training.step import Training
@@ -34,12 +31,6 @@ from highwater.errors import UsageError
 
 BEST, LATEST = "step-000002", "step-000003"
 FILES = ("model/__0_0.distcp", "model/.metadata", "model/index.json", "state.json", "manifest.json")
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[None]:
-    with process_mesh.alone(torch.device("cpu")):
-        yield
 
 
 @pytest.fixture(scope="module")

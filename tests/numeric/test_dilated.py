@@ -3,9 +3,7 @@ output, log-sum-exp and every gradient, odd lengths; the other convention agains
 """
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-
+import torch
 from torch import Tensor
 
 from highwater.engine.attention.dilated import dilated_attention

@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-
+import torch
 from torch import nn
 from transformers import LlamaConfig, Phi3Config, PhimoeConfig, PreTrainedConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding

@@ -3,9 +3,7 @@ is recorded.
 """
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-
+import torch
 from torch import nn
 from transformers import Phi3Config, PreTrainedConfig, Qwen3Config, SeedOssConfig
 

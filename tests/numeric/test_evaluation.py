@@ -1,14 +1,10 @@
 """Evaluation: the mean loss of batches that nothing is trained on, on one process."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
+import torch
 from tiny_training import trained
 
 from highwater.engine.data.batches import Document, pack

@@ -3,14 +3,11 @@
 import json
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-
+import torch
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -28,8 +25,7 @@ from highwater.engine.training.step import Training, train_step
 from highwater.errors import UsageError
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
-from highwater.nouns.settings import Settings
-from highwater.nouns.trial import TrialSpec
+from trial_specs import trial_in
 
 FLOAT32 = 5e-6
 """Norm-relative: attention and norms of the engine in another order."""
@@ -42,12 +38,6 @@ BESIDE = {
     "vocab.json": '{"a": 0}',
 }
 IDS = [(7 * index) % 64 for index in range(40)]
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[None]:
-    with process_mesh.alone(torch.device("cpu")):
-        yield
 
 
 @pytest.fixture
@@ -79,16 +69,12 @@ def source(alone: None, tmp_path: Path) -> Path:
 def trained(source: Path, **settings: Any) -> Training:
     """After a step that moves it far."""
     layout, cpu = Layout(), torch.device("cpu")
-    spec = TrialSpec(
-        model_name="model",
-        model_directory=str(source),
-        config_digest="",
-        device="cpu",
+    spec = trial_in(
+        source,
         layout=layout,
-        length_tokens=64,
-        settings=Settings(loss="chunked", **settings),
-        memory_budget_bytes=2**30,
+        loss="chunked",
         hyperparameters=Hyperparameters(learning_rate=0.05),
+        **settings,
     )
     mesh = process_mesh.shard_mesh(layout, cpu)
     context = RankContext(device=cpu, kernel="flash", mesh=mesh, shared=None, nccl_bytes=0)

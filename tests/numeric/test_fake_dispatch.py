@@ -5,9 +5,6 @@ answers, also the second time.
 from collections.abc import Callable
 
 import pytest
-
-pytest.importorskip("torch", reason="the data plane needs the train extra")
-
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode

@@ -5,9 +5,7 @@ that do not divide.
 import copy
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-
+import torch
 from torch import nn
 from transformers import (
     Gemma2Config,

@@ -7,9 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-
+import torch
 from torch import nn
 from transformers import (
     AutoConfig,

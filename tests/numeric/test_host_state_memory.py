@@ -3,15 +3,10 @@ the GPU is parameters and gradients.
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
 from traces import alive_at, requested_bytes, traced, trial
 
 from highwater.memory.formula.formula import footprint

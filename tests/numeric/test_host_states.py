@@ -7,11 +7,9 @@ from io import BytesIO
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-
 from torch import nn
 
 from highwater.engine.training.host_states import MOMENTS, VECTOR, HostStateAdamW

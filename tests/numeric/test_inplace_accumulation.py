@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 HERE = str(Path(__file__).parent)
 sys.path.insert(0, HERE)
 

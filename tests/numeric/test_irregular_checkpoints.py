@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="the data plane needs the train extra")
-
 from highwater.engine.data.folder_manifest import (
     FileRecord,
     check_files,

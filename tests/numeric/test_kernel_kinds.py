@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="the data plane needs the train extra")
-
 from step_kernels import KINDS, REST, kind_of, table
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "speed"

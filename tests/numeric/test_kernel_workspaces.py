@@ -1,8 +1,7 @@
 """What kernels take for themselves, beside what H200s recorded."""
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+import torch
 
 from highwater.engine.tracer.kernel_workspaces import WORKSPACES, aten, in_column_sums
 

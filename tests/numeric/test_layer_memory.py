@@ -3,14 +3,8 @@ a kept copy would break.
 """
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
 from forked_python import forked
 
 MEASURE = (

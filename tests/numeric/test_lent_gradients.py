@@ -10,8 +10,6 @@ from itertools import dropwhile
 
 import pytest
 
-pytest.importorskip("torch", reason="the data plane needs the train extra")
-
 from highwater.nouns.codec import from_json
 from highwater.nouns.events import Allocate, Enter, EventLog, Free, GiveBack
 

@@ -6,21 +6,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
+import torch
 from tiny_training import trained
 from torch.utils._python_dispatch import TorchDispatchMode
 from traces import traced, trial
 
 from highwater.engine.data.batches import Document, pack
-from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.training.step import backward_of
 from highwater.model.model import load_model
 from highwater.nouns.events import Allocate, EventLog
@@ -132,12 +127,6 @@ class HostReads(TorchDispatchMode):
         else:
             self.others += 1
         return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    with process_mesh.alone(torch.device("cpu")):
-        yield
 
 
 @pytest.mark.parametrize("objective", ["sft", "grpo", "ppo", "rw", "dpo"])

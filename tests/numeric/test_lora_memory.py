@@ -3,16 +3,13 @@ bfloat16 and four numbers of float32 for each of an adapter's.
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 pytest.importorskip("peft", reason="LoRA needs the lora extra")
 pytest.importorskip("bitsandbytes", reason="a model in NF4 needs the qlora extra")
-sys.path.insert(0, str(Path(__file__).parent))
 
 from traces import alive_at, traced, trial
 

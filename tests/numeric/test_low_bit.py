@@ -21,8 +21,8 @@ from io import BytesIO
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 pytest.importorskip("torchao", reason="moments of few bits need the low-bit extra")
 
 from torch import Tensor, nn

@@ -3,9 +3,7 @@ shapes; output and every gradient against the float64 textbook, kept or computed
 """
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint

@@ -3,16 +3,11 @@ in turn, shared or kept, and nothing learned is of no family.
 """
 
 import json
-import sys
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
 from learn_moments import SHARED_SIZE, UNGROUPED
 from traces import trace, trial
 

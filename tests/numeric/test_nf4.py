@@ -1,8 +1,8 @@
 """Weights in NF4: bitsandbytes' own numbers, whole, by halves and for products."""
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 pytest.importorskip("bitsandbytes", reason="a model in NF4 needs the qlora extra")
 
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit

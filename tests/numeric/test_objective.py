@@ -6,8 +6,7 @@ import math
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+import torch
 
 from highwater.engine.data.batches import Document, pack, shard
 from highwater.engine.parallel.sequence_layout import SequenceLayout

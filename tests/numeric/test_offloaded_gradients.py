@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 from highwater.engine.attention.registry import register
 from highwater.engine.data.batches import Batch, Document, pack
 from highwater.engine.models.build import build, read_config

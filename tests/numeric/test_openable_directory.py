@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from highwater.engine.data.exact_documents import exact_texts

@@ -1,12 +1,9 @@
 """Which parameters decay, how AdamW is set, and how far a gradient is clipped."""
 
-from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-
+import torch
 from transformers import (
     LlamaConfig,
     OlmoConfig,
@@ -80,9 +77,3 @@ def test_the_norm_of_gradients_in_bf16_is_in_float32(alone: None) -> None:
     model.weight.grad = torch.ones_like(model.weight)
     mesh = process_mesh.shard_mesh(Layout(), torch.device("cpu"))
     assert clip(model, mesh=mesh, max_norm=0).item() == pytest.approx(4160**0.5, rel=1e-6)
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    with process_mesh.alone(torch.device("cpu")):
-        yield

@@ -3,29 +3,17 @@ the rest is refused by name.
 """
 
 import math
-from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
 import numpy as np
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.training.statistics import Statistics
 from highwater.errors import UsageError
-from highwater.nouns.layout import Layout
 from highwater.nouns.quantities import QUANTITIES, Quantity
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    device = torch.device("cpu")
-    with process_mesh.alone(device):
-        yield process_mesh.shard_mesh(Layout(), device)
 
 
 def test_a_mean_is_divided_by_the_sum_that_is_asked_for(mesh: DeviceMesh) -> None:

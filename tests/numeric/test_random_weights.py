@@ -3,9 +3,7 @@ whatever memory.
 """
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-
+import torch
 from torch import nn
 
 from highwater.engine.models.random_weights import CHUNK_NUMBERS, draw, fill_random

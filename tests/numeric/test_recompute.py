@@ -5,9 +5,7 @@ changes.
 from collections import Counter
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-
+import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM

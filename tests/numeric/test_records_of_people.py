@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch", reason="the data plane needs the train extra")
-
 from corpora import END, made, write_tokenizer
 from transformers import AutoTokenizer
 

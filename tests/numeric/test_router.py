@@ -1,12 +1,9 @@
 """The routers' auxiliary loss against transformers' own, and what it follows."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-
+import torch
 import torch.distributed as dist
 from transformers import (
     AutoModelForCausalLM,
@@ -25,11 +22,9 @@ from highwater.engine.data.batches import Batch, Document, pack, shard
 from highwater.engine.models.build import build_on_meta
 from highwater.engine.models.decoder import LanguageModel
 from highwater.engine.models.router import follow_routers
-from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.parallel.sequence_layout import SequenceLayout
 from highwater.engine.training.step import Training, backward_of
 from highwater.errors import ModelError
-from highwater.nouns.layout import Layout
 
 ROUNDING = 5e-6
 """Norm-relative, float32: transformers sums layer by layer."""
@@ -166,12 +161,6 @@ def test_a_family_follows_its_config_as_transformers_does_or_is_refused() -> Non
     assert '"output_router_logits": false' in refused.value.hint
     doge.config.output_router_logits = False
     assert follow_routers(doge) is None
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[dist.DeviceMesh]:
-    with process_mesh.alone(torch.device("cpu")):
-        yield process_mesh.shard_mesh(Layout(), torch.device("cpu"))
 
 
 def document(length: int) -> Document:

@@ -3,10 +3,9 @@ of the definition has.
 """
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
 from highwater.engine.attention.block_table import BlockTable, block_tables, top_k_table
 from highwater.errors import UsageError

@@ -3,15 +3,11 @@ number for.
 """
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
+import torch
 from tiny_training import trained
 
 from highwater.engine.data.batches import Document, pack
@@ -23,6 +19,7 @@ from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import RankMemory, StatisticsFiles, TrialSpec
+from trial_specs import trial_in
 
 LENGTHS = (40, 7, 40)
 H200_FLOPS_PER_S = 989e12
@@ -82,12 +79,4 @@ def written(training: Training, micro_batches: list, folder: Path, *, step_time_
 
 
 def spec(folder: Path) -> TrialSpec:
-    return TrialSpec(
-        model_name="tiny",
-        model_directory=str(folder),
-        config_digest="0",
-        device="cuda",
-        layout=Layout(gpus=2),
-        settings=Settings(),
-        length_tokens=64,
-    )
+    return trial_in(folder, device="cuda", memory_budget_bytes=None, layout=Layout(gpus=2))

@@ -3,15 +3,10 @@ never grows with the GPUs.
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
 from traces import Kind, alive_at, requested_bytes, traced, trial
 
 from highwater.memory.trace.replay import Alive, replay

@@ -10,10 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
+import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from traces import alive_at, requested_bytes, traced, trial
 

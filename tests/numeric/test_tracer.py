@@ -2,7 +2,6 @@
 docs/results/find.
 """
 
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -11,10 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-
-pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
 from traces import trace
 
 import highwater
@@ -27,6 +22,7 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.trainer import TrainerName
 from highwater.nouns.trial import RankMemory, TrialResult, TrialSpec
 from highwater.units import GIB, MIB
+from trial_specs import trial_of
 
 STUDIES = Path(__file__).parents[2] / "docs" / "results" / "find"
 RESERVED_TOLERANCE_BYTES = 2 * MIB
@@ -126,16 +122,7 @@ def test_the_reference_system_waits_in_every_layer_and_before_an_update(
 
 
 def small(layout: Layout, **settings: Any) -> TrialSpec:
-    model = load_model("tiny")
-    return TrialSpec(
-        model_name=model.name,
-        model_directory=model.directory,
-        config_digest=model.config_digest,
-        device="cuda",
-        layout=layout,
-        settings=Settings(**settings),
-        length_tokens=65_536,
-    )
+    return trial_of("tiny", layout=layout, length_tokens=65_536, **settings)
 
 
 def check(ours: Replayed, measured: RankMemory) -> None:

@@ -17,8 +17,6 @@ from time import sleep
 import psutil
 import pytest
 
-pytest.importorskip("torch", reason="the data plane needs the train extra")
-
 import highwater
 from highwater.errors import MachineError, UsageError
 from highwater.memory.capacity import Prediction
@@ -33,21 +31,13 @@ from highwater.nouns.trial import TrialSpec
 from highwater.trials import tracing
 from highwater.trials.tracing import CachedTracer, fullest_rank, imported_files
 from highwater.units import GIB
+from trial_specs import trial_of
 
 TINY = load_model("tiny")
 
 
 def trial(**changes) -> TrialSpec:
-    fields = {
-        "model_name": TINY.name,
-        "model_directory": TINY.directory,
-        "config_digest": TINY.config_digest,
-        "device": "cuda",
-        "layout": Layout(),
-        "settings": Settings(),
-        "length_tokens": 4096,
-    }
-    return TrialSpec(**(fields | changes))
+    return trial_of("tiny", **changes)
 
 
 def test_a_trace_is_kept_for_whoever_asks_the_same_and_a_damaged_one_is_made_again(

@@ -5,18 +5,13 @@ refused.
 import copy
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-
-sys.path.insert(0, str(Path(__file__).parent))
-
+import torch
 from tiny_training import trained
 from transformers import GPT2Config, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 
@@ -32,6 +27,7 @@ from highwater.errors import HighwaterError, ModelError, UsageError
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
+from trial_specs import trial_in
 
 LLAMA_3 = {
     "rope_type": "llama3",
@@ -40,6 +36,15 @@ LLAMA_3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
     "rope_theta": 500_000.0,
+}
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "vocab_size": 64,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
 }
 
 
@@ -107,14 +112,7 @@ def test_a_model_without_rope_is_refused_past_its_positions() -> None:
 
 
 def test_a_yarn_model_can_be_built(tmp_path: Path) -> None:
-    config = Qwen3Config(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        vocab_size=64,
-        head_dim=8,
-        max_position_embeddings=64,
-    )
+    config = Qwen3Config(**{**SMALL, "num_hidden_layers": 1})
     config.save_pretrained(tmp_path)
     scaled = read_config(str(tmp_path), length_tokens=256, rope="auto")
     model = build_on_meta(
@@ -144,14 +142,7 @@ def test_a_family_that_mixes_tokens_outside_attention_is_refused_by_name(
 
 
 def test_two_models_in_one_process_keep_their_calls_apart() -> None:
-    config = Qwen3Config(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        vocab_size=64,
-        head_dim=8,
-        max_position_embeddings=64,
-    )
+    config = Qwen3Config(**SMALL)
     models = [
         build_on_meta(
             copy.deepcopy(config),
@@ -168,14 +159,7 @@ def test_two_models_in_one_process_keep_their_calls_apart() -> None:
 
 
 def test_layers_that_do_not_call_our_attention_are_an_error_and_not_a_loss() -> None:
-    config = Qwen3Config(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        vocab_size=64,
-        head_dim=8,
-        max_position_embeddings=64,
-    )
+    config = Qwen3Config(**SMALL)
     elsewhere = dataclasses.replace(register("flash"), name="sdpa")
     model = build_on_meta(
         config, attention=elsewhere, loss="full", master_dtype=torch.float32
@@ -186,14 +170,7 @@ def test_layers_that_do_not_call_our_attention_are_an_error_and_not_a_loss() -> 
 
 
 def test_norms_are_fused_under_the_same_names_and_compute_the_same() -> None:
-    config = Qwen3Config(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        vocab_size=64,
-        head_dim=8,
-        max_position_embeddings=64,
-    )
+    config = Qwen3Config(**SMALL)
     torch.manual_seed(0)
     plain = Qwen3ForCausalLM(config)
     fused = copy.deepcopy(plain)
@@ -401,14 +378,6 @@ def test_what_the_first_tokens_logprob_is_does_not_matter(monkeypatch: pytest.Mo
 def spec(
     *, length_tokens: int = 64, data: str | None = None, settings: Settings | None = None
 ) -> TrialSpec:
-    return TrialSpec(
-        model_name="tiny",
-        model_directory="/nowhere",
-        config_digest="0",
-        device="cpu",
-        layout=Layout(),
-        settings=settings or Settings(),
-        length_tokens=length_tokens,
-        memory_budget_bytes=1024**3,
-        data=data,
+    return trial_in(
+        "/nowhere", settings=settings or Settings(), length_tokens=length_tokens, data=data
     )

@@ -2,14 +2,10 @@
 curve; with moments or parameters of few bits it is near its own.
 """
 
-import sys
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
+import torch
 from curve import STEPS, hugging_face_curve, our_curve, save_model
 
 from highwater.engine.parallel.mesh import alone

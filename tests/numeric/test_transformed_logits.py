@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
 
 from family_models import TINY, VOCABULARY, randomise

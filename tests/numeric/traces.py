@@ -1,39 +1,30 @@
 """Trials of models that a test describes, their traces, and what is alive in one."""
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from highwater.model.model import load_model
+from fork_server import ForkServer
 from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.events import Allocate, Enter, EventLog, Free, GiveBack, TraceOrder
-from highwater.nouns.layout import Layout
-from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
 from highwater.trials.tracing import fullest_rank
+from tiny_models import write_model
+from trial_specs import trial_of
 
 Kind = tuple[str, str, str]
+SERVER = ForkServer(
+    *("highwater.engine.tracer.tracer", "highwater.engine.tracer.trinity_step"),
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen3", "qwen3_moe")),
+    environment={"CUDA_VISIBLE_DEVICES": ""},
+)
+"""Each trial is traced in a process of its own, as always, but need not import everything anew."""
 
 
 def trial(directory: Path, config: Mapping[str, Any], **fields: Any) -> TrialSpec:
     """On one GPU, vanilla, unless ``fields`` say otherwise."""
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(config))
-    model = load_model(str(directory))
-    named = {
-        "model_name": model.name,
-        "model_directory": model.directory,
-        "config_digest": model.config_digest,
-    }
-    return TrialSpec(
-        **{**named, "device": "cuda", "layout": Layout(), "settings": Settings(), **fields}
-    )
+    return trial_of(write_model(directory, config), **fields)
 
 
 class Traces(dict[str, EventLog]):
@@ -60,28 +51,13 @@ def traced(trials: Mapping[str, TrialSpec], folder: Path) -> Traces:
 
 def trace(order: TraceOrder, path: Path) -> EventLog:
     """What is traced of an order; ``path``, with other endings, is where it is written."""
-    source, target, log = (path.with_suffix(f".{end}") for end in ("order", "events", "log"))
+    source, target = (path.with_suffix(f".{end}") for end in ("order", "events"))
     source.write_text(to_json(order))
-    server = _server()
-    assert server.stdin is not None
-    assert server.stdout is not None
-    server.stdin.write(f"{json.dumps([str(source), str(target), str(log)])}\n")
-    server.stdin.flush()
-    status = int(server.stdout.readline())
-    assert status == 0, log.read_text()
+    words = ("tracer", str(source), str(target))
+    here = {"folder": path.parent, "within_s": 600}
+    done = SERVER.run("highwater.engine.tracer.tracer:main", *words, **here)
+    assert done.returncode == 0, done.stderr
     return from_json(target.read_bytes(), EventLog)
-
-
-@cache
-def _server() -> "subprocess.Popen[str]":
-    """One for all tests of this process: it ends with its stdin."""
-    return subprocess.Popen(
-        [sys.executable, "-P", str(Path(__file__).with_name("trace_server.py"))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-    )
 
 
 def alive_at(log: EventLog, phase: str) -> Counter[Kind]:

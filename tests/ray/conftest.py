@@ -11,9 +11,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from highwater.model.model import load_model
-from highwater.nouns.layout import Layout
-from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
 from highwater.trials.engine_trial import EngineLauncher
 from highwater.trials.model_files import model_files
@@ -22,12 +19,13 @@ from highwater.trials.ray_node import Needs
 from highwater.trials.ray_placement import choose
 from highwater.trials.ray_runner import RayRunner
 from highwater.units import GIB
+from tiny_models import write_model
+from trial_specs import trial_of
 
 FAULTS = Path(__file__).parents[1] / "faults"
-sys.path += [str(FAULTS), str(FAULTS.parent / "unit")]
+sys.path.append(str(FAULTS))
 
 from local_cluster import ON_LOOPBACK, LocalCluster, local_cluster
-from places import write_model
 from processes import MARK, marked, wait_until
 
 GONE_S = 30
@@ -125,17 +123,8 @@ def runner_on(cluster: RayCluster, model: Path, folder: Path) -> RayRunner:
 
 
 def trial(directory: Path, length_tokens: int, data: str | None = None) -> TrialSpec:
-    model = load_model(str(directory))
-    return TrialSpec(
-        model_name=model.name,
-        model_directory=model.directory,
-        config_digest=model.config_digest,
-        device="cpu",
-        layout=Layout(),
-        settings=Settings(),
-        length_tokens=length_tokens,
-        memory_budget_bytes=GIB,
-        data=data,
+    return trial_of(
+        directory, device="cpu", length_tokens=length_tokens, memory_budget_bytes=GIB, data=data
     )
 
 

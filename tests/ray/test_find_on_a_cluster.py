@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from conftest import GONE_S, processes_of_trials
 from local_cluster import LocalCluster
-from places import write_model
 from processes import wait_until
 
 from runner_contract import ENDS_S
+from tiny_models import write_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("trials")]
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from local_cluster import NODE_BYTES, LocalCluster, local_cluster
-from places import machine_with, question_of, write_model
 from processes import wait_until
 from told_gpus import GO, ToldGpus
 
@@ -21,7 +20,9 @@ from highwater.trials.ray_cluster import RayCluster
 from highwater.trials.ray_node import Needs
 from highwater.trials.ray_placement import Node
 from highwater.trials.ray_runner import RayRunner
+from places import machine_with, question_of
 from runner_contract import ENDS_S
+from tiny_models import write_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 

@@ -3,7 +3,6 @@ the user's own, and what is refused.
 """
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
-from places import machine_with
 
 from highwater.cli.config import request_of
 from highwater.cli.grammar import parse
@@ -19,7 +17,6 @@ from highwater.errors import HighwaterError, UsageError
 from highwater.model.model import load_model
 from highwater.nouns.command_template import launched_command
 from highwater.nouns.foreign_request import program_of
-from highwater.nouns.layout import Layout
 from highwater.nouns.plan import plan, plan_trial
 from highwater.nouns.protocols import unheard
 from highwater.nouns.request import Request, request_from
@@ -31,6 +28,8 @@ from highwater.trainers.accelerate_files import LauncherFile, launcher_file
 from highwater.trials.foreign_trial import PREPARE, check_foreign
 from highwater.trials.readiness import check_machine
 from highwater.units import GIB
+from places import machine_with
+from trial_specs import trial_of
 
 COMMAND = "train.py --model {model} --max-len {length} --steps {steps}"
 MACHINE = machine_with(4)
@@ -46,19 +45,10 @@ def question(**changes: Any) -> Question:
     return plan(asked(**changes), MACHINE).question
 
 
-def trial(
-    *, layout: Mapping[str, int] = {}, device: Device = "cuda", length: int = 8192, **of: Any
-) -> TrialSpec:
-    model = load_model("Qwen3-0.6B")
-    return TrialSpec(
-        model_name=model.name,
-        model_directory=model.directory,
-        config_digest=model.config_digest,
-        device=device,
-        layout=Layout(**layout),
-        settings=Settings(**of),
-        length_tokens=length,
-        memory_budget_bytes=GIB if device == "cpu" else None,
+def trial(*, device: Device = "cuda", length: int = 8192, **fields: Any) -> TrialSpec:
+    memory = GIB if device == "cpu" else None
+    return trial_of(
+        "Qwen3-0.6B", device=device, length_tokens=length, memory_budget_bytes=memory, **fields
     )
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from places import examples, question_of, write_model
 from studies import fifo
 
 from highwater.cli.app import main
@@ -23,6 +22,8 @@ from highwater.nouns.published import read_capacity_table, table_capacities
 from highwater.nouns.refusals import MOST_GPUS, MOST_LENGTHS
 from highwater.nouns.request import Request
 from highwater.units import parse_bytes, parse_seconds, parse_tokens
+from places import examples, question_of
+from tiny_models import write_model
 
 pytestmark = pytest.mark.timeout(60)
 """For the tests of single values, each of which takes a moment or would never end."""

@@ -6,12 +6,10 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from places import examples
 
 from highwater.errors import MachineError
 from highwater.memory.formula.constants import CONTEXT_BYTES
 from highwater.model.model import load_model
-from highwater.nouns.grid import Grid
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, Question
@@ -22,9 +20,12 @@ from highwater.search.search_events import CellAnswered, SearchEvent, TrialFinis
 from highwater.search.start_length import MemoryLine
 from highwater.trials.simulated import FormulaLaw, Law, OneByOne, SimulatedRunner
 from highwater.units import GIB, MIB
+from places import examples
+from trial_specs import fits_up_to, grid_of, question_on
 
 STEP = 1000
 GRID_SIZE = 64
+GRID = grid_of(STEP, GRID_SIZE * STEP)
 NAMED_BY_A_LAW = [outcome for outcome in Outcome if outcome is not Outcome.MEMORY_ONLY_FIT]
 """A law says FIT of whatever memory holds; which fit it is depends on the trial."""
 MODEL = load_model("Qwen3-0.6B")
@@ -32,26 +33,7 @@ MODEL = load_model("Qwen3-0.6B")
 
 def ask(**changes) -> Question:
     """One cell on a grid of 64 lengths, index i of which is i thousand tokens."""
-    fields = {
-        "model": MODEL,
-        "device": "cuda",
-        "device_name": "simulated GPU",
-        "device_total_bytes": None,
-        "memory_budget_bytes": None,
-        "cells": (Cell(layout=Layout(), settings=Settings()),),
-        "grid": Grid(
-            start_tokens=STEP,
-            step_tokens=STEP,
-            native_length_tokens=STEP,
-            beyond_step_tokens=STEP,
-            max_tokens=GRID_SIZE * STEP,
-        ),
-    }
-    return Question(**(fields | changes))
-
-
-def fits_up_to(index: int) -> Law:
-    return lambda spec: Outcome.FIT if spec.length_tokens <= index * STEP else Outcome.OUT_OF_MEMORY
+    return question_on(changes.pop("grid", GRID), **changes)
 
 
 def packs_up_to(held_tokens: int) -> Law:
@@ -101,7 +83,7 @@ def answer_by(question: Question, runner: Repeats) -> CellAnswer:
 
 @given(st.integers(0, GRID_SIZE - 1), st.sampled_from(["bisect", "linear"]))
 def test_every_answer_is_a_pair_of_trials_one_that_fit_and_the_next_that_did_not(capacity, method):
-    events = events_of(ask(method=method), fits_up_to(capacity))
+    events = events_of(ask(method=method), fits_up_to(capacity * STEP))
     answer = events[-1].answer
     outcomes = {
         e.spec.length_tokens: e.result.outcome for e in events if isinstance(e, TrialFinished)
@@ -120,7 +102,7 @@ def bound(index: int) -> float:
 
 @given(st.integers(0, GRID_SIZE))
 def test_without_a_known_memory_any_monotone_law_takes_no_more_trials_than_the_bound(capacity):
-    [answer] = answers_of(ask(device_total_bytes=None), fits_up_to(capacity))
+    [answer] = answers_of(ask(device_total_bytes=None), fits_up_to(capacity * STEP))
     assert answer.capacity_tokens == capacity * STEP
     assert answer.trials <= bound(capacity)
 
@@ -147,7 +129,7 @@ def test_whatever_is_learned_a_monotone_law_takes_the_bounds_trials_and_the_pric
     known = dict(zip(CELLS, capacities, strict=True))
 
     def law(spec: TrialSpec) -> Outcome:
-        return fits_up_to(known[Cell(layout=spec.layout, settings=spec.settings)])(spec)
+        return fits_up_to(known[Cell(layout=spec.layout, settings=spec.settings)] * STEP)(spec)
 
     question = ask(cells=CELLS, device_total_bytes=memory_gib * GIB)
     events = search_cells(
@@ -176,20 +158,12 @@ def test_cells_that_order_each_others_trials_find_what_each_finds_alone(budget_g
         Settings(allocator="expandable", loss="chunked"),
     ]
     cells = tuple(Cell(layout=Layout(gpus=n), settings=rung) for n in (1, gpus) for rung in rungs)
-    grid = Grid(
-        start_tokens=4096,
-        step_tokens=4096,
-        native_length_tokens=40960,
-        beyond_step_tokens=10240,
-        max_tokens=1024**2,
-    )
-    question = ask(
-        model=load_model(model), memory_budget_bytes=budget_gib * GIB, cells=cells, grid=grid
-    )
+    grid = grid_of(4096, 1024**2, native=40960, beyond=10240)
+    question = ask(model=model, memory_budget_bytes=budget_gib * GIB, cells=cells, grid=grid)
     together = answers_of(question, FormulaLaw())
     alone = [
         answers_of(
-            ask(model=question.model, grid=grid, memory_budget_bytes=budget_gib * GIB, cells=(c,)),
+            ask(model=model, grid=grid, memory_budget_bytes=budget_gib * GIB, cells=(c,)),
             FormulaLaw(),
         )
         for c in cells
@@ -200,7 +174,7 @@ def test_cells_that_order_each_others_trials_find_what_each_finds_alone(budget_g
 
 
 def test_each_trial_is_announced_then_finished_and_the_answer_comes_last():
-    events = events_of(ask(), fits_up_to(3))
+    events = events_of(ask(), fits_up_to(3 * STEP))
     assert isinstance(events[-1], CellAnswered)
     for started, finished in zip(events[:-1:2], events[1:-1:2], strict=True):
         assert isinstance(started, TrialStarted)
@@ -215,7 +189,7 @@ def test_each_trial_is_announced_then_finished_and_the_answer_comes_last():
 def test_the_estimate_of_trials_left_ends_at_zero():
     cells = tuple(Cell(layout=Layout(gpus=n), settings=Settings()) for n in (1, 2, 4))
     started = [
-        e for e in events_of(ask(cells=cells), fits_up_to(20)) if isinstance(e, TrialStarted)
+        e for e in events_of(ask(cells=cells), fits_up_to(20 * STEP)) if isinstance(e, TrialStarted)
     ]
     assert started[0].trials_left > 0
     assert started[-1].trials_left == 0
@@ -265,13 +239,7 @@ def test_a_linear_start_carried_to_where_a_token_budget_packs_it_more_than_once_
         )
         for sp in (1, 2, 4)
     )
-    grid = Grid(
-        start_tokens=STEP,
-        step_tokens=STEP,
-        native_length_tokens=STEP,
-        beyond_step_tokens=STEP,
-        max_tokens=max_index * STEP,
-    )
+    grid = grid_of(STEP, max_index * STEP)
     question = ask(cells=cells, grid=grid, method="linear")
 
     def law(spec: TrialSpec) -> Outcome:
@@ -316,7 +284,7 @@ def test_a_token_budget_of_which_memory_holds_no_length_takes_two_trials(method,
 
 def test_a_length_that_fits_and_packs_no_fewer_tokens_than_a_shorter_one_that_did_not_is_reported():
     settings = Settings(token_budget_tokens=59 * STEP)
-    law = in_turn({1: [Outcome.OUT_OF_MEMORY]}, fits_up_to(GRID_SIZE))
+    law = in_turn({1: [Outcome.OUT_OF_MEMORY]}, fits_up_to(GRID_SIZE * STEP))
     [answer] = answers_of(
         ask(cells=(Cell(layout=Layout(), settings=settings),), method="linear"), law
     )
@@ -337,7 +305,7 @@ def test_a_larger_token_budget_may_end_in_a_shorter_length_or_in_none(budget, ca
 
 
 def test_a_ceiling_that_fits_ends_the_search_without_a_failure():
-    [answer] = answers_of(ask(), fits_up_to(GRID_SIZE))
+    [answer] = answers_of(ask(), fits_up_to(GRID_SIZE * STEP))
     assert (answer.capacity_tokens, answer.does_not_fit_tokens, answer.limit) == (
         64_000,
         None,
@@ -359,7 +327,7 @@ def test_host_memory_that_runs_out_is_named_as_the_limit():
 
 
 def test_a_crash_that_passes_is_retried_and_leaves_no_trace_in_the_answer():
-    events = events_of(ask(), in_turn({4: [Outcome.CRASHED]}, fits_up_to(4)))
+    events = events_of(ask(), in_turn({4: [Outcome.CRASHED]}, fits_up_to(4 * STEP)))
     answer = events[-1].answer
     assert (answer.capacity_tokens, answer.limit, answer.monotone) == (4000, "memory", True)
     attempts = [
@@ -393,7 +361,7 @@ def test_a_crash_in_one_cell_does_not_end_the_others():
     cells = tuple(Cell(layout=Layout(gpus=n), settings=Settings()) for n in (1, 2))
     one, two = answers_of(
         ask(cells=cells),
-        lambda spec: Outcome.CRASHED if spec.layout.gpus == 1 else fits_up_to(7)(spec),
+        lambda spec: Outcome.CRASHED if spec.layout.gpus == 1 else fits_up_to(7 * STEP)(spec),
     )
     assert (one.limit, two.limit, two.capacity_tokens) == ("inconclusive", "memory", 7000)
 
@@ -414,7 +382,7 @@ def test_a_length_that_times_out_once_ends_the_search_above_and_it_goes_on_below
 
 
 def test_memory_that_runs_out_below_a_timeout_is_the_limit():
-    law = in_turn({8: [Outcome.TIMEOUT]}, fits_up_to(5))
+    law = in_turn({8: [Outcome.TIMEOUT]}, fits_up_to(5 * STEP))
     [answer] = answers_of(ask(), law)
     assert (answer.capacity_tokens, answer.does_not_fit_tokens, answer.limit) == (
         5000,
@@ -444,13 +412,13 @@ def test_a_fit_without_the_margin_says_so():
 
 
 def test_headroom_that_nobody_measured_is_no_margin():
-    [answer] = answers_of(ask(margin_bytes=GIB), fits_up_to(9))
+    [answer] = answers_of(ask(margin_bytes=GIB), fits_up_to(9 * STEP))
     assert answer.capacity_tokens == 0
     assert "could not be measured" in answer.reason
 
 
 def test_confirm_repeats_both_sides_of_the_edge_and_tries_the_lengths_above_once():
-    runner = Repeats(fits_up_to(5), fits_up_to(5))
+    runner = Repeats(fits_up_to(5 * STEP), fits_up_to(5 * STEP))
     answer = answer_by(ask(confirm=3), runner)
     assert [runner.launches[5, repeat] for repeat in (1, 2, 3)] == [1, 1, 1]
     assert [runner.launches[6, repeat] for repeat in (1, 2, 3)] == [1, 1, 1]
@@ -464,7 +432,7 @@ def test_confirm_repeats_both_sides_of_the_edge_and_tries_the_lengths_above_once
 
 
 def test_a_repeat_that_fails_is_reported_and_the_pair_stands():
-    answer = answer_by(ask(confirm=1), Repeats(fits_up_to(5), fits_up_to(4)))
+    answer = answer_by(ask(confirm=1), Repeats(fits_up_to(5 * STEP), fits_up_to(4 * STEP)))
     assert (answer.capacity_tokens, answer.does_not_fit_tokens, answer.monotone) == (
         5000,
         6000,
@@ -475,7 +443,7 @@ def test_a_repeat_that_fails_is_reported_and_the_pair_stands():
 
 
 def test_a_repeat_that_fits_moves_the_edge_up_and_the_new_edge_is_confirmed():
-    runner = Repeats(fits_up_to(5), fits_up_to(6))
+    runner = Repeats(fits_up_to(5 * STEP), fits_up_to(6 * STEP))
     answer = answer_by(ask(confirm=2), runner)
     assert (answer.capacity_tokens, answer.does_not_fit_tokens, answer.monotone) == (
         6000,
@@ -506,7 +474,7 @@ def test_a_fit_above_the_edge_is_reported_not_smoothed():
 
 
 def test_a_repeat_that_times_out_confirms_nothing_and_is_said():
-    answer = answer_by(ask(confirm=1), Repeats(fits_up_to(5), lambda spec: Outcome.TIMEOUT))
+    answer = answer_by(ask(confirm=1), Repeats(fits_up_to(5 * STEP), lambda spec: Outcome.TIMEOUT))
     assert (answer.capacity_tokens, answer.limit, answer.monotone) == (5000, "memory", True)
     assert answer.reason.endswith(" confirm it: 2")
 

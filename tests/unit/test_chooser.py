@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from places import question_of, write_model
 
 from highwater import guide, predict, recommend
 from highwater.cli.grammar import parse
@@ -35,6 +34,8 @@ from highwater.trainers.trinity import trinity
 from highwater.trainers.verl import verl
 from highwater.trials.simulated import SimulatedRunner
 from highwater.units import GIB
+from places import question_of
+from tiny_models import write_model
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "tests" / "data" / "published_capacity_a100_80gb.csv"

@@ -24,12 +24,12 @@ from highwater.memory.trace.exact import predict_exactly
 from highwater.memory.trace.replay import replay
 from highwater.model.model import load_model
 from highwater.nouns.events import Allocate, Enter, EventLog
-from highwater.nouns.grid import Grid
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question
 from highwater.nouns.trial import TrialSpec
 from highwater.units import GIB, MIB
+from trial_specs import grid_of, question_on
 
 MODEL = load_model("Qwen3-0.6B")
 STEP, SIZE = 4096, 128
@@ -37,22 +37,9 @@ DEVICE_BYTES = 40 * GIB
 
 
 def ask(**changes) -> Question:
-    fields = {
-        "model": MODEL,
-        "device": "cuda",
-        "device_name": "a GPU",
-        "device_total_bytes": DEVICE_BYTES,
-        "memory_budget_bytes": None,
-        "cells": (Cell(layout=Layout(), settings=Settings(allocator="expandable")),),
-        "grid": Grid(
-            start_tokens=STEP,
-            step_tokens=STEP,
-            native_length_tokens=STEP,
-            beyond_step_tokens=STEP,
-            max_tokens=SIZE * STEP,
-        ),
-    }
-    return Question(**(fields | changes))
+    cells = (Cell(layout=Layout(), settings=Settings(allocator="expandable")),)
+    fields = {"device_total_bytes": DEVICE_BYTES, "cells": cells, **changes}
+    return question_on(grid_of(STEP, SIZE * STEP), **fields)
 
 
 class Tracer:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from places import write_model
 
 from highwater.errors import ModelError
 from highwater.memory.formula.formula import FAMILIES
@@ -26,6 +25,7 @@ from highwater.model.model_config import MIN_FIELDS
 from highwater.model.rope import unscalable, yarn
 from highwater.model.rope_block import rope_block
 from highwater.model.trained_families import TRAINED
+from tiny_models import write_model
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,

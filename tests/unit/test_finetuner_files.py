@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-from places import machine_with
 from trainers import recorded
 
 from highwater.errors import HighwaterError, UsageError
@@ -16,10 +14,8 @@ from highwater.model.model import load_model
 from highwater.model.rope import yarn
 from highwater.nouns.foreign_request import config_digest
 from highwater.nouns.foreign_trainer import BY_COMMAND, FOREIGN, PAGE, ForeignTrainer
-from highwater.nouns.layout import Layout
 from highwater.nouns.plan import plan
 from highwater.nouns.request import request_from
-from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
 from highwater.trainers import axolotl, llamafactory, ms_swift
 from highwater.trainers.axolotl import AXOLOTL
@@ -39,6 +35,8 @@ from highwater.trials.finetuner_trial import base_of, check_finetuner
 from highwater.trials.foreign_log import steps_of
 from highwater.trials.foreign_trial import PREPARE
 from highwater.units import GIB
+from places import machine_with
+from trial_specs import trial_of
 
 LENGTH = 16384
 PLACE = TrialPlace(Path("/trial/Qwen3-4B"), Path("/trial"), Path("/trial/output"))
@@ -59,20 +57,8 @@ RANK = {"llamafactory": "lora_rank", "axolotl": "lora_r", "ms-swift": "lora_rank
 ATTENTION = {"llamafactory": "fa2", "axolotl": "flash_attention_2", "ms-swift": "flash_attention_2"}
 
 
-def trial(model: str = "Qwen3-4B", *, layout: Mapping[str, int] = {}, **fields: Any) -> TrialSpec:
-    known = load_model(model)
-    own = {name: fields.pop(name) for name in list(fields) if name in TrialSpec.__struct_fields__}
-    spec = TrialSpec(
-        model_name=known.name,
-        model_directory=known.directory,
-        config_digest=known.config_digest,
-        device="cuda",
-        memory_budget_bytes=80 * GIB,
-        layout=Layout(**layout),
-        settings=Settings(**fields),
-        length_tokens=LENGTH,
-    )
-    return msgspec.structs.replace(spec, **own)
+def trial(model: str = "Qwen3-4B", **fields: Any) -> TrialSpec:
+    return trial_of(model, **{"memory_budget_bytes": 80 * GIB, "length_tokens": LENGTH, **fields})
 
 
 def launched(spec: TrialSpec, *, has_flash: bool = False) -> FinetunerTrial:

@@ -5,13 +5,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from places import write_model
 from test_emitted_others import goal
 
 from highwater.errors import MachineError, UsageError
 from highwater.trainers.emitted import Emitted
 from highwater.trainers.folder import launch_script, refuse_no_folder, write_folder
 from highwater.trainers.targets import TARGETS, configured
+from tiny_models import write_model
 
 FILES = {"trl.yaml": "a: 1\n", "launch.sh": "#!/usr/bin/env bash\n"}
 PROGRAMS = ("torchrun", "trl", "accelerate", "swift", "python3", "trinity", "ray")

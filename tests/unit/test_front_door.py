@@ -2,13 +2,10 @@
 refused by every command, as docs/results/families/front_door.py found and still finds.
 """
 
-import importlib.util
 import json
 import re
-import sys
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,20 +14,10 @@ from highwater.memory.formula.formula import FAMILIES
 from highwater.memory.formula.moments import families
 from highwater.model.model_place import catalog_names
 from highwater.model.trained_families import REFUSED, TRAINED
+from places import script
 
 FOLDER = Path(__file__).parents[2] / "docs" / "results" / "families"
 ROWS: list[dict[str, Any]] = json.loads((FOLDER / "front_door.json").read_text())["configs"]
-
-
-def script() -> ModuleType:
-    """docs/results/families/front_door.py."""
-    spec = importlib.util.spec_from_file_location("front_door", FOLDER / "front_door.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["front_door"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_a_hundred_configs_were_asked_about_and_none_was_counted_wrongly() -> None:
@@ -76,7 +63,7 @@ def test_a_config_is_still_answered_or_refused_as_it_was(number: int) -> None:
     transformers, row = pytest.importorskip("transformers"), ROWS[number]
     if row["origin"] != "catalog" and row["name"] not in transformers.CONFIG_MAPPING:
         return  # of another version of transformers
-    front_door = script()
+    front_door = script(FOLDER / "front_door.py")
     ask = front_door.of_catalog if row["origin"] == "catalog" else front_door.usual
     found = ask(row["name"])
     assert found.outcome == row["outcome"]

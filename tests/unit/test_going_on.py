@@ -14,7 +14,7 @@ from highwater.nouns.hyperparameters import DEFAULTS, Hyperparameters
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.training import RunState, Schedule, TrainingSpec, differences, run_digest
-from highwater.nouns.trial import TrialSpec
+from trial_specs import trial_in
 
 CORPUS = Corpus(
     directory="/corpora/a",
@@ -27,16 +27,7 @@ CORPUS = Corpus(
     trained_tokens=400,
     longest_tokens=64,
 )
-TRIAL = TrialSpec(
-    model_name="tiny",
-    model_directory="/models/tiny",
-    config_digest="c",
-    device="cpu",
-    layout=Layout(gpus=2),
-    settings=Settings(),
-    length_tokens=64,
-    memory_budget_bytes=2**30,
-)
+TRIAL = trial_in("/models/tiny", layout=Layout(gpus=2))
 SPEC = TrainingSpec(
     trial=TRIAL,
     corpus=CORPUS,

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from highwater.errors import UsageError
 from highwater.nouns.grid import Grid
+from trial_specs import grid_of
 
 
 @st.composite
@@ -23,13 +24,7 @@ def grids(draw: st.DrawFn) -> Grid:
 
 def published(native: int, *, ceiling: int = 200_000) -> Grid:
     """The grid of the published tables."""
-    return Grid(
-        start_tokens=4096,
-        step_tokens=4096,
-        native_length_tokens=native,
-        beyond_step_tokens=native // 4,
-        max_tokens=ceiling,
-    )
+    return grid_of(4096, ceiling, native=native, beyond=native // 4)
 
 
 def test_the_published_grid_steps_by_4096_up_to_the_native_length_then_by_a_quarter_of_it() -> None:

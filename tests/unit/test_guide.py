@@ -15,7 +15,6 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from markup import markdown_rows
-from places import question_of, write_model
 
 from highwater import api, guide, predict, write_guide
 from highwater.errors import UsageError
@@ -30,6 +29,8 @@ from highwater.pages.guide.guide import Guide, cell_label, guide_tables
 from highwater.pages.guide.guide_page import guide_markdown
 from highwater.pages.guide.guide_rows import guide_rows
 from highwater.pages.text import escaped
+from places import question_of
+from tiny_models import write_model
 
 DATA = Path(__file__).parents[1] / "data"
 FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"

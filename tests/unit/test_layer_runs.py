@@ -9,7 +9,6 @@ import msgspec
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from places import write_model
 from test_formula_properties import DEVICES, LENGTHS, layouts, rungs, shapes
 
 from highwater.errors import ModelError
@@ -32,6 +31,7 @@ from highwater.model.model_place import catalog_names
 from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
+from tiny_models import write_model
 
 HIDDEN = 512
 FULL = AttentionKind(query_heads=16, kv_heads=4, head_dim=64)

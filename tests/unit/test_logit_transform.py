@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from places import write_model
 
 from highwater.errors import ModelError
 from highwater.model.logit_transform import PLAIN, LogitTransform, logit_transform_of, transforms
 from highwater.model.model import load_model
 from highwater.model.trained_families import TRAINED
+from tiny_models import write_model
 
 FACTORS = {
     "cohere": "logit_scale",

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from places import write_model
 
 from highwater.errors import ModelError
 from highwater.model.model import load_model
 from highwater.model.model_config import MIN_FIELDS
 from highwater.model.model_place import CatalogModel, catalog_names, model_catalog
+from tiny_models import write_model
 
 MOST_BESIDE_PUBLISHED = 0.015
 """Cards round, and some leave a part out: 32.5 billion for 32.76."""

@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from places import write_model
 from studies import fifo
 
 from highwater.errors import ModelError
@@ -17,6 +16,7 @@ from highwater.model.model_place import (
     model_place,
     near_names,
 )
+from tiny_models import write_model
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 

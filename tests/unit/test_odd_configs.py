@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from places import TINY, write_model
 
 from highwater.api import predict
 from highwater.errors import HighwaterError, ModelError
 from highwater.model import rope_block
 from highwater.model.model import load_model
 from highwater.nouns.codec import to_json
+from tiny_models import TINY, write_model
 
 SLIDING = ["sliding_attention", "full_attention"]
 FULL: dict[str, Any] = {

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from places import H200, NO_GPU, machine_with, write_model, write_safetensors
 
 from highwater.errors import MachineError, ModelError, UsageError
 from highwater.model.footprint import (
@@ -30,6 +29,8 @@ from highwater.nouns.request import request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import Device
 from highwater.units import GIB, MIB
+from places import H200, NO_GPU, machine_with, write_safetensors
+from tiny_models import write_model
 
 
 def planned(machine: Machine, **settings: Any) -> Plan:

@@ -17,10 +17,8 @@ import highwater
 from highwater.errors import UsageError
 from highwater.memory.capacity import MemoryLimit, Prediction, predict_cells
 from highwater.memory.formula.formula import likely_footprint
-from highwater.model.model import load_model
 from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.events import Allocate, Enter, EventLog
-from highwater.nouns.grid import Grid
 from highwater.nouns.hardware import Gpu
 from highwater.nouns.layout import Layout
 from highwater.nouns.request import Request
@@ -33,6 +31,7 @@ from highwater.search.scheduler import search_cells
 from highwater.search.search_events import CellAnswered
 from highwater.trials.simulated import SimulatedRunner
 from highwater.units import GIB
+from trial_specs import grid_of, question_on
 
 FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
 STEP, SIZE = 1000, 64
@@ -44,22 +43,8 @@ ASKED: dict[str, Any] = {
 }
 
 
-def ask(*cells: Cell, memory_budget_bytes: int | None = None) -> Question:
-    return Question(
-        model=load_model("Qwen3-0.6B"),
-        device="cuda",
-        device_name="a GPU",
-        device_total_bytes=80 * GIB,
-        memory_budget_bytes=memory_budget_bytes,
-        cells=cells,
-        grid=Grid(
-            start_tokens=STEP,
-            step_tokens=STEP,
-            native_length_tokens=STEP,
-            beyond_step_tokens=STEP,
-            max_tokens=SIZE * STEP,
-        ),
-    )
+def ask(*cells: Cell, **changes: Any) -> Question:
+    return question_on(grid_of(STEP, SIZE * STEP), *cells, device_total_bytes=80 * GIB, **changes)
 
 
 @given(st.integers(0, SIZE), st.integers(0, 2 * SIZE))

@@ -9,34 +9,24 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from places import NO_GPU, machine_with
 from studies import study_of
 
 from highwater.cli.config import request_of, to_yaml
 from highwater.cli.grammar import parse
 from highwater.errors import UsageError
 from highwater.memory.snapshot.memory_profile import _coordinates
-from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 from highwater.nouns.plan import plan
 from highwater.nouns.profiling import Profiling, SnapshotOrder, coordinates, snapshot_name
 from highwater.nouns.request import request_from
-from highwater.nouns.settings import Settings
 from highwater.nouns.study import RecordedTrial
-from highwater.nouns.trial import Outcome, RankReport, TrialResult, TrialSpec
+from highwater.nouns.trial import Outcome, RankReport, TrialResult
 from highwater.store.logs import snapshot_folder, snapshot_lines, study_snapshot_lines
 from highwater.trials.readiness import check_request
+from places import NO_GPU, machine_with
+from trial_specs import trial_of
 
-MODEL = load_model("Qwen3-0.6B")
-SPEC = TrialSpec(
-    model_name=MODEL.name,
-    model_directory=MODEL.directory,
-    config_digest=MODEL.config_digest,
-    device="cuda",
-    layout=Layout(gpus=2, ulysses_degree=2),
-    settings=Settings(),
-    length_tokens=4096,
-)
+SPEC = trial_of("Qwen3-0.6B", layout=Layout(gpus=2, ulysses_degree=2))
 
 
 def test_a_file_a_command_line_and_python_ask_for_the_same(tmp_path: Path) -> None:

@@ -8,14 +8,11 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from places import examples
 
 from highwater.cli.commands import exit_code
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, EXIT_INCONCLUSIVE
 from highwater.model.flops import step_flops
 from highwater.model.model import STATE_BYTES_PER_PARAMETER, load_model
-from highwater.nouns.grid import Grid
-from highwater.nouns.layout import Layout
 from highwater.nouns.protocols import Runner
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, Question, Study
@@ -28,8 +25,10 @@ from highwater.search.scheduler import recorded_search, search_cells
 from highwater.search.search_events import CellAnswered, SearchEvent, TrialFinished, TrialStarted
 from highwater.search.start_length import MemoryLine
 from highwater.store.journal import open_journal, read_study
-from highwater.trials.simulated import Law, OneByOne, SimulatedRunner, TimeLaw
+from highwater.trials.simulated import OneByOne, SimulatedRunner, TimeLaw
 from highwater.units import GIB
+from places import examples
+from trial_specs import fits_up_to, grid_of, question_on
 
 STEP = 4096
 GRID_SIZE = 128
@@ -40,29 +39,8 @@ OVERHEAD_S = 0.2
 
 
 def ask(**changes) -> Question:
-    fields = {
-        "model": MODEL,
-        "device": "cuda",
-        "device_name": "simulated GPU",
-        "device_total_bytes": None,
-        "memory_budget_bytes": None,
-        "cells": (Cell(layout=Layout(), settings=Settings()),),
-        "grid": Grid(
-            start_tokens=STEP,
-            step_tokens=STEP,
-            native_length_tokens=STEP,
-            beyond_step_tokens=STEP,
-            max_tokens=GRID_SIZE * STEP,
-        ),
-        "proof": "memory",
-        "timeout_s": LIMIT_S,
-        "simulated": True,
-    }
-    return Question(**(fields | changes))
-
-
-def fits_up_to(index: int) -> Law:
-    return lambda spec: Outcome.FIT if spec.length_tokens <= index * STEP else Outcome.OUT_OF_MEMORY
+    proven = {"proof": "memory", "timeout_s": LIMIT_S, "simulated": True}
+    return question_on(grid_of(STEP, GRID_SIZE * STEP), **{**proven, **changes})
 
 
 def steps_at(flops_per_s: float) -> TimeLaw:
@@ -82,7 +60,9 @@ def steps_at(flops_per_s: float) -> TimeLaw:
 
 
 def runner(capacity: int, flops_per_s: float) -> SimulatedRunner:
-    return SimulatedRunner(fits_up_to(capacity), step_time=steps_at(flops_per_s), timeout_s=LIMIT_S)
+    return SimulatedRunner(
+        fits_up_to(capacity * STEP), step_time=steps_at(flops_per_s), timeout_s=LIMIT_S
+    )
 
 
 def events_of(question: Question, by: Runner) -> list[SearchEvent]:
@@ -165,7 +145,7 @@ def test_a_length_whose_full_trial_ran_out_of_time_is_tried_memory_only_and_not_
         def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
             hangs = spec.length_tokens > 20 * STEP and not spec.is_memory_only
             return SimulatedRunner(
-                fits_up_to(50), step_time=lambda _: 1e9 if hangs else 0.01, timeout_s=LIMIT_S
+                fits_up_to(50 * STEP), step_time=lambda _: 1e9 if hangs else 0.01, timeout_s=LIMIT_S
             ).run(spec)
 
     events = events_of(ask(), Slow())
@@ -206,7 +186,7 @@ def test_a_full_proof_never_makes_a_memory_only_trial(capacity, method):
 def test_a_full_trial_that_runs_out_of_memory_where_a_memory_only_one_did_not_is_said():
     class Leaky(OneByOne):
         def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
-            law = fits_up_to(100 if spec.is_memory_only else 4)
+            law = fits_up_to((100 if spec.is_memory_only else 4) * STEP)
             return SimulatedRunner(law, step_time=steps_at(1e14), timeout_s=LIMIT_S).run(spec)
 
     def hint(question: Question, cell: Cell, usable_bytes: int) -> MemoryLine:
@@ -267,7 +247,7 @@ def test_a_search_that_was_killed_goes_on_to_the_same_answer_and_runs_nothing_tw
 def test_a_forecast_scales_the_steps_and_leaves_the_rest():
     trials = FullTrials(ask(), ask().cells[0], LIMIT_S)
     assert trials.expected_s(STEP) is None
-    result = SimulatedRunner(fits_up_to(9), step_time=lambda _: 10.0, timeout_s=LIMIT_S).run(
+    result = SimulatedRunner(fits_up_to(9 * STEP), step_time=lambda _: 10.0, timeout_s=LIMIT_S).run(
         ask().trial(ask().cells[0], STEP)
     )
     trials.tell(STEP, result)
@@ -286,7 +266,7 @@ def test_a_forecast_scales_the_steps_and_leaves_the_rest():
 
 def test_no_full_trial_is_made_above_one_that_ran_out_of_memory():
     trials, spec = FullTrials(ask(), ask().cells[0], LIMIT_S), ask().trial(ask().cells[0], STEP)
-    gpu = SimulatedRunner(fits_up_to(40), step_time=lambda _: 0.01, timeout_s=LIMIT_S)
+    gpu = SimulatedRunner(fits_up_to(40 * STEP), step_time=lambda _: 0.01, timeout_s=LIMIT_S)
     for index in (20, 60, 50):
         length_tokens = index * STEP
         trials.tell(

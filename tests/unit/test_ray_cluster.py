@@ -4,7 +4,6 @@ import socket
 from pathlib import Path
 
 import pytest
-from places import write_model
 
 from highwater.errors import MachineError, UsageError
 from highwater.nouns.request import request_from
@@ -12,6 +11,7 @@ from highwater.trials.model_files import model_files
 from highwater.trials.ray_cluster import RayCluster
 from highwater.trials.ray_driver import loss_reason
 from highwater.trials.ray_node import Needs, Refusal, read_node
+from tiny_models import write_model
 
 
 @pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "head", "head:", ":6379", "head:x"])

@@ -8,9 +8,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from places import TINY
 
 from highwater.cli.app import main
+from tiny_models import TINY
 
 FIND = ("--device", "cpu", "--memory", "1GiB", "--gpus", "2", "--nodes", "2", "--print-sbatch")
 RAN = "RAN"

@@ -12,6 +12,7 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.trial import Outcome, TrialSpec
 from highwater.trials.simulated import FormulaLaw, SimulatedRunner
 from highwater.units import GIB
+from trial_specs import trial_of
 
 BUDGETS = st.integers(GIB // 2, 200 * GIB)
 LENGTHS = st.integers(2, 2**21)
@@ -29,16 +30,7 @@ LAYOUTS = st.sampled_from(
 
 
 def trial(length: int = 8192, *, model: str = "Qwen3-0.6B", **fields) -> TrialSpec:
-    known = load_model(model)
-    named = {
-        "model_name": known.name,
-        "model_directory": known.directory,
-        "config_digest": known.config_digest,
-        "device": "cuda",
-    }
-    return TrialSpec(
-        **(named | {"layout": Layout(), "settings": Settings(), "length_tokens": length} | fields)
-    )
+    return trial_of(model, length_tokens=length, **fields)
 
 
 @given(st.sampled_from(catalog_names()), LAYOUTS, RUNGS, LENGTHS, LENGTHS)

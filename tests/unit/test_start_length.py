@@ -3,8 +3,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from highwater.model.model import load_model
-from highwater.nouns.grid import Grid
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, Limit, Question
@@ -13,14 +11,9 @@ from highwater.search.search_events import CellAnswered
 from highwater.search.start_length import carried_start, first_index, unknown_trainer_line
 from highwater.trials.simulated import FormulaLaw, SimulatedRunner
 from highwater.units import GIB
+from trial_specs import grid_of, question_on
 
-GRID = Grid(
-    start_tokens=4096,
-    step_tokens=4096,
-    native_length_tokens=40960,
-    beyond_step_tokens=10240,
-    max_tokens=2**20,
-)
+GRID = grid_of(4096, 2**20, native=40960, beyond=10240)
 
 
 def cell(gpus: int = 1, sp: int = 1, **settings) -> Cell:
@@ -28,16 +21,8 @@ def cell(gpus: int = 1, sp: int = 1, **settings) -> Cell:
 
 
 def ask(*cells: Cell, model: str = "Qwen3-4B", **changes) -> Question:
-    fields = {
-        "model": load_model(model),
-        "device": "cuda",
-        "device_name": "simulated GPU",
-        "device_total_bytes": 80 * GIB,
-        "memory_budget_bytes": None,
-        "cells": cells or (cell(),),
-        "grid": GRID,
-    }
-    return Question(**(fields | changes))
+    fields = {"cells": cells or (cell(),), "device_total_bytes": 80 * GIB, **changes}
+    return question_on(fields.pop("grid", GRID), model=model, **fields)
 
 
 def answered(where: Cell, index: int, limit: Limit = "memory") -> CellAnswer:
@@ -94,13 +79,7 @@ def test_what_native_loses_to_whole_logits_says_nothing_about_expandable_segment
     )
 
 
-H200_GRID = Grid(
-    start_tokens=8192,
-    step_tokens=8192,
-    native_length_tokens=40960,
-    beyond_step_tokens=8192,
-    max_tokens=2**18,
-)
+H200_GRID = grid_of(8192, 2**18, native=40960)
 
 
 @pytest.mark.parametrize(
@@ -168,13 +147,7 @@ def test_whole_logits_say_nothing_about_the_chunked_loss():
 @pytest.mark.parametrize("model", ["Qwen3-0.6B", "Qwen3-4B", "Qwen3-8B", "Qwen3-30B-A3B"])
 @pytest.mark.parametrize("resolution", [512, 4096])
 def test_cells_that_share_what_they_learn_take_fewer_trials_for_the_same_answers(model, resolution):
-    grid = Grid(
-        start_tokens=resolution,
-        step_tokens=resolution,
-        native_length_tokens=40960,
-        beyond_step_tokens=resolution,
-        max_tokens=2**20,
-    )
+    grid = grid_of(resolution, 2**20, native=40960)
     rungs = ({}, {"allocator": "expandable"}, {"allocator": "expandable", "loss": "chunked"})
     cells = tuple(cell(gpus, **rung) for gpus in (1, 2, 4, 8) for rung in rungs)
     sharing = ask(*cells, model=model, grid=grid, device_total_bytes=140 * GIB)

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from places import NO_GPU, question_of, write_model
 
 from highwater.nouns.codec import to_json
 from highwater.nouns.plan import plan
@@ -28,6 +27,8 @@ from highwater.pages.terminal_table import terminal_table
 from highwater.pages.text import plain, plain_json, plain_lines
 from highwater.pages.text_table import plain_table
 from highwater.units import GIB
+from places import NO_GPU, question_of
+from tiny_models import write_model
 
 QUESTION = question_of(gpus=[1, 2])
 

@@ -2,18 +2,14 @@
 refused; and what TRL's log shows of its steps.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from highwater.errors import UsageError
 from highwater.model.model import load_model
 from highwater.model.rope import yarn
-from highwater.nouns.layout import Layout
-from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
 from highwater.trainers.trl_files import (
     Base,
@@ -25,23 +21,13 @@ from highwater.trainers.trl_files import (
     trial_files,
 )
 from highwater.trials.foreign_log import steps_of
+from trial_specs import trial_of
 
 LENGTH = 16384
 
 
-def trial(model: str = "Qwen3-4B", *, layout: Mapping[str, int] = {}, **fields: Any) -> TrialSpec:
-    known = load_model(model)
-    own = {name: fields.pop(name) for name in list(fields) if name in TrialSpec.__struct_fields__}
-    spec = TrialSpec(
-        model_name=known.name,
-        model_directory=known.directory,
-        config_digest=known.config_digest,
-        device="cuda",
-        layout=Layout(**layout),
-        settings=Settings(loss="chunked", **fields),
-        length_tokens=LENGTH,
-    )
-    return msgspec.structs.replace(spec, **own)
+def trial(model: str = "Qwen3-4B", **fields: Any) -> TrialSpec:
+    return trial_of(model, **{"loss": "chunked", "length_tokens": LENGTH, **fields})
 
 
 def files(spec: TrialSpec, *, has_flash: bool = False, **base: Any) -> TrialFiles:

@@ -11,12 +11,11 @@ from highwater.errors import HighwaterError, MachineError, UsageError
 from highwater.model.model import load_model
 from highwater.nouns.foreign_request import config_digest
 from highwater.nouns.foreign_trainer import ForeignTrainer
-from highwater.nouns.layout import Layout
-from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
 from highwater.trials.foreign_command import python_of, versions_there
 from highwater.trials.inputs import model_cache
 from highwater.trials.trl_trial import base_of, check_trl
+from trial_specs import trial_of
 
 
 def trainer(path: Path | None = None, *command: str) -> ForeignTrainer:
@@ -29,16 +28,7 @@ def trainer(path: Path | None = None, *command: str) -> ForeignTrainer:
 
 
 def trial(name: str, **settings: Any) -> TrialSpec:
-    model = load_model(name)
-    return TrialSpec(
-        model_name=model.name,
-        model_directory=model.directory,
-        config_digest=model.config_digest,
-        device="cuda",
-        layout=Layout(),
-        settings=Settings(loss="chunked", **settings),
-        length_tokens=4096,
-    )
+    return trial_of(name, loss="chunked", **settings)
 
 
 def test_without_a_configuration_there_is_nothing_to_keep() -> None:

@@ -8,11 +8,12 @@ import re
 from pathlib import Path
 
 import pytest
-from places import write_model, write_safetensors
 
 from highwater.errors import ModelError
 from highwater.model.model import load_model
 from highwater.model.weight_files import refuse_quantised, saved_tensors, unties, weight_files
+from places import write_safetensors
+from tiny_models import write_model
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BOTH = {EMBEDDING: ("BF16", (1000, 64)), HEAD: ("BF16", (1000, 64))}

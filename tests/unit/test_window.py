@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from places import NO_GPU, machine_with, write_model
 
 from highwater import predict, recommend
 from highwater.cli.search_context_length_capacity import (
@@ -23,6 +22,8 @@ from highwater.nouns.plan import plan, plan_trial
 from highwater.nouns.request import Request, request_from
 from highwater.nouns.study import Question
 from highwater.nouns.working_sizes import SCORES_AT_HAND, stretch
+from places import NO_GPU, machine_with
+from tiny_models import write_model
 
 RING = r"a ring shares no document of 16,384 tokens .* window of 8,192"
 

@@ -19,19 +19,6 @@ from highwater.nouns.request import request_from
 from highwater.nouns.study import Question
 from highwater.units import GIB
 
-TINY = {
-    "model_type": "qwen3",
-    "vocab_size": 1000,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 192,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-}
-
 
 def examples(usual: int) -> int:
     """So many examples of a property as the profile asks for, where it has 100 by default."""
@@ -47,14 +34,6 @@ def script(path: Path) -> ModuleType:
     sys.modules[path.stem] = module  # what it declares looks for its own module there
     spec.loader.exec_module(module)
     return module
-
-
-def write_model(directory: Path, **changes: Any) -> Path:
-    """A directory with the tiny config; a field set to None is left out."""
-    directory.mkdir(parents=True, exist_ok=True)
-    config = {name: value for name, value in {**TINY, **changes}.items() if value is not None}
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
 
 
 def write_safetensors(

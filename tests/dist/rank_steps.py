@@ -1,0 +1,173 @@
+"""What the scripts of ranks share: the group that they meet in, and the results that rank 0
+writes; a model on it, a step's loss and gradients, and how far they are from a reference's.
+"""
+
+import json
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from highwater.engine.attention.registry import register
+from highwater.engine.data.batches import Batch
+from highwater.engine.models.build import build, read_config
+from highwater.engine.models.decoder import Decoder
+from highwater.engine.models.weights import name_in_files
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.parallel.fsdp2 import local_shard
+from highwater.engine.training.step import Training, train_step
+from highwater.nouns.layout import Layout
+from highwater.nouns.sparse_pattern import SparsePatternConfig
+
+CPU = torch.device("cpu")
+Step = tuple[Tensor, Tensor, dict[str, Tensor]]
+"""Loss, norm before clipping, and every gradient or change by the names that files have, flat."""
+Place = tuple[dist.DeviceMesh, process_mesh.SequenceGroups | None]
+T = TypeVar("T")
+
+
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+C = TypeVar("C", bound=Named)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fields:
+    """A case whose name says all its fields."""
+
+    @property
+    def name(self) -> str:
+        return " ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+
+
+@contextmanager
+def results_in(path: str) -> Iterator[dict[str, Any]]:
+    """Results that rank 0 writes to a file when the block ends; within it all ranks have met."""
+    torch.set_num_threads(1)
+    process_mesh.join(CPU)
+    results: dict[str, Any] = {}
+    yield results
+    if dist.get_rank() == 0:
+        Path(path).write_text(json.dumps(results))
+    process_mesh.leave()
+
+
+def each(cases: Iterable[C], run: Callable[[C], T]) -> dict[str, T | dict[str, str]]:
+    """What each case gives, by its name: one that fails is told, and the others go on."""
+    results: dict[str, T | dict[str, str]] = {}
+    for case in cases:
+        try:
+            results[case.name] = run(case)
+        except Exception:  # noqa: BLE001 -- one case's failure is its result, and the others go on
+            results[case.name] = {"error": traceback.format_exc()}
+    return results
+
+
+def of_all(own: T) -> list[T]:
+    """What each rank has."""
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, own)
+    return ranks
+
+
+def place_of(layout: Layout) -> Place:
+    mesh = process_mesh.shard_mesh(layout, CPU)
+    return mesh, process_mesh.sequence_groups(layout, mesh)
+
+
+def built(
+    directory: str | Path,
+    mesh: dist.DeviceMesh,
+    dtype: torch.dtype,
+    *,
+    shared: process_mesh.SequenceGroups | None = None,
+    sparse: SparsePatternConfig | None = None,
+    length_tokens: int = 64,
+    config: PreTrainedConfig | None = None,
+    **how: Any,
+) -> Decoder:
+    """The model of a folder, or a random one of a config, computed and sharded in ``dtype``; layers
+    are recomputed and logits whole, unless ``how`` says otherwise.
+    """
+    usual = {"loss": "full", "recompute": "layer", "compute_dtype": dtype, "master_dtype": dtype}
+    return build(
+        config or read_config(str(directory), length_tokens=length_tokens, rope="auto"),
+        directory=str(directory),
+        mesh=mesh,
+        attention=register("flash", shared=shared, sparse=sparse),
+        **{**usual, **how},
+    )
+
+
+class RecordGradients(torch.optim.SGD):
+    """An optimizer that keeps what it was given, by name, and changes nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        super().__init__(self._trained.values(), lr=0.0)
+
+    def step(self, closure: None = None) -> None:
+        self.gradients = {
+            name: None if p.grad is None else p.grad.clone() for name, p in self._trained.items()
+        }
+
+
+def first_step(
+    model: Decoder, place: Place, micro_batches: list[Batch], *, copies: int = 1
+) -> Step:
+    """Loss, norm and every gradient of a step."""
+    mesh, shared = place
+    optimizer = RecordGradients(model)
+    training = Training(
+        policy=model, optimizer=optimizer, mesh=mesh, sequence=shared and shared.every
+    )
+    loss, (norm, *_) = train_step(training, micro_batches)
+    return loss, norm, whole(optimizer.gradients, copies=copies)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return whole({name: p.grad for name, p in model.named_parameters()})
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return whole({name: p.detach() for name, p in model.named_parameters()})
+
+
+def whole(tensors: dict[str, Tensor | None], *, copies: int = 1) -> dict[str, Tensor]:
+    """By the names that files have, each put together from all ranks of the first copy, flat, since
+    either sharding cuts what lies one after the other; without those that no rank has.
+    """
+    ranks = of_all([None if t is None else local_shard(t).flatten() for t in tensors.values()])
+    parts = zip(*ranks[: len(ranks) // copies], strict=True)
+    return {
+        name_in_files(name): torch.cat(there)
+        for name, of_ranks in zip(tensors, parts, strict=True)
+        if (there := [part for part in of_ranks if part is not None])
+    }
+
+
+def deviations(found: Step, expected: Step) -> dict[str, float | str]:
+    """Norm-relative: of the loss, the norm, and the worst parameter's gradient or change."""
+    (loss, norm, ours), (their_loss, their_norm, theirs) = found, expected
+    assert set(ours) == set(theirs), f"without a partner: {sorted(set(ours) ^ set(theirs))}"
+    off = {
+        name: float((ours[name].view_as(wanted) - wanted).norm() / wanted.norm())
+        for name, wanted in theirs.items()
+    }
+    worst = max(off, key=off.__getitem__)
+    return {
+        "loss": abs(float(loss) / float(their_loss) - 1),
+        "norm": abs(float(norm) / float(their_norm) - 1),
+        "gradient": off[worst],
+        "worst": worst,
+    }

@@ -1,0 +1,46 @@
+"""Configs of small models, as their folders have them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+TINY = {
+    "model_type": "qwen3",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 192,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+SMALLEST = {
+    **TINY,
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 64,
+    "max_position_embeddings": 32_768,
+}
+"""Its training steps take no time."""
+WIDE_HEADS = {
+    **TINY,
+    "hidden_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 4096,
+}
+"""With heads as large models have them."""
+
+
+def write_model(directory: Path, config: dict[str, Any] = TINY, **changes: Any) -> Path:
+    """A directory with a config; a field set to None is left out."""
+    directory.mkdir(parents=True, exist_ok=True)
+    fields = {name: value for name, value in {**config, **changes}.items() if value is not None}
+    (directory / "config.json").write_text(json.dumps(fields))
+    return directory
