@@ -33,6 +33,7 @@ def ran_out(model: Path, memory: str, *, gpus: int = 1, **settings: str) -> Tria
         device="cpu",
         memory=memory,
         gpus=[gpus],
+        prompt_tokens=TOKENS // 2,
         log_dir=str(model.parent / "logs"),
         **settings,
     )
@@ -48,6 +49,7 @@ def just_ran_out(model: Path, *, from_mib: int) -> TrialResult:
 
     def fits(mib: int) -> bool:
         asked = {"device": "cpu", "memory": f"{mib}MiB", "gpus": [1]}
+        asked["prompt_tokens"] = TOKENS // 2
         result = highwater.run_trial(
             str(model), TOKENS, log_dir=str(model.parent / "logs"), **asked
         )
@@ -78,7 +80,7 @@ def test_each_rank_that_ran_out_says_what_lives_and_what_had_no_room(
         assert alive.gradients_bytes == alive.parameters_bytes
         assert alive.optimizer_states_bytes == pytest.approx(2 * alive.parameters_bytes, rel=0.01)
         assert alive.requested_bytes == LOGITS_BYTES
-        assert (alive.requested_by or "").startswith("highwater/models/loss.py:")
+        assert (alive.requested_by or "").startswith("highwater/engine/models/loss.py:")
 
 
 def test_logits_that_are_alive_are_told_by_the_losss_frames(wordy: Path) -> None:
