@@ -189,7 +189,7 @@ def test_traces_learn_from_own_trials_each_traced_once(
 
 def test_a_tracer_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
     tracer = CachedTracer(tmp_path, kernel="cudnn")
-    with pytest.raises(MachineError, match=r"exit code 1: .*nowhere"):
+    with pytest.raises(MachineError, match=r"exited with 1: .*nowhere"):
         tracer(trial(model_directory=str(tmp_path / "nowhere")))
     assert list(tmp_path.iterdir()) == []
 
