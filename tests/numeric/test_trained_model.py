@@ -334,7 +334,7 @@ def test_a_document_longer_than_a_sequence_is_refused_though_the_row_has_its_tok
                 spec(data="user_batches:two_as_one", settings=packed), vocab_size=11, data_rank=0
             )
         )
-    assert "`--length 128`" in refusal.value.hint
+    assert "`128` or more" in refusal.value.hint
     row = next(
         batches(spec(data="user_batches:uneven", settings=packed), vocab_size=11, data_rank=0)
     )

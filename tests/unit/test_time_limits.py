@@ -11,7 +11,6 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from places import examples, question_of
 from studies import report_of
 from test_proof import GRID_SIZE, STEP, ask, fits_up_to, steps_at
 
@@ -28,6 +27,7 @@ from highwater.search.scheduler import recorded_search
 from highwater.search.search_events import CellAnswered, TrialFinished
 from highwater.store.journal import open_journal, read_study
 from highwater.trials.simulated import FormulaLaw, OneByOne, SimulatedRunner, TimeLaw
+from places import examples, question_of
 
 Ends = Sequence[Outcome | None]
 
@@ -56,7 +56,7 @@ class Ran(OneByOne):
         ends: Ends = (),
     ) -> None:
         self._gpu = SimulatedRunner(
-            fits_up_to(capacity), step_time=steps_at(flops_per_s), timeout_s=timeout_s
+            fits_up_to(capacity * STEP), step_time=steps_at(flops_per_s), timeout_s=timeout_s
         )
         self._capacity = capacity
         self._kill = kill
@@ -78,7 +78,7 @@ class Ran(OneByOne):
     def take(self, step_time: TimeLaw, timeout_s: float) -> None:
         """Let steps take another time."""
         self._gpu = SimulatedRunner(
-            fits_up_to(self._capacity), step_time=step_time, timeout_s=timeout_s
+            fits_up_to(self._capacity * STEP), step_time=step_time, timeout_s=timeout_s
         )
 
     @property
@@ -172,9 +172,9 @@ def test_a_second_cell_that_was_answered_runs_nothing_although_the_first_goes_fu
             if spec.settings.mlp_tiles == 1:
                 return super().run(spec, attempt=attempt, repeat=repeat)
             self.specs.append(spec)
-            return SimulatedRunner(fits_up_to(70), step_time=lambda _: 0.01, timeout_s=20.0).run(
-                spec
-            )
+            return SimulatedRunner(
+                fits_up_to(70 * STEP), step_time=lambda _: 0.01, timeout_s=20.0
+            ).run(spec)
 
     path = tmp_path / "study.jsonl"
     first = search(path, within(20.0, cells=cells), TwoRungs(100, SLOW, 20.0))

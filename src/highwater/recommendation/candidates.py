@@ -102,7 +102,9 @@ def predicted_candidates(goal: Goal) -> tuple[Candidate, ...]:
         on_a_grid, _ = goal.question(sequences, length_tokens=None)
         here = predict_by_formula(question, goal.memory_limit, goal.trainer, known, asked="longest")
         longest = _longest(on_a_grid, goal.memory_limit, goal.trainer, known)
-        found += (_candidate(goal, question, a, b) for a, b in zip(here, longest, strict=True))
+        # a length that is too short for some layouts has fewer cells than the grid
+        by_cell = {each.cell: each for each in longest}
+        found += (_candidate(goal, question, each, by_cell[each.cell]) for each in here)
     return tuple(sorted(found, key=lambda candidate: candidate.order))
 
 
