@@ -204,6 +204,7 @@ def test_nothing_is_traced_any_more_once_a_calibration_is_interrupted(
         if len(made) == 1:  # two are traced at once
             signal.pthread_kill(main, signal.SIGINT)
 
+    others = psutil.Process().children(recursive=True)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -219,7 +220,7 @@ def test_nothing_is_traced_any_more_once_a_calibration_is_interrupted(
         signal.signal(signal.SIGINT, before)
     assert made
     assert not list((tmp_path / "cache").rglob("*.json.gz")), "each would take seconds"
-    assert not psutil.Process().children(recursive=True)
+    assert set(psutil.Process().children(recursive=True)) <= set(others)
 
 
 def test_a_tracer_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
