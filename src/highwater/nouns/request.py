@@ -505,5 +505,5 @@ def _check_memory(request: Request) -> None:
         f"no trial fits in a memory of {shown}; {format_bytes(_SMALLEST_MEMORY_BYTES)} is the "
         "least",
         hint="give the unit: `{}`" if is_plain else "use `{}` or more",
-        example=f"{count}GiB" if is_plain else "1GiB",
+        example=f"{count}GiB" if is_plain else "80GiB" if request.device == "cuda" else "1GiB",
     )
