@@ -13,7 +13,8 @@ import pytest
 from highwater.trials.trial_process import private_folder
 
 MAKES = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
 from pathlib import Path
 from highwater.trials.trial_process import private_folder
 with private_folder(Path(sys.argv[1]), kind=sys.argv[2]) as folder:
