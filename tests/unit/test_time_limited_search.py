@@ -117,9 +117,7 @@ def test_nothing_predicted_to_be_late_starts_and_the_answer_is_what_was_seen(
         is_beyond = spec.length_tokens > predicted_tokens(question) and fails_s <= limit_s
         # after the first one, trials that were faster than predicted tell that others are
         if number == 0 or slower >= 1:
-            # what the first one took tells of others by their steps alone, a start is in neither
-            near = limit_s if number == 0 else 1.05 * limit_s
-            assert said <= near or is_first or is_beyond
+            assert said <= limit_s or is_first or is_beyond
         if result.outcome is Outcome.TIMEOUT and said > limit_s and slower >= 1:
             assert [s.length_tokens for s, _ in ended].count(spec.length_tokens) == 1
     fit = max((s.length_tokens for s, r in ended if r.outcome is Outcome.FIT), default=None)

@@ -24,7 +24,7 @@ from highwater.nouns.study import Cell, CellAnswer, Question, Study
 from highwater.nouns.trial import Outcome, RankReport, TrialResult, TrialSpec
 from highwater.search.budget import Budget
 from highwater.search.outlook import expected_s, outlook
-from highwater.search.proof import ran_out_s, trial_s
+from highwater.search.proof import ran_out_s, step_time_s, trial_s
 from highwater.search.scheduler import BudgetSpentError, search_cells
 from highwater.search.search_events import CellAnswered, TrialFinished
 from highwater.trials.simulated import FormulaLaw, Law, OneByOne, SimulatedRunner
@@ -95,7 +95,9 @@ class TimedRunner(OneByOne):
         if result.outcome is not Outcome.FIT:
             return msgspec.structs.replace(result, wall_s=seconds)
         ranks = result.ranks or (RankReport(rank=0),)
-        steps_s = (seconds / (spec.steps + 1),) * spec.steps
+        step_s = step_time_s(self._question, spec)
+        step_s = seconds / (spec.steps + 1) if step_s is None else step_s * self._slower
+        steps_s = (step_s,) * spec.steps
         ranks = tuple(msgspec.structs.replace(rank, step_times_s=steps_s) for rank in ranks)
         return msgspec.structs.replace(result, ranks=ranks, wall_s=seconds)
 

@@ -100,9 +100,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _handler(name: str) -> Callable[[argparse.Namespace], int]:
-    """The handler of a command, imported here: what other commands need stays out of this process,
-    and a slip in the grammar is told at once.
-    """
+    """Import a command's handler: what other commands need stays out of this process."""
     match name:
         case "find" | "try" | "show" | "schema":
             from highwater.cli import commands

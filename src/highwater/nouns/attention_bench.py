@@ -105,8 +105,8 @@ IMPLEMENTATIONS: Mapping[str, Implementation] = {
         what="dense, each GPU with a share of the heads", modes=("ulysses",), alone="dense"
     ),
 }
-"""Everything that can take part, in the order of the report; ``engine/bench/attention/contenders``
-has how each is made. """
+"""Everything that can take part, in the order of the report. Each is made in
+``engine/bench/attention/contenders``."""
 SHARES = ("block_sparse_5", "block_sparse_2", "block_sparse_1", "block_sparse_adaptive")
 """What ``block_sparse`` stands for where no pattern is typed."""
 CLASSES: Mapping[str, str] = {

@@ -349,6 +349,12 @@ def predicted_table(
         for each in own
     }
     columns = list(dict.fromkeys(each.entry for each in own))
+    gains = [each for each in summary.efficiencies if each.mode == "data parallel"]
+    best = max(gains, key=lambda each: each.speedup, default=None)
+    if best is not None and bench.order.device == "cuda":
+        brings = f"whole sequences, {best.speedup:.3g} times tokens/s on {best.gpus} ({best.implementation})"
+    else:
+        brings = "whole sequences, tokens/s not measured on GPUs"
     return TextTable(
         title=f"predicted: longest length on other GPUs, {direction}, by memory alone",
         columns=("GPU", "memory", *map(_name, columns), "DataParallel"),
@@ -357,12 +363,12 @@ def predicted_table(
                 gpu,
                 format_bytes(each.memory_bytes),
                 *(cells[gpu, entry] for entry in columns),
-                "whole sequences",
+                brings,
             )
             for gpu, each in kinds.items()
         ),
         footnotes=(
-            *_predicted_from(bench, summary),
+            *_predicted_from(bench),
             *(
                 f"{gpu} has no {' and no '.join(each.lacking)}: it is its memory alone that is "
                 f"predicted, and kernels that need them do not run there"
@@ -374,7 +380,7 @@ def predicted_table(
     )
 
 
-def _predicted_from(bench: AttentionBench, summary: AttentionSummary) -> Iterator[str]:
+def _predicted_from(bench: AttentionBench) -> Iterator[str]:
     where = plain(bench.machine.device_name)
     if bench.order.device == "cpu":
         where = "the CPU, whose kernels allocate otherwise"
@@ -382,15 +388,7 @@ def _predicted_from(bench: AttentionBench, summary: AttentionSummary) -> Iterato
         f"predicted from peaks on {where}; nothing is said about time, nor about more than {FAR} "
         f"times the longest length that was measured (≥)"
     )
-    gains = [each for each in summary.efficiencies if each.mode == "data parallel"]
-    brings = "tokens/s were not measured on GPUs"
-    if gains and bench.order.device == "cuda":
-        best = max(gains, key=lambda each: each.speedup)
-        brings = (
-            f"{best.gpus} GPUs here brought {best.speedup:.3g} times the tokens/s of one "
-            f"({best.implementation})"
-        )
-    yield f"DataParallel: whole sequences on each GPU, none longer than one GPU holds; {brings}"
+    yield "DataParallel: whole sequences on each GPU, none longer than one holds; tokens/s as here"
 
 
 def _too_little(summary: AttentionSummary) -> Iterator[str]:
