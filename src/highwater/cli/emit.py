@@ -41,8 +41,8 @@ def emit(arguments: argparse.Namespace) -> int:
     arguments.predicted_for = row.predicted_for
     is_predicted = is_step_of(row.predicted_for, arguments.for_)
     typed = vars(arguments)
-    traits = TRAITS.get(typed.get("objective") or "sft")
-    has_logits = traits is None or not traits.gives_scalars
+    objective = typed.get("objective") or "sft"
+    has_logits = objective in TRAITS and not TRAITS[objective].gives_scalars
     if not is_predicted and "loss" in row.knows and has_logits:
         # whole logits take five times as much there as here
         typed.setdefault("loss", None if typed.get("entropy") == "chunked" else "chunked")

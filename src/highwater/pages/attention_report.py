@@ -350,11 +350,11 @@ def predicted_table(
     }
     columns = list(dict.fromkeys(each.entry for each in own))
     gains = [each for each in summary.efficiencies if each.mode == "data parallel"]
-    best = max(gains, key=lambda each: each.speedup, default=None)
-    if best is not None and bench.order.device == "cuda":
-        brings = f"whole sequences, {best.speedup:.3g} times tokens/s on {best.gpus} ({best.implementation})"
-    else:
-        brings = "whole sequences, tokens/s not measured on GPUs"
+    said = "whole sequences, tokens/s not measured on GPUs"
+    if gains and bench.order.device == "cuda":
+        best = max(gains, key=lambda each: each.speedup)
+        brings = f"{best.speedup:.3g} times tokens/s on {best.gpus} ({best.implementation})"
+        said = f"whole sequences, {brings}"
     return TextTable(
         title=f"predicted: longest length on other GPUs, {direction}, by memory alone",
         columns=("GPU", "memory", *map(_name, columns), "DataParallel"),
@@ -363,7 +363,7 @@ def predicted_table(
                 gpu,
                 format_bytes(each.memory_bytes),
                 *(cells[gpu, entry] for entry in columns),
-                brings,
+                said,
             )
             for gpu, each in kinds.items()
         ),
