@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
-from places import question_of
 
 from highwater.nouns.study import STUDY_SCHEMA_VERSION, RecordedTrial, Study
 from highwater.nouns.trial import (
@@ -24,6 +23,7 @@ from highwater.pages.study.study_report import StudyReport, assembled
 from highwater.search.predicted_study import predictions_of
 from highwater.store.journal import read_study
 from highwater.units import GIB
+from places import question_of
 
 FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
 REAL = sorted(FOUND.glob("*.jsonl"))

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from places import script
 
 from highwater.memory.trace import allocator
 from highwater.memory.trace.allocator import CachingAllocator, segment_size
 from highwater.memory.trace.replay import replay
 from highwater.nouns.events import EventLog
 from highwater.units import MIB
+from places import script
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "results" / "lab" / "histories.py"
 TOLD = json.loads(gzip.decompress(SCRIPT.with_suffix(".json.gz").read_bytes()))

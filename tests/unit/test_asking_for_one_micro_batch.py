@@ -2,7 +2,6 @@
 
 import msgspec
 import pytest
-from places import question_of
 
 import highwater
 from highwater.cli.flags import typed_values
@@ -12,6 +11,7 @@ from highwater.nouns.request import request_from
 from highwater.nouns.settings import Settings
 from highwater.pages.study.study_commands import find_words, try_words
 from highwater.recommendation.queries import query_of_prediction
+from places import question_of
 
 
 def test_the_question_of_one_micro_batch_is_another_one_whose_rungs_say_so():

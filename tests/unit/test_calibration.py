@@ -10,7 +10,6 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from places import script
 
 import highwater
 from highwater.errors import HighwaterError, UsageError
@@ -36,6 +35,7 @@ from highwater.memory.interval.residuals import (
 from highwater.nouns.events import Allocate, Enter, EventLog
 from highwater.nouns.trial import MemoryBudget, Outcome, RankMemory, RankReport, TrialResult
 from highwater.units import GIB
+from places import script
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"

@@ -12,13 +12,13 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from places import question_of
 
 from highwater.nouns.layout import Layout
 from highwater.nouns.oom import exhausted_memory, memory_aborted
 from highwater.nouns.trial import Device, Failure, FailureKind, Outcome, RankReport, TrialSpec
 from highwater.trials.classify import Ending, Verdict, classify
 from highwater.trials.ranks import RankExit
+from places import question_of
 
 QUESTION = question_of(loss="full", allocator="native")
 

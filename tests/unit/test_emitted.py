@@ -14,7 +14,6 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from places import examples
 from trainers import recorded
 
 from highwater.errors import UsageError
@@ -26,6 +25,7 @@ from highwater.trainers import verl as verl_file
 from highwater.trainers.emitted import Emitted, nested
 from highwater.trainers.trinity import trinity
 from highwater.trainers.verl import verl
+from places import examples
 
 DATA = Path(__file__).parents[1] / "data"
 _TYPES = {

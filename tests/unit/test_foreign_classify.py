@@ -11,7 +11,6 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from places import question_of
 
 from highwater.nouns.foreign_trainer import ForeignTrainer
 from highwater.nouns.trial import Device, Outcome, RankMemory, RankReport, TrialSpec
@@ -19,6 +18,7 @@ from highwater.trials.foreign_classify import ForeignEnding, classify_foreign, e
 from highwater.trials.foreign_log import log_lines, progress_of
 from highwater.trials.foreign_trial import bounded_allocator, memory_budget, past_the_bound
 from highwater.units import GIB
+from places import question_of
 
 QUESTION = question_of(loss="full", allocator="native")
 FOREIGN = ForeignTrainer(trainer="command", command=("train", "{length}"))

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from places import machine_with, question_of
 
 from highwater.cli.config import request_of, to_yaml
 from highwater.cli.flags import typed_values
@@ -30,6 +29,7 @@ from highwater.nouns.request import Request, request_from
 from highwater.nouns.study import Question
 from highwater.nouns.trial import TrialSpec
 from highwater.pages.study.study_commands import find_words, try_words
+from places import machine_with, question_of
 
 COMMAND = "torchrun --nproc-per-node {gpus} train.py --len {length} --sp {ulysses} --steps {steps}"
 ASKED: dict[str, Any] = {"model": "Qwen3-0.6B", "trainer": "command", "command": COMMAND}

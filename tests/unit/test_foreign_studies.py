@@ -7,7 +7,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from places import machine_with
 from studies import report_of
 
 import highwater
@@ -39,6 +38,7 @@ from highwater.search.scheduler import recorded_search
 from highwater.store.journal import open_journal, read_study
 from highwater.trials.simulated import OneByOne
 from highwater.units import GIB
+from places import machine_with
 
 COMMAND = "python train.py --max-len {length}"
 FITS = 60_000

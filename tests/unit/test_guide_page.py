@@ -8,7 +8,6 @@ from pathlib import Path
 import msgspec
 import pytest
 from markup import LARGEST_BYTES, Page
-from places import question_of
 
 from highwater import guide, write_guide
 from highwater.nouns.capacities import study_capacities
@@ -17,6 +16,7 @@ from highwater.pages.guide.answers import places
 from highwater.pages.guide.guide import Guide, guide_tables
 from highwater.pages.guide.guide_page import guide_markdown, guide_page
 from highwater.pages.guide.guide_rows import guide_rows
+from places import question_of
 
 TABLE = Path(__file__).parents[1] / "data" / "published_capacity_a100_80gb.csv"
 STUDIES = Path(__file__).parents[2] / "docs" / "results" / "find"

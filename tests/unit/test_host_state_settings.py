@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from places import machine_with
 
 from highwater.api import predict
 from highwater.cli.flags import typed_values
@@ -42,6 +41,7 @@ from highwater.trainers.targets import (
     configured_choice,
     refuse_unknown_settings,
 )
+from places import machine_with
 
 STATES = Settings(offload="states")
 MODEL = "Qwen3-0.6B"

@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
-from places import question_of
 from studies import report_of
 
 from highwater.errors import UsageError
@@ -18,6 +17,7 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.study import Question, Study
 from highwater.pages.study.study_commands import find_words, try_words
 from highwater.pages.study.study_question import question_table
+from places import question_of
 
 NUMBERS = [name for name in NAMES if name != "kl_estimator"]
 CRITIC = {"objective": "ppo", "critic": True, "entropy": "full"}

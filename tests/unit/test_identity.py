@@ -10,7 +10,6 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from places import question_of
 
 from highwater.cli.config import request_of
 from highwater.cli.grammar import parse
@@ -23,6 +22,7 @@ from highwater.nouns.study import Cell, Question
 from highwater.search.completed import completed_study
 from highwater.store.directory import study_path
 from highwater.store.journal import read_study
+from places import question_of
 
 ROOT = Path(__file__).parents[2]
 KEYS: dict[str, dict[str, str]] = json.loads((ROOT / "tests/data/study_keys.json").read_text())

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from places import question_of
 
 from highwater.errors import MachineError
 from highwater.nouns.codec import to_json
@@ -18,6 +17,7 @@ from highwater.trials.engine_ranks import read_reports
 from highwater.trials.engine_trial import EngineLauncher
 from highwater.trials.local import LocalRunner
 from highwater.trials.trial_process import log_path_of, trial_environment
+from places import question_of
 
 AT_ONCE_S = 0.01
 """A timeout that ends a trial before its first process has read a line."""

@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from places import question_of
 
 from highwater.nouns.foreign_trainer import ForeignTrainer
 from highwater.nouns.trial import Outcome, TrialSpec
 from highwater.trials.foreign_classify import ForeignEnding, classify_foreign
+from places import question_of
 
 FOLDER = Path(__file__).parents[1] / "data" / "foreign_logs"
 EXPECTED: list[dict[str, Any]] = json.loads((FOLDER / "expectations.json").read_text("utf-8"))

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import msgspec
 import pynvml
 import pytest
-from places import H200, NO_GPU, machine_with
 
 from highwater.cli.doctor import diagnose
 from highwater.errors import MachineError
@@ -29,6 +28,7 @@ from highwater.trials.probe import (
     visible_indices,
 )
 from highwater.units import GIB
+from places import H200, NO_GPU, machine_with
 
 ROOT = Path(__file__).parents[2]
 UUIDS = ("GPU-aaa1", "GPU-aab2", "GPU-ccc3")

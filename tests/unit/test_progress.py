@@ -3,7 +3,6 @@
 import dataclasses
 
 import msgspec
-from places import question_of
 
 from highwater.cli.progress import Progress
 from highwater.nouns.study import CellAnswer
@@ -11,6 +10,7 @@ from highwater.nouns.trial import AliveMemory, Failure, Outcome, RankReport, Tri
 from highwater.search.proof import trial_s
 from highwater.search.search_events import CellAnswered, TrialFinished, TrialRuns, TrialStarted
 from highwater.units import format_seconds
+from places import question_of
 
 QUESTION = question_of(loss="full")
 CELL = QUESTION.cells[0]

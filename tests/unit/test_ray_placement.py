@@ -4,7 +4,6 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from places import machine_with, question_of
 
 from highwater.errors import MachineError, UsageError
 from highwater.nouns.layout import Layout
@@ -12,6 +11,7 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
 from highwater.trials.ray_placement import Demand, Node, Placement, choose, demand_of
 from highwater.units import GIB
+from places import machine_with, question_of
 
 QUESTION = question_of(gpus=[1, 2, 4])
 L4 = "NVIDIA L4"

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from places import examples
 
 import highwater
 from highwater.cli.grammar import parse
@@ -24,6 +23,7 @@ from highwater.pages.terminal_table import terminal_table
 from highwater.pages.text_table import plain_table
 from highwater.recommendation.recommend import recommend
 from highwater.units import GIB, format_bytes, format_tokens
+from places import examples
 
 STUDY = Path(__file__).parents[2] / "docs" / "results" / "find" / "qwen3-0.6b-79gib-full.jsonl"
 HERE = {

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from places import examples, machine_with, question_of
 
 from highwater.nouns.layout import Layout
 from highwater.nouns.protocols import Launch, OnPhase, TrialEndedError, unheard
@@ -23,6 +22,7 @@ from highwater.search.search_events import CellAnswered, SearchEvent, TrialFinis
 from highwater.store.journal import open_journal, read_study
 from highwater.trials.local import LocalRunner
 from highwater.trials.simulated import FormulaLaw, SimulatedRunner
+from places import examples, machine_with, question_of
 from runner_contract import RunnerContract
 
 QUESTION = question_of(gpus=[1, 2, 4], ulysses=[1, 2])

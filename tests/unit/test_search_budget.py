@@ -10,7 +10,6 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from places import examples, machine_with, script
 
 from highwater.errors import UsageError
 from highwater.nouns.plan import Plan, plan
@@ -24,6 +23,7 @@ from highwater.search.scheduler import BudgetSpentError, recorded_search, search
 from highwater.search.search_events import CellAnswered, SearchEvent, TrialFinished, TrialStarted
 from highwater.store.journal import open_journal, read_study
 from highwater.trials.simulated import Law, OneByOne
+from places import examples, machine_with, script
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "find"
 STUDIES = sorted(RESULTS.glob("*.jsonl"))

@@ -5,7 +5,6 @@ computes.
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from places import question_of
 
 from highwater.errors import UsageError
 from highwater.model.flops import step_flops
@@ -15,6 +14,7 @@ from highwater.nouns.trial import TrialSpec
 from highwater.search.scheduler import search_cells
 from highwater.search.search_events import CellAnswered
 from highwater.trials.simulated import SimulatedRunner
+from places import question_of
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ own trial ran out.
 from pathlib import Path
 
 import msgspec
-from places import question_of
 
 import highwater
 from highwater.nouns.capacities import simplest, study_capacities
@@ -15,6 +14,7 @@ from highwater.pages.study.tables import answer_table
 from highwater.search.scheduler import search_cells
 from highwater.search.search_events import CellAnswered, TrialFinished
 from highwater.trials.simulated import SimulatedRunner
+from places import question_of
 
 STUDIES = Path(__file__).parents[2] / "docs" / "results" / "find"
 

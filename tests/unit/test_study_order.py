@@ -4,7 +4,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from places import question_of
 from studies import QUESTION, REAL, fifo, report_of, study_of, trial
 
 from highwater import study_report
@@ -13,6 +12,7 @@ from highwater.nouns.trial import Outcome
 from highwater.pages.study.build import study_markdown
 from highwater.pages.study.study_predictions import predicted_cells
 from highwater.pages.study.study_question import question_table
+from places import question_of
 
 BUDGETED = question_of(token_budget="16k").cells
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from places import machine_with, question_of
 from studies import QUESTION, REAL, real_report, report_of, study_of, trial
 
 from highwater import study_report
@@ -26,6 +25,7 @@ from highwater.search.scheduler import recorded_search
 from highwater.store.journal import open_journal, read_study
 from highwater.trials.simulated import FormulaLaw, SimulatedRunner
 from highwater.units import GIB
+from places import machine_with, question_of
 
 
 @pytest.mark.corpus

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from places import examples, question_of
 
 import highwater
 from highwater.cli.commands import exit_code
@@ -43,6 +42,7 @@ from highwater.search.search_events import CellAnswered, TrialFinished
 from highwater.store.journal import open_journal, read_study
 from highwater.trials.simulated import OneByOne
 from highwater.units import GIB
+from places import examples, question_of
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 RECORDED = sorted(RESULTS.rglob("*.jsonl"))

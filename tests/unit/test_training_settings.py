@@ -6,7 +6,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from places import NO_GPU, machine_with
 
 from highwater.errors import MachineError, UsageError
 from highwater.nouns.request import request_from
@@ -18,6 +17,7 @@ from highwater.recommendation.training_settings import (
 )
 from highwater.store.journal import read_study
 from highwater.units import GIB
+from places import NO_GPU, machine_with
 
 MACHINE = msgspec.structs.replace(
     NO_GPU, host_memory_total_bytes=128 * GIB, host_memory_available_bytes=128 * GIB
