@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from highwater.engine.attention.dense import select_kernel
 from highwater.engine.attention.registry import register
-from highwater.engine.bench.environment import environment
+from highwater.engine.bench.attention.measurement import environment
 from highwater.engine.data.batches import Batch, Document, pack
 from highwater.engine.models.build import build, read_config
 from highwater.engine.models.decoder import Decoder

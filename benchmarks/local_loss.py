@@ -31,7 +31,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from highwater.engine.bench.environment import environment
+from highwater.engine.bench.attention.measurement import environment
 from highwater.engine.kernels import rows as row_kernels
 from highwater.engine.models.loss import token_statistics
 from highwater.engine.parallel import mesh as process_mesh

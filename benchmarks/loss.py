@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from highwater.engine.bench.environment import environment
+from highwater.engine.bench.attention.measurement import environment
 from highwater.engine.models.loss import token_statistics
 from highwater.nouns.settings import Loss
 

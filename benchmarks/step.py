@@ -27,12 +27,12 @@ from torch import Tensor
 
 from highwater.engine.attention.dense import select_kernel
 from highwater.engine.attention.registry import register
-from highwater.engine.bench.environment import environment
+from highwater.engine.bench.attention.measurement import environment
 from highwater.engine.data.batches import UNTRAINED, Document, pack
 from highwater.engine.models.build import build, read_config
 from highwater.engine.parallel import mesh as process_mesh
-from highwater.engine.training.memory_log import divide_budget
 from highwater.engine.training.optimizers import make_optimizer
+from highwater.engine.training.statistics_log import divide_budget
 from highwater.engine.training.step import Training, train_step
 from highwater.model.model import load_model
 from highwater.nouns.environment import allocator_environment

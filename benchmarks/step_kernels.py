@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from highwater.engine.bench.environment import environment
+from highwater.engine.bench.attention.measurement import environment
 from highwater.nouns.files import CONFIG_BYTES, read_file
 from step import CONTENDERS, TimedStep, same_weights, sequences_of
 

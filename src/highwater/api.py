@@ -30,12 +30,12 @@ from highwater.memory.question import (
 )
 from highwater.memory.table_accuracy import TableAccuracy, memory_limits_of, table_accuracy
 from highwater.memory.trace.exact import predict_exactly
-from highwater.memory.trace.timeline import timeline as draw_timeline
+from highwater.memory.trace.replay import timeline as draw_timeline
 from highwater.memory.trainers import by_formula, calibration_of
 from highwater.model.model import load_model
 from highwater.nouns.foreign_request import command_of
 from highwater.nouns.foreign_trainer import foreign_name
-from highwater.nouns.hardware import Kernel, Machine, kernels
+from highwater.nouns.hardware import Kernel, Machine, kernels, used_gpus
 from highwater.nouns.plan import Plan, plan, plan_trial
 from highwater.nouns.protocols import Launcher
 from highwater.nouns.published import read_capacity_table
@@ -43,15 +43,13 @@ from highwater.nouns.request import Request, request_from
 from highwater.nouns.study import Question, Study
 from highwater.nouns.trainer import OURS, TRAINERS, TrainerName
 from highwater.nouns.trial import TrialResult, TrialSpec
-from highwater.nouns.trial_hardware import used_gpus
 from highwater.recommendation.candidates import trainer_question
 from highwater.recommendation.user_measurements import OnCalibrate, own_constants, own_residuals
-from highwater.search.budget import Budget
-from highwater.search.completed import completed_study, gone_on
-from highwater.search.outlook import time_notes
-from highwater.search.predicted_start import check_prediction, expectation, predicted_start
+from highwater.search.budget import Budget, time_notes
+from highwater.search.cell_outcomes import SearchEvent
+from highwater.search.predicted_study import completed_study, gone_on
 from highwater.search.scheduler import BudgetSpentError, recorded_search
-from highwater.search.search_events import SearchEvent
+from highwater.search.start_length import check_prediction, expectation, predicted_start
 from highwater.store.directory import (
     check_new_file,
     study_path,
@@ -61,8 +59,7 @@ from highwater.store.journal import open_journal, read_study
 from highwater.trials import node_place
 from highwater.trials import ray_runner as ray_search
 from highwater.trials.diagnosis import diagnose, undiagnosed
-from highwater.trials.engine_ranks import RunRanks, run_ranks_here
-from highwater.trials.engine_trial import EngineLauncher
+from highwater.trials.engine_trial import EngineLauncher, RunRanks, run_ranks_here
 from highwater.trials.foreign_trial import ForeignLauncher, check_foreign
 from highwater.trials.local import LocalRunner
 from highwater.trials.node_place import MachineShare, meeting, of_all_nodes

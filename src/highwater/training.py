@@ -23,12 +23,11 @@ from highwater.memory.capacity import CellPrediction
 from highwater.model.footprint import checkpoint_bytes
 from highwater.model.model import load_model
 from highwater.nouns.codec import Record
-from highwater.nouns.corpus import Corpus, CorpusOrder
+from highwater.nouns.corpus import Corpus, CorpusOrder, missing_files
 from highwater.nouns.declared_settings import DECLARED
 from highwater.nouns.hardware import Machine
 from highwater.nouns.objective import TRAITS
 from highwater.nouns.plan import gpus_hint
-from highwater.nouns.preparation import missing_files
 from highwater.nouns.profiling import SnapshotOrder
 from highwater.nouns.protocols import OnPhase, unheard
 from highwater.nouns.request import Request, request_from

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-CEILINGS = {"src_lines": 76_033, "src_files": 393, "src_small_files": 41}
+CEILINGS = {"src_lines": 75_814, "src_files": 343, "src_small_files": 24}
 """Lowered as the tree shrinks, never raised."""
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from conftest import Run
 
-from highwater.cli.command_list import COMMANDS, SHELLS
 from highwater.cli.grammar import commands
+from highwater.cli.parser import COMMANDS, SHELLS
 
 WITHIN_S = 60
 CASES = {

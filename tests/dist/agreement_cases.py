@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from highwater.engine.data.folder_manifest import FileRecord
+from highwater.engine.data.data_files import FileRecord
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.parallel.mesh import every_ranks
-from highwater.engine.training.agreement import agreed, gathered
+from highwater.engine.training.rank_context import agreed, gathered
 from highwater.errors import HighwaterError, MachineError, UsageError
 from highwater.nouns.layout import Layout
 

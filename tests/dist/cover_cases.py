@@ -351,7 +351,7 @@ def run(
 def train(
     case: Case, weights: Path, mesh: dist.DeviceMesh, shared: process_mesh.SequenceGroups | None
 ) -> Training:
-    """As highwater.engine.training.assemble does, in float64, and each model with weights of its
+    """As highwater.engine.training.rank_run does, in float64, and each model with weights of its
     own.
     """
     settings = case.settings

@@ -28,10 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from highwater.engine.data.batches import Batch, Document, pack
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.parallel.fsdp2 import local_shard
-from highwater.engine.training.assemble import assemble
 from highwater.engine.training.checkpoint import save_sharded
 from highwater.engine.training.host_states import MOMENTS, HostStateAdamW
 from highwater.engine.training.rank_context import RankContext
+from highwater.engine.training.rank_run import assemble
 from highwater.engine.training.step import Training, train_step
 from highwater.model.footprint import device_state_bytes, update_bytes
 from highwater.model.model import load_model

@@ -24,9 +24,9 @@ from highwater.engine.data.batches import Document, pack
 from highwater.engine.models.weights import name_in_files
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.parallel.fsdp2 import local_shard
-from highwater.engine.training.assemble import assemble
 from highwater.engine.training.export import export
 from highwater.engine.training.rank_context import RankContext
+from highwater.engine.training.rank_run import assemble
 from highwater.engine.training.run_checkpoints import RunCheckpoints
 from highwater.engine.training.step import Training, train_step
 from highwater.errors import HighwaterError

@@ -15,7 +15,7 @@ from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import Outcome
-from highwater.trainers.accelerate_files import launcher_file
+from highwater.trainers.accelerate import launcher_file
 from trial_specs import trial_of
 
 pytestmark = pytest.mark.timeout(300)

@@ -21,7 +21,7 @@ from highwater.engine.attention.block_flex import (
 )
 from highwater.engine.attention.block_gather import block_sparse_attention
 from highwater.engine.attention.block_table import block_tables
-from highwater.engine.attention.flex_proof import ProofSizes
+from highwater.engine.attention.kernel_proof import ProofSizes
 from highwater.nouns.sparse_pattern import PatternType
 
 EVERY: tuple[PatternType, ...] = (

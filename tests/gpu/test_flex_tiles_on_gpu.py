@@ -8,7 +8,7 @@ import torch
 from highwater import BlockSparseRingDilatedAttention, SparsePatternConfig
 from highwater.engine.attention.branch_kernel import branch_deviations
 from highwater.engine.attention.branches import Branch, dilated_branches
-from highwater.engine.attention.flex_proof import ProofSizes
+from highwater.engine.attention.kernel_proof import ProofSizes
 from highwater.nouns.sparse_pattern import PatternType
 
 EVERY: tuple[PatternType | None, ...] = (

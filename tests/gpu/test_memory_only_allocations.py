@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from highwater.engine.attention.dense import Kernel, attend
-from highwater.nouns.packing import pieces
+from highwater.nouns.corpus import pieces
 from highwater.nouns.settings import Allocator, Loss
 from highwater.nouns.trial import Outcome, TrialResult
 from highwater.trials.engine_trial import EngineLauncher

@@ -6,11 +6,12 @@ what a trace says.
 import pytest
 import torch
 
-from highwater.engine.attention import patterned, window_proof
+from highwater.engine.attention import kernel_proof as window_proof
+from highwater.engine.attention import patterned
 from highwater.engine.attention.block_attention import WindowedBlock
+from highwater.engine.attention.kernel_proof import computes_windows
 from highwater.engine.attention.patterned import Documents, Pattern, attend_in_pattern
 from highwater.engine.attention.plain_block import PlainBlock
-from highwater.engine.attention.window_proof import computes_windows
 from highwater.engine.tracer.kernel_workspaces import WORKSPACES
 from highwater.nouns.hardware import Kernel
 

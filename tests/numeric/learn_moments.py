@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from traces import trace, trial
 
-from highwater.memory.formula.breakdown import WORKSPACES
+from highwater.memory.formula.constants import WORKSPACES
 from highwater.memory.formula.formula import footprint
 from highwater.memory.formula.moments import (
     DENSE,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from highwater.engine.training.memory_log import past_budget
+from highwater.engine.training.statistics_log import past_budget
 from highwater.nouns.trial import MemoryBudget, RankMemory
 
 MIB = 2**20

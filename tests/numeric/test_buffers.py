@@ -5,7 +5,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from highwater.engine.models.buffers import fill_buffers
+from highwater.engine.models.fill import fill_buffers
 
 
 def test_the_activation_of_apertus_has_the_numbers_that_its_class_gives_it() -> None:

@@ -17,8 +17,7 @@ import pytest
 from corpora import ids_of, made, order, trained_of, write_lines, write_tokenizer
 from pyarrow import parquet
 
-from highwater.engine.data.data_files import data_files
-from highwater.engine.data.folder_manifest import read_manifest, write_manifest
+from highwater.engine.data.data_files import data_files, read_manifest, write_manifest
 from highwater.engine.data.readers import records
 from highwater.engine.data.store import CorpusWriter, open_corpus
 from highwater.engine.data.text_tokens import BYTE_VOCABULARY

@@ -22,7 +22,7 @@ from highwater.engine.data.data_files import data_files
 from highwater.engine.data.readers import records
 from highwater.errors import MachineError, UsageError
 from highwater.nouns.codec import from_json, to_json
-from highwater.nouns.job import REFUSED_FILE, Refused
+from highwater.nouns.protocols import REFUSED_FILE, Refused
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -18,9 +18,9 @@ from transformers import (
 
 from highwater.engine.data.batches import Document, pack
 from highwater.engine.parallel import mesh as process_mesh
-from highwater.engine.training.assemble import assemble
 from highwater.engine.training.export import export
 from highwater.engine.training.rank_context import RankContext
+from highwater.engine.training.rank_run import assemble
 from highwater.engine.training.step import Training, train_step
 from highwater.errors import UsageError
 from highwater.nouns.hyperparameters import Hyperparameters

@@ -19,10 +19,9 @@ from highwater.engine.data.batches import Document, pack
 from highwater.engine.training.step import backward_of
 from highwater.model.model import load_model
 from highwater.nouns.events import Allocate, EventLog
-from highwater.nouns.layout import Layout
+from highwater.nouns.layout import CHUNK_BYTES, Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import PROMPT_TOKENS
-from highwater.nouns.working_sizes import CHUNK_BYTES
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks/local_loss.py"
 aten: Any = torch.ops.aten

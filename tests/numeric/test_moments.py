@@ -11,7 +11,7 @@ import pytest
 from learn_moments import SHARED_SIZE, UNGROUPED
 from traces import trace, trial
 
-from highwater.memory.formula.breakdown import WORKSPACES
+from highwater.memory.formula.constants import WORKSPACES
 from highwater.memory.formula.formula import footprint
 from highwater.memory.formula.moments import families
 from highwater.memory.trace.replay import replay

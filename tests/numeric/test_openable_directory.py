@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from highwater.engine.data.exact_documents import exact_texts
-from highwater.engine.models.openable_directory import openable_directory, write_tokenizer
+from highwater.engine.data.text_tokens import exact_texts
+from highwater.engine.models.pretrained import openable_directory, write_tokenizer
 from highwater.errors import ModelError
-from highwater.nouns.preparation import MissingFiles, missing_files
+from highwater.nouns.corpus import MissingFiles, missing_files
 
 VOCABULARY = 200
 SMALL: dict[str, Any] = {

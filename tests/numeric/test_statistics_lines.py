@@ -14,7 +14,7 @@ from highwater.engine.data.batches import Document, pack
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.training.statistics_log import StatisticsLog
 from highwater.engine.training.step import Training, train_step
-from highwater.model.flops import step_flops
+from highwater.model.footprint import step_flops
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings

@@ -20,8 +20,7 @@ import pytest
 import highwater
 from highwater.errors import MachineError, UsageError
 from highwater.memory.capacity import Prediction
-from highwater.memory.trace.replay import replay
-from highwater.memory.trace.timeline import timeline
+from highwater.memory.trace.replay import replay, timeline
 from highwater.model.model import load_model
 from highwater.nouns.codec import to_json
 from highwater.nouns.events import Allocate, TraceOrder

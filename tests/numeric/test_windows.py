@@ -16,7 +16,7 @@ from highwater.engine.attention.patterned import Documents, Pattern, attend_in_p
 from highwater.engine.attention.plain_block import PlainBlock
 from highwater.engine.attention.registry import Attention, register
 from highwater.engine.parallel.sequence_layout import SequenceLayout
-from highwater.nouns import working_sizes
+from highwater.nouns import layout as working_sizes
 
 TOLERANCE = 1e-12
 """Norm-relative in float64: only the order of summation differs."""

@@ -13,7 +13,7 @@ import pytest
 
 from highwater.nouns.trial import TrialSpec
 from highwater.trials.engine_trial import EngineLauncher
-from highwater.trials.model_files import model_files
+from highwater.trials.inputs import model_files
 from highwater.trials.ray_cluster import RayCluster
 from highwater.trials.ray_node import Needs
 from highwater.trials.ray_placement import choose

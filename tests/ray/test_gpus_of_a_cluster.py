@@ -15,7 +15,7 @@ from highwater.nouns.protocols import Launch
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trial import TrialSpec
-from highwater.trials.model_files import model_files
+from highwater.trials.inputs import model_files
 from highwater.trials.ray_cluster import RayCluster
 from highwater.trials.ray_node import Needs
 from highwater.trials.ray_placement import Node

@@ -24,7 +24,7 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.study import Question
 from highwater.nouns.trial import Device, TrialSpec
 from highwater.pages.study.study_commands import find_words, try_words
-from highwater.trainers.accelerate_files import LauncherFile, launcher_file
+from highwater.trainers.accelerate import LauncherFile, launcher_file
 from highwater.trials.foreign_trial import PREPARE, check_foreign
 from highwater.trials.readiness import check_machine
 from highwater.units import GIB

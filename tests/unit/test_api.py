@@ -6,7 +6,7 @@ import pytest
 
 import highwater
 from highwater.nouns.trial import Outcome
-from highwater.search.search_events import CellAnswered, SearchEvent, TrialFinished
+from highwater.search.cell_outcomes import CellAnswered, SearchEvent, TrialFinished
 
 
 def test_a_search_from_python_answers_every_cell_and_can_be_followed(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from studies import fifo
 from highwater.cli.app import main
 from highwater.cli.config import request_of, to_yaml
 from highwater.errors import HighwaterError, UsageError
+from highwater.nouns.corpus import least_packed, packed_tokens
 from highwater.nouns.files import SETTINGS_BYTES, read_file
 from highwater.nouns.layout import Layout
-from highwater.nouns.packing import least_packed, packed_tokens
 from highwater.nouns.published import read_capacity_table, table_capacities
 from highwater.nouns.refusals import MOST_GPUS, MOST_LENGTHS
 from highwater.nouns.request import Request

@@ -5,7 +5,7 @@ needs.
 import msgspec
 import pytest
 
-from highwater.memory.formula.breakdown import Footprint
+from highwater.memory.formula.constants import Footprint
 from highwater.memory.formula.formula import likely_footprint
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout

@@ -15,8 +15,8 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, Question
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.search.bracket import HINT_COST
+from highwater.search.cell_outcomes import CellAnswered, SearchEvent, TrialFinished, TrialStarted
 from highwater.search.scheduler import search_cells
-from highwater.search.search_events import CellAnswered, SearchEvent, TrialFinished, TrialStarted
 from highwater.search.start_length import MemoryLine
 from highwater.trials.simulated import FormulaLaw, Law, OneByOne, SimulatedRunner
 from highwater.units import GIB, MIB

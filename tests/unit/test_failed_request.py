@@ -17,7 +17,7 @@ from highwater.nouns.study import CellAnswer
 from highwater.nouns.trial import AliveMemory, Failure, Outcome, RankReport, TrialResult
 from highwater.pages.profile.profile_tables import WORDS
 from highwater.pages.study.build import study_markdown, study_page
-from highwater.pages.study.failed_request import alive_rows, request_line, setting_of
+from highwater.pages.study.study_commands import alive_rows, request_line, setting_of
 from highwater.pages.study.tables import answer_table, trial_table
 from highwater.units import GIB
 

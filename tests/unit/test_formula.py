@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 import highwater
-from highwater.memory.formula.breakdown import Footprint, Term
-from highwater.memory.formula.constants import PAGE_TABLE_BYTES
+from highwater.memory.formula.constants import PAGE_TABLE_BYTES, Footprint, Term
 from highwater.memory.formula.formula import footprint
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout

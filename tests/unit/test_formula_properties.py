@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from highwater.memory.formula.breakdown import Footprint
+from highwater.memory.formula.constants import Footprint
 from highwater.memory.formula.formula import FAMILIES, footprint, likely_footprint
 from highwater.model.footprint import gradient_bytes, policy_parameters
 from highwater.model.model import ModelShape, load_model

@@ -185,7 +185,7 @@ def test_the_name_of_the_file_says_whether_it_is_a_page(made: Guide, tmp_path: P
 
 
 def test_only_a_page_loads_the_templates() -> None:
-    code = "import sys, highwater.cli.guide; print('jinja2' in sys.modules)"
+    code = "import sys, highwater.cli.documents; print('jinja2' in sys.modules)"
     assert (
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True

@@ -19,7 +19,7 @@ from highwater.nouns.codec import Record, digest
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question
-from highwater.search.completed import completed_study
+from highwater.search.predicted_study import completed_study
 from highwater.store.directory import study_path
 from highwater.store.journal import read_study
 from places import question_of

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from highwater.errors import HighwaterError, MachineError, UsageError
-from highwater.nouns.preparation import Prepared
+from highwater.nouns.corpus import Prepared
 from highwater.nouns.protocols import TrialEndedError
 from highwater.trials.job import Job, failed, how_ended, last_words
 
@@ -21,8 +21,8 @@ import atexit, os, signal, subprocess, sys, time
 from pathlib import Path
 
 from highwater.errors import MachineError, UsageError
-from highwater.nouns.job import serve, tell_phase
-from highwater.nouns.preparation import Prepared
+from highwater.nouns.protocols import serve, tell_phase
+from highwater.nouns.corpus import Prepared
 
 
 def work(order, folder):

@@ -20,8 +20,8 @@ from highwater.nouns.environment import RECORDED_VARIABLES
 from highwater.nouns.protocols import Runner
 from highwater.nouns.study import Question, Study
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
+from highwater.search.cell_outcomes import TrialFinished
 from highwater.search.scheduler import recorded_search
-from highwater.search.search_events import TrialFinished
 from highwater.store.journal import Journal, open_journal, read_study
 from highwater.trials.probe import environment
 from highwater.trials.simulated import FormulaLaw, SimulatedRunner

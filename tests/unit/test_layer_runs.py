@@ -15,7 +15,6 @@ from highwater.errors import ModelError
 from highwater.memory.formula import layer_bytes as formula
 from highwater.memory.formula.formula import footprint, likely_footprint
 from highwater.memory.formula.layers import busiest_step
-from highwater.model.flops import step_flops
 from highwater.model.footprint import (
     checkpoint_bytes,
     device_state_bytes,
@@ -24,6 +23,7 @@ from highwater.model.footprint import (
     matrices,
     pinned_state_bytes,
     staged_gradient_bytes,
+    step_flops,
 )
 from highwater.model.layer_kind import AttentionKind, LayerKind, LayerRun, MlpKind, runs_of
 from highwater.model.model import ModelShape, load_model

@@ -13,8 +13,7 @@ from highwater.nouns.codec import to_json
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Allocator, Settings
 from highwater.nouns.trial import Outcome, RankReport, TrialSpec
-from highwater.trials.engine_ranks import read_reports
-from highwater.trials.engine_trial import EngineLauncher
+from highwater.trials.engine_trial import EngineLauncher, read_reports
 from highwater.trials.local import LocalRunner
 from highwater.trials.trial_process import log_path_of, trial_environment
 from places import question_of

@@ -6,7 +6,7 @@ import pytest
 
 import highwater
 from highwater.errors import UsageError
-from highwater.model.flops import step_flops
+from highwater.model.footprint import step_flops
 from highwater.model.model import load_model
 from highwater.nouns.lora import Lora, adapter_parameters, nf4_bytes, saved_by_base
 from highwater.nouns.request import request_from

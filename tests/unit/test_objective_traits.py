@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from highwater.model.flops import step_flops
-from highwater.model.footprint import host_state_bytes
+from highwater.model.footprint import host_state_bytes, step_flops
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 from highwater.nouns.objective import TRAITS, without_reference

@@ -21,9 +21,9 @@ from highwater.model.model_place import catalog_names
 from highwater.model.rope import yarn
 from highwater.model.small_parameters import small_parameters
 from highwater.model.trained_families import TRAINED
+from highwater.nouns.corpus import pieces
 from highwater.nouns.hardware import CPU_SEARCH, Machine
 from highwater.nouns.layout import Layout
-from highwater.nouns.packing import pieces
 from highwater.nouns.plan import Plan, plan, plan_trial
 from highwater.nouns.request import request_from
 from highwater.nouns.settings import Settings

@@ -25,10 +25,10 @@ from highwater.nouns.request import Request
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question, Study
 from highwater.nouns.trial import Outcome, TrialSpec
-from highwater.search import predicted_start
+from highwater.search import start_length as predicted_start
 from highwater.search.bracket import HINT_COST
+from highwater.search.cell_outcomes import CellAnswered
 from highwater.search.scheduler import search_cells
-from highwater.search.search_events import CellAnswered
 from highwater.trials.simulated import SimulatedRunner
 from highwater.units import GIB
 from trial_specs import grid_of, question_on

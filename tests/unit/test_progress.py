@@ -7,8 +7,8 @@ import msgspec
 from highwater.cli.progress import Progress
 from highwater.nouns.study import CellAnswer
 from highwater.nouns.trial import AliveMemory, Failure, Outcome, RankReport, TrialResult
+from highwater.search.cell_outcomes import CellAnswered, TrialFinished, TrialRuns, TrialStarted
 from highwater.search.proof import trial_s
-from highwater.search.search_events import CellAnswered, TrialFinished, TrialRuns, TrialStarted
 from highwater.units import format_seconds
 from places import question_of
 

@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 
 from highwater.cli.commands import exit_code
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, EXIT_INCONCLUSIVE
-from highwater.model.flops import step_flops
+from highwater.model.footprint import step_flops
 from highwater.model.model import STATE_BYTES_PER_PARAMETER, load_model
 from highwater.nouns.protocols import Runner
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, Question, Study
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
-from highwater.pages.study.published_layout import published_line, published_tables, published_text
+from highwater.pages.study.study_pictures import published_line, published_tables, published_text
 from highwater.pages.study.tables import answer_table
 from highwater.pages.text_table import plain_table
+from highwater.search.cell_outcomes import CellAnswered, SearchEvent, TrialFinished, TrialStarted
 from highwater.search.proof import FULL_SHARE, TOLD_WITHIN, FullTrials
 from highwater.search.scheduler import recorded_search, search_cells
-from highwater.search.search_events import CellAnswered, SearchEvent, TrialFinished, TrialStarted
 from highwater.search.start_length import MemoryLine
 from highwater.store.journal import open_journal, read_study
 from highwater.trials.simulated import OneByOne, SimulatedRunner, TimeLaw

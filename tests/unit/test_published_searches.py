@@ -7,8 +7,8 @@ from highwater.errors import UsageError
 from highwater.nouns.published import CapacityTable, read_capacity_table
 from highwater.nouns.study import Cell
 from highwater.nouns.trial import Outcome, TrialSpec
+from highwater.search.cell_outcomes import CellAnswered
 from highwater.search.scheduler import search_cells
-from highwater.search.search_events import CellAnswered
 from highwater.search.start_length import unknown_trainer_line
 from highwater.trials.simulated import SimulatedRunner
 

@@ -16,8 +16,8 @@ from highwater.cli.grammar import parse
 from highwater.errors import UsageError
 from highwater.nouns.cells import simplicity
 from highwater.nouns.codec import from_json, to_json
-from highwater.nouns.headroom import default_headroom_bytes
 from highwater.nouns.recommendation import Candidate, Recommendation
+from highwater.nouns.study import default_headroom_bytes
 from highwater.pages.recommendation_tables import next_rungs, recommendation_tables, rung_list
 from highwater.pages.terminal_table import terminal_table
 from highwater.pages.text_table import plain_table

@@ -11,7 +11,7 @@ import pytest
 import highwater
 from highwater.memory.capacity import MemoryLimit
 from highwater.memory.from_trials import as_measured, obstacle, with_margin
-from highwater.model.flops import step_flops
+from highwater.model.footprint import step_flops
 from highwater.model.model import load_model
 from highwater.nouns.capacities import cell_capacities, study_capacities
 from highwater.nouns.recommendation import Candidate, Recommendation

@@ -17,8 +17,8 @@ from highwater.nouns.protocols import Launch, OnPhase, TrialEndedError, unheard
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
+from highwater.search.cell_outcomes import CellAnswered, SearchEvent, TrialFinished, TrialStarted
 from highwater.search.scheduler import recorded_search, search_cells
-from highwater.search.search_events import CellAnswered, SearchEvent, TrialFinished, TrialStarted
 from highwater.store.journal import open_journal, read_study
 from highwater.trials.local import LocalRunner
 from highwater.trials.simulated import FormulaLaw, SimulatedRunner

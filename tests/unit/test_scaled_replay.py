@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from test_scaled_trace import STEPS, WORKSPACES, log
 
 from highwater.memory.trace.replay import Replayed, alive_at, replay
-from highwater.memory.trace.scaled_replay import replay_scaled
-from highwater.memory.trace.scaled_trace import ScaledTrace, scaled_trace
+from highwater.memory.trace.scaled_trace import ScaledTrace, replay_scaled, scaled_trace
 from highwater.memory.trinity.bundled_traces import bundled_trace
 from highwater.model.model import load_model
 from highwater.nouns.events import Allocate, EventLog, Free, GiveBack, TraceEvent

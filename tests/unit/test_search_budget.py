@@ -16,11 +16,10 @@ from highwater.nouns.plan import Plan, plan
 from highwater.nouns.request import request_from
 from highwater.nouns.study import Cell, CellAnswer, Question
 from highwater.nouns.trial import Outcome, TrialSpec
-from highwater.search.budget import Budget
-from highwater.search.outlook import outlook
+from highwater.search.budget import Budget, outlook
+from highwater.search.cell_outcomes import CellAnswered, SearchEvent, TrialFinished, TrialStarted
 from highwater.search.proof import FULL_SHARE, ran_out_s, trial_s
 from highwater.search.scheduler import BudgetSpentError, recorded_search, search_cells
-from highwater.search.search_events import CellAnswered, SearchEvent, TrialFinished, TrialStarted
 from highwater.store.journal import open_journal, read_study
 from highwater.trials.simulated import Law, OneByOne
 from places import examples, machine_with, script

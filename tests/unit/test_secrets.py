@@ -14,8 +14,8 @@ from highwater.errors import UsageError
 from highwater.nouns.codec import to_json
 from highwater.nouns.secrets import HIDDEN, KEPT, LOGGED, hidden_words, kept, without_secrets
 from highwater.nouns.trial import Failure, LogEnd, Outcome, RankReport, TrialResult, TrialSpec
+from highwater.search.cell_outcomes import TrialFinished
 from highwater.search.scheduler import recorded_search
-from highwater.search.search_events import TrialFinished
 from highwater.store.journal import open_journal
 from highwater.trials.simulated import OneByOne
 

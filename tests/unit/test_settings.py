@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from highwater.errors import UsageError
-from highwater.model.flops import step_flops
+from highwater.model.footprint import step_flops
 from highwater.model.model import load_model
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
+from highwater.search.cell_outcomes import CellAnswered
 from highwater.search.scheduler import search_cells
-from highwater.search.search_events import CellAnswered
 from highwater.trials.simulated import SimulatedRunner
 from places import question_of
 

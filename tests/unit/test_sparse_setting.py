@@ -6,7 +6,7 @@ import pytest
 
 from highwater.api import predict
 from highwater.errors import HighwaterError, UsageError
-from highwater.model.flops import step_flops
+from highwater.model.footprint import step_flops
 from highwater.model.model import load_model
 from highwater.nouns.codec import key_of
 from highwater.nouns.request import request_from, setting_flags

@@ -8,15 +8,14 @@ from statistics import median, quantiles
 import pytest
 
 import highwater
-from highwater.model.flops import step_flops
+from highwater.model.footprint import step_flops
 from highwater.model.model import load_model
 from highwater.nouns.hardware import gpu_catalog
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.pages.prediction_tables import prediction_table
 from highwater.speed import step_seconds
-from highwater.speed.rates import rates_of, sheets
-from highwater.speed.step_seconds import predicted_step
+from highwater.speed.step_seconds import predicted_step, rates_of, sheets
 
 SCRIPTS = Path(__file__).parents[2] / "docs" / "results" / "speed"
 SHAPE = load_model("Qwen3-4B").shape

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, Limit, Question
+from highwater.search.cell_outcomes import CellAnswered
 from highwater.search.scheduler import search_cells
-from highwater.search.search_events import CellAnswered
 from highwater.search.start_length import carried_start, first_index, unknown_trainer_line
 from highwater.trials.simulated import FormulaLaw, SimulatedRunner
 from highwater.units import GIB

@@ -11,8 +11,8 @@ from highwater.nouns.capacities import simplest, study_capacities
 from highwater.nouns.study import RecordedTrial, Study
 from highwater.nouns.trial import Outcome
 from highwater.pages.study.tables import answer_table
+from highwater.search.cell_outcomes import CellAnswered, TrialFinished
 from highwater.search.scheduler import search_cells
-from highwater.search.search_events import CellAnswered, TrialFinished
 from highwater.trials.simulated import SimulatedRunner
 from places import question_of
 

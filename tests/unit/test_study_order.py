@@ -10,8 +10,7 @@ from highwater import study_report
 from highwater.nouns.study import Expectation, RecordedTrial
 from highwater.nouns.trial import Outcome
 from highwater.pages.study.build import study_markdown
-from highwater.pages.study.study_predictions import predicted_cells
-from highwater.pages.study.study_question import question_table
+from highwater.pages.study.study_predictions import predicted_cells, question_table
 from places import question_of
 
 BUDGETED = question_of(token_budget="16k").cells

@@ -307,7 +307,7 @@ def test_a_json_report_holds_nothing_that_a_terminal_acts_upon(tmp_path: Path) -
 
 
 def test_only_a_page_loads_the_templates() -> None:
-    code = "import sys, highwater.cli.report; print('jinja2' in sys.modules)"
+    code = "import sys, highwater.cli.documents; print('jinja2' in sys.modules)"
     assert (
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True

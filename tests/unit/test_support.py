@@ -29,7 +29,7 @@ from highwater.nouns.trial import (
     TrialSpec,
 )
 from highwater.pages.study.build import report_text
-from highwater.pages.study.published_layout import (
+from highwater.pages.study.study_pictures import (
     published_line,
     published_notes,
     published_tables,
@@ -37,8 +37,8 @@ from highwater.pages.study.published_layout import (
 )
 from highwater.pages.study.tables import answer_table
 from highwater.pages.text_table import plain_table
+from highwater.search.cell_outcomes import CellAnswered, TrialFinished
 from highwater.search.scheduler import recorded_search, search_cells
-from highwater.search.search_events import CellAnswered, TrialFinished
 from highwater.store.journal import open_journal, read_study
 from highwater.trials.simulated import OneByOne
 from highwater.units import GIB

@@ -16,7 +16,7 @@ from highwater.nouns.plan import plan
 from highwater.nouns.request import request_from
 from highwater.nouns.study import CellAnswer, Question, RecordedTrial, Study
 from highwater.nouns.trial import MemoryBudget, Outcome, RankMemory, RankReport, TrialResult
-from highwater.pages.study.published_layout import (
+from highwater.pages.study.study_pictures import (
     published_line,
     published_notes,
     published_tables,

@@ -16,10 +16,10 @@ from highwater.nouns.request import request_from
 from highwater.nouns.study import CellAnswer, Question
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.pages.study.study_answer import study_answer
-from highwater.search.outlook import outlook, time_notes
+from highwater.search.budget import outlook, time_notes
+from highwater.search.cell_outcomes import TrialFinished
 from highwater.search.proof import ran_out_s, trial_s
 from highwater.search.scheduler import recorded_search
-from highwater.search.search_events import TrialFinished
 from highwater.search.start_length import first_index
 from highwater.store.journal import open_journal, read_study
 from highwater.trials.simulated import Law

@@ -22,9 +22,9 @@ from highwater.nouns.study import Cell, CellAnswer, Past, Question
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.pages.study.study_commands import commands, find_words
 from highwater.pages.study.study_parts import state
-from highwater.pages.study.study_question import question_table
+from highwater.pages.study.study_predictions import question_table
+from highwater.search.cell_outcomes import CellAnswered, TrialFinished
 from highwater.search.scheduler import recorded_search
-from highwater.search.search_events import CellAnswered, TrialFinished
 from highwater.store.journal import open_journal, read_study
 from highwater.trials.simulated import FormulaLaw, OneByOne, SimulatedRunner, TimeLaw
 from places import examples, question_of

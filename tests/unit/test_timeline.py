@@ -4,8 +4,7 @@ import pickle
 
 import pytest
 
-from highwater.memory.trace.replay import replay
-from highwater.memory.trace.timeline import timeline
+from highwater.memory.trace.replay import replay, timeline
 from highwater.nouns.events import Allocate, Enter, EventLog, Free, GiveBack, ReleaseCached
 from highwater.units import GIB, MIB
 

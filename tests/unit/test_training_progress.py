@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from highwater.cli.training_progress import training_progress
+from highwater.cli.progress import training_progress
 from highwater.nouns.corpus import Corpus
 from highwater.nouns.request import request_from
 from highwater.nouns.training import Schedule, TrainingProgress, TrainingRequest, TrainingSpec

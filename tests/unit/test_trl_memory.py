@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import highwater
 from highwater.errors import HighwaterError, UsageError
-from highwater.memory.formula.breakdown import Footprint
+from highwater.memory.formula.constants import Footprint
 from highwater.memory.formula.formula import likely_footprint
 from highwater.memory.interval.calibration import edge_residuals, factors_of
 from highwater.memory.interval.residuals import Residual
@@ -20,8 +20,8 @@ from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Study
 from highwater.nouns.trial import Outcome, TrialSpec
+from highwater.search.cell_outcomes import CellAnswered
 from highwater.search.scheduler import search_cells
-from highwater.search.search_events import CellAnswered
 from highwater.store.journal import read_study
 from highwater.trials.simulated import SimulatedRunner
 from highwater.units import MIB

@@ -18,10 +18,10 @@ from highwater.cli.search_context_length_capacity import (
 from highwater.errors import ModelError, UsageError
 from highwater.model.model import load_model
 from highwater.nouns.codec import from_builtins, to_builtins
+from highwater.nouns.layout import SCORES_AT_HAND, stretch
 from highwater.nouns.plan import plan, plan_trial
 from highwater.nouns.request import Request, request_from
 from highwater.nouns.study import Question
-from highwater.nouns.working_sizes import SCORES_AT_HAND, stretch
 from places import NO_GPU, machine_with
 from tiny_models import write_model
 

@@ -22,8 +22,7 @@ import msgspec
 from highwater.nouns.codec import to_builtins
 from highwater.nouns.plan import plan
 from highwater.nouns.request import request_from
-from highwater.nouns.settings import Settings
-from highwater.nouns.settings_words import short_settings
+from highwater.nouns.settings import Settings, short_settings
 from highwater.nouns.study import Cell, Question
 from highwater.search.scheduler import recorded_search
 from highwater.store.journal import open_journal, read_study

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 
 from highwater.nouns.codec import to_json
 from highwater.nouns.trial import RankReport, TrialSpec
-from highwater.trials.engine_ranks import read_reports
+from highwater.trials.engine_trial import read_reports
 from highwater.trials.ranks import RankShare, read_exits
 from highwater.trials.reaper import under_reaper
 from highwater.trials.trial_process import trial_environment

@@ -287,7 +287,7 @@ def _serve(case: Case) -> None:
     import torch
     import torch.distributed as dist
 
-    from highwater.engine.bench.environment import environment
+    from highwater.engine.bench.attention.measurement import environment
     from highwater.engine.parallel import mesh as process_mesh
 
     rank = int(os.environ["RANK"])
@@ -368,9 +368,8 @@ def ours(spec: Any, device: Any) -> Any:
     from highwater.engine.attention.dense import select_kernel
     from highwater.engine.data.micro_batches import batches
     from highwater.engine.parallel import mesh as process_mesh
-    from highwater.engine.training.assemble import assemble
     from highwater.engine.training.rank_context import RankContext
-    from highwater.engine.training.rank_run import rehearsal_batch, rehearse
+    from highwater.engine.training.rank_run import assemble, rehearsal_batch, rehearse
     from highwater.engine.training.step import train_step
     from highwater.model.model import load_model
 

@@ -111,7 +111,7 @@ def _train(case: list[Any], cap_bytes: int) -> None:
     import msgspec
     import torch
 
-    from highwater.engine.bench.environment import environment
+    from highwater.engine.bench.attention.measurement import environment
 
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)

@@ -22,11 +22,10 @@ from highwater.nouns.protocols import Launch, OnPhase, unheard
 from highwater.nouns.request import request_from
 from highwater.nouns.study import Cell, CellAnswer, Question, Study
 from highwater.nouns.trial import Outcome, RankReport, TrialResult, TrialSpec
-from highwater.search.budget import Budget
-from highwater.search.outlook import expected_s, outlook
+from highwater.search.budget import Budget, expected_s, outlook
+from highwater.search.cell_outcomes import CellAnswered, TrialFinished
 from highwater.search.proof import ran_out_s, step_time_s, trial_s
 from highwater.search.scheduler import BudgetSpentError, search_cells
-from highwater.search.search_events import CellAnswered, TrialFinished
 from highwater.trials.simulated import FormulaLaw, Law, OneByOne, SimulatedRunner
 from highwater.units import format_seconds, format_tokens
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import highwater
-from highwater.memory.formula.breakdown import Footprint
+from highwater.memory.formula.constants import Footprint
 from highwater.memory.formula.formula import likely_footprint
 from highwater.model.model import load_model
 from highwater.nouns.codec import from_builtins, to_builtins

@@ -25,8 +25,7 @@ from highwater.engine.data.batches import shard
 from highwater.engine.data.micro_batches import batches
 from highwater.engine.models import build as model
 from highwater.engine.tracer import fake_cuda, kernel_stubs, tracer
-from highwater.engine.training.assemble import assemble
-from highwater.engine.training.rank_run import rehearsal_batch, rehearse
+from highwater.engine.training.rank_run import assemble, rehearsal_batch, rehearse
 from highwater.engine.training.step import Training, train_step
 from highwater.nouns.events import TraceOrder
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import highwater
 from highwater.errors import HighwaterError
-from highwater.search.search_events import SearchEvent, TrialFinished
+from highwater.search.cell_outcomes import SearchEvent, TrialFinished
 from highwater.trials.foreign_log import logged_steps
 from highwater.units import GIB
 

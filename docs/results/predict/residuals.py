@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import highwater
-from highwater.memory.formula.breakdown import Footprint
+from highwater.memory.formula.constants import Footprint
 from highwater.memory.formula.formula import likely_footprint
 from highwater.memory.interval.residuals import Residual, residual
 from highwater.nouns.codec import to_json

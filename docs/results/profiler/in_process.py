@@ -19,13 +19,13 @@ import torch
 from trials import FITS_TOKENS, MODEL, Found, snapshot_row, spec_of
 
 import highwater
-from highwater.engine.bench.environment import environment
+from highwater.engine.bench.attention.measurement import environment
 from highwater.engine.data.batches import Batch
 from highwater.engine.data.micro_batches import batches
-from highwater.engine.training.assemble import assemble
 from highwater.engine.training.memory_profiler import TrialProfiler
 from highwater.engine.training.out_of_memory import LayerWatch, OutOfMemoryWatch
 from highwater.engine.training.rank_context import RankContext, take_context
+from highwater.engine.training.rank_run import assemble
 from highwater.engine.training.step import train_step
 from highwater.nouns.profiling import Profiling, SnapshotOrder
 from highwater.nouns.settings import Settings

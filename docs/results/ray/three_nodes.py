@@ -39,14 +39,13 @@ from highwater.nouns.codec import to_builtins  # noqa: E402
 from highwater.nouns.plan import plan  # noqa: E402
 from highwater.nouns.protocols import Runner  # noqa: E402
 from highwater.nouns.request import request_from  # noqa: E402
-from highwater.nouns.settings import Settings  # noqa: E402
-from highwater.nouns.settings_words import short_settings  # noqa: E402
+from highwater.nouns.settings import Settings, short_settings  # noqa: E402
 from highwater.nouns.study import Cell, Question  # noqa: E402
 from highwater.search.scheduler import recorded_search  # noqa: E402
 from highwater.store.journal import open_journal, read_study  # noqa: E402
 from highwater.trials.engine_trial import EngineLauncher  # noqa: E402
+from highwater.trials.inputs import model_files  # noqa: E402
 from highwater.trials.local import LocalRunner  # noqa: E402
-from highwater.trials.model_files import model_files  # noqa: E402
 from highwater.trials.probe import environment, probe  # noqa: E402
 from highwater.trials.ray_cluster import RayCluster  # noqa: E402
 from highwater.trials.ray_node import Needs  # noqa: E402

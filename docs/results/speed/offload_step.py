@@ -56,7 +56,7 @@ def measure(arguments: argparse.Namespace) -> None:
     """Both ways in turns, the shortest steps first."""
     import torch
 
-    from highwater.engine.bench.environment import environment
+    from highwater.engine.bench.attention.measurement import environment
 
     began = time.perf_counter()
     training = trainer_of(arguments.model, arguments.length)

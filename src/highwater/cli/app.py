@@ -12,8 +12,8 @@ from os.path import lexists
 from pathlib import Path
 
 from highwater.cli import console
+from highwater.cli.console import exit_code_of, heeding
 from highwater.cli.grammar import parse, usage
-from highwater.cli.interruption import exit_code_of, heeding
 from highwater.errors import EXIT_BUG, EXIT_USER, HighwaterError, MachineError, UsageError
 
 _OURS = (errno.EBADF, errno.ECHILD, errno.ESRCH, errno.EFAULT)
@@ -120,7 +120,7 @@ def _handler(name: str) -> Callable[[argparse.Namespace], int]:
 
             return predict
         case "guide":
-            from highwater.cli.guide import guide
+            from highwater.cli.documents import guide
 
             return guide
         case "recommend":
@@ -132,11 +132,11 @@ def _handler(name: str) -> Callable[[argparse.Namespace], int]:
 
             return emit
         case "report":
-            from highwater.cli.report import report
+            from highwater.cli.documents import report
 
             return report
         case "profile":
-            from highwater.cli.profile import profile
+            from highwater.cli.documents import profile
 
             return profile
         case "doctor":

@@ -12,7 +12,7 @@ from typing import Any, cast
 import msgspec
 
 from highwater.cli import console
-from highwater.cli.interruption import exit_code_of
+from highwater.cli.console import exit_code_of
 from highwater.errors import (
     EXIT_ANSWERED,
     EXIT_ANSWERED_NO,

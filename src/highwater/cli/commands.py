@@ -12,7 +12,7 @@ from pathlib import Path
 from highwater import api
 from highwater.cli import console
 from highwater.cli.config import config_schema, request_of, to_yaml
-from highwater.cli.interruption import exit_code_of
+from highwater.cli.console import exit_code_of
 from highwater.cli.progress import shown
 from highwater.cli.sbatch import sbatch_script
 from highwater.errors import (
@@ -38,20 +38,19 @@ from highwater.nouns.plan_notes import (
     yarn_notes,
 )
 from highwater.nouns.request import Request
-from highwater.nouns.settings_words import short_settings
+from highwater.nouns.settings import short_settings
 from highwater.nouns.study import Cell, CellAnswer, Question, Study
 from highwater.nouns.trial import TrialResult, TrialSpec
-from highwater.pages.study.published_layout import (
+from highwater.pages.study.study_answer import outlook_lines, study_answer
+from highwater.pages.study.study_commands import resumed
+from highwater.pages.study.study_pictures import (
     published_line,
     published_notes,
     published_tables,
     published_text,
 )
-from highwater.pages.study.search_outlook import outlook_lines
-from highwater.pages.study.study_answer import study_answer
-from highwater.pages.study.study_commands import resumed
 from highwater.pages.study.tables import answer_table, trial_table
-from highwater.search.completed import completed_study
+from highwater.search.predicted_study import completed_study
 from highwater.store.directory import newest_studies
 from highwater.store.logs import snapshot_lines, study_snapshot_lines
 from highwater.trials.diagnosis import diagnose, undiagnosed

@@ -10,9 +10,8 @@ import argparse
 from collections.abc import Callable, Iterator
 
 from highwater.cli import console
-from highwater.cli.command_list import SHELLS
 from highwater.cli.grammar import grammar
-from highwater.cli.parser import Parser
+from highwater.cli.parser import SHELLS, Parser
 from highwater.errors import EXIT_ANSWERED
 from highwater.model.model_place import model_catalog
 from highwater.nouns.declared_settings import DECLARED

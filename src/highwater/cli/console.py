@@ -1,16 +1,22 @@
 """What the commands print: the answer to stdout, talk to stderr. Colours and live tables only where
 there is a terminal.
+
+Being told to stop: SIGTERM, from a scheduler or `docker stop`, ends a command in the same order
+as Ctrl-C does, and a training SIGHUP, too, where its terminal closes.
 """
 
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
+from types import FrameType
 from typing import TextIO
 
-from highwater.errors import HighwaterError, UsageError
+from highwater.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, HighwaterError, UsageError
 from highwater.nouns.codec import to_json
 from highwater.nouns.secrets import kept, without_secrets
 from highwater.pages.terminal import terminal_text
@@ -179,3 +185,32 @@ def _answering() -> Generator[None]:
             hint="write it elsewhere; what a search has found is in its study: `highwater show` "
             "shows it again",
         ) from error
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM has come, or another signal that is heeded."""
+
+
+@contextmanager
+def heeding(number: signal.Signals) -> Generator[None]:
+    """Raises Terminated in the block when the signal comes, unless whoever started this process
+    decided otherwise.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(number) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(number, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def exit_code_of(interrupt: KeyboardInterrupt) -> int:
+    """What a shell expects after this signal."""
+    return EXIT_TERMINATED if isinstance(interrupt, Terminated) else EXIT_INTERRUPTED
+
+
+def _terminate(_number: int, _frame: FrameType | None) -> None:
+    raise Terminated

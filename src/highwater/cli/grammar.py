@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, get_args
 
-from highwater.cli.command_list import COMMANDS, SHELLS, groups
 from highwater.cli.flags import (
     add_bench_flags,
     add_json,
@@ -19,7 +18,7 @@ from highwater.cli.flags import (
     report_flags,
     show_flags,
 )
-from highwater.cli.parser import Parser, parse_strictly
+from highwater.cli.parser import COMMANDS, SHELLS, Parser, groups, parse_strictly
 from highwater.errors import UsageError
 from highwater.nouns.declaration import CommandName
 from highwater.nouns.declared_settings import DECLARED

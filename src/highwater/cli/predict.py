@@ -20,7 +20,7 @@ from highwater.nouns.declared_settings import taken_by
 from highwater.nouns.foreign_trainer import FOREIGN, foreign_name
 from highwater.nouns.recommendation import Alternative
 from highwater.nouns.request import request_from, trial_flags
-from highwater.nouns.settings_words import short_settings
+from highwater.nouns.settings import short_settings
 from highwater.nouns.trainer import TRAINERS
 from highwater.nouns.trial import TrialSpec
 from highwater.pages.answer_sentence import assumed_host, prediction_answer

@@ -24,7 +24,7 @@ from highwater.cli import console
 from highwater.cli.app import guarded
 from highwater.cli.commands import exit_code, say_interrupted, say_line, with_memory
 from highwater.cli.config import as_key, layered, settings_in
-from highwater.cli.interruption import exit_code_of
+from highwater.cli.console import exit_code_of
 from highwater.cli.parser import Parser, parse_strictly
 from highwater.cli.progress import Progress
 from highwater.errors import HighwaterError, MachineError
@@ -32,13 +32,12 @@ from highwater.model.model import STATE_BYTES_PER_PARAMETER, Model, load_model
 from highwater.nouns.declaration import SWITCH
 from highwater.nouns.declared_settings import DECLARED
 from highwater.nouns.environment import ALLOCATOR_MODES, allocator_options, ignored_options
-from highwater.nouns.hardware import Machine
+from highwater.nouns.hardware import Machine, cpu_memory
 from highwater.nouns.plan import Plan
 from highwater.nouns.request import Request, request_from, values_of
 from highwater.nouns.search_lengths import CEILING_TOKENS, grid_of
 from highwater.nouns.settings import Allocator, Settings
-from highwater.nouns.trial_hardware import cpu_memory
-from highwater.search.search_events import CellAnswered, SearchEvent
+from highwater.search.cell_outcomes import CellAnswered, SearchEvent
 from highwater.trials.probe import probe
 from highwater.units import format_bytes, format_tokens
 

@@ -8,13 +8,13 @@ import signal
 from highwater import training
 from highwater.cli import console
 from highwater.cli.config import request_of
+from highwater.cli.console import exit_code_of, heeding
 from highwater.cli.flags import training_request_of
-from highwater.cli.interruption import exit_code_of, heeding
-from highwater.cli.training_progress import training_progress
+from highwater.cli.progress import training_progress
 from highwater.errors import EXIT_ANSWERED, EXIT_TERMINATED
 from highwater.nouns.settings import Settings
 from highwater.nouns.training import TrainingRequest, TrainingResult
-from highwater.pages.training_tables import (
+from highwater.pages.prediction_tables import (
     prediction_lines,
     stopped_sentence,
     training_answer,

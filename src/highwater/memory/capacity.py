@@ -6,9 +6,9 @@ from typing import Literal
 
 import msgspec
 
-from highwater.memory.formula.breakdown import Footprint
 from highwater.memory.formula.constants import (
     CUBLAS_WORKSPACES_BYTES,
+    Footprint,
     MachineConstants,
     outside_terms,
 )
@@ -19,9 +19,8 @@ from highwater.memory.trace.replay import Replayed
 from highwater.nouns.capacities import Capacity, kind_with_memory
 from highwater.nouns.codec import Record
 from highwater.nouns.hardware import gpu_catalog
-from highwater.nouns.headroom import Risk, default_headroom_bytes, risk_of
 from highwater.nouns.optimizer import OPTIMIZERS
-from highwater.nouns.study import Cell, Question
+from highwater.nouns.study import Cell, Question, Risk, default_headroom_bytes, risk_of
 from highwater.nouns.trainer import TrainerName
 from highwater.speed.step_seconds import PredictedStep
 

@@ -1,6 +1,11 @@
-"""Layout: how many GPUs, and how they share the sequence and the states."""
+"""Layout: how many GPUs, and how they share the sequence and the states.
 
-from collections.abc import Collection, Iterable
+Working sizes: how much of a step is alive at a time where it is done piece by piece, and in what
+numbers. What is trained is cut by them; what is predicted counts them.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -9,6 +14,7 @@ from highwater.errors import UsageError
 from highwater.nouns.codec import Record
 from highwater.nouns.declaration import words_of
 from highwater.nouns.refusals import MOST_GPUS, MOST_GPUS_OF_A_MACHINE
+from highwater.units import MIB
 
 USUAL_GPUS_OF_A_MACHINE = 8
 """GPUs that a machine is taken to have where there are several, and no copy has more."""
@@ -194,3 +200,35 @@ def flags_of(layouts: Iterable[Layout]) -> tuple[str, ...]:
 
 def _distinct(numbers: Iterable[int]) -> list[str]:
     return list(dict.fromkeys(map(str, numbers)))
+
+
+CHUNK_BYTES: Mapping[str, int] = {"cuda": 512 * MIB, "cpu": 32 * MIB}
+"""Logits of one chunk where they are never whole, by device: enough rows for efficient matrix
+products."""
+TILE_BYTES: Mapping[str, int] = {"cuda": 128 * MIB, "cpu": MIB}
+"""One product of a tile where an MLP goes in tiles, of which three are alive, by device: tokens
+enough for efficient matrix products."""
+ELEMENT_BYTES: Mapping[str, int] = {"cuda": 2, "cpu": 4}
+"""One number of activations, logits, gathered weights and saved Hugging Face weights, by device:
+bfloat16 on a GPU, float32 on the CPU."""
+SCORES_AT_HAND = 2**23
+"""Scores that plain attention computes at once, of all documents and heads; one row at the least.
+"""
+
+
+class Stretch(NamedTuple):
+    """What plain attention takes at a time, of one document and one head."""
+
+    rows: int
+    """Queries."""
+    keys: int
+    """Keys that one of them reads at least."""
+
+
+def stretch(length_tokens: int, window_tokens: int | None, heads: int) -> Stretch:
+    """The largest stretch of documents of this length; ``heads``: those of all of them."""
+    window = min(length_tokens, window_tokens or length_tokens)
+    room = SCORES_AT_HAND // heads
+    # r rows of a window read window + r - 1 keys: r (window + r) is to be within the room
+    rows = max(1, (math.isqrt(window**2 + 4 * room) - window) // 2)
+    return Stretch(min(length_tokens, rows), min(length_tokens, window + rows - 1))

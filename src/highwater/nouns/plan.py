@@ -14,13 +14,19 @@ from highwater.model.footprint import PROCESS_BYTES, device_state_bytes
 from highwater.model.model import Model, load_model
 from highwater.nouns.cells import cells_of, within_token_budget
 from highwater.nouns.codec import Record
+from highwater.nouns.corpus import pieces
 from highwater.nouns.declaration import words_of
 from highwater.nouns.foreign_request import foreign_of, with_one_count
 from highwater.nouns.foreign_trainer import FOREIGN, ForeignTrainer
 from highwater.nouns.grid import PUBLISHED_STEP_TOKENS, Grid
-from highwater.nouns.hardware import Machine
+from highwater.nouns.hardware import (
+    Machine,
+    TrialHardware,
+    check_host_memory,
+    cpu_memory,
+    hardware_of,
+)
 from highwater.nouns.lora import refuse_no_target
-from highwater.nouns.packing import pieces
 from highwater.nouns.plan_notes import (
     ON_THE_CPU_NOTE,
     SPARSE_NOTE,
@@ -40,12 +46,6 @@ from highwater.nouns.sparse_pattern import SPARSE_KERNEL_BLOCK
 from highwater.nouns.study import Cell, Proof, Question
 from highwater.nouns.trainer import TRAINERS, TrainerName
 from highwater.nouns.trial import PROMPT_TOKENS, Device, TrialSpec
-from highwater.nouns.trial_hardware import (
-    TrialHardware,
-    check_host_memory,
-    cpu_memory,
-    hardware_of,
-)
 from highwater.units import format_seconds, format_tokens
 
 SHORTEST_TIMEOUT_S: Mapping[Device, float] = {"cpu": 10.0, "cuda": 60.0}

@@ -14,8 +14,7 @@ from highwater.nouns.capacities import Source
 from highwater.nouns.cells import simplicity
 from highwater.nouns.codec import Record
 from highwater.nouns.declaration import words_of
-from highwater.nouns.headroom import Risk
-from highwater.nouns.study import Cell
+from highwater.nouns.study import Cell, Risk
 from highwater.nouns.trainer import OURS, AnyTrainer, TrainerName
 from highwater.units import counted
 

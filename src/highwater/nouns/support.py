@@ -14,7 +14,7 @@ from functools import partial
 import msgspec
 
 from highwater.errors import HighwaterError
-from highwater.nouns.packing import packed_tokens
+from highwater.nouns.corpus import packed_tokens
 from highwater.nouns.study import CellAnswer, MemoryOnlyFit, Question, RecordedTrial
 from highwater.nouns.trial import Outcome, TrialResult
 from highwater.units import format_tokens

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from highwater.memory.capacity import CellPrediction, Prediction
 from highwater.nouns.cluster import nameless
 from highwater.nouns.hardware import THIS_MACHINE
-from highwater.nouns.headroom import Risk
 from highwater.nouns.recommendation import Alternative, Recommendation
-from highwater.nouns.settings import Settings
-from highwater.nouns.settings_words import listed, settings_in_words
+from highwater.nouns.settings import Settings, listed, settings_in_words
+from highwater.nouns.study import Risk
 from highwater.nouns.trainer import OURS, AnyTrainer, predicted_traits, trainer_title
 from highwater.pages.text import plain
 from highwater.units import format_bytes, format_seconds, format_tokens

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from highwater.memory.attention_fit import LEAST_LENGTHS, MemoryFit
+from highwater.memory.from_trials import LEAST_LENGTHS, MemoryFit
 from highwater.nouns.attention_bench import IMPLEMENTATIONS, AttentionBench, Direction, Entry
 from highwater.nouns.codec import Record
 from highwater.pages.text import escaped, markdown_list, markdown_table, plain

@@ -5,9 +5,9 @@ otherwise, what is the user's to fill in, and what to look at before a long run.
 import json
 from collections.abc import Sequence
 
-from highwater.nouns.headroom import RISK_IN_WORDS
 from highwater.nouns.recommendation import Candidate, Recommendation
-from highwater.nouns.settings_words import settings_in_words
+from highwater.nouns.settings import settings_in_words
+from highwater.nouns.study import RISK_IN_WORDS
 from highwater.nouns.trainer import step_in_words
 from highwater.pages.text import plain
 from highwater.trainers.emitted import Emitted

@@ -1,14 +1,20 @@
 """Alternatives: what is predicted to train a length where nothing that was asked about does.
 
 That is more GPUs, a larger one, or another technique.
+
+Recommendations for trainers that are tried alone: what their own studies found at a length.
+
+Nothing is predicted: no formula knows such a trainer.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import msgspec
 
 from highwater.errors import UsageError
+from highwater.memory.capacity import MemoryLimit
+from highwater.memory.from_trials import as_measured, obstacle, with_margin
 from highwater.memory.question import with_usual_host
 from highwater.memory.trainers import predict_by_formula
 from highwater.model.model import load_model
@@ -16,10 +22,11 @@ from highwater.nouns.cells import heads_obstacle
 from highwater.nouns.cluster import Cluster
 from highwater.nouns.declaration import flag_of, words_of
 from highwater.nouns.hardware import gpu_catalog, lacking, runs_trials
-from highwater.nouns.recommendation import Alternative, AlternativeKind, Candidate
+from highwater.nouns.recommendation import Alternative, AlternativeKind, Candidate, Recommendation
 from highwater.nouns.refusals import MOST_GPUS_OF_A_MACHINE
-from highwater.nouns.trainer import TRAINERS
-from highwater.recommendation.candidates import Goal, first_fit
+from highwater.nouns.study import Cell, Study, counted_ranks
+from highwater.nouns.trainer import TRAINERS, AnyTrainer, trainer_title
+from highwater.recommendation.candidates import Goal, first_fit, token_budget
 from highwater.units import GIB, format_bytes
 
 MOST_GPUS_TRIED = 64
@@ -252,3 +259,85 @@ def _gpu_flags(where: Cluster, rollout_gpus: int) -> tuple[str, ...]:
     if where.may_shard_across and every.gpus > MOST_GPUS_OF_A_MACHINE:
         return ()
     return ("--gpus", every.typed)
+
+
+_ACCURACY = "by real trials; peaks are sampled from outside, and a shorter one is missed"
+
+
+def tried_recommendation(
+    model: str,
+    *,
+    length_tokens: int,
+    where: Cluster,
+    memory_limit: MemoryLimit,
+    trainer: AnyTrainer,
+    studies: Sequence[Study],
+    margin_bytes: int,
+) -> Recommendation:
+    """The simplest settings that a foreign trainer's studies saw train a length.
+
+    Raises UsageError where no study has an answer.
+    """
+    read = load_model(model)
+    found: dict[Cell, Candidate] = {}
+    notes: list[str] = []
+    for recorded in studies:
+        study = with_margin(recorded, margin_bytes)
+        why = obstacle(
+            study,
+            model=read,
+            device_name=where.device_name,
+            memory_limit=memory_limit,
+            trainer=trainer,
+        )
+        told = {} if why else measured_cells(study, where.gpus, length_tokens)
+        if not told:
+            ranks = counted_ranks(where.gpus, "cuda")
+            notes.append(
+                f"{study.path} is not used: {why or f'it has no answer for this length on {ranks}'}"
+            )
+        found = told | found
+    if not found:
+        raise UsageError(
+            f"no study has trials of {trainer_title(trainer)} at {length_tokens} tokens: "
+            + ("; ".join(notes) or "none is named"),
+            hint="leave `--trainer` out, or name a study of it with `--study`",
+        )
+    candidates = tuple(sorted(found.values(), key=lambda each: each.order))
+    return Recommendation(
+        model_name=read.name,
+        native_length_tokens=read.shape.native_length_tokens,
+        trainer=trainer,
+        length_tokens=length_tokens,
+        gpus=where.gpus,
+        device_name=where.device_name,
+        device_bytes=where.device_bytes,
+        margin_bytes=margin_bytes,
+        default_sequences=1,
+        chosen=next((each for each in candidates if each.fits), None),
+        candidates=candidates,
+        yarn=None,
+        accuracy=_ACCURACY,
+        notes=tuple(notes),
+    )
+
+
+def measured_cells(study: Study, gpus: int, length_tokens: int) -> dict[Cell, Candidate]:
+    """What a study's trials say of a length, by cell."""
+    unknown = (
+        Candidate(
+            cell=cell,
+            is_lowered=False,
+            token_budget_tokens=token_budget(cell, length_tokens),
+            fits=False,
+            source="measured",
+            found_in=study.path or "a study",
+            headroom_bytes=None,
+            capacity_tokens=0,
+            capacity_source="measured",
+        )
+        for cell in study.question.cells
+        if cell.layout.gpus == gpus
+    )
+    told = ((each.cell, as_measured(each, study, length_tokens)) for each in unknown)
+    return {cell: measured for cell, measured in told if measured is not None}

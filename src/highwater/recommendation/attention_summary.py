@@ -6,8 +6,8 @@ what sharing brings, and what to use for which lengths. Pure: figures in, figure
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from highwater.memory.attention_fit import MemoryFit, memory_fit
 from highwater.memory.formula.constants import CONTEXT_BYTES
+from highwater.memory.from_trials import MemoryFit, memory_fit
 from highwater.nouns.attention_bench import (
     IMPLEMENTATIONS,
     AttentionBench,

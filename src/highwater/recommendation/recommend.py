@@ -27,11 +27,10 @@ from highwater.model.model import load_model
 from highwater.model.rope import yarn
 from highwater.nouns.cluster import Cluster
 from highwater.nouns.declared_settings import DECLARED, TOPICS
-from highwater.nouns.headroom import default_headroom_bytes
 from highwater.nouns.plan_notes import prompt_notes
 from highwater.nouns.recommendation import Alternative, Candidate, Recommendation
 from highwater.nouns.request import request_from
-from highwater.nouns.study import Question, Study, counted_ranks
+from highwater.nouns.study import Question, Study, counted_ranks, default_headroom_bytes
 from highwater.nouns.trainer import (
     OURS,
     TRAINERS,
@@ -40,9 +39,8 @@ from highwater.nouns.trainer import (
     predicted_trainer,
     trainer_title,
 )
-from highwater.recommendation.alternatives import alternatives
+from highwater.recommendation.alternatives import alternatives, measured_cells, tried_recommendation
 from highwater.recommendation.candidates import Goal, predicted_candidates
-from highwater.recommendation.tried import measured_cells, tried_recommendation
 from highwater.store.journal import read_study
 from highwater.trials.probe import gpus_meant, host_meant
 from highwater.units import parse_memory, parse_tokens

@@ -4,9 +4,8 @@ from pathlib import Path
 
 from highwater.model.model import Model, load_model
 from highwater.model.rope import yarn
-from highwater.nouns.corpus import Corpus
+from highwater.nouns.corpus import Corpus, missing_files
 from highwater.nouns.plan_notes import weights_notes
-from highwater.nouns.preparation import missing_files
 from highwater.nouns.training import TrainingRequest
 from highwater.nouns.trial import TrialSpec
 from highwater.recommendation.training_settings import ChosenTrial

@@ -18,7 +18,7 @@ earlier cell that has changed since (docs/decisions/026).
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from highwater.nouns.packing import least_packed, pieces
+from highwater.nouns.corpus import least_packed, pieces
 from highwater.nouns.study import Cell, CellAnswer, Past, Question
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.search.bracket import Bracket

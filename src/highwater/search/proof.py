@@ -12,8 +12,7 @@ where the rates of the GPU are. It says which trials are worth their time, and n
 
 from collections.abc import Callable
 
-from highwater.model.flops import step_flops
-from highwater.model.footprint import host_state_bytes
+from highwater.model.footprint import host_state_bytes, step_flops
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec

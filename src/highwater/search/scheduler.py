@@ -22,14 +22,14 @@ from typing import Any
 from highwater.nouns.protocols import TOLD_S, Launch, Runner
 from highwater.nouns.study import Cell, CellAnswer, Expectation, Past, Question
 from highwater.nouns.trial import TrialResult, kept_result
-from highwater.search.cell_search import CellSearch, MayStart, NextTrial
-from highwater.search.search_events import (
+from highwater.search.cell_outcomes import (
     CellAnswered,
     SearchEvent,
     TrialFinished,
     TrialRuns,
     TrialStarted,
 )
+from highwater.search.cell_search import CellSearch, MayStart, NextTrial
 from highwater.search.start_length import (
     MemoryLineOf,
     carried_start,

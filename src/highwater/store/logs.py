@@ -13,7 +13,7 @@ from pathlib import Path
 
 from highwater.nouns.files import refuse_irregular
 from highwater.nouns.profiling import SNAPSHOTS, Profiling, coordinates, snapshot_name
-from highwater.nouns.settings_words import short_settings
+from highwater.nouns.settings import short_settings
 from highwater.nouns.study import Study
 from highwater.nouns.trial import LogEnd, TrialResult, TrialSpec
 from highwater.units import format_tokens

@@ -24,7 +24,7 @@ from highwater.trainers.emitted import (
     yaml_path,
     yarn_lines,
 )
-from highwater.trainers.finetuning import one_dtype, whole_alpha
+from highwater.trainers.finetuner_files import one_dtype, whole_alpha
 
 VERSION = "1.0.4"
 DATASET = "${oc.env:DATASET}"

@@ -22,7 +22,7 @@ from highwater.nouns.optimizer import OptimizerName
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
-from highwater.trainers.accelerate_files import mapping_in
+from highwater.trainers.accelerate import mapping_in
 from highwater.trainers.emitted import (
     DATASET,
     WHOLE_SHARDS,
@@ -45,10 +45,11 @@ from highwater.trainers.finetuner_files import (
     Finetuner,
     FinetunerFiles,
     FinetunerTrial,
+    FineTuning,
     OwnFile,
     of_recomputation,
+    whole_alpha,
 )
-from highwater.trainers.finetuning import FineTuning, whole_alpha
 from highwater.trainers.logits import (
     CUT_CROSS_ENTROPY,
     LIGER,

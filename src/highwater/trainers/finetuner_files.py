@@ -5,26 +5,80 @@ A user's field stays unless it says the length, the batch, how processes share t
 the steps or the output: those are the trial's. What the user's file does not say is the trainer's
 default; without a file it is what ``highwater emit`` says. What would make a trial prove something
 else is refused by name (docs/decisions/059). What differs by trainer is its ``Finetuner``.
+
+Supervised fine-tuning as a trainer's configuration needs it, whoever asks for it: a
+recommendation that is emitted, or a trial.
+
+Adapter words: what the configurations of trainers with LoRA have in common.
 """
 
+import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from highwater.errors import UsageError
 from highwater.model.model import ModelShape
 from highwater.model.rope import Yarn
+from highwater.nouns.declaration import words_of
 from highwater.nouns.foreign_trainer import FOREIGN, ForeignName
+from highwater.nouns.lora import ALL_LINEAR, Lora
+from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trial import TrialSpec
-from highwater.trainers.accelerate_files import refuse_unlaunched
-from highwater.trainers.emitted import Value, nested
-from highwater.trainers.finetuning import FineTuning
+from highwater.trainers.accelerate import refuse_unlaunched
+from highwater.trainers.emitted import Value, nested, shape_here
 from highwater.units import format_tokens
+
+
+class FineTuning(NamedTuple):
+    """What a trainer is to train."""
+
+    cell: Cell
+    length_tokens: int
+    model_path: str | None = None
+    """The model's directory, or its id on the Hub; None: the command names it."""
+    yarn: Yarn | None = None
+    """The scaling of the positions that the length needs."""
+    shape: ModelShape | None = None
+    """The model's layers, which tell whose loss can be fused; None: it is not here."""
+
+    @classmethod
+    def of(cls, found: Recommendation, chosen: Candidate, model_path: str | None) -> Self:
+        """The training that a recommendation is of."""
+        shape = shape_here(found, model_path)
+        return cls(chosen.cell, found.length_tokens, model_path, found.yarn, shape)
+
+
+def whole_alpha(lora: Lora, *, name: str) -> int:
+    """Alpha as a whole number; raises UsageError for another."""
+    if lora.alpha != int(lora.alpha):
+        raise UsageError(
+            f"{name}'s lora_alpha is a whole number, and {lora.alpha} is not",
+            hint=f"use `--lora-alpha {max(1, round(lora.alpha))}`",
+        )
+    return int(lora.alpha)
+
+
+def lora_words(lora: Lora) -> str:
+    """The flags that ask for these adapters."""
+    words: dict[str, object] = {"lora": lora.rank}
+    words |= {} if lora.alpha == 2 * lora.rank else {"lora_alpha": lora.alpha}
+    words |= {} if lora.targets == ALL_LINEAR else {"lora_targets": lora.targets}
+    return shlex.join(words_of(words))
+
+
+def one_dtype(*, name: str, field: str) -> str:
+    """That a frozen model has its adapters' dtype: a line of a comment."""
+    return (
+        f"{name} has one dtype for adapters and the frozen model, {field}: float32, which counts "
+        "4 bytes for each of its parameters; bf16 would train adapters in bf16"
+    )
+
 
 DOCUMENTS = "documents.jsonl"
 """The trial's data: a text in each line, as long as the trial at least."""

@@ -47,9 +47,10 @@ from highwater.trainers.finetuner_files import (
     Finetuner,
     FinetunerFiles,
     FinetunerTrial,
+    FineTuning,
     OwnFile,
+    whole_alpha,
 )
-from highwater.trainers.finetuning import FineTuning, whole_alpha
 from highwater.trainers.logits import LIGER, is_fused, unfused, whole_logits_bytes
 
 VERSION = "0.9.5"

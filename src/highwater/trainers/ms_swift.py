@@ -24,7 +24,7 @@ from highwater.nouns.optimizer import OptimizerName
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
-from highwater.trainers.accelerate_files import mapping_in
+from highwater.trainers.accelerate import mapping_in
 from highwater.trainers.emitted import (
     DATASET,
     WHOLE_SHARDS,
@@ -48,10 +48,10 @@ from highwater.trainers.finetuner_files import (
     Finetuner,
     FinetunerFiles,
     FinetunerTrial,
+    FineTuning,
     OwnFile,
     of_recomputation,
 )
-from highwater.trainers.finetuning import FineTuning
 from highwater.trainers.logits import is_fused, unfused, whole_logits_bytes
 
 VERSION = "4.6.0"

@@ -38,7 +38,7 @@ from highwater.trainers.emitted import (
     shared_copies,
     yarn_lines,
 )
-from highwater.trainers.finetuning import lora_words
+from highwater.trainers.finetuner_files import lora_words
 from highwater.trainers.logits import unfused, whole_logits_bytes
 from highwater.units import GIB, format_bytes
 

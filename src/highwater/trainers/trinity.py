@@ -25,7 +25,7 @@ from highwater.trainers.emitted import (
     yaml_path,
     yarn_lines,
 )
-from highwater.trainers.finetuning import lora_words, whole_alpha
+from highwater.trainers.finetuner_files import lora_words, whole_alpha
 
 VERSION = "0.6.0"
 _COMMAND = "trinity run --config trinity.yaml"

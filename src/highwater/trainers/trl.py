@@ -44,7 +44,7 @@ from highwater.trainers.emitted import (
     refuse_optimizer,
     shape_here,
 )
-from highwater.trainers.finetuning import whole_alpha
+from highwater.trainers.finetuner_files import whole_alpha
 
 VERSION = "1.16.0"
 

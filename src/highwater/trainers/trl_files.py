@@ -14,20 +14,21 @@ from typing import Any, NamedTuple
 from highwater.errors import UsageError
 from highwater.model.model import ModelShape
 from highwater.model.rope import Yarn
+from highwater.nouns.corpus import DocumentKind
 from highwater.nouns.environment import ALLOCATOR_VARIABLES
 from highwater.nouns.objective import GENERATIONS, Objective, generation_micro_batches
-from highwater.nouns.preparation import DocumentKind
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trial import TrialSpec
-from highwater.trainers.accelerate import launched_values, sharing_of
-from highwater.trainers.accelerate_files import (
+from highwater.trainers.accelerate import (
     ON_THE_CPU,
     SHARDING,
     fsdp_keys,
+    launched_values,
     mapping_in,
     over_fsdp,
     refuse_unlaunched,
+    sharing_of,
 )
 from highwater.trainers.emitted import nested
 from highwater.trainers.trl import COMMANDS, TrlTraining, refuse_other_sharing, trl_values

@@ -29,7 +29,7 @@ from highwater.trainers.emitted import (
     model_lies,
     yarn_lines,
 )
-from highwater.trainers.finetuning import one_dtype, whole_alpha
+from highwater.trainers.finetuner_files import one_dtype, whole_alpha
 
 VERSION = "0.9.1"
 MODEL_PATH = "$MODEL_PATH"

@@ -10,13 +10,12 @@ import yaml
 
 from highwater.model.model import load_model
 from highwater.nouns.command_template import filled_command, launched_command, placeholders_of
+from highwater.nouns.corpus import missing_files
 from highwater.nouns.foreign_request import base_config
 from highwater.nouns.foreign_trainer import ForeignTrainer
-from highwater.nouns.preparation import missing_files
 from highwater.nouns.protocols import OnPhase
 from highwater.nouns.trial import TrialSpec
-from highwater.trainers.accelerate import FILE
-from highwater.trainers.accelerate_files import LauncherFile, launcher_file
+from highwater.trainers.accelerate import FILE, LauncherFile, launcher_file
 from highwater.trainers.emitted import comment
 from highwater.trials.foreign_command import OUTPUT, ForeignCommand, yaml_fields
 from highwater.trials.inputs import prepared_model, refuse_full_disk

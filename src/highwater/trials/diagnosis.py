@@ -9,7 +9,7 @@ from highwater.errors import HighwaterError
 from highwater.nouns.codec import Record
 from highwater.nouns.profiling import Profiling
 from highwater.nouns.request import Request
-from highwater.nouns.settings_words import short_settings
+from highwater.nouns.settings import short_settings
 from highwater.nouns.study import RecordedTrial, Study
 from highwater.nouns.trainer import OURS
 from highwater.nouns.trial import Outcome, TrialSpec

@@ -5,6 +5,9 @@ Corpora: a user's data, tokenised once for every trial and training that reads i
 
 Prepared models: the directory that a foreign trainer opens in a trial, made where the model's own
 has no weights or no tokenizer.
+
+The files of a model that trials on other machines need: sent where they are small, else looked
+for at the same path there.
 """
 
 import os
@@ -15,8 +18,10 @@ from threading import Event
 
 from highwater.errors import MachineError
 from highwater.model.model import load_model
-from highwater.nouns.corpus import Corpus, CorpusOrder
-from highwater.nouns.preparation import (
+from highwater.nouns.codec import Record
+from highwater.nouns.corpus import (
+    Corpus,
+    CorpusOrder,
     DocumentOrder,
     PreparationOrder,
     Prepared,
@@ -27,7 +32,7 @@ from highwater.nouns.protocols import OnPhase, unheard
 from highwater.nouns.trial import TrialSpec
 from highwater.trials.job import Job
 from highwater.trials.trial_process import ON_THE_CPU, clean_environment, private_folder
-from highwater.units import MOST_SECONDS, format_bytes
+from highwater.units import MIB, MOST_SECONDS, format_bytes
 
 _PREPARE_S = 3600.0
 """Longest time of a preparation: random weights of 70 billion parameters take minutes to write."""
@@ -101,7 +106,7 @@ def prepared_model(
         seed=spec.seed,
     )
     job = Job(
-        module="highwater.engine.training.trainer_inputs",
+        module="highwater.engine.training.trainer_keywords",
         order=order,
         report=Prepared,
         environment=clean_environment("native") | ON_THE_CPU,
@@ -152,3 +157,56 @@ def _there(spec: TrialSpec) -> Path | None:
         return source
     made = model_cache(os.environ) / prepared_name(source, spec.seed, missing)
     return made if made.is_dir() else None
+
+
+_MOST_SENT_BYTES = 32 * MIB
+"""A configuration with its tokenizer is less, weights are more."""
+
+
+class ModelFiles(Record, frozen=True, kw_only=True):
+    """The files of one model's directory."""
+
+    directory: str
+    sizes: dict[str, int]
+    """Bytes of each file, by its name."""
+    contents: dict[str, bytes] | None = None
+    """What is in the files; None where they are too large to be sent."""
+
+    def missing(self) -> str | None:
+        """Why this machine does not have the model; None where it does, or is sent it."""
+        if self.contents is not None:
+            return None
+        folder = Path(self.directory)
+        for name, size in self.sizes.items():
+            path = folder / name
+            if not path.is_file():
+                return f"it has no {path}"
+            if path.stat().st_size != size:
+                return f"its {path} is another file"
+        return None
+
+    def placed(self, folder: Path) -> Path:
+        """The directory to open the model from: its own, or ``folder`` with what was sent."""
+        if self.contents is None:
+            return Path(self.directory)
+        folder.mkdir(parents=True)
+        for name, content in self.contents.items():
+            (folder / name).write_bytes(content)
+        return folder
+
+    @property
+    def way(self) -> str:
+        """How nodes come by the model, in words."""
+        if self.contents is None:
+            return f"{self.directory} is read on each node, as a path that all share"
+        return "the files of the model are sent to the nodes"
+
+
+def model_files(directory: Path) -> ModelFiles:
+    """The files of a model; those in folders below its own are left out."""
+    paths = [path for path in sorted(directory.iterdir()) if path.is_file()]
+    sizes = {path.name: path.stat().st_size for path in paths}
+    contents = None
+    if sum(sizes.values()) <= _MOST_SENT_BYTES:
+        contents = {path.name: path.read_bytes() for path in paths}
+    return ModelFiles(directory=str(directory), sizes=sizes, contents=contents)

@@ -1,10 +1,10 @@
 """A job: a process of the data plane, or ranks of it, under a reaper that this process holds.
 
-An order goes in as JSON, a report comes back as JSON (``nouns/job.py``), both in a folder that is
-the job's alone. The process is fresh, and nothing of it is left running; what it writes goes to a
-log, so that one that leaves no report is told by its last words, or by the signal that ended it.
-Trials, trainings and benchmarks are started, awaited and ended here too; what they report, and how
-that is judged, is their own.
+An order goes in as JSON, a report comes back as JSON (``nouns/protocols.py``), both in a folder
+that is the job's alone. The process is fresh, and nothing of it is left running; what it writes
+goes to a log, so that one that leaves no report is told by its last words, or by the signal that
+ended it. Trials, trainings and benchmarks are started, awaited and ended here too; what they
+report, and how that is judged, is their own.
 """
 
 import signal
@@ -20,8 +20,15 @@ from typing import IO, Generic, TypeVar
 from highwater.errors import MachineError, UsageError
 from highwater.nouns.codec import Record, from_json, to_json
 from highwater.nouns.files import read_file
-from highwater.nouns.job import PHASE_FILE, REFUSED_FILE, Refused
-from highwater.nouns.protocols import TOLD_S, OnPhase, TrialEndedError, unheard
+from highwater.nouns.protocols import (
+    PHASE_FILE,
+    REFUSED_FILE,
+    TOLD_S,
+    OnPhase,
+    Refused,
+    TrialEndedError,
+    unheard,
+)
 from highwater.trials.probe import INSTALL_HINT
 from highwater.trials.ranks import RankShare
 from highwater.trials.reaper import END_AT_ONCE, module, under_reaper

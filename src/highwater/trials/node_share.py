@@ -8,7 +8,7 @@ from highwater.errors import MachineError
 from highwater.nouns.codec import from_json
 from highwater.nouns.training import TrainingSpec
 from highwater.nouns.trial import TrialSpec
-from highwater.trials.engine_ranks import SPEC_FILE, RanksHere
+from highwater.trials.engine_trial import SPEC_FILE, RanksHere
 from highwater.trials.node_folder import Done, Go, NodeFolder, NodeReady, pause
 from highwater.trials.nodes import COME_S, share_of
 from highwater.trials.trial_process import await_release, trial_environment

@@ -19,12 +19,7 @@ from highwater.errors import HighwaterError, MachineError
 from highwater.nouns.protocols import TOLD_S, OnPhase, TrialEndedError
 from highwater.nouns.training import TrainingSpec
 from highwater.nouns.trial import Device, TrialSpec
-from highwater.trials.engine_ranks import (
-    REPORTS,
-    RanksEnd,
-    RanksHere,
-    read_reports,
-)
+from highwater.trials.engine_trial import REPORTS, RanksEnd, RanksHere, read_reports
 from highwater.trials.job import phase_in
 from highwater.trials.node_folder import LOST_S, Done, Go, NodeFolder, NodeReady, pause
 from highwater.trials.probe import probe, refuse_busy_gpus

@@ -5,7 +5,7 @@ do, and what it tells.
 from typing import NamedTuple
 
 from highwater.nouns.protocols import Launch
-from highwater.trials.model_files import ModelFiles
+from highwater.trials.inputs import ModelFiles
 from highwater.trials.ray_node import LauncherIn, Needs, TrialEnd
 from highwater.trials.ray_placement import Node, Wanted
 

@@ -20,7 +20,7 @@ from highwater.nouns.files import open_regular, read_file
 from highwater.nouns.hardware import Machine, refuse_unfit_gpu
 from highwater.nouns.protocols import Launch, Launcher, TrialEndedError
 from highwater.nouns.trial import TrialResult
-from highwater.trials.model_files import ModelFiles
+from highwater.trials.inputs import ModelFiles
 from highwater.trials.probe import (
     OLDEST,
     package_obstacles,

@@ -29,8 +29,8 @@ from highwater.nouns.trainer import OURS
 from highwater.nouns.trial import Device, Outcome, TrialResult, TrialSpec
 from highwater.trials.engine_trial import EngineLauncher
 from highwater.trials.foreign_trial import ForeignLauncher
+from highwater.trials.inputs import model_files
 from highwater.trials.local import SeveralAtOnce, blames_the_host
-from highwater.trials.model_files import model_files
 from highwater.trials.ray_cluster import RayCluster
 from highwater.trials.ray_messages import End, Ended, Lost, Placed, Runs, Start
 from highwater.trials.ray_node import LauncherIn, Needs, TrialEnd

@@ -19,14 +19,13 @@ from highwater.nouns.command_template import LAUNCHED_EXAMPLE as EXAMPLE
 from highwater.nouns.command_template import launched_command, split_words
 from highwater.nouns.foreign_request import program_of
 from highwater.nouns.foreign_trainer import FOREIGN, foreign_name
-from highwater.nouns.hardware import Machine, refuse_unfit_gpu
+from highwater.nouns.hardware import Machine, refuse_unfit_gpu, used_gpus
 from highwater.nouns.plan import SHORTEST_TIMEOUT_S
 from highwater.nouns.profiling import refuse_profiling
 from highwater.nouns.request import Request
 from highwater.nouns.settings import Settings
 from highwater.nouns.trainer import OURS
 from highwater.nouns.trial import Device
-from highwater.nouns.trial_hardware import used_gpus
 from highwater.store.directory import check_checkpoint_directory, check_log_directory
 from highwater.trials.probe import (
     INSTALL_HINT,

@@ -11,17 +11,12 @@ from typing import IO
 from highwater.errors import MachineError, UsageError
 from highwater.nouns.codec import from_json
 from highwater.nouns.files import read_file, refuse_irregular
-from highwater.nouns.job import PHASE_FILE
+from highwater.nouns.protocols import PHASE_FILE
 from highwater.nouns.training import TrainingProgress, TrainingSpec
 from highwater.nouns.trial import Outcome, RankReport
 from highwater.store.training_folder import TrainingFolder
 from highwater.trials.classify import Ending, failure_of
-from highwater.trials.engine_ranks import (
-    REPORTS,
-    RanksEnd,
-    RanksHere,
-)
-from highwater.trials.engine_trial import raise_refusal
+from highwater.trials.engine_trial import REPORTS, RanksEnd, RanksHere, raise_refusal
 from highwater.trials.node_folder import NodeFolder, names
 from highwater.trials.nodes import RanksAcross
 from highwater.trials.trial_process import (

@@ -13,10 +13,10 @@ import yaml
 from highwater.errors import MachineError, UsageError
 from highwater.model.model import load_model
 from highwater.model.rope import yarn
+from highwater.nouns.corpus import DocumentOrder, missing_files
 from highwater.nouns.files import SETTINGS_BYTES, read_file
 from highwater.nouns.foreign_request import base_config
 from highwater.nouns.foreign_trainer import ForeignTrainer
-from highwater.nouns.preparation import DocumentOrder, missing_files
 from highwater.nouns.protocols import OnPhase
 from highwater.nouns.trial import TrialSpec
 from highwater.trainers.accelerate import FILE

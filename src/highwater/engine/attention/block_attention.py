@@ -115,7 +115,7 @@ class Block(NamedTuple):
 class WindowedBlock(NamedTuple):
     """Documents of one length on a GPU, whose tokens read a window each, by flash attention.
 
-    Whether it computes what it should is for engine/attention/window_proof to say.
+    Whether it computes what it should is for engine/attention/kernel_proof to say.
     """
 
     query_BHSD: Tensor

@@ -28,7 +28,7 @@ from highwater.engine.attention.block_gather import (
     block_sparse_attention,
 )
 from highwater.engine.attention.block_table import BlockTable
-from highwater.engine.attention.flex_proof import PROVEN_BLOCKS, ProofSizes, deviations_of, flaw
+from highwater.engine.attention.kernel_proof import PROVEN_BLOCKS, ProofSizes, deviations_of, flaw
 from highwater.nouns.sparse_pattern import SPARSE_KERNEL_BLOCK, SparsePatternConfig
 
 IsSeen = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

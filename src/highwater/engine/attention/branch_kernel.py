@@ -10,7 +10,7 @@ from torch import Tensor
 from highwater.engine.attention.block_flex import SparseKernel, takes
 from highwater.engine.attention.branch_attention import Sharing, branch_attention
 from highwater.engine.attention.branches import Branch
-from highwater.engine.attention.flex_proof import PROVEN_BLOCKS, ProofSizes, deviations_of, flaw
+from highwater.engine.attention.kernel_proof import PROVEN_BLOCKS, ProofSizes, deviations_of, flaw
 from highwater.engine.parallel.sequence_layout import SequenceLayout
 from highwater.nouns.sparse_pattern import SparsePatternConfig
 

@@ -2,7 +2,7 @@
 something off, capped scores, sinks.
 
 A run of documents of one length is one call, of a fused kernel where there is one: of flash
-attention within a window on a GPU, once a proof has shown it (engine/attention/window_proof), of
+attention within a window on a GPU, once a proof has shown it (engine/attention/kernel_proof), of
 the hardware's own kernel for documents no longer than the window. Everything else is the plain
 path's (engine/attention/plain_block). Nothing quadratic is ever stored.
 
@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from highwater.engine.attention import window_proof
+from highwater.engine.attention import kernel_proof as window_proof
 from highwater.engine.attention.block_attention import Block, WindowedBlock
+from highwater.engine.attention.dense import join_sinks_, sink_gradient
 from highwater.engine.attention.kept import attended
 from highwater.engine.attention.plain_block import PlainBlock
-from highwater.engine.attention.sinks import join_sinks_, sink_gradient
+from highwater.nouns.corpus import pieces
 from highwater.nouns.hardware import Kernel
-from highwater.nouns.packing import pieces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

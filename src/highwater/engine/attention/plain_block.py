@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from highwater.nouns.working_sizes import stretch
+from highwater.nouns.layout import stretch
 
 
 class PlainBlock(NamedTuple):

@@ -29,11 +29,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from highwater.engine.attention.block_attention import Block, merge_
+from highwater.engine.attention.dense import join_sinks_, sink_gradient
 from highwater.engine.attention.kept import attended
-from highwater.engine.attention.sinks import join_sinks_, sink_gradient
 from highwater.engine.parallel.collectives import pass_on
+from highwater.nouns.corpus import pieces
 from highwater.nouns.hardware import Kernel
-from highwater.nouns.packing import pieces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,18 @@ from itertools import count
 from typing import Any, NamedTuple, cast
 
 from highwater.engine.data.readers import DataRecord
-from highwater.engine.data.record_fields import first_of, has, list_of, text_of, value_of, wrong
-from highwater.engine.data.unread_fields import is_about, is_label, refuse_flags, taken_mask
+from highwater.engine.data.record_fields import (
+    first_of,
+    has,
+    is_about,
+    is_label,
+    list_of,
+    refuse_flags,
+    taken_mask,
+    text_of,
+    value_of,
+    wrong,
+)
 from highwater.errors import UsageError
 
 Message = Mapping[str, Any]

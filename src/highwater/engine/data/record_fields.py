@@ -1,16 +1,23 @@
 """Fields of a record, each of the kind that it has to be: what is not is refused by the record's
 name and the field's, and nothing is rounded or guessed.
+
+Fields that nobody reads: some are passed over by their name, all others are refused by it.
+
+Passed over are fields about a record, a message or a call, which are no part of what is trained.
+Masks say whether it is trained. Any other text, number, yes or no may be a part of it or a mask,
+and what it means nobody here knows.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from highwater.engine.data.batches import UNTRAINED
-from highwater.engine.data.readers import DataRecord
+from highwater.engine.data.readers import DataRecord, command_without
 from highwater.engine.data.user_documents import seen
 from highwater.errors import UsageError
 
@@ -118,3 +125,155 @@ def wrong(record: DataRecord, name: str, value: Any, meant: str, example: str) -
     return UsageError(
         f"{record.name}: `{name}` is not {meant}: {seen(value)}", hint=f"for example {example}"
     )
+
+
+_ABOUT = frozenset(
+    {
+        *("category", "chosen_model", "config", "created", "created_at", "data_source", "dataset"),
+        *("dataset_name", "date", "difficulty", "domain", "dump", "file", "file_path", "filename"),
+        *("generator", "hash", "id", "index", "lang", "language", "license", "md5", "meta"),
+        *("metadata", "model", "model_name", "origin", "path", "rejected_model", "repo", "score"),
+        *("sha256", "source", "split", "subset", "tags", "task_type", "timestamp", "topic"),
+        *("updated_at", "url", "uuid", "version"),
+    }
+)
+"""Fields about what has them, whatever is in them; so are those whose names end in ``_id``."""
+_NUMBERS = frozenset(
+    {
+        *("__index_level_0__", "char_count", "checked", "chosen_rating", "chosen_score", "correct"),
+        *("edu_score", "group", "idx", "int_score", "is_correct", "length", "likes", "line"),
+        *("margin", "n_tokens", "n_turns", "nsfw", "num_chars", "num_tokens", "num_turns"),
+        *("num_words", "ok", "page", "parallel_tool_calls", "perplexity", "quality", "rank"),
+        *("quality_score", "rating", "redacted", "rejected_rating", "rejected_score", "row"),
+        *("score_chosen", "score_rejected", "seed", "similarity", "size", "temperature", "time"),
+        *("token_count", "tokens", "top_p", "toxicity", "turn", "turns", "upvotes", "verified"),
+        *("votes", "word_count", "year"),
+    }
+)
+"""Fields about what has them, where they are a number, a yes or a no."""
+_OR_PROMPTS = frozenset({"config", "file", "origin", "source", "topic"})
+"""Fields that are a part of the prompt for some: about what has them only where all their texts are
+labels.
+"""
+_LABEL = re.compile(r"[!-~]*")
+_MASKS = {
+    **dict.fromkeys(("weight", "train", "training", "trained", "loss"), True),
+    "masked": False,
+}
+"""Fields that say whether what has them is trained, and which of their values does."""
+
+
+def is_about(name: str, value: Any) -> bool:
+    """Whether a field is about what has it, and no part of what is trained."""
+    plain = _plain(name)
+    if plain in _OR_PROMPTS and not is_label(value):
+        return False
+    is_number = not isinstance(value, str | Mapping | list | tuple)
+    return plain in _ABOUT or plain.endswith("_id") or (is_number and plain in _NUMBERS)
+
+
+def is_label(value: Any) -> bool:
+    """Whether each text of a value is one word of ASCII: a name, a path, an address."""
+    return all(map(_LABEL.fullmatch, _texts(value)))
+
+
+def taken_mask(record: DataRecord, fields: dict[str, Any]) -> bool | None:
+    """Whether a message or a part of one is trained, as those of its fields say that are taken out;
+    None: none does. The record's name says which it is.
+
+    Raises UsageError for a mask that is neither yes nor no, and for any other field with a number,
+    a yes or a no that is not known to be about the message.
+    """
+    told: list[bool] = []
+    for name in [name for name in fields if _plain(name) in _MASKS]:
+        value = fields.pop(name)
+        says = _says_trained(name, value)
+        if says is None:
+            raise wrong(record, name, value, "0, 1, false or true", f'`"{name}": 0`')
+        told.append(says)
+    refuse_flags(record, fields)
+    return all(told) if told else None
+
+
+def refuse_flags(record: DataRecord, fields: Mapping[str, Any]) -> None:
+    """Raise UsageError for a number, a yes or a no in a field of a message, a part of one or a
+    call, unless it is known to be about that.
+    """
+    for name, value in fields.items():
+        if not is_about(name, value) and _has_other_than_texts(value):
+            raise UsageError(
+                f"{record.name}: what `{name}`, {seen(value)}, means for training is not known",
+                hint='leave it out; a message with `"weight": 0` is not trained',
+            )
+
+
+def refuse_masked(record: DataRecord) -> None:
+    """Raise UsageError for a record that says that it is not trained."""
+    for name, value in record.fields.items():
+        if _says_trained(name, value) is False:
+            raise UsageError(
+                f"{record.name}: `{name}` is {seen(value)}, by which nothing of the record is "
+                "trained",
+                hint="leave such records out of the data",
+            )
+
+
+def refuse_unread(record: DataRecord) -> None:
+    """Raise UsageError for a record that is masked, and for fields of it that nobody read, unless
+    they are about the record, or texts that say again what was read, or beside token ids a mask
+    that is 1 everywhere.
+    """
+    refuse_masked(record)
+    known = {text for name in record.read for text in _texts(record.fields.get(name))}
+    has_ids = "input_ids" in record.read
+    unread = [
+        name
+        for name, value in record.fields.items()
+        if name not in record.read
+        and not is_about(name, value)
+        and not _says_trained(name, value)
+        and not (has_ids and isinstance(value, list) and all(each == 1 for each in value))
+        and (_has_other_than_texts(value) or not known.issuperset(_texts(value)))
+    ]
+    if unread:
+        read = " and ".join(f"`{name}`" for name in record.fields if name in record.read)
+        raise UsageError(
+            f"{record.name}: {read} would be trained without regard to "
+            + " and ".join(f"`{name}`" for name in unread),
+            hint="write it into a field that is read, or leave it out: "
+            f"`{command_without(record.file, unread)}`",
+        )
+
+
+def _plain(name: str) -> str:
+    """``tokenCount``, ``Token-Count`` and ``token count`` as ``token_count``."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|[- ]", "_", name).lower()
+
+
+def _says_trained(name: str, value: Any) -> bool | None:
+    """None: the field is no mask, or its value neither yes nor no."""
+    means_trained = _MASKS.get(_plain(name))
+    if means_trained is None or isinstance(value, str) or value not in (0, 1):
+        return None
+    return bool(value) == means_trained
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts of a value but empty ones and those about it, without the space around them."""
+    if isinstance(value, str):
+        yield from (text for text in (value.strip(),) if text)
+    elif isinstance(value, Mapping):
+        for name, each in cast(Mapping[str, Any], value).items():
+            yield from () if is_about(name, each) else _texts(each)
+    elif isinstance(value, list | tuple):
+        for each in cast(Sequence[Any], value):
+            yield from _texts(each)
+
+
+def _has_other_than_texts(value: Any) -> bool:
+    """Whether there is a number, a yes or a no in a value, or what a table has beside them."""
+    if isinstance(value, Mapping):
+        return any(map(_has_other_than_texts, cast(Mapping[str, Any], value).values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_other_than_texts, cast(Sequence[Any], value)))
+    return value is not None and not isinstance(value, str)

@@ -36,9 +36,16 @@ from highwater.engine.data.messages import (
     with_system,
 )
 from highwater.engine.data.readers import DataRecord
-from highwater.engine.data.record_fields import first_of, has, ids_of, labels_of, text_of, value_of
+from highwater.engine.data.record_fields import (
+    first_of,
+    has,
+    ids_of,
+    labels_of,
+    refuse_unread,
+    text_of,
+    value_of,
+)
 from highwater.engine.data.text_tokens import TextTokens, encode_parts
-from highwater.engine.data.unread_fields import refuse_unread
 from highwater.errors import HighwaterError, UsageError
 from highwater.nouns.corpus import TrainedTokens
 from highwater.units import MIB

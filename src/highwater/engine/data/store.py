@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from highwater.engine.data.batches import UNTRAINED, Document
-from highwater.engine.data.folder_manifest import (
+from highwater.engine.data.data_files import (
     check_files,
     read_manifest,
     record_of,

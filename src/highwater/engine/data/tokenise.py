@@ -26,7 +26,6 @@ import msgspec
 import numpy as np
 
 from highwater.engine.data.data_files import DataFile, DataFiles, bytes_digest, data_files
-from highwater.engine.data.preference_pairs import preferences
 from highwater.engine.data.readers import records
 from highwater.engine.data.rendering import (
     PlacedRecord,
@@ -38,16 +37,15 @@ from highwater.engine.data.rendering import (
     rendered,
     supervised,
 )
-from highwater.engine.data.rollouts import RewardFunction, rollouts
+from highwater.engine.data.rollouts import RewardFunction, preferences, rollouts
 from highwater.engine.data.store import CorpusWriter, disk_errors, open_corpus
 from highwater.engine.data.text_tokens import BYTE_VOCABULARY, Bytes, TextTokens, Tokenizer
 from highwater.errors import UsageError
 from highwater.nouns.codec import digest
 from highwater.nouns.corpus import Corpus, CorpusOrder, LongDocuments
 from highwater.nouns.files import CONFIG_BYTES, read_file
-from highwater.nouns.job import serve, tell_phase
 from highwater.nouns.objective import TRAITS
-from highwater.nouns.protocols import TOLD_S, OnPhase
+from highwater.nouns.protocols import TOLD_S, OnPhase, serve, tell_phase
 from highwater.units import counted
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from highwater.engine.kernels import rows as row_kernels
 from highwater.engine.kernels.rows import RowStatistics
-from highwater.engine.models.fused.weight_gradient import WeightGradient
+from highwater.engine.models.fused.adapted_linear import WeightGradient
 from highwater.model.logit_transform import PLAIN, LogitTransform
+from highwater.nouns.layout import CHUNK_BYTES
 from highwater.nouns.settings import Loss
-from highwater.nouns.working_sizes import CHUNK_BYTES
 
 
 class TokenStatistics(NamedTuple):

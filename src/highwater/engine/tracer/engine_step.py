@@ -7,9 +7,8 @@ import torch
 from highwater.engine.attention.dense import prove
 from highwater.engine.data.batches import Batch
 from highwater.engine.tracer.allocation_recorder import AllocationRecorder
-from highwater.engine.training.assemble import assemble
 from highwater.engine.training.rank_context import RankContext, compute_dtype
-from highwater.engine.training.rank_run import rehearse
+from highwater.engine.training.rank_run import assemble, rehearse
 from highwater.engine.training.statistics import Statistics, summed
 from highwater.engine.training.step import Training
 from highwater.model.model import load_model

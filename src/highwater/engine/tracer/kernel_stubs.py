@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from highwater.engine.attention import plain_block, window_proof
+from highwater.engine.attention import kernel_proof as window_proof
+from highwater.engine.attention import plain_block
 from highwater.engine.kernels import gates as gate_kernels
 from highwater.engine.kernels import rotary as rotary_kernels
 from highwater.engine.kernels import rows as row_kernels

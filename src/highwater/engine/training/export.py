@@ -16,11 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from highwater.engine.data.folder_manifest import make_durable
+from highwater.engine.data.data_files import make_durable
 from highwater.engine.models.pretrained import COPIED
-from highwater.engine.training.agreement import agreed
 from highwater.engine.training.checkpoint import save_pretrained
-from highwater.engine.training.rank_context import compute_dtype
+from highwater.engine.training.rank_context import agreed, compute_dtype
 from highwater.engine.training.step import Training
 from highwater.errors import MachineError, UsageError
 from highwater.nouns.files import CONFIG_BYTES, read_file

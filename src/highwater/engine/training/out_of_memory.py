@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from highwater.engine.models.fused.weight_gradient import WeightGradient
+from highwater.engine.models.fused.adapted_linear import WeightGradient
 from highwater.engine.parallel.fsdp2 import local_shard
 from highwater.engine.training.step import Training
 from highwater.nouns.trial import AliveMemory

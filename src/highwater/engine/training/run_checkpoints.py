@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from highwater.engine.data.folder_manifest import (
+from highwater.engine.data.data_files import (
     MANIFEST_FILE,
     FileRecord,
     check_files,
@@ -34,8 +34,8 @@ from highwater.engine.data.folder_manifest import (
 )
 from highwater.engine.parallel.fsdp2 import local_shard
 from highwater.engine.parallel.mesh import copies
-from highwater.engine.training.agreement import agreed, gathered
 from highwater.engine.training.checkpoint import load_sharded, save_sharded
+from highwater.engine.training.rank_context import agreed, gathered
 from highwater.engine.training.shard_reader import INDEX_FILE
 from highwater.engine.training.step import Training
 from highwater.errors import HighwaterError, MachineError, UsageError

@@ -23,9 +23,7 @@ from highwater.engine.data.batches import Batch, digest, pack
 from highwater.engine.data.user_documents import read_documents
 from highwater.engine.parallel.mesh import every_ranks
 from highwater.engine.training import checkpoint
-from highwater.engine.training.assemble import assemble
 from highwater.engine.training.evaluation import Evaluation, evaluate
-from highwater.engine.training.memory_log import allocator_settings, divide_budget
 from highwater.engine.training.memory_profiler import TrialProfiler, profiler_of
 from highwater.engine.training.out_of_memory import LayerWatch
 from highwater.engine.training.rank_context import (
@@ -34,9 +32,13 @@ from highwater.engine.training.rank_context import (
     synchronize,
     take_context,
 )
-from highwater.engine.training.rank_run import rehearsal_batch, rehearse
+from highwater.engine.training.rank_run import assemble, rehearsal_batch, rehearse
 from highwater.engine.training.statistics import Reduced, Statistics, known
-from highwater.engine.training.statistics_log import follow_logits
+from highwater.engine.training.statistics_log import (
+    allocator_settings,
+    divide_budget,
+    follow_logits,
+)
 from highwater.engine.training.step import train_step
 from highwater.engine.training.trainer_keywords import in_keywords, trial_of
 from highwater.errors import HighwaterError, UsageError

@@ -3,8 +3,13 @@ into the trial whose step it is.
 
 They are checked as a trial's are, against what this process sees: its GPU stands for that of every
 rank.
+
+The process that prepares what another trainer is given: ``python -m
+highwater.engine.training.trainer_keywords ORDER.json REPORT.json``. The report lies below the
+cache, on whose disk a directory is made.
 """
 
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -14,15 +19,20 @@ from typing import Any
 import msgspec
 import psutil
 import torch
+from transformers import AutoTokenizer
 
+from highwater.engine.data.text_tokens import exact_texts
+from highwater.engine.models.pretrained import openable_directory
 from highwater.engine.training.rank_context import device_of
 from highwater.errors import HighwaterError, UsageError
 from highwater.model.model import load_model
 from highwater.model.rope import WITHOUT_YARN_IN_FILES, yarn
+from highwater.nouns.corpus import DocumentOrder, PreparationOrder, Prepared
 from highwater.nouns.declared_settings import DECLARED, TOPICS
 from highwater.nouns.hardware import Gpu, Machine
 from highwater.nouns.plan import plan_trial
 from highwater.nouns.profiling import SETTING, SNAPSHOTS, SnapshotOrder, refuse_profiling
+from highwater.nouns.protocols import serve
 from highwater.nouns.request import Request, request_from
 from highwater.nouns.trial import Device, TrialSpec
 from highwater.units import format_tokens
@@ -155,3 +165,37 @@ def _machine(device: Device, ranks: int) -> Machine:
         host_memory_available_bytes=memory.available,
         versions={},
     )
+
+
+def prepare(order: PreparationOrder, scratch: Path) -> Prepared:
+    """Make a directory where the model's own cannot be opened, in ``scratch`` first, and write the
+    documents.
+
+    Raises HighwaterError for what cannot be prepared.
+    """
+    directory = openable_directory(
+        Path(order.model_directory), Path(order.cache_directory), scratch, seed=order.seed
+    )
+    if order.documents is not None:
+        _write_documents(order.documents, directory, order.seed)
+    return Prepared(model_directory=str(directory))
+
+
+def _write_documents(wanted: DocumentOrder, directory: Path, seed: int) -> None:
+    """Write documents that are exactly as long as they should be to the directory's tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(
+        directory, trust_remote_code=False, local_files_only=True
+    )
+    texts = exact_texts(
+        tokenizer,
+        length_tokens=wanted.length_tokens,
+        count=wanted.count,
+        seed=seed,
+        end=(wanted.end or str(tokenizer.eos_token)) if wanted.kind == "text" else "",
+    )
+    lines = "".join(json.dumps({wanted.kind: text}) + "\n" for text in texts)
+    Path(wanted.path).write_text(lines, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    serve(PreparationOrder, prepare)

@@ -16,8 +16,8 @@ import torch
 
 from highwater.engine.parallel.fsdp2 import local_shard
 from highwater.engine.parallel.mesh import total
-from highwater.engine.training.agreement import gathered
 from highwater.engine.training.export import export
+from highwater.engine.training.rank_context import gathered
 from highwater.engine.training.rank_run import RankRun
 from highwater.engine.training.run_checkpoints import RunCheckpoints
 from highwater.engine.training.step import Training

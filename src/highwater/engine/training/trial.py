@@ -15,9 +15,9 @@ from highwater.engine.data.batches import Batch, digest
 from highwater.engine.data.micro_batches import batches
 from highwater.engine.parallel.collectives import gather_rows
 from highwater.engine.training import checkpoint
-from highwater.engine.training.memory_log import past_budget
 from highwater.engine.training.rank_context import RankContext, compute_dtype
 from highwater.engine.training.rank_run import RankRun
+from highwater.engine.training.statistics_log import past_budget
 from highwater.engine.training.step import Training
 from highwater.errors import UsageError
 from highwater.model.model import load_model

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from highwater.errors import HighwaterError
-from highwater.nouns.job import leave, tell_phase
 from highwater.nouns.oom import exhausted_memory
-from highwater.nouns.protocols import OnPhase
+from highwater.nouns.protocols import OnPhase, leave, tell_phase
 from highwater.nouns.secrets import LOGGED, kept
 from highwater.nouns.trial import AliveMemory, Failure, FailureKind, RankReport, TrialSpec
 from highwater.units import MIB

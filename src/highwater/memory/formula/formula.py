@@ -15,18 +15,22 @@ from typing import Protocol
 import msgspec
 
 from highwater.errors import ModelError
-from highwater.memory.formula.breakdown import LOSS, WORKSPACES, Footprint, Phase, Term, present
-from highwater.memory.formula.cache_retention import cached_bytes
 from highwater.memory.formula.constants import (
     CPU_PROCESS_BYTES,
     CUBLAS_WORKSPACES_BYTES,
     FILLED_SHARE,
     LIKELY_FILLED_SHARE,
+    LOSS,
+    WORKSPACES,
+    Footprint,
+    Phase,
+    Term,
     outside_terms,
+    present,
 )
 from highwater.memory.formula.layer_bytes import kept_bytes_of_layers, working_set_bytes
 from highwater.memory.formula.layers import Backward, Step, backwards, busiest_step
-from highwater.memory.formula.moments import families
+from highwater.memory.formula.moments import cached_bytes, families
 from highwater.model.families import ROPE_BY_LAYER
 from highwater.model.footprint import (
     PROCESS_BYTES,
@@ -39,10 +43,9 @@ from highwater.model.footprint import (
 )
 from highwater.model.layer_kind import LayerKind
 from highwater.model.model import Model, ModelShape
-from highwater.nouns.layout import Layout
+from highwater.nouns.layout import CHUNK_BYTES, Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import PROMPT_TOKENS, Device
-from highwater.nouns.working_sizes import CHUNK_BYTES
 
 FAMILIES = (
     "granite",

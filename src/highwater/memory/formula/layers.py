@@ -21,11 +21,10 @@ from highwater.memory.formula.moments import (
 from highwater.model.layer_kind import LayerKind, LayerRun
 from highwater.model.model import ModelShape
 from highwater.model.small_parameters import learned_positions
-from highwater.nouns.layout import Layout
+from highwater.nouns.layout import ELEMENT_BYTES, TILE_BYTES, Layout
 from highwater.nouns.lora import adapter_parameters_of_layer
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import PROMPT_TOKENS, Device
-from highwater.nouns.working_sizes import ELEMENT_BYTES, TILE_BYTES
 
 HEAD_NORMS = ("olmo2", "olmo3", "qwen3", "qwen3_moe")
 """Model types whose layers norm queries and keys, and keep them as they were before."""

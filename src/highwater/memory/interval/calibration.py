@@ -22,7 +22,7 @@ from fractions import Fraction
 from typing import Any
 
 from highwater.errors import UsageError
-from highwater.memory.formula.breakdown import Footprint
+from highwater.memory.formula.constants import Footprint
 from highwater.memory.interval.residuals import (
     PredictionMethod,
     Residual,

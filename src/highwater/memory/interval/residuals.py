@@ -9,10 +9,10 @@ from itertools import zip_longest
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 from highwater.errors import UsageError
-from highwater.memory.formula.breakdown import Term
 from highwater.memory.formula.constants import (
     CUBLAS_WORKSPACES_BYTES,
     MachineConstants,
+    Term,
     outside_terms,
 )
 from highwater.memory.formula.formula import likely_footprint, refuse_unknown_family

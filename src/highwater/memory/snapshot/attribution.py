@@ -155,7 +155,7 @@ _BY_PHASE: Mapping[str, Category] = {
 }
 """What an allocation is for of which the phase alone is known."""
 _PHASE = "phase"
-"""The path of the frame that names the phase in a timeline (memory/trace/timeline.py)."""
+"""The path of the frame that names the phase in a timeline (memory/trace/replay.py)."""
 _NO_MODULE = "no module"
 _LAYER = re.compile(r"\.\d+(?=\.|$)")
 _MODELING = re.compile(r"/modeling_\w+\.py$")

@@ -20,10 +20,9 @@ from highwater.memory.interval.calibration import (
     most_predicted_bytes,
 )
 from highwater.memory.trace.replay import Replayed, needed, replay
+from highwater.nouns.corpus import least_packed
 from highwater.nouns.events import EventLog
-from highwater.nouns.headroom import risk_of
-from highwater.nouns.packing import least_packed
-from highwater.nouns.study import Cell, Question
+from highwater.nouns.study import Cell, Question, risk_of
 from highwater.nouns.trial import TrialSpec
 
 Tracer = Callable[[TrialSpec], EventLog]

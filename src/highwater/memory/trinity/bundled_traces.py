@@ -15,20 +15,17 @@ from pathlib import Path
 import msgspec
 
 from highwater.memory.capacity import Asked, CellPrediction, MemoryLimit, predict_at
-from highwater.memory.formula.breakdown import Term
-from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES
+from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES, Term
 from highwater.memory.trace.exact import edge, ended
 from highwater.memory.trace.replay import Replayed, alive_at
-from highwater.memory.trace.scaled_replay import replay_scaled
-from highwater.memory.trace.scaled_trace import ScaledTrace
+from highwater.memory.trace.scaled_trace import ScaledTrace, replay_scaled
 from highwater.memory.trinity.closed_form import footprint, tokens_of_a_gpu
 from highwater.model.model import ModelShape
 from highwater.nouns.codec import Record, from_json
-from highwater.nouns.headroom import risk_of
+from highwater.nouns.corpus import least_packed
 from highwater.nouns.layout import Layout
-from highwater.nouns.packing import least_packed
 from highwater.nouns.settings import Allocator
-from highwater.nouns.study import Cell, Question
+from highwater.nouns.study import Cell, Question, risk_of
 from highwater.units import GIB
 
 FILE = Path(__file__).with_name("trinity.json.xz")

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from highwater.errors import ModelError
-from highwater.memory.formula.breakdown import Footprint, Phase, Term
+from highwater.memory.formula.constants import Footprint, Phase, Term
 from highwater.model.footprint import (
     device_state_bytes,
     host_state_bytes,

@@ -25,8 +25,15 @@ from importlib.resources import files
 import msgspec
 
 from highwater.errors import UsageError
-from highwater.memory.formula.breakdown import LOSS, WORKSPACES, Footprint, Phase, Term, present
-from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES
+from highwater.memory.formula.constants import (
+    CUBLAS_WORKSPACES_BYTES,
+    LOSS,
+    WORKSPACES,
+    Footprint,
+    Phase,
+    Term,
+    present,
+)
 from highwater.memory.formula.formula import likely_footprint, refuse_unknown_family
 from highwater.memory.formula.layers import NUMBER_BYTES, Step, busiest_step
 from highwater.memory.interval.calibration import edge_residuals

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from highwater.pages.answer_sentence import recommendation_answer
 from highwater.pages.guide import guide_parts, guide_rungs, guide_text
-from highwater.pages.guide.chooser import Place, chooser_json
-from highwater.pages.guide.guide import Guide
+from highwater.pages.guide.guide import Guide, Place, chooser_json
 from highwater.pages.guide.guide_parts import Section
 from highwater.pages.guide.guide_rows import speed_tables
 from highwater.pages.page import digest, page_script, page_template

@@ -8,7 +8,7 @@ from highwater.memory.snapshot.attribution import CATEGORIES
 from highwater.memory.snapshot.memory_profile import MemoryProfile
 from highwater.pages.page import page_template
 from highwater.pages.profile import profile_tables
-from highwater.pages.profile.profile_pictures import (
+from highwater.pages.profile.profile_tables import (
     WIDTHS,
     flame_picture,
     most_bytes,

@@ -28,7 +28,13 @@ from highwater.nouns.codec import to_builtins, to_json
 from highwater.nouns.study import Study
 from highwater.nouns.trial import LogEnd, TrialResult
 from highwater.pages.page import page_template
-from highwater.pages.study import study_parts, study_predictions, study_question
+from highwater.pages.study import (
+    study_parts,
+    study_predictions,
+)
+from highwater.pages.study import (
+    study_predictions as study_question,
+)
 from highwater.pages.study.study_answer import study_answer
 from highwater.pages.study.study_commands import flag_value
 from highwater.pages.study.study_parts import HEADINGS
@@ -36,8 +42,8 @@ from highwater.pages.study.study_pictures import SHAPES, bracket_picture, memory
 from highwater.pages.study.study_report import Beginning, StudyReport, TrialReport, assembled
 from highwater.pages.text import escaped, fenced, markdown_list, markdown_table, plain, plain_json
 from highwater.pages.text_table import TextTable
-from highwater.search.predicted_start import read_prediction
 from highwater.search.predicted_study import predictions_of
+from highwater.search.start_length import read_prediction
 from highwater.store.directory import check_new_file, write_new_file
 from highwater.store.logs import log_end
 

@@ -14,11 +14,10 @@ import msgspec
 from highwater.nouns.codec import Record, from_builtins, to_builtins
 from highwater.nouns.environment import ALLOCATOR_VARIABLES
 from highwater.nouns.secrets import without_secrets
-from highwater.nouns.settings_words import short_settings
+from highwater.nouns.settings import short_settings
 from highwater.nouns.study import Cell, CellAnswer, RecordedTrial, Study, UnprovenAnswer
 from highwater.nouns.trial import LogEnd, Outcome, RankReport, TrialResult
-from highwater.pages.study.failed_request import request_line, requested_bytes
-from highwater.pages.study.study_commands import Command, commands
+from highwater.pages.study.study_commands import Command, commands, request_line, requested_bytes
 from highwater.search.predicted_study import PredictedCell, PredictedTrial, Predictions
 from highwater.version import __version__
 

@@ -7,9 +7,9 @@ Figures of a search in words: a capacity, a length by memory-only proof, where a
 
 from collections.abc import Iterator
 
+from highwater.nouns.corpus import NOT_MONOTONE
 from highwater.nouns.foreign_trainer import ForeignTrainer
-from highwater.nouns.packing import NOT_MONOTONE
-from highwater.nouns.settings_words import short_settings
+from highwater.nouns.settings import short_settings
 from highwater.nouns.study import (
     RANK_WORDS,
     Cell,
@@ -20,7 +20,7 @@ from highwater.nouns.study import (
     counted_ranks,
 )
 from highwater.nouns.trial import Device, MemoryBudget, Outcome, RankReport, TrialResult, TrialSpec
-from highwater.pages.study.failed_request import alive_rows, brief, request_line
+from highwater.pages.study.study_commands import alive_rows, brief, request_line
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
 from highwater.units import format_bytes, format_seconds, format_tokens

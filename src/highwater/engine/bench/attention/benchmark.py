@@ -31,9 +31,8 @@ from highwater.engine.bench.attention.correctness import (
     OFF_AT_THE_MOST,
     differences,
 )
-from highwater.engine.bench.attention.measurement import measure
-from highwater.engine.bench.environment import environment
-from highwater.engine.training.memory_log import MemoryWatch, outside_allocator_bytes
+from highwater.engine.bench.attention.measurement import environment, measure
+from highwater.engine.training.statistics_log import MemoryWatch, outside_allocator_bytes
 from highwater.nouns.attention_bench import (
     BATCH_TOKENS,
     BATCHES,

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from highwater.engine.bench.attention.contenders import Conditions
 from highwater.engine.bench.attention.measurement import PassTooLong
 from highwater.engine.parallel import mesh as process_mesh
-from highwater.engine.training.memory_log import divide_budget, outside_allocator_bytes
+from highwater.engine.training.statistics_log import divide_budget, outside_allocator_bytes
 from highwater.errors import HighwaterError
 from highwater.nouns.attention_bench import BenchMachine, BenchOrder, Mode
 from highwater.nouns.environment import STORE_VARIABLE

@@ -5,12 +5,19 @@ GPU the allocator keeps its peaks itself.
 
 Shapes:  B sequences of this rank  H query heads  K key/value heads  s tokens of this rank
          D head size
+
+The command, versions and GPU that every JSON document of a benchmark begins with.
 """
 
+import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -20,8 +27,9 @@ from torch import Tensor, nn
 from torch.autograd.profiler import profile
 
 from highwater.engine.bench.attention.contenders import Build, Compute, Conditions
-from highwater.engine.training.memory_log import MemoryWatch
+from highwater.engine.training.statistics_log import MemoryWatch
 from highwater.nouns.attention_bench import BenchRow
+from highwater.version import __version__
 
 _MOST_PASSES, _ENOUGH_S = 5, 0.2
 """Timed passes: so many at the most, and no more once they took so long together."""
@@ -215,3 +223,36 @@ def _in_data_parallel(compute: Compute, devices: Sequence[torch.device], share: 
 
     parallel = nn.DataParallel(Module(), device_ids=list(devices))
     return lambda query, key, value: (parallel(query, key, value), share)
+
+
+def environment() -> dict[str, object]:
+    """Command, versions and GPU of this process."""
+    found: dict[str, object] = {
+        "command": ["python", *_words(sys.argv)],
+        "highwater": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+    }
+    with suppress(PackageNotFoundError):
+        found["liger-kernel"] = version("liger-kernel")
+    if not torch.cuda.is_available():
+        return found
+    from torch.cuda.nccl import version as nccl_version
+
+    return found | {
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(str(part) for part in nccl_version()),
+        "gpu": torch.cuda.get_device_name(),
+        "gpu_total_bytes": torch.cuda.mem_get_info()[1],
+    }
+
+
+def _words(argv: list[str]) -> list[str]:
+    """The arguments with a file as it is named from here: no path of this machine is told."""
+    if not argv[0].endswith(".py"):
+        return ["-m", *argv]
+    file = Path(argv[0]).resolve()
+    is_below = file.is_relative_to(Path.cwd())
+    return [str(file.relative_to(Path.cwd()) if is_below else file.name), *argv[1:]]

@@ -5,6 +5,12 @@ Where the frozen weight and its bias need no gradient, none is made of them. A f
 packed (nf4.py).
 
 Shapes:  T tokens  I inputs  O outputs  R rank
+
+The gradient of a weight, summed over parts of the tokens.
+
+It is as exact as if it had been computed in one product: sums are wide.
+
+Shapes:  T tokens of one part  O outputs of the weight  I its inputs
 """
 
 from typing import Any, NamedTuple, cast
@@ -14,7 +20,31 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from highwater.engine.models.fused.nf4 import Weight, as_tensor, weight_of, whole
-from highwater.engine.models.fused.weight_gradient import WeightGradient
+
+
+class WeightGradient:
+    """Sum over parts of ``gradient.T @ input``, in float32 where the weight is narrower."""
+
+    def __init__(self, weight_OI: Tensor) -> None:
+        self.dtype = weight_OI.dtype
+        self.wide = torch.promote_types(self.dtype, torch.float32)
+        self.sum_OI = torch.zeros_like(weight_OI, dtype=self.wide)
+
+    def add(self, gradient_TO: Tensor, input_TI: Tensor) -> None:
+        """Add one part's share."""
+        if self.dtype == self.wide:
+            self.sum_OI.addmm_(gradient_TO.T, input_TI)
+        elif gradient_TO.is_cuda:
+            # The product is added in float32, and never rounded to the weight's dtype in between.
+            torch.addmm(self.sum_OI, gradient_TO.T, input_TI, out_dtype=self.wide, out=self.sum_OI)
+        else:
+            self.sum_OI += gradient_TO.T @ input_TI
+
+    def total(self) -> Tensor:
+        """Return the gradient in the weight's own dtype, and free the wide sum."""
+        total_OI = self.sum_OI.to(self.dtype)
+        del self.sum_OI
+        return total_OI
 
 
 class Adapter(NamedTuple):

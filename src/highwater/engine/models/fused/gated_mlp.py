@@ -22,11 +22,11 @@ from highwater.engine.models.fused.adapted_linear import (
     AdaptedLinear,
     Adapter,
     AdapterGradient,
+    WeightGradient,
     adapted_product,
 )
 from highwater.engine.models.fused.nf4 import Weight, as_tensor, halves, weight_of, whole
-from highwater.engine.models.fused.weight_gradient import WeightGradient
-from highwater.nouns.working_sizes import TILE_BYTES
+from highwater.nouns.layout import TILE_BYTES
 
 _ROWS = 128
 """Tiles are multiples of this many tokens, where there is more than one."""

@@ -1,0 +1,240 @@
+"""``highwater report``: a page about one study.
+
+``highwater profile``: what was alive in a memory snapshot, at its peak or when memory ran
+out.
+
+``highwater guide``: the simplest settings for each length, from studies, tables and
+predictions.
+"""
+
+import argparse
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from highwater import api
+from highwater.cli import console
+from highwater.cli.commands import newest_study
+from highwater.errors import (
+    EXIT_ANSWERED,
+    EXIT_ANSWERED_NO,
+    EXIT_INCONCLUSIVE,
+    SnapshotError,
+    UsageError,
+)
+from highwater.memory.snapshot.memory_profile import MemoryProfile, memory_profile
+from highwater.memory.snapshot.snapshot import HOW_TO_MAKE_ONE
+from highwater.nouns.settings import TRAINED_OTHERWISE
+from highwater.nouns.trainer import TRAINERS
+from highwater.pages.guide import build as guiding
+from highwater.pages.guide.guide import UNKNOWN, Guide
+from highwater.pages.guide.guide_page import guide_markdown
+from highwater.pages.guide.guide_parts import gpus_heading, summary
+from highwater.pages.guide.guide_rows import guide_rows
+from highwater.pages.profile.profile_tables import category_table, place_table
+from highwater.pages.study import build as reporting
+from highwater.pages.study.study_answer import study_answer
+from highwater.pages.study.study_commands import resumed
+from highwater.pages.study.study_report import StudyReport
+from highwater.pages.study.tables import answer_table
+from highwater.store.directory import check_new_file, free_name, write_new_file
+from highwater.store.logs import ranks_snapshots
+from highwater.units import format_bytes
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Print the report, or write it and print the answers."""
+    output = None if arguments.output is None else Path(arguments.output)
+    if output is not None:
+        reporting.check_report_file(output)
+    study = (
+        api.open_study(arguments.study)
+        if arguments.study
+        else newest_study(Path(arguments.log_dir))
+    )
+    console.notes(study.notes)
+    made = reporting.study_report(study)
+    if output is not None:
+        console.talk(f"the report: {reporting.write_report(output, made)}")
+    if arguments.json:
+        console.answer_json(made)
+        return EXIT_ANSWERED
+    if output is None:
+        console.answer(reporting.report_text(made, ".md").rstrip("\n"))
+    else:
+        console.answer(f"{study_answer(study)}\n")
+        console.answer_table(answer_table(study))
+    console.next_command(_after_report(made, output))
+    return EXIT_ANSWERED
+
+
+def _after_report(made: StudyReport, output: Path | None) -> str:
+    """Go on with a search that is not finished; else the report as a page, or the study in another
+    form.
+    """
+    study = made.study
+    if not study.complete and study.command:
+        return f"{shlex.join(resumed(study))}  (answers the rest)"
+    path = shlex.quote(study.path or "")
+    if output is None:
+        return f"highwater report {path} -o {free_name('report.html')}"
+    return f"highwater show {path} --as published"
+
+
+_MOST_PATHS = 2
+_MOST_RANKS = 8
+"""Ranks that are named besides the one that is shown."""
+
+
+def profile(arguments: argparse.Namespace) -> int:
+    """Print what was alive in a snapshot, or in two side by side; write the page that is named."""
+    paths: list[str] = arguments.paths
+    if len(paths) > _MOST_PATHS:
+        raise UsageError(
+            f"{len(paths)} snapshots do not go side by side",
+            hint=f"name two: `highwater profile {shlex.join(paths[:_MOST_PATHS])}`",
+        )
+    output = None if arguments.html is None else Path(arguments.html)
+    if output is not None:
+        check_new_file(output, flag="--html", name="profile.html")
+    profiles = [
+        _fullest(Path(path)) if _is_folder(path) else memory_profile(path) for path in paths
+    ]
+    paths = [each.path for each in profiles]
+    if output is not None:
+        # here, so that no other form waits for the templates
+        from highwater.pages.profile.profile_page import profile_page
+
+        write_new_file(output, profile_page(profiles).encode(), flag="--html")
+        console.talk(f"the page: {output}")
+    if arguments.json:
+        console.answer_json({"schema_version": 1, "profiles": profiles})
+        return EXIT_ANSWERED
+    console.answer_table(category_table(profiles))
+    for each in profiles:
+        console.answer("")
+        console.answer_table(place_table(each))
+    if output is None:
+        page = free_name("profile.html")
+        console.next_command(f"highwater profile {shlex.join(paths)} --html {page}")
+    else:
+        console.next_command(f"highwater profile {shlex.join(paths)} --json")
+    return EXIT_ANSWERED
+
+
+def _is_folder(path: str) -> bool:
+    # which knows no name too long, and no folder without rights
+    return os.path.isdir(path)  # noqa: PTH112
+
+
+def _fullest(folder: Path) -> MemoryProfile:
+    """Of the ranks of one step the profile of the one that needed most, with a note that names the
+    others.
+    """
+    paths = ranks_snapshots(folder)
+    if not paths:
+        raise SnapshotError(f"{folder} has no memory snapshot", hint=HOW_TO_MAKE_ONE)
+    if len(paths) > 1:
+        console.talk(f"reading {len(paths)} snapshots in {paths[0].parent}")
+    profiles: list[MemoryProfile] = []
+    problems: list[SnapshotError] = []
+    for path in paths:
+        try:
+            profiles.append(memory_profile(path))
+        except SnapshotError as error:
+            problems.append(error)
+    if not profiles:
+        raise problems[0]
+    first, *others = sorted(profiles, key=_needed_bytes, reverse=True)
+    if others:
+        console.notes([f"{Path(first.path).name} is shown, which needed most; {_named(others)}"])
+    console.notes([f"not shown: {each.problem}" for each in problems])
+    return first
+
+
+def _needed_bytes(profile: MemoryProfile) -> int:
+    return profile.allocated_bytes + (profile.requested_bytes or 0)
+
+
+def _named(others: Sequence[MemoryProfile]) -> str:
+    """What other ranks needed, by their files."""
+    named = [
+        f"{Path(each.path).name} {format_bytes(_needed_bytes(each))}"
+        for each in others[:_MOST_RANKS]
+    ]
+    rest = len(others) - len(named)
+    return f"the others: {', '.join(named)}{f', and {rest} that needed less' if rest else ''}"
+
+
+_FILES = (".csv", ".jsonl", ".json")
+
+
+def guide(arguments: argparse.Namespace) -> int:
+    """Print the guide, or write it and print how far each model gets."""
+    for flag in (arguments.predict, arguments.cluster):
+        # `--gpus KIND FILE`: argparse gives both to the flag
+        arguments.sources += [word for word in flag if word.endswith(_FILES)]
+    output = None if arguments.output is None else Path(arguments.output)
+    if output is not None:
+        guiding.check_guide_file(output)
+    made = guiding.guide(
+        *arguments.sources,
+        predict=[word for word in arguments.predict if not word.endswith(_FILES)],
+        gpus=[word for word in arguments.cluster if not word.endswith(_FILES)],
+        trainer=arguments.predicted_for,
+        gpu_memory=arguments.gpu_memory,
+        sequences_per_micro_batch=arguments.sequences_per_micro_batch,
+        ulysses=arguments.ulysses,
+        ring=arguments.ring,
+        copies=arguments.copies,
+        trained={
+            name: getattr(arguments, name)
+            for name in TRAINED_OTHERWISE
+            if getattr(arguments, name) is not None
+        },
+    )
+    console.notes(made.notes)
+    if output is not None:
+        is_replayed = TRAINERS[arguments.predicted_for].traces == "bundled"
+        if output.suffix == guiding.PAGE and arguments.predict and is_replayed:
+            console.talk(
+                "the page's chooser: a quarter of a minute for each model and number of GPUs "
+                "whose traces are replayed"
+            )
+        console.talk(f"the guide: {guiding.write_guide(output, made)}")
+    if arguments.json:
+        console.answer_json(guide_rows(made))
+        return _exit_code(made)
+    console.answer(_shown(made, is_written=output is not None))
+    console.next_command(_after_guide(arguments))
+    return _exit_code(made)
+
+
+def _shown(made: Guide, *, is_written: bool) -> str:
+    """The guide; where it is written into a file, how far each model gets."""
+    if not is_written:
+        return guide_markdown(made).rstrip("\n")
+    return "\n".join(
+        f"{t.device_name}, {gpus_heading(t)}, {t.training}: {summary(t)}" for t in made.tables
+    )
+
+
+def _after_guide(arguments: argparse.Namespace) -> str:
+    """The file, and then its rows."""
+    words = list(arguments.command_line)
+    if arguments.output is None:
+        return shlex.join((*words, "-o", free_name("guide.md")))
+    at = next(index for index, word in enumerate(words) if word.startswith(("-o", "--output")))
+    del words[at : at + (2 if words[at] in ("-o", "--output") else 1)]
+    return shlex.join((*words, "--json"))
+
+
+def _exit_code(made: Guide) -> int:
+    if any(choice.capacity is not None for choice in made.choices):
+        return EXIT_ANSWERED
+    return (
+        EXIT_INCONCLUSIVE
+        if any(choice.label == UNKNOWN for choice in made.choices)
+        else EXIT_ANSWERED_NO
+    )
