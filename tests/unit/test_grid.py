@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from highwater.errors import UsageError
-from highwater.nouns.grid import Grid
+from highwater.nouns.study import Grid
 from trial_specs import grid_of
 
 

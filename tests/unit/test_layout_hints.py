@@ -9,8 +9,8 @@ import pytest
 from highwater.errors import UsageError
 from highwater.model.model import load_model
 from highwater.nouns.cells import cells_of
+from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.layout import Layout
-from highwater.nouns.refusals import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.request import request_from
 from highwater.nouns.settings import Strategy
 

@@ -12,9 +12,9 @@ import msgspec
 
 from highwater.errors import UsageError
 from highwater.nouns.codec import Record, digest
+from highwater.nouns.declaration import Spelling
 from highwater.nouns.declared_settings import DECLARED
 from highwater.nouns.objective import Objective
-from highwater.nouns.refusals import Spelling
 from highwater.nouns.secrets import hidden_words
 from highwater.nouns.settings import Loss
 
@@ -30,8 +30,8 @@ class ForeignTrainer(Record, frozen=True, kw_only=True):
 
     trainer: ForeignName
     command: tuple[str, ...] = ()
-    """``command``: the words that start it, with placeholders (nouns/command_template.py), secrets
-    hidden; ``accelerate``: those that it launches (nouns/command_template.py). Of a trainer whose
+    """``command``: the words that start it, with placeholders (nouns/foreign_request.py), secrets
+    hidden; ``accelerate``: those that it launches (nouns/foreign_request.py). Of a trainer whose
     command is made here the words that stand for its program; empty: its own name."""
     base_config_path: str | None = None
     """Absolute path of the user's own configuration, whose fields stay where nothing asked says

@@ -12,8 +12,7 @@ import msgspec
 
 from highwater.errors import UsageError
 from highwater.nouns.codec import Record
-from highwater.nouns.declaration import words_of
-from highwater.nouns.refusals import MOST_GPUS, MOST_GPUS_OF_A_MACHINE
+from highwater.nouns.declaration import MOST_GPUS, MOST_GPUS_OF_A_MACHINE, words_of
 from highwater.units import MIB
 
 USUAL_GPUS_OF_A_MACHINE = 8

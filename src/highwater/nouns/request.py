@@ -11,7 +11,19 @@ from msgspec import inspect
 
 from highwater.errors import UsageError
 from highwater.nouns.codec import Record
-from highwater.nouns.declaration import NUMBER, SHARE, words_of
+from highwater.nouns.declaration import (
+    KEYWORDS,
+    MOST_GPUS,
+    MOST_NAMED,
+    NUMBER,
+    SHARE,
+    TYPED,
+    RefusedError,
+    Spelling,
+    in_file,
+    nearest,
+    words_of,
+)
 from highwater.nouns.declared_settings import DECLARED
 from highwater.nouns.foreign_trainer import (
     BY_COMMAND,
@@ -26,16 +38,6 @@ from highwater.nouns.hyperparameters import DEFAULTS, Hyperparameters, KlEstimat
 from highwater.nouns.lora import LoraBase
 from highwater.nouns.optimizer import OptimizerName
 from highwater.nouns.profiling import SETTING, Profiling, loose_profiling
-from highwater.nouns.refusals import (
-    KEYWORDS,
-    MOST_GPUS,
-    MOST_NAMED,
-    TYPED,
-    RefusedError,
-    Spelling,
-    in_file,
-    nearest,
-)
 from highwater.nouns.settings import (
     Allocator,
     AttentionMethod,

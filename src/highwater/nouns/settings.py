@@ -9,12 +9,12 @@ from typing import Literal
 
 from highwater.errors import UsageError
 from highwater.nouns.codec import Record
+from highwater.nouns.declaration import MOST_SEQUENCES
 from highwater.nouns.declared_settings import DECLARED, IN_A_LABEL
 from highwater.nouns.layout import Layout
 from highwater.nouns.lora import ALL_LINEAR, Lora, LoraBase, check_lora
 from highwater.nouns.objective import TRAITS, Objective, ObjectiveTraits
 from highwater.nouns.optimizer import OPTIMIZERS, OptimizerName, OptimizerTraits
-from highwater.nouns.refusals import MOST_SEQUENCES
 from highwater.nouns.sparse_pattern import (
     READ_BY,
     WINDOWED,

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from highwater.errors import UsageError
 from highwater.nouns.codec import Record
-from highwater.nouns.refusals import nearest
+from highwater.nouns.declaration import nearest
 
 PatternType = Literal[
     "local_window", "global_local", "dilated_sparse", "strided", "random", "block_top_k"

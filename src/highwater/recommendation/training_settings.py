@@ -15,10 +15,10 @@ from highwater.memory.capacity import CellPrediction, MemoryLimit, predict_cells
 from highwater.memory.formula.formula import likely_footprint
 from highwater.memory.trainers import calibration_of, with_steps
 from highwater.nouns.cells import simplicity
+from highwater.nouns.declaration import MOST_GPUS
 from highwater.nouns.declared_settings import TOPICS
 from highwater.nouns.hardware import Machine
 from highwater.nouns.plan import plan, plan_trial
-from highwater.nouns.refusals import MOST_GPUS
 from highwater.nouns.request import Request
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question

@@ -9,9 +9,13 @@ from typing import Any
 import yaml
 
 from highwater.model.model import load_model
-from highwater.nouns.command_template import filled_command, launched_command, placeholders_of
 from highwater.nouns.corpus import missing_files
-from highwater.nouns.foreign_request import base_config
+from highwater.nouns.foreign_request import (
+    base_config,
+    filled_command,
+    launched_command,
+    placeholders_of,
+)
 from highwater.nouns.foreign_trainer import ForeignTrainer
 from highwater.nouns.protocols import OnPhase
 from highwater.nouns.trial import TrialSpec

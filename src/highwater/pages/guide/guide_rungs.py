@@ -6,10 +6,9 @@ import msgspec
 
 from highwater.nouns.capacities import Capacity
 from highwater.nouns.cells import simplicity
-from highwater.nouns.grid import PUBLISHED_STEP_TOKENS
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
-from highwater.nouns.study import Cell
+from highwater.nouns.study import PUBLISHED_STEP_TOKENS, Cell
 from highwater.pages.guide.guide import GuideTable, in_natural_order
 from highwater.pages.text_table import TextTable
 from highwater.units import format_tokens
