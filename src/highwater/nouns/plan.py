@@ -1,10 +1,5 @@
-"""Plan: a request made into a question that this machine can be asked. Pure: nothing is started,
-nothing is written.
-
-Time limits of a search: how lengths are proven, how long the search may take, and each trial.
-
-The lengths that a search of a model may try: its grid, and where the native length or YaRN ends
-it.
+"""Plan: a request made into a question that this machine can be asked: its lengths, its time and
+how they are proven. Pure: nothing is started, nothing is written.
 """
 
 import shlex
@@ -33,11 +28,10 @@ from highwater.nouns.lora import refuse_no_target
 from highwater.nouns.plan_notes import (
     ON_THE_CPU_NOTE,
     SPARSE_NOTE,
-    base_notes,
     foreign_notes,
+    lossy_notes,
     memory_notes,
     offload_notes,
-    optimizer_notes,
     own_code_notes,
     weights_notes,
     yarn_notes,
@@ -223,7 +217,12 @@ def plan(
     _check_proof(request, model)
     _refuse_ragged_experts(model, device)
     _refuse_other_attention(request, model, device)
-    _refuse_narrow_copies(request)
+    if request.parameters == "bf16" and max(request.copies) > 1:
+        # FSDP2 keeps sums over copies in float32 for longer: how much at a peak is not known
+        raise UsageError(
+            f"{max(request.copies)} copies of parameters in bf16 were not predicted right",
+            hint="use `--parameters float32`",
+        )
     if request.common_settings.adapters is not None:
         refuse_no_target(model.shape, request.common_settings.adapters)
     where = hardware_of(request, machine, model, device)
@@ -252,20 +251,16 @@ def plan(
     if proof == "memory":
         question = msgspec.structs.replace(question, proof=proof, timeout_s=timeout_s)
     question.trial(cells[0], grid.start_tokens)  # raises for what a trial cannot be
-    of_settings = (
-        *optimizer_notes(cells[0].settings),
-        *base_notes(cells[0].settings),
-        *offload_notes(cells[0].settings, device),
-    )
-    of_model = (
-        *own_code_notes(model),
+    settings = cells[0].settings
+    notes = (
+        *((ON_THE_CPU_NOTE,) if request.device is None and device == "cpu" else ()),
+        *of_memory,
+        *(*skipped, *too_small, *capped),
+        *(() if settings.pattern is None else (SPARSE_NOTE,)),
+        *(*lossy_notes(settings), *offload_notes(settings, device), *own_code_notes(model)),
         *yarn_notes(model, request.max_tokens, request.rope),
-        *weights_notes(model, cells[0].settings, simulated=request.dry_run),
+        *weights_notes(model, settings, simulated=request.dry_run),
     )
-    fallback = (ON_THE_CPU_NOTE,) if request.device is None and device == "cpu" else ()
-    of_attention = () if cells[0].settings.pattern is None else (SPARSE_NOTE,)
-    of_cells = (*skipped, *too_small, *capped)
-    notes = (*fallback, *of_memory, *of_cells, *of_attention, *of_settings, *of_model)
     return Plan(question=question, notes=notes, budget_s=budget_s, timeout_s=timeout_s)
 
 
@@ -401,17 +396,6 @@ def _check_proof(request: Request, model: Model) -> None:
     if request.proof == "memory" and model.shape.layers < 2:
         raise UsageError(
             f"{model.name} has one layer: a memory-only trial would save nothing", hint=_NO_PROOF
-        )
-
-
-def _refuse_narrow_copies(request: Request) -> None:
-    """Raise UsageError for copies of shards in bfloat16: FSDP2 keeps sums over copies in float32
-    for longer, and how much of them a GPU holds at its peak is not known.
-    """
-    if request.parameters == "bf16" and max(request.copies) > 1:
-        raise UsageError(
-            f"{max(request.copies)} copies of parameters in bf16 were not predicted right",
-            hint="use `--parameters float32`",
         )
 
 
