@@ -210,8 +210,6 @@ def test_the_headline_attention_runs_alone_and_round_a_ring(highwater: Run, gpus
     assert modes == [("single", "fits"), *more]
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns(days=4)
 @pytest.mark.parametrize(("words", "code", "said"), REFUSED)
 def test_what_the_hint_offers_runs(
     highwater: Run, words: tuple[str, ...], code: int, said: str

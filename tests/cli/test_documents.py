@@ -74,7 +74,6 @@ def test_the_first_screen_is_a_sentence_a_picture_and_two_commands() -> None:
     assert "(docs/guide-h200.md)" in links
 
 
-@pytest.mark.corpus
 @pytest.mark.parametrize(("command", "document"), COMMANDS.items(), ids=COMMANDS)
 def test_a_command_in_a_document_runs(command: str, document: Path, run: Run) -> None:
     program, *words = shlex.split(command)
@@ -162,7 +161,6 @@ def test_a_command_in_the_table_exists(name: str, run: Run) -> None:
     assert run(*name.split(), "--help").returncode == 0
 
 
-@pytest.mark.corpus
 @pytest.mark.parametrize(("program", "document"), PROGRAMS.items(), ids=map(str, PROGRAMS.values()))
 def test_a_program_in_a_document_runs(program: str, document: Path, tmp_path: Path) -> None:
     done = subprocess.run(

@@ -72,8 +72,6 @@ def batches(tmp_path: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(tmp_path / "own")}
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("source", "flags"), [("untrained", ()), ("untrained", ("--gpus", "2")), ("trained_once", ())]
@@ -174,8 +172,6 @@ def test_ranks_that_share_a_sequence_are_given_one(
 PAIRS = ("--objective", "dpo", "--sequences-per-micro-batch", "2", "--learning-rate", "1e-2")
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "flags", [(), ("--gpus", "2", "--ulysses", "2", "--loss", "chunked"), ("--strategy", "fsdp")]
@@ -192,8 +188,6 @@ def test_a_policy_begins_as_its_reference_and_learns_to_prefer(
     assert last < 0.9 * first
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("source", "said"),

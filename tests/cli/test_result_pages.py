@@ -63,7 +63,6 @@ def run(command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.corpus
 @pytest.mark.parametrize(("name", "command"), TABLES, ids=[each[1] for each in TABLES])
 def test_a_page_has_the_table_that_its_command_prints(name: str, command: str) -> None:
     page = (RESULTS / name).read_text().splitlines()
@@ -81,13 +80,11 @@ def test_a_page_has_the_table_that_its_command_prints(name: str, command: str) -
     )
 
 
-@pytest.mark.corpus
 @pytest.mark.parametrize("command", OTHERS)
 def test_a_command_prints_a_table(command: str) -> None:
     assert sum(line.startswith("|") for line in run(command).splitlines()) > 2
 
 
-@pytest.mark.corpus
 @pytest.mark.parametrize(
     "script", sorted(str(path.relative_to(RESULTS)) for path in RESULTS.rglob("*.py"))
 )

@@ -28,8 +28,6 @@ def of_ranks(done: subprocess.CompletedProcess[str]) -> list[tuple[float, ...]]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.parametrize(
     "flags",
     [

@@ -29,7 +29,6 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.by_turns
 @pytest.mark.parametrize("objective", ["sft", "grpo"])
 def test_a_step_says_the_same_of_the_same_sequences_on_any_layout(
     highwater: Run, tiny: Path, tmp_path: Path, objective: str

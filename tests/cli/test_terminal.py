@@ -21,6 +21,7 @@ from conftest import FORKED, SIMULATED, Run
 
 from fork_server import ForkServer
 from highwater.units import format_bytes, format_tokens
+from places import deep
 
 DATA = Path(__file__).parents[1] / "data"
 STUDY = Path(__file__).parents[2] / "docs" / "results" / "find" / "edge-4b-1-full.jsonl"
@@ -212,21 +213,12 @@ def test_the_bar_of_a_training_stays_on_one_line_and_cuts_nothing(
     assert re.search(r"held-out loss +\d+\.\d+ before, \d+\.\d+ after", shown)
 
 
-@pytest.mark.parametrize("columns", WIDTHS)
+@pytest.mark.parametrize("columns", [*WIDTHS, *deep(33, 47, *range(70, 201, 10))])
 @pytest.mark.parametrize("page", PAGES)
 def test_a_terminal_has_every_figure_of_the_page_whole(
     check_page: Check, page: str, columns: int
 ) -> None:
     check_page(PAGES[page], columns)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("columns", [33, 47, *range(70, 201, 10)])
-def test_a_terminal_of_any_width_has_every_figure_of_every_page_whole(
-    check_page: Check, columns: int
-) -> None:
-    for words in PAGES.values():
-        check_page(words, columns)
 
 
 @pytest.mark.parametrize("columns", WIDTHS)

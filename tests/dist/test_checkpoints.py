@@ -21,6 +21,8 @@ from reference import save_models
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from places import deep
+
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("checkpoints")]
 
 SCRIPT = "checkpoint_cases.py"
@@ -53,15 +55,7 @@ def deviation(a: "torch.Tensor", b: "torch.Tensor") -> float:
     return float((a - b).double().norm() / b.double().norm()) if b.norm() else float((a - b).norm())
 
 
-@pytest.mark.corpus
-@pytest.mark.parametrize(
-    ("saved_by", "resumed_by"),
-    [
-        (2, 2),
-        (2, 1),
-        *(pytest.param(*processes, marks=pytest.mark.slow) for processes in ((1, 1), (1, 2))),
-    ],
-)
+@pytest.mark.parametrize(("saved_by", "resumed_by"), [(2, 2), (2, 1), *deep((1, 1), (1, 2))])
 def test_training_goes_on_from_the_shards_as_if_it_had_never_stopped(
     folder: Path, ranks: RankGroups, saved_by: int, resumed_by: int
 ) -> None:
@@ -79,7 +73,6 @@ def test_training_goes_on_from_the_shards_as_if_it_had_never_stopped(
                 assert deviation(resumed[key], expected) < SUMMATION, (case, key)
 
 
-@pytest.mark.corpus
 def test_copies_write_each_shard_once_and_others_go_on_from_them(
     folder: Path, ranks: RankGroups
 ) -> None:
@@ -104,8 +97,7 @@ def test_copies_write_each_shard_once_and_others_go_on_from_them(
         assert abs(of_copies - of_shards) < 4096 * len(went_on)
 
 
-@pytest.mark.corpus
-@pytest.mark.parametrize("loaded_by", [2, 1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("loaded_by", [2, 1, *deep(4)])
 def test_what_the_engine_loads_is_what_was_saved_bit_by_bit_whoever_saved_it(
     folder: Path, ranks: RankGroups, loaded_by: int
 ) -> None:
@@ -114,7 +106,6 @@ def test_what_the_engine_loads_is_what_was_saved_bit_by_bit_whoever_saved_it(
         assert_loaded(folder, case, strategy, 2, loaded_by)
 
 
-@pytest.mark.corpus
 def test_copies_load_what_shards_saved_and_shards_what_copies_saved(
     folder: Path, ranks: RankGroups
 ) -> None:
@@ -203,7 +194,6 @@ def test_a_saved_reward_model_is_a_sequence_classifier_with_its_score_of_the_las
     assert load_file(weights)["score.weight"].shape == (1, config["hidden_size"])
 
 
-@pytest.mark.slow
 def test_transformers_4_57_reads_the_same_logits_from_it(folder: Path, tmp_path: Path) -> None:
     """Leaves what docs/results/checkpoints shows in ``transformers4.json``."""
     if not TRANSFORMERS_4.exists():

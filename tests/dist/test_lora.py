@@ -45,8 +45,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("processes", LAYOUTS)
 def test_adapters_are_trained_as_peft_trains_them(
@@ -56,8 +54,6 @@ def test_adapters_are_trained_as_peft_trains_them(
     assert_close(results, {case.name: TOLERANCE[case.dtype] for case in cases_for(processes)})
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_every_objective_trains_what_merged_weights_would_have(

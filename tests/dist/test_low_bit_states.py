@@ -14,8 +14,6 @@ from rank_groups import RankGroups
 from tiny_models import write_model
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_moments_of_few_bits_are_sharded_counted_saved_and_loaded(

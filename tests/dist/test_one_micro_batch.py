@@ -11,8 +11,6 @@ from rank_groups import RankGroups
 from reference import save_models
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_one_micro_batch_trains_as_with_gradients_from_the_start_and_leaves_none(

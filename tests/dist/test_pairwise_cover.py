@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 from combinatorial import cover, meetings
 from cover_cases import PAIRED, cases, cases_for, save_models
-from rank_groups import TIMEOUT_S, RankGroups, assert_close
+from rank_groups import RankGroups, assert_close
+
+from places import deep
 
 TOLERANCE = 1e-10
 """Norm-relative: summation order alone differs, all is float64."""
@@ -44,29 +46,13 @@ def test_cases_lie_within_the_constraints() -> None:
     assert sorted(found) == [("1", "x"), ("2", "x"), ("3", "x"), ("3", "y")]
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.corpus
-@pytest.mark.by_turns(days=3)
-@pytest.mark.parametrize("processes", [1, 2, 4, 3, 6, 8])
-def test_every_combination_of_two_equals_its_reference(
-    processes: int, ranks: RankGroups, weights: Path
-) -> None:
-    assert_equal(ranks, processes, 2, weights)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("processes", [1, 2, 3, 4, 6, 8])
-def test_every_combination_of_three_equals_its_reference(
-    processes: int, ranks: RankGroups, weights: Path
-) -> None:
-    assert_equal(ranks, processes, 3, weights, timeout_s=1100)
-
-
-def assert_equal(
-    ranks: RankGroups, processes: int, strength: int, weights: Path, *, timeout_s: float = TIMEOUT_S
+@pytest.mark.parametrize("strength", [2, *deep(3)])
+@pytest.mark.parametrize("processes", [1, 2, 4, 3, 6, 8])
+def test_every_combination_equals_its_reference(
+    processes: int, strength: int, ranks: RankGroups, weights: Path
 ) -> None:
     words = (weights, str(strength))
-    results = ranks.results("cover_cases.py", processes, *words, timeout_s=timeout_s)
+    results = ranks.results("cover_cases.py", processes, *words, timeout_s=1100)
     names = [case.name for case in cases_for(processes, strength)]
     assert_close(results, dict.fromkeys(names, TOLERANCE), of=("loss", "gradient"))

@@ -12,8 +12,6 @@ TOLERANCE = {"float64": 1e-13, "float32": 2e-5}
 """Of numbers around one: a few roundings of each."""
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", [2, 3, 4])
 def test_attention_by_a_ring_equals_the_reference(processes: int, ranks: RankGroups) -> None:

@@ -34,8 +34,6 @@ def deviation(a: "torch.Tensor", b: "torch.Tensor") -> float:
     return float((a - b).double().norm() / b.double().norm()) if b.norm() else float((a - b).norm())
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.parametrize(
     ("resumed_by", "ways"),
     [
@@ -83,7 +81,6 @@ def assert_same_states(folder: Path, case: str, place: str) -> None:
         assert torch.equal(loaded[key], expected), (place, key)
 
 
-@pytest.mark.corpus
 @pytest.mark.skipif(not LOSSY, reason="moments of few bits need the low-bit extra")
 def test_moments_of_few_bits_go_along_where_no_number_is_rounded_and_else_are_refused_by_name(
     folder: Path, ranks: RankGroups

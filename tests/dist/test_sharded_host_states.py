@@ -14,8 +14,6 @@ PADDING_BYTES = 2 * 4 * CONFIG["hidden_size"]
 """A row of the embedding and one of the head, in float32."""
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_moments_on_the_host_train_save_and_go_on_as_those_beside_the_parameters(

@@ -10,8 +10,6 @@ TOLERANCE = 1e-10
 """Norm-relative in float64; bytes are exact."""
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_a_ring_around_sparse_attention_equals_a_dense_masked_softmax(

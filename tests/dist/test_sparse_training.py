@@ -19,8 +19,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("processes", DEGREES)
 def test_block_sparse_training_equals_a_dense_mask_in_plain_transformers(

@@ -11,6 +11,8 @@ import pytest
 from rank_groups import RankGroups
 from statistics_cases import LAYOUTS, cases_for, save_models
 
+from places import deep
+
 TOLERANCE = 1e-10
 """Relative, or of 1 where a number is smaller: summation order alone differs, all is float64."""
 COUNTS = (
@@ -36,8 +38,8 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("processes", "extent"),
     [
-        *(pytest.param(n, "pairs", marks=pytest.mark.by_turns) for n in (2, 3, 4)),
-        *(pytest.param(processes, "all", marks=pytest.mark.slow) for processes in LAYOUTS),
+        *((processes, "pairs") for processes in (2, 3, 4)),
+        *deep(*((processes, "all") for processes in LAYOUTS)),
     ],
 )
 def test_statistics_are_those_of_plain_documents_on_any_number_of_ranks(

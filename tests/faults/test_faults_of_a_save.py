@@ -68,14 +68,12 @@ def saving(mark: str, tiny: Path) -> Saving:
     return saving
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.parametrize(
     ("data", "outcome", "kinds"),
     [
         (None, Outcome.FIT, ["hf", "sharded", "hf"]),
         ("crashing_in_rank_1", Outcome.CRASHED, ["hf"]),
-        pytest.param("allocating_in_rank_1", Outcome.OUT_OF_MEMORY, ["hf"], marks=pytest.mark.slow),
+        ("allocating_in_rank_1", Outcome.OUT_OF_MEMORY, ["hf"]),
     ],
 )
 def test_a_trials_own_files_are_gone_when_it_is_over_and_a_users_are_not(
@@ -111,7 +109,6 @@ def test_rank_0_writes_the_weights_and_every_rank_its_shards(saving: Saving) -> 
     assert sorted(beside) == [".jsonl", ".log"]
 
 
-@pytest.mark.slow
 def test_a_worker_killed_with_9_after_a_save_leaves_no_file(
     saving: Saving, users_files: dict[Path, str], tmp_path: Path
 ) -> None:
@@ -169,7 +166,7 @@ def on_a_small_disk(mark: str, tmp_path: Path) -> Callable[..., "subprocess.Comp
 @pytest.mark.parametrize(
     "saved",
     [
-        pytest.param(("--save-hf", "last"), marks=pytest.mark.slow),
+        ("--save-hf", "last"),
         ("--checkpoint", "sharded", "--gpus", "2"),
     ],
 )

@@ -134,7 +134,7 @@ def test_a_search_killed_with_9_leaves_no_orphan_and_resumes_without_repeating_a
     ("number", "code"),
     [
         pytest.param(signal.SIGINT, 130, id="Ctrl-C"),
-        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow, id="SIGTERM"),
+        pytest.param(signal.SIGTERM, 143, id="SIGTERM"),
     ],
 )
 def test_a_search_told_to_stop_keeps_what_is_finished_ends_the_rest_and_says_how_to_go_on(
@@ -296,12 +296,10 @@ def test_what_a_search_leaves_that_is_killed_with_its_reaper_the_next_start_remo
     assert list(tmp_path.glob("highwater-*")) == []
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.parametrize(
     "signals",
     [
-        pytest.param((signal.SIGTERM,), marks=pytest.mark.slow, id="told to end"),
+        pytest.param((signal.SIGTERM,), id="told to end"),
         pytest.param((signal.SIGINT, signal.SIGINT), id="impatient"),
         pytest.param((signal.SIGHUP,), id="its terminal closed"),
     ],

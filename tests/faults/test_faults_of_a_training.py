@@ -310,8 +310,6 @@ def test_the_best_evaluation_is_of_what_is_held_out_now(trained: Trained, tmp_pa
     assert result.best_step == min(since, key=lambda each: each[1])[0]
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -444,7 +442,6 @@ def test_a_model_with_weights_that_are_no_numbers_is_refused_before_the_first_st
     assert not latest_of(tmp_path / "run")
 
 
-@pytest.mark.slow
 def test_a_learning_rate_that_breaks_the_weights_is_said_with_one_that_does_not(
     trained: Trained, tmp_path: Path
 ) -> None:

@@ -158,12 +158,10 @@ def test_memory_that_one_rank_alone_exhausts_is_out_of_memory_for_all(attempt: A
     assert result.reason.startswith("rank 1, data: ")
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        pytest.param("asking_for_a_tebibyte", "rank 0, data: MemoryError", marks=pytest.mark.slow),
+        ("asking_for_a_tebibyte", "rank 0, data: MemoryError"),
         ("raising_bad_alloc", "rank 0, data: RuntimeError: std::bad_alloc"),
         (
             "aborting_for_bad_alloc",
@@ -194,8 +192,6 @@ def test_nobody_beyond_this_machine_can_reach_a_process_of_a_trial(
     assert len(listening) <= 2 * 2, "gloo alone listens, once for each rank and group"
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.parametrize(
     ("data", "gpus", "reason"),
     [

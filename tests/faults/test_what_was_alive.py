@@ -62,8 +62,6 @@ def just_ran_out(model: Path, *, from_mib: int) -> TrialResult:
     return found[max(found)]
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
 def test_each_rank_that_ran_out_says_what_lives_and_what_had_no_room(
     wordy: Path, strategy: str

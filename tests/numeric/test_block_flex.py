@@ -24,6 +24,7 @@ from highwater.engine.attention.block_gather import attend_by_gather
 from highwater.engine.attention.block_table import BlockTable, block_tables
 from highwater.engine.attention.registry import register
 from highwater.nouns.sparse_pattern import PatternType, SparsePatternConfig
+from places import deep
 
 CPU = torch.device("cpu")
 BLOCK = 32
@@ -111,14 +112,12 @@ def test_masks_are_a_small_part_of_what_is_attended(pattern_type: PatternType) -
     assert taken < 0.01 * length * 4 * 2 * 32 * 2, "two heads of 32, in 16 bits"
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.parametrize(
     ("pattern_type", "groups"),
     [
         ("dilated_sparse", 3),
         ("global_local", 1),
-        *(pytest.param(other, 2, marks=pytest.mark.slow) for other in EVERY[1:4]),
+        *deep(*((other, 2) for other in EVERY[1:4])),
     ],
 )
 def test_the_kernel_attends_to_what_block_gather_does(

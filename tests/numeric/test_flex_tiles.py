@@ -131,8 +131,6 @@ def in_plain_pytorch(
     return output, Auxiliary
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns(days=5)
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3)])
 @pytest.mark.parametrize("pattern_type", EVERY)
 @pytest.mark.parametrize("is_dilated", [False, True])

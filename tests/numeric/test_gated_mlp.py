@@ -44,7 +44,6 @@ FAMILIES = {
 }
 
 
-@pytest.mark.corpus
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(
     ("tokens", "tiles"),

@@ -67,7 +67,6 @@ NOT_OF_DEFAULTS = ("dots1", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")
 """Families whose class cannot be built of its own defaults; tests/dist builds them small."""
 
 
-@pytest.mark.corpus
 @pytest.mark.parametrize("family", sorted(TRAINED - set(NOT_OF_DEFAULTS)))
 def test_a_family_that_trains_is_proven(family: str) -> None:
     model = on_meta(family)

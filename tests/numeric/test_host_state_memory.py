@@ -78,8 +78,6 @@ def logs(
     return traced(specs, tmp_path_factory.mktemp("traces"))
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns(days=4)
 @pytest.mark.parametrize("name", TRIALS)
 def test_a_step_peaks_where_the_formula_says(
     specs: dict[str, TrialSpec], logs: dict[str, EventLog], name: str
@@ -91,8 +89,6 @@ def test_a_step_peaks_where_the_formula_says(
     assert predicted.allocated_bytes == pytest.approx(traced_bytes, rel=TOLERANCE)
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns(days=4)
 @pytest.mark.parametrize("name", TRIALS)
 def test_what_lasts_on_the_gpu_has_no_moments(
     specs: dict[str, TrialSpec], logs: dict[str, EventLog], name: str
@@ -107,8 +103,6 @@ def test_what_lasts_on_the_gpu_has_no_moments(
     assert lasting == pytest.approx(expected // shards, rel=0.01, abs=2**20)
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns(days=4)
 @pytest.mark.parametrize("name", TRIALS)
 def test_an_update_takes_its_buffers_and_leaves_nothing(
     specs: dict[str, TrialSpec], logs: dict[str, EventLog], name: str

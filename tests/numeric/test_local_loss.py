@@ -75,8 +75,6 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EventLog]:
     )
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns(days=5)
 @pytest.mark.parametrize(("name", "loss", "shared"), SHARED)
 def test_no_allocation_of_ranks_that_share_a_sequence_holds_gathered_logits(
     name: str, loss: str, shared: str, logs: dict[str, EventLog]

@@ -97,8 +97,6 @@ def logs(
     return traced(specs, tmp_path_factory.mktemp("traces"))
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns(days=5)
 @pytest.mark.parametrize("name", TRIALS)
 def test_a_step_peaks_where_the_formula_says(
     specs: dict[str, TrialSpec], logs: dict[str, EventLog], name: str
@@ -110,8 +108,6 @@ def test_a_step_peaks_where_the_formula_says(
     assert predicted.allocated_bytes == pytest.approx(traced_bytes, rel=TOLERANCE)
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns(days=4)
 @pytest.mark.parametrize(
     "name",
     ["alone", "some", "fused projections", "nf4", "two", "offload", "moments", "two, moments"],

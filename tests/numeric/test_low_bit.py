@@ -164,8 +164,6 @@ def wide(moment: Tensor) -> Tensor:
     return (moment.dequantize() if isinstance(moment, OptimState8bit) else moment).double()
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.parametrize("name", LOSSY)
 def test_a_mean_of_squares_shrinks_as_fast_as_gradients_do(name: Any) -> None:
     """Rounded to the nearest one in bfloat16 would stay: a thousandth less is nearer to itself."""

@@ -24,6 +24,7 @@ from highwater.engine.parallel.sequence_layout import SequenceLayout
 from highwater.errors import ModelError
 from highwater.nouns import layout as working_sizes
 from highwater.nouns.corpus import pieces
+from places import deep
 
 PACKINGS = [(4096,), (4096, 4096), (6000, 6000, 64), (3000, 1, 1, 5000), (1000,), (2049,)]
 HEADS = [(4, 4), (4, 2), (6, 1), (1, 1)]
@@ -120,7 +121,7 @@ def live_bytes(run: Callable[[], None]) -> list[int]:
 
 @pytest.mark.parametrize(
     ("lengths", "heads", "by_heads"),
-    [pytest.param(*case, marks=() if case in FEW else pytest.mark.slow) for case in EVERY],
+    [case for case in EVERY if case in FEW or deep(case)],
 )
 def test_every_allocation_is_that_of_whole_documents(
     lengths: tuple[int, ...], heads: tuple[int, int], by_heads: bool

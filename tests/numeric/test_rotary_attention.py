@@ -47,7 +47,6 @@ FAMILIES = {
 FUSED = list(FAMILIES)[:5]
 
 
-@pytest.mark.corpus
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("tokens", [3, 37])
 @pytest.mark.parametrize("family", FUSED)

@@ -23,6 +23,7 @@ from highwater.nouns.events import Allocate, Enter, EventLog, Free, GiveBack
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
+from places import deep
 
 TINY = json.loads(Path(load_model("tiny").directory, "config.json").read_text()) | {
     "vocab_size": 20_000
@@ -215,22 +216,24 @@ CPU_TOLERANCE = 0.005
 """Relative: the CPU's norms and attention keep another few numbers per token."""
 REAL = [
     pytest.param("Qwen3-0.6B", 32_768, PAIRS, Layout(), id="rw"),
-    pytest.param(
-        "Qwen3-0.6B", 65_536, {**PREFERENCES, "loss": "chunked"}, Layout(gpus=4), id="dpo"
-    ),
-    pytest.param(
-        "Qwen3-0.6B",
-        131_072,
-        {"objective": "ppo", "critic": True, "loss": "chunked"},
-        Layout(),
-        id="ppo",
-    ),
-    pytest.param(
-        "Qwen3-30B-A3B",
-        131_072,
-        {"loss": "chunked"},
-        Layout(gpus=8, ulysses_degree=8),
-        id="experts",
+    *deep(
+        pytest.param(
+            "Qwen3-0.6B", 65_536, {**PREFERENCES, "loss": "chunked"}, Layout(gpus=4), id="dpo"
+        ),
+        pytest.param(
+            "Qwen3-0.6B",
+            131_072,
+            {"objective": "ppo", "critic": True, "loss": "chunked"},
+            Layout(),
+            id="ppo",
+        ),
+        pytest.param(
+            "Qwen3-30B-A3B",
+            131_072,
+            {"loss": "chunked"},
+            Layout(gpus=8, ulysses_degree=8),
+            id="experts",
+        ),
     ),
 ]
 REAL_TOLERANCE = 0.001
@@ -283,8 +286,6 @@ def logs(
     return traced(specs, tmp_path_factory.mktemp("traces"))
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns(days=4)
 @pytest.mark.parametrize(
     "name",
     [
@@ -508,7 +509,6 @@ def test_experts_peak_where_the_formula_says(
     )
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_experts_cost_a_token_what_they_cost_on_the_cpu_wherever_the_tokens_go(
     specs: dict[str, TrialSpec], logs: dict[str, EventLog]
@@ -520,7 +520,6 @@ def test_experts_cost_a_token_what_they_cost_on_the_cpu_wherever_the_tokens_go(
     assert experts_bytes_per_token(logs) == pytest.approx(as_random, rel=CPU_TOLERANCE)
 
 
-@pytest.mark.slow
 def test_wide_experts_cost_a_token_what_they_cost_on_the_cpu(
     specs: dict[str, TrialSpec], logs: dict[str, EventLog]
 ) -> None:
@@ -537,7 +536,6 @@ def test_a_quadratic_attention_is_an_error_and_a_router_is_none() -> None:
             torch.softmax(torch.empty(1, 2, 64, 64), dim=-1)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("model", "length", "settings", "layout"), REAL)
 def test_real_models_peak_where_the_formula_says(

@@ -22,21 +22,24 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.trainer import TrainerName
 from highwater.nouns.trial import RankMemory, TrialResult, TrialSpec
 from highwater.units import GIB, MIB
+from places import deep
 from trial_specs import trial_of
 
 STUDIES = Path(__file__).parents[2] / "docs" / "results" / "find"
 RESERVED_TOLERANCE_BYTES = 2 * MIB
 """Allocated bytes are equal; of reserved ones most are, others miss a small segment."""
 TRIALS = [
-    pytest.param("edge-0.6b-1-full-native", 204_800, marks=pytest.mark.slow),
-    pytest.param("edge-0.6b-1-full", 196_608, marks=pytest.mark.slow),
-    pytest.param("edge-1.7b-1-full-native", 8192, marks=pytest.mark.slow),
-    pytest.param("edge-1.7b-1-full-native", 114_688, marks=pytest.mark.slow),
-    pytest.param("edge-1.7b-1-full", 122_880, marks=pytest.mark.slow),
-    pytest.param("edge-4b-1-full-native", 32_768, marks=pytest.mark.slow),
-    pytest.param("edge-4b-1-full-native", 40_960, marks=pytest.mark.slow),
-    pytest.param("edge-4b-1-chunked", 57_344, marks=pytest.mark.slow),
-    pytest.param("grpo-0.6b-1-offload", 28_672, marks=pytest.mark.slow),
+    ("edge-0.6b-1-full-native", 204_800),
+    ("grpo-0.6b-1-offload", 28_672),
+    *deep(
+        ("edge-0.6b-1-full", 196_608),
+        ("edge-1.7b-1-full-native", 8192),
+        ("edge-1.7b-1-full-native", 114_688),
+        ("edge-1.7b-1-full", 122_880),
+        ("edge-4b-1-full-native", 32_768),
+        ("edge-4b-1-full-native", 40_960),
+        ("edge-4b-1-chunked", 57_344),
+    ),
 ]
 
 
@@ -65,7 +68,6 @@ def test_ranks_that_share_a_sequence_are_traced_and_hold_less_the_more_they_are(
     assert 0.4 * peaks[0] < peaks[1] < 0.8 * peaks[0]
 
 
-@pytest.mark.slow
 def test_offload_leaves_the_device_a_layers_states_and_grpo_keeps_its_reference_on_the_host() -> (
     None
 ):

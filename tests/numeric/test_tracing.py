@@ -253,7 +253,6 @@ def test_a_trace_names_modules_and_pytorchs_own_viewer_reads_its_timeline(tmp_pa
     assert text.count("free completed") == text.count("del ")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_capacities_are_predicted_by_traces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -22,7 +22,7 @@ from highwater.nouns.published import read_capacity_table, table_capacities
 from highwater.nouns.refusals import MOST_GPUS, MOST_LENGTHS
 from highwater.nouns.request import Request
 from highwater.units import parse_bytes, parse_seconds, parse_tokens
-from places import examples, question_of
+from places import deep, examples, question_of
 from tiny_models import write_model
 
 pytestmark = pytest.mark.timeout(60)
@@ -353,9 +353,8 @@ CSV_PIECES = (
 )
 
 
-@pytest.mark.parametrize(
-    "count", [300, pytest.param(15_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
-)
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("count", [300, *deep(15_000)])
 def test_a_mutated_configuration_is_read_or_refused(
     count: int, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -388,9 +387,8 @@ def test_a_mutated_configuration_is_read_or_refused(
     )
 
 
-@pytest.mark.parametrize(
-    "count", [300, pytest.param(15_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
-)
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("count", [300, *deep(15_000)])
 def test_a_mutated_table_is_read_or_refused(
     count: int, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -413,9 +411,8 @@ def test_a_mutated_table_is_read_or_refused(
     )
 
 
-@pytest.mark.parametrize(
-    "count", [300, pytest.param(15_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
-)
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("count", [300, *deep(15_000)])
 def test_a_model_whose_numbers_are_mutated_is_read_or_refused(
     count: int,
     tmp_path: Path,

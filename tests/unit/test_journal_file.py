@@ -16,6 +16,7 @@ from test_journal import QUESTION, lengths, record, search
 from highwater.cli.app import main
 from highwater.errors import StudyError
 from highwater.store.journal import open_journal, read_study
+from places import deep
 
 LENGTHS = (4096, 8192, 12288)
 
@@ -120,7 +121,7 @@ def _mutations(lines: list[bytes], seed: int) -> bytes:
     return bytes(content)
 
 
-@pytest.mark.parametrize("count", [400, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [400, *deep(20_000)])
 def test_whatever_is_changed_in_a_journal_is_found_or_changes_nothing(
     count: int, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -146,7 +147,7 @@ def test_whatever_is_changed_in_a_journal_is_found_or_changes_nothing(
     assert found > 0.9 * count
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [300, *deep(10_000)])
 def test_no_edit_of_a_journal_without_checksums_makes_a_measured_answer_of_it(
     count: int, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
