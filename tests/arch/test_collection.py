@@ -7,12 +7,10 @@ from fnmatch import fnmatch
 from itertools import takewhile
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 
 
-def test_pytest_enters_every_folder_that_has_tests(pytestconfig: pytest.Config) -> None:
+def test_pytest_enters_every_folder_that_has_tests(pytestconfig):
     folders = {path.parent.name for path in (ROOT / "tests").rglob("test_*.py")}
     assert {
         "arch",
@@ -40,7 +38,7 @@ def recipe(target: str) -> str:
     return "\n".join(takewhile(lambda line: line.startswith("\t"), lines[start + 1 :]))
 
 
-def test_one_suite_runs_whole_in_ci(pytestconfig: pytest.Config) -> None:
+def test_one_suite_runs_whole_in_ci(pytestconfig):
     """No case of it is chosen by a date or as a sample."""
     assert pytestconfig.getini("addopts")[-2:] == [
         "-m",
@@ -53,7 +51,7 @@ def test_one_suite_runs_whole_in_ci(pytestconfig: pytest.Config) -> None:
         assert f" -m {kind}" in recipe(f"test-{kind}") or f"-m '{kind} or" in recipe(f"test-{kind}")
 
 
-def test_pages_are_never_passed_over_in_silence(tmp_path: Path) -> None:
+def test_pages_are_never_passed_over_in_silence(tmp_path):
     here = {"PATH": str(tmp_path), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     words = ("-m", "pytest", "-n", "0", "-q", "-m", "pages", "-k", "what_is_dark", "tests/pages")
     done = subprocess.run(

@@ -32,9 +32,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row["command"].replace(" ", "_") for row in ROWS])
-def test_a_hint_that_is_typed_does_what_it_says(
-    run: Run, tmp_path: Path, row: dict[str, Any]
-) -> None:
+def test_a_hint_that_is_typed_does_what_it_says(run, tmp_path, row):
     words = whole(tuple(shlex.split(row["command"])))
     prepare(run, tmp_path, row)
     done = run(*words)

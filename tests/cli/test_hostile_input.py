@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,9 +42,7 @@ def fuzzed(directory: Path, seed: int, count: int) -> dict[str, object]:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("every", [False, *deep(True)])
-def test_no_hostile_value_of_any_flag_crashes_a_command(
-    every: bool, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+def test_no_hostile_value_of_any_flag_crashes_a_command(every, tmp_path, record_property):
     found = fuzzed(tmp_path, 0, 0 if every else SAMPLE)
     record_property(
         "counted", f"{found['cases']:,} hostile commands, by exit code: {found['codes']}"
@@ -79,9 +76,7 @@ def test_no_hostile_value_of_any_flag_crashes_a_command(
         ),
     ],
 )
-def test_a_folder_without_rights_is_refused_by_name(
-    tmp_path: Path, tiny: Path, words: tuple[str, ...], said: str
-) -> None:
+def test_a_folder_without_rights_is_refused_by_name(tmp_path, tiny, words, said):
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o000)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

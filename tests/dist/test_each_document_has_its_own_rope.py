@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from document_rope_cases import DEGREES, MORE_DEGREES, cases_for, save_models
-from rank_groups import RankGroups, assert_close
+from rank_groups import assert_close
 
 from places import deep
 
@@ -31,9 +31,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *deep((4, "kinds"), *((processes, "every more") for processes in MORE_DEGREES)),
     ],
 )
-def test_each_document_is_trained_as_it_is_alone(
-    processes: int, extent: str, ranks: RankGroups, models: Path
-) -> None:
+def test_each_document_is_trained_as_it_is_alone(processes, extent, ranks, models):
     results, cases = (
         ranks.results("document_rope_cases.py", processes, models, extent),
         cases_for(processes, extent),

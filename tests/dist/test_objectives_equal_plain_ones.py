@@ -27,9 +27,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", [1, 2, *deep(4)])
-def test_every_objective_equals_its_plain_implementation(
-    processes: int, ranks: RankGroups, judged: Path
-) -> None:
+def test_every_objective_equals_its_plain_implementation(processes, ranks, judged):
     assert_equal(ranks, processes, "sliced", judged)
 
 
@@ -37,8 +35,8 @@ def test_every_objective_equals_its_plain_implementation(
 @pytest.mark.parametrize("extent", ["rings", *deep("all rings")])
 @pytest.mark.parametrize("processes", [2, 3, 4])
 def test_every_objective_equals_its_plain_implementation_around_a_ring_in_float32(
-    processes: int, extent: str, ranks: RankGroups, judged: Path
-) -> None:
+    processes, extent, ranks, judged
+):
     assert_equal(ranks, processes, extent, judged)
 
 

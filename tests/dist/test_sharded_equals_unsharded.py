@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from cases import BUILD, COVER, FILLED, PRODUCTS, cases_for
-from rank_groups import RankGroups, assert_close
+from rank_groups import assert_close
 from reference import save_models
 
 from places import deep
@@ -32,9 +32,7 @@ WORLDS = [pytest.param(n, marks=pytest.mark.xdist_group(f"world-{n}")) for n in 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", [COVER, *deep(*PRODUCTS)])
 @pytest.mark.parametrize("processes", WORLDS)
-def test_sharded_training_equals_unsharded_training(
-    processes: int, part: str, ranks: RankGroups, weights: Path
-) -> None:
+def test_sharded_training_equals_unsharded_training(processes, part, ranks, weights):
     results = ranks.results("cases.py", processes, weights, part, timeout_s=1100)
     if part == COVER:
         built = results.pop(BUILD)
@@ -49,9 +47,7 @@ def test_sharded_training_equals_unsharded_training(
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", WORLDS)
-def test_every_parameter_is_filled_with_the_same_values_in_every_layout(
-    processes: int, ranks: RankGroups, weights: Path
-) -> None:
+def test_every_parameter_is_filled_with_the_same_values_in_every_layout(processes, ranks, weights):
     """Random ones by their place in the whole model; saved ones of DiffLlama too, whose class makes
     some of them off meta.
     """

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_groups import RankGroups
 from statistics_cases import LAYOUTS, cases_for, save_models
 
 from places import deep
@@ -43,8 +42,8 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_statistics_are_those_of_plain_documents_on_any_number_of_ranks(
-    processes: int, extent: str, ranks: RankGroups, weights: Path
-) -> None:
+    processes, extent, ranks, weights
+):
     results = ranks.results("statistics_cases.py", processes, weights, extent)
     assert set(results) == {case.name for case in cases_for(processes, extent)}
     wrong = {name: found for name, of in results.items() if (found := _deviations(of))}

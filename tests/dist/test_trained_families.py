@@ -68,7 +68,7 @@ def wrong_ones(layout: str, found: dict[str, dict[str, object]]) -> dict[str, di
     }
 
 
-def test_every_family_is_known_to_train_or_is_refused_with_what_stands_in_the_way() -> None:
+def test_every_family_is_known_to_train_or_is_refused_with_what_stands_in_the_way():
     assert not TRAINED & set(REFUSED)
     assert set(families()) <= TRAINED | set(REFUSED), (
         "compare new families by the sweep, and write down what it finds"
@@ -78,9 +78,7 @@ def test_every_family_is_known_to_train_or_is_refused_with_what_stands_in_the_wa
 
 @pytest.mark.timeout(6000)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_families_train_as_their_own_classes_do(
-    layout: str, ranks: RankGroups, tmp_path: Path
-) -> None:
+def test_families_train_as_their_own_classes_do(layout, ranks, tmp_path):
     """Each in one of the layouts; `make test-all` has each in every."""
     names = sorted(TRAINED & {*families()})
     if not deep(layout):
@@ -93,17 +91,15 @@ def test_families_train_as_their_own_classes_do(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", ["alone", "fsdp1 ulysses", "ring"])
 def test_families_that_scale_or_cap_their_logits_train_as_their_own_classes_do(
-    layout: str, ranks: RankGroups, tmp_path: Path
-) -> None:
+    layout, ranks, tmp_path
+):
     found = sweep(ranks, layout, list(TRANSFORMED), tmp_path)
     assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", ["alone", "fsdp1 ulysses"])
-def test_documents_past_a_window_are_trained_as_the_familys_own_class_does(
-    layout: str, ranks: RankGroups, tmp_path: Path
-) -> None:
+def test_documents_past_a_window_are_trained_as_the_familys_own_class_does(layout, ranks, tmp_path):
     """With windows in every layer, in some, of a mask alone, sinks, and two kinds of RoPE."""
     found = sweep(ranks, layout, list(PAST), tmp_path)
     assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
@@ -117,8 +113,8 @@ def test_documents_past_a_window_are_trained_as_the_familys_own_class_does(
     ("window", "outcome"), [(LONGEST_DOCUMENT, "equal"), (LONGEST_DOCUMENT - 1, "refused")]
 )
 def test_around_a_ring_a_document_within_a_window_is_trained_and_one_past_it_refused(
-    window: int, outcome: str, ranks: RankGroups, tmp_path: Path
-) -> None:
+    window, outcome, ranks, tmp_path
+):
     """By their own lengths: a ring's padding, which makes them longer, counts for nothing."""
     found = sweep(ranks, "ring", list(WINDOWED), tmp_path, window=window)
     assert {name: line["outcome"] for name, line in found.items()} == dict.fromkeys(
@@ -132,7 +128,7 @@ def test_around_a_ring_a_document_within_a_window_is_trained_and_one_past_it_ref
 
 
 @pytest.mark.parametrize("family", sorted(REFUSED))
-def test_a_family_that_is_not_trained_is_refused_by_its_name(tmp_path: Path, family: str) -> None:
+def test_a_family_that_is_not_trained_is_refused_by_its_name(tmp_path, family):
     """Its usual config, as its class writes it."""
     from transformers import CONFIG_MAPPING
 
@@ -149,7 +145,7 @@ def test_a_family_that_is_not_trained_is_refused_by_its_name(tmp_path: Path, fam
 
 
 @pytest.mark.parametrize("family", sorted(TRAINED))
-def test_the_parameters_of_a_trained_family_are_counted(tmp_path: Path, family: str) -> None:
+def test_the_parameters_of_a_trained_family_are_counted(tmp_path, family):
     """Of the class's usual config, where it can be built; of the tiny one no more than that it is
     read.
     """

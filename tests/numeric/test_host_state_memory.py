@@ -79,9 +79,7 @@ def logs(
 
 
 @pytest.mark.parametrize("name", TRIALS)
-def test_a_step_peaks_where_the_formula_says(
-    specs: dict[str, TrialSpec], logs: dict[str, EventLog], name: str
-) -> None:
+def test_a_step_peaks_where_the_formula_says(specs, logs, name):
     spec = specs[name]
     shape = load_model(spec.model_directory).shape
     predicted = footprint(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens)
@@ -90,9 +88,7 @@ def test_a_step_peaks_where_the_formula_says(
 
 
 @pytest.mark.parametrize("name", TRIALS)
-def test_what_lasts_on_the_gpu_has_no_moments(
-    specs: dict[str, TrialSpec], logs: dict[str, EventLog], name: str
-) -> None:
+def test_what_lasts_on_the_gpu_has_no_moments(specs, logs, name):
     spec = specs[name]
     shape, shards = load_model(spec.model_directory).shape, spec.layout.shard_degree
     expected = device_state_bytes(shape, spec.settings, device="cuda", shards=shards)
@@ -104,9 +100,7 @@ def test_what_lasts_on_the_gpu_has_no_moments(
 
 
 @pytest.mark.parametrize("name", TRIALS)
-def test_an_update_takes_its_buffers_and_leaves_nothing(
-    specs: dict[str, TrialSpec], logs: dict[str, EventLog], name: str
-) -> None:
+def test_an_update_takes_its_buffers_and_leaves_nothing(specs, logs, name):
     spec = specs[name]
     shape, shards = load_model(spec.model_directory).shape, spec.layout.shard_degree
     buffers = update_bytes(shape, spec.settings, shards=shards)

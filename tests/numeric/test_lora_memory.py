@@ -98,9 +98,7 @@ def logs(
 
 
 @pytest.mark.parametrize("name", TRIALS)
-def test_a_step_peaks_where_the_formula_says(
-    specs: dict[str, TrialSpec], logs: dict[str, EventLog], name: str
-) -> None:
+def test_a_step_peaks_where_the_formula_says(specs, logs, name):
     spec = specs[name]
     shape = load_model(spec.model_directory).shape
     predicted = footprint(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens)
@@ -112,9 +110,7 @@ def test_a_step_peaks_where_the_formula_says(
     "name",
     ["alone", "some", "fused projections", "nf4", "two", "offload", "moments", "two, moments"],
 )
-def test_what_lasts_is_the_frozen_model_and_the_adapters(
-    specs: dict[str, TrialSpec], logs: dict[str, EventLog], name: str
-) -> None:
+def test_what_lasts_is_the_frozen_model_and_the_adapters(specs, logs, name):
     spec = specs[name]
     shape = load_model(spec.model_directory).shape
     lasting = sum(alive_at(logs[name], "experience").values())

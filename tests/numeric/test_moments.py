@@ -97,7 +97,7 @@ def asked() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("family", "case"), asked())
-def test_a_step_peaks_where_the_formula_says(family: str, case: str, tmp_path: Path) -> None:
+def test_a_step_peaks_where_the_formula_says(family, case, tmp_path):
     fields: dict[str, Any] = {
         "settings": Settings(loss="chunked"),
         "layout": Layout(),

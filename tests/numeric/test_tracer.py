@@ -45,7 +45,7 @@ TRIALS = [
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("study", "length"), TRIALS)
-def test_a_replayed_trace_has_the_peaks_that_were_measured(study: str, length: int) -> None:
+def test_a_replayed_trace_has_the_peaks_that_were_measured(study, length):
     spec, result = trial(study, length)
     (rank,) = result.ranks
     assert rank.budget is not None
@@ -58,7 +58,7 @@ def test_a_replayed_trace_has_the_peaks_that_were_measured(study: str, length: i
         check(ours, rank.memory)
 
 
-def test_ranks_that_share_a_sequence_are_traced_and_hold_less_the_more_they_are() -> None:
+def test_ranks_that_share_a_sequence_are_traced_and_hold_less_the_more_they_are():
     peaks = [
         replay(
             traced(small(Layout(gpus=gpus, ulysses_degree=gpus))), allocator="expandable"
@@ -68,9 +68,7 @@ def test_ranks_that_share_a_sequence_are_traced_and_hold_less_the_more_they_are(
     assert 0.4 * peaks[0] < peaks[1] < 0.8 * peaks[0]
 
 
-def test_offload_leaves_the_device_a_layers_states_and_grpo_keeps_its_reference_on_the_host() -> (
-    None
-):
+def test_offload_leaves_the_device_a_layers_states_and_grpo_keeps_its_reference_on_the_host():
     plain, offloaded, grpo = (
         replay(traced(small(Layout(), **settings)), allocator="expandable").peak_allocated_bytes
         for settings in ({}, {"offload": True}, {"objective": "grpo"})
@@ -80,9 +78,7 @@ def test_offload_leaves_the_device_a_layers_states_and_grpo_keeps_its_reference_
     assert abs(grpo - plain) < 0.2 * plain
 
 
-def test_the_reference_systems_step_allocates_the_same_at_any_length_on_lines_over_its_tokens() -> (
-    None
-):
+def test_the_reference_systems_step_allocates_the_same_at_any_length_on_lines_over_its_tokens():
     settings = Settings(
         strategy="fsdp", objective="grpo", entropy="full", sequences_per_micro_batch=2
     )
@@ -104,9 +100,7 @@ def test_the_reference_systems_step_allocates_the_same_at_any_length_on_lines_ov
 
 
 @pytest.mark.parametrize(("gpus", "layers_before", "never"), [(1, 0, 1), (2, 1, 0)])
-def test_the_reference_system_waits_in_every_layer_and_before_an_update(
-    gpus: int, layers_before: int, never: int
-) -> None:
+def test_the_reference_system_waits_in_every_layer_and_before_an_update(gpus, layers_before, never):
     """In a backward pass of several ranks the gradient of the layer before is held: the host waits
     for another stream. Alone it is free at the wait, as H200s recorded.
     """

@@ -4,7 +4,6 @@ Its times are printed.
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -95,8 +94,8 @@ def measured(*words: str) -> tuple[float, int]:
 @pytest.mark.parametrize("cells", [1, 500])
 @pytest.mark.parametrize("form", ["show", "html", "md", "csv", "json"])
 def test_showing_and_reporting_grow_no_faster_than_the_study(
-    form: str, cells: int, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+    form, cells, tmp_path, record_property
+):
     taken: list[tuple[float, int]] = []
     for trials in (FEW, MANY):
         path = tmp_path / f"{trials}.jsonl"
