@@ -90,10 +90,7 @@ def bench(arguments: argparse.Namespace) -> int:
             f"nothing that is named runs here: {reasons}", hint="add `--implementations dense`"
         )
     document = bench_document(found)
-    for suffix, text in (
-        ("json", to_json(document, indent=2)),
-        ("md", attention_markdown(found)),
-    ):
+    for suffix, text in (("json", to_json(document, indent=2)), ("md", attention_markdown(found))):
         write_new_file(folder / f"{_REPORT}.{suffix}", f"{text}\n".encode(), flag="--out")
     if arguments.json:
         console.answer_json(document)

@@ -80,10 +80,7 @@ IMPLEMENTATIONS: Mapping[str, Implementation] = {
     "block_sparse_2": _block_sparse("2 % of the key blocks", 0.02),
     "block_sparse_1": _block_sparse("1 % of the key blocks", 0.01),
     "block_sparse_adaptive": _block_sparse("5 % to 65,536, 2 % to 131,072, then 1 %", "adaptive"),
-    "dilated": Implementation(
-        what="dilated",
-        takes_segments=True,
-    ),
+    "dilated": Implementation(what="dilated", takes_segments=True),
     "block_sparse_ring_dilated": Implementation(
         what="the segments of dilated, in each of which a pattern keeps blocks",
         modes=("single", "ring"),

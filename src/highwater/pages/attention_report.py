@@ -359,12 +359,7 @@ def predicted_table(
         title=f"predicted: longest length on other GPUs, {direction}, by memory alone",
         columns=("GPU", "memory", *map(_name, columns), "DataParallel"),
         rows=tuple(
-            (
-                gpu,
-                format_bytes(each.memory_bytes),
-                *(cells[gpu, entry] for entry in columns),
-                said,
-            )
+            (gpu, format_bytes(each.memory_bytes), *(cells[gpu, entry] for entry in columns), said)
             for gpu, each in kinds.items()
         ),
         footnotes=(

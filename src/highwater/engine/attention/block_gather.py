@@ -321,11 +321,7 @@ class CutTensors(NamedTuple):
         )
         query_NGrbD = self.query_NGRbD[:, :, rows.slice].to(self.wide)
         scores_NGrbl = torch.einsum("ngrbd,nrld->ngrbl", query_NGrbD, key_NrlD) * scaling
-        return (
-            scores_NGrbl.masked_fill(~rows.is_seen()[:, None], -math.inf),
-            key_NrlD,
-            value_NrlD,
-        )
+        return (scores_NGrbl.masked_fill(~rows.is_seen()[:, None], -math.inf), key_NrlD, value_NrlD)
 
 
 def _add_(sum_NCbD: Tensor, rows: _Rows, parts_NrlD: Tensor) -> None:

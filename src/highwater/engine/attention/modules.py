@@ -88,8 +88,7 @@ class DilatedAttention(_AttentionModule):
         super().__init__(softmax_scale, attention_dropout, group, shares)
         if op is not None:
             raise UsageError(
-                "`op` names an operator of xformers, which is not used here",
-                hint="leave `op` out",
+                "`op` names an operator of xformers, which is not used here", hint="leave `op` out"
             )
         refuse_branches(segment_lengths, dilation_rates)
         check_word("normalisation", normalisation, get_args(Normalisation))

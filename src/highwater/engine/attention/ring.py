@@ -210,11 +210,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _pass_forward(
-    query_BHSD: Tensor,
-    key_BKSD: Tensor,
-    value_BKSD: Tensor,
-    sinks_H: Tensor | None,
-    ring: Ring,
+    query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, sinks_H: Tensor | None, ring: Ring
 ) -> tuple[Tensor, Tensor]:
     """What is attended, BHSD, and the logarithm of each query's sum of exponentials, BHS."""
     wide = torch.promote_types(query_BHSD.dtype, torch.float32)

@@ -121,8 +121,7 @@ class ChatTemplate:
         text = self.text(conversation)
         if conversation.tools and text == self.text(conversation._replace(tools=())):
             raise _UnwrittenError(
-                f"{conversation.name}: the chat template does not write `tools`",
-                hint=_WRITES_IT,
+                f"{conversation.name}: the chat template does not write `tools`", hint=_WRITES_IT
             )
         all_marked = self.text(marked(conversation))
         written = "".join(text.split())

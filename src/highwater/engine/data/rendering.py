@@ -86,12 +86,7 @@ class Rendering:
         self.vocab_size = vocab_size
 
     def document(
-        self,
-        record: DataRecord,
-        parts: Sequence[tuple[str, bool]],
-        *,
-        starts: bool,
-        ends: bool,
+        self, record: DataRecord, parts: Sequence[tuple[str, bool]], *, starts: bool, ends: bool
     ) -> TokenDocument:
         """The tokens of a text in parts, each trained or not; with the tokenizer's own beginning,
         and with an end-of-text token unless it ends in one.

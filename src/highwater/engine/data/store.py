@@ -41,12 +41,7 @@ _SMALL_VOCABULARY = 1 << 16
 """Ids below it are kept in two bytes, others in four."""
 _TOKEN_FILES = {"trained": "u1", "logprobs": "<f4"}
 """Files with a number for each token, beside the ids."""
-_DOCUMENT_FILES = {
-    "units": "<i8",
-    "files": "<i4",
-    "rows": "<i8",
-    "rewards": "<f8",
-}
+_DOCUMENT_FILES = {"units": "<i8", "files": "<i4", "rows": "<i8", "rewards": "<f8"}
 """Files with a number for each document, beside where it begins."""
 
 

@@ -27,12 +27,7 @@ from typing import IO, Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from highwater.engine.models.fill import fill_buffers

@@ -381,7 +381,7 @@ _PLAIN = frozenset(
         torch.device,
         torch.layout,
         torch.memory_format,
-    ),
+    )
 )
 
 

@@ -70,11 +70,7 @@ def make_optimizer(
 
 
 def _made(
-    name: OptimizerName,
-    groups: list[dict[str, Any]],
-    numbers: Hyperparameters,
-    *,
-    on_host: bool,
+    name: OptimizerName, groups: list[dict[str, Any]], numbers: Hyperparameters, *, on_host: bool
 ) -> torch.optim.Optimizer:
     """The optimizer of this name, at rate zero."""
     betas = (numbers.adam_beta1, numbers.adam_beta2)

@@ -58,12 +58,9 @@ class Coordinates:
 
     def slots(self, group: Group) -> int:
         """Groups of this kind that there are."""
-        return {
-            "rank": self.ranks,
-            "context": self.data_ranks,
-            "data": self.sharing,
-            "all": 1,
-        }[group]
+        return {"rank": self.ranks, "context": self.data_ranks, "data": self.sharing, "all": 1}[
+            group
+        ]
 
     def slot(self, group: Group) -> int:
         """Which of them the rank is in."""
@@ -308,8 +305,7 @@ def _declared(
             )
         if quantity.how == "mean" and quantity.is_count:
             raise UsageError(
-                f"{name} is a mean, and cannot be declared as a count",
-                hint="leave `is_count` out",
+                f"{name} is a mean, and cannot be declared as a count", hint="leave `is_count` out"
             )
     quantities = {**QUANTITIES, **own}
     # what ranks have alike is added in shares, of which there is one on each of all ranks

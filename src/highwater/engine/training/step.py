@@ -328,9 +328,7 @@ def _clipped_loss(
     )
     if training.entropy:
         loss = loss - objectives.entropy_bonus(
-            statistics.entropies_N,
-            coefficient=numbers.entropy_coefficient,
-            trained_tokens=counted,
+            statistics.entropies_N, coefficient=numbers.entropy_coefficient, trained_tokens=counted
         )
     if experience.reference_logprobs_N is not None:
         loss = loss + objectives.divergence(
