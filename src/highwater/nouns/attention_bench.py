@@ -58,11 +58,9 @@ class Implementation(Record, frozen=True, kw_only=True):
 
 
 def _block_sparse(what: str, ratio: SparsityRatio) -> Implementation:
-    return Implementation(
-        what=f"block-sparse, {what}",
-        pattern=SparsePatternConfig(sparsity_ratio=ratio),
-        takes_pattern=ratio is None,
-    )
+    pattern = SparsePatternConfig(sparsity_ratio=ratio)
+    what = f"block-sparse, {what}"
+    return Implementation(what=what, pattern=pattern, takes_pattern=ratio is None)
 
 
 IMPLEMENTATIONS: Mapping[str, Implementation] = {

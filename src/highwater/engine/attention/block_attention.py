@@ -264,9 +264,7 @@ class VariedBlock(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _borders_of(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Where each document begins and the last one ends, on the device, in int32: kept, since all
-    layers ask for the same.
-    """
+    """Where each document begins and the last one ends, on the device, in int32."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 

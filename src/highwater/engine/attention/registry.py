@@ -197,9 +197,7 @@ def _in_pattern(*tensors: Tensor, documents: Documents) -> Tensor:
 
 
 def _keeps_operator(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    """Whether a recomputed layer keeps what an operator gave: dense attention's, unless it is
-    part of what is kept as a whole.
-    """
+    """Whether a recomputed layer keeps an operator's result: dense attention's."""
     is_kept = operator in _OPERATORS and not is_keeping()
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -230,10 +228,7 @@ def _window_of(module: nn.Module, features: dict[str, Any]) -> int | None:
 
 
 def _layers_from_the_end(module: nn.Module) -> int:
-    """Position of the module's layer counted from the last one, which is 1.
-
-    Raises ModelError for a module that does not know its layer.
-    """
+    """Position of the module's layer counted from the last one, which is 1."""
     index, config = getattr(module, "layer_idx", None), getattr(module, "config", None)
     if not isinstance(index, int) or config is None:
         raise ModelError(
@@ -256,9 +251,7 @@ def _refuse_features(module: nn.Module, features: dict[str, Any]) -> None:
 
 
 def _refuse_in_ring(module: nn.Module, pattern: Pattern, *, longest: int) -> None:
-    """Raise ModelError for documents of which a layer's pattern cuts something off, and for capped
-    scores, which a ring does not compute.
-    """
+    """Raise ModelError for what a ring does not compute: patterns that cut, capped scores."""
     if pattern.soft_cap is not None:
         raise ModelError(
             f"{_family(module)} caps the scores of its attention, which a ring does not",

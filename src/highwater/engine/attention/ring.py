@@ -163,9 +163,7 @@ def _runs(ring: Ring, step: int, device: torch.device) -> Iterator[Run]:
 
 
 def _pieces(tokens: int, documents: int, device: torch.device) -> tuple[int, int]:
-    """How many pieces of which length stand for a run of documents: two chunks of one length
-    each.
-    """
+    """How many pieces of which length stand for a run of documents: two chunks each."""
     assert device.type in ("cuda", "cpu")
     count = pieces(tokens, device.type) or 1
     if count <= documents or tokens // count % 2:

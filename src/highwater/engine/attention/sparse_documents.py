@@ -69,9 +69,7 @@ def attend_sparsely(
 
 
 def _refuse(reason: str | None) -> None:
-    """Raise MachineError where FlexAttention gives nothing on a GPU, or something else: memory and
-    time of gathered keys are not those that are predicted.
-    """
+    """Raise MachineError: gathered keys take other memory and time than what is predicted."""
     if reason is not None:
         raise MachineError(
             f"{reason}; block-sparse attention on GPUs is FlexAttention's",

@@ -132,9 +132,7 @@ def _from_user(
 
 
 def _called(function: Any, arguments: Mapping[str, Any], source: str) -> Iterable[Any]:
-    """What the function gives for these keywords; raises UsageError where it cannot be called so,
-    or gives no micro-batches.
-    """
+    """The micro-batches that the function gives for these keywords."""
     refuse_uncallable(function, arguments, source, define="def batches(*, length_tokens, **_)")
     given = function(**arguments)
     if not isinstance(given, Iterable):

@@ -68,9 +68,7 @@ def records(file: DataFile) -> Iterator[DataRecord]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """A value whose objects have no field that is null: a table has to have each field of a struct
-    in every row, and a record has not. A null in a list is one of its values.
-    """
+    """A value without fields that are null, which tables have in rows that lack them."""
     if isinstance(value, Mapping):
         fields = cast(Mapping[str, Any], value).items()
         return {name: _without_nulls(each) for name, each in fields if each is not None}
@@ -159,9 +157,7 @@ def _raw_lines(file: DataFile) -> Iterator[bytes]:
 
 
 def _unpacked(file: DataFile, read: Callable[[], bytes]) -> Iterator[bytes]:
-    """What ``read`` gives until it gives nothing; raises UsageError for an archive that breaks
-    off.
-    """
+    """What ``read`` gives until it gives nothing; UsageError for an archive that breaks off."""
     number = 0
     while True:
         number += 1

@@ -227,9 +227,7 @@ def _raw(rendering: Rendering, record: DataRecord, everything: bool) -> TokenDoc
 def _completion(
     rendering: Rendering, record: DataRecord, prompt: Said, name: str, everything: bool
 ) -> TokenDocument:
-    """A prompt with the response in field ``name``: texts as they follow each other, or a
-    conversation.
-    """
+    """A prompt with the response in field ``name``: two texts, or a conversation."""
     response = said_of(record, name)
     if isinstance(prompt, str) and isinstance(response, str):
         parts = [(prompt, False), (response, True)]

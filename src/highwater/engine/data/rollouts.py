@@ -153,9 +153,7 @@ def _several(record: DataRecord) -> list[_Sampled]:
 def _document(
     rendering: Rendering, record: DataRecord, sampled: _Sampled, reward: RewardFunction | None
 ) -> TokenDocument:
-    """One rollout: from the ids that were sampled where the record has them, else from its text,
-    which then ends with an end-of-text token.
-    """
+    """One rollout: from the ids that were sampled where the record has them, else from its text."""
     prompt = prompt_of(record)
     if prompt is None:
         raise without_fields(record, "prompt", _EXAMPLE)

@@ -156,9 +156,7 @@ def _tokenizer_digest(directory: str | None) -> object:
 
 
 def _model_type(config: Path) -> str | None:
-    """The family, by which transformers chooses a tokenizer's class where its own files do not
-    say; the rest of a config is nothing to it.
-    """
+    """The family, by which transformers chooses a tokenizer's class where its files do not say."""
     try:
         return str(json.loads(read_file(config, most_bytes=CONFIG_BYTES)).get("model_type"))
     except (OSError, ValueError, AttributeError):

@@ -61,12 +61,7 @@ def _documents(micro_batch: Any, source: str) -> list[Document]:
 
 
 def _document(document: Any, source: str) -> Document:
-    """A mapping with ``input_ids``, or plain token ids; all of them trained on unless ``labels``
-    say otherwise.
-
-    Raises UsageError, by the field's name, for a field that nobody reads and for what is not of a
-    field's kind: nothing is rounded.
-    """
+    """A mapping with ``input_ids``, or plain token ids, all trained without ``labels``."""
     fields: dict[Any, Any] = (
         dict(cast(Any, document)) if isinstance(document, Mapping) else {"input_ids": document}
     )
@@ -161,9 +156,7 @@ def _check(documents: Sequence[Document], source: str, *, vocab_size: int) -> No
 def _check_longest(
     documents: Sequence[Document], spec: TrialSpec, source: str, *, window_tokens: int | None
 ) -> None:
-    """Raise UsageError for a document past the length, or that some layer would not attend to
-    whole.
-    """
+    """Raise UsageError for a document too long for the trial, or for a layer to attend to."""
     longest = max(len(document.ids_L) for document in documents)
     if longest > spec.length_tokens:
         raise UsageError(
@@ -183,9 +176,7 @@ def _check_longest(
 
 
 def _check_numbers(documents: Sequence[Document], source: str) -> None:
-    """Raise UsageError for what would make the loss NaN, which no later message could trace back to
-    a document.
-    """
+    """Raise UsageError for what would make the loss NaN, while the document is known."""
     for document in documents:
         if not abs(document.reward) <= torch.finfo(torch.float32).max:  # nor is NaN
             raise UsageError(

@@ -330,9 +330,7 @@ def _is_unknown(number: Tensor) -> bool:
 
 
 def _waits_for_gpu(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
-    """Whether the host waits for the GPU: a copy between the two is over before the host goes on,
-    unless it was told not to wait.
-    """
+    """Whether the host waits for the GPU, as at a copy that was not told otherwise."""
     if func is aten.copy_.default:
         source, goes_on = args[1], kwargs.get("non_blocking", args[2:] == (True,))
     elif func is aten._to_copy.default:

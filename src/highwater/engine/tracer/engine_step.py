@@ -52,9 +52,7 @@ def after_step(training: Training, micro_batches: Sequence[Batch]) -> None:
 
 
 def _prove_kernel(spec: TrialSpec, context: RankContext) -> None:
-    """What a rank does before it has a model: a native allocator cuts the first weights out of what
-    this leaves.
-    """
+    """What a rank does before it has a model: a native allocator goes on in what this leaves."""
     shape = load_model(spec.model_directory).shape
     heads = {
         "query_heads": shape.query_heads,

@@ -133,9 +133,7 @@ def divided(logits_TV: Tensor) -> Tensor:
 
 
 class _Statistics(torch.autograd.Function):
-    """Flash attention's cross-entropy and verl's compiled entropy: both read the logits, each makes
-    a gradient of its own.
-    """
+    """Flash attention's cross-entropy and verl's compiled entropy: two gradients of the logits."""
 
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,9 +174,7 @@ def _wait_for_gpu(*_: object) -> None:
 
 
 def _wait_in_every_layer(policy: Decoder) -> None:
-    """Have the host wait in every layer: the reference's attention reads the longest document's
-    length from the GPU, so that its host is never ahead by a layer.
-    """
+    """Have the host wait in every layer, as the reference's attention reads lengths."""
     for name, module in policy.named_modules():
         if name.endswith("self_attn"):
             module.register_forward_pre_hook(_wait_for_gpu)

@@ -103,9 +103,7 @@ def fill_missing_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
-    """The trained parameters: those that decay, then norms and biases, as transformers' Trainer
-    tells them apart.
-    """
+    """The trained parameters: those that decay, then norms and biases, as transformers has them."""
     norms = {
         parameter
         for module in model.modules()
