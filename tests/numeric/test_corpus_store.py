@@ -17,8 +17,7 @@ import pytest
 from corpora import ids_of, made, order, trained_of, write_lines, write_tokenizer
 from pyarrow import parquet
 
-from highwater.engine.data.data_files import data_files, read_manifest, write_manifest
-from highwater.engine.data.readers import records
+from highwater.engine.data.data_files import data_files, read_manifest, records, write_manifest
 from highwater.engine.data.store import CorpusWriter, open_corpus
 from highwater.engine.data.text_tokens import BYTE_VOCABULARY
 from highwater.engine.data.tokenise import tokenise
@@ -426,7 +425,7 @@ def test_a_package_that_is_missing_is_named_with_what_installs_it(
     name: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = KINDS[name](tmp_path / name, RECORDS)
-    from highwater.engine.data import readers
+    from highwater.engine.data import data_files as readers
 
     def found(asked: str) -> object | None:
         return None if asked == package else object()

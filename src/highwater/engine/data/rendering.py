@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from highwater.engine.data.conversations import ChatTemplate
-from highwater.engine.data.data_files import DataFile
+from highwater.engine.data.data_files import DataFile, DataRecord
 from highwater.engine.data.messages import (
     Conversation,
     Message,
@@ -35,7 +35,6 @@ from highwater.engine.data.messages import (
     spoken,
     with_system,
 )
-from highwater.engine.data.readers import DataRecord
 from highwater.engine.data.record_fields import (
     first_of,
     has,

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from highwater.engine.data.data_files import DataRecord
 from highwater.engine.data.messages import (
     Said,
     messages_of,
@@ -26,8 +27,7 @@ from highwater.engine.data.messages import (
     spoken,
     with_system,
 )
-from highwater.engine.data.micro_batches import refuse_uncallable, user_function
-from highwater.engine.data.readers import DataRecord
+from highwater.engine.data.micro_batches import refuse_uncallable, seen, user_function
 from highwater.engine.data.record_fields import (
     first_of,
     has,
@@ -41,7 +41,6 @@ from highwater.engine.data.record_fields import (
     value_of,
 )
 from highwater.engine.data.rendering import Render, Rendering, TokenDocument, Unit, without_fields
-from highwater.engine.data.user_documents import seen
 from highwater.errors import UsageError
 
 _EXAMPLE = (

@@ -25,8 +25,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from highwater.engine.data.data_files import DataFile, DataFiles, bytes_digest, data_files
-from highwater.engine.data.readers import records
+from highwater.engine.data.data_files import DataFile, DataFiles, bytes_digest, data_files, records
 from highwater.engine.data.rendering import (
     PlacedRecord,
     Render,

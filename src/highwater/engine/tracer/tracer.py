@@ -31,10 +31,13 @@ from highwater.engine.data.micro_batches import batches
 from highwater.engine.models.build import read_config
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.tracer import fake_cuda, kernel_stubs
-from highwater.engine.tracer.allocation_recorder import AllocationRecorder
+from highwater.engine.tracer.allocation_recorder import (
+    WORKSPACES,
+    AllocationRecorder,
+    in_column_sums,
+)
 from highwater.engine.tracer.fake_cuda import QuickFakeMode
 from highwater.engine.tracer.inplace_accumulation import InplaceAccumulation
-from highwater.engine.tracer.kernel_workspaces import WORKSPACES, in_column_sums
 from highwater.engine.tracer.trainers import TRACED
 from highwater.engine.training.rank_context import RankContext
 from highwater.engine.training.rank_run import rehearsal_batch

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from highwater.engine.activations.recompute import seeded
 from highwater.engine.data.batches import Batch, digest, pack
-from highwater.engine.data.user_documents import read_documents
+from highwater.engine.data.micro_batches import read_documents
 from highwater.engine.parallel.mesh import every_ranks
 from highwater.engine.training import checkpoint
 from highwater.engine.training.evaluation import Evaluation, evaluate
