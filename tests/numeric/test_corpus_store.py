@@ -17,8 +17,8 @@ import pytest
 from corpora import ids_of, made, order, trained_of, write_lines, write_tokenizer
 from pyarrow import parquet
 
-from highwater.engine.data.data_files import data_files, read_manifest, records, write_manifest
-from highwater.engine.data.store import CorpusWriter, open_corpus
+from highwater.engine.data.data_files import data_files, records
+from highwater.engine.data.store import CorpusWriter, open_corpus, read_manifest, write_manifest
 from highwater.engine.data.text_tokens import BYTE_VOCABULARY
 from highwater.engine.data.tokenise import tokenise
 from highwater.errors import HighwaterError, MachineError, UsageError

@@ -1,12 +1,5 @@
-"""Data files: what the paths of ``--data`` hold, in an order that is the same everywhere, and a
-digest of their bytes.
-
-The manifest of a checkpoint, or a corpus: size and checksum of every file in its folder, written
-last.
-
-Where it is, everything else was on the disk before it.
-
-Readers: the records of a data file, one after the other, never the whole file in memory.
+"""Data files: what the paths of ``--data`` hold, in an order that is the same everywhere, a digest
+of their bytes, and their records, one after the other, never a whole file in memory.
 
 A record knows its name, ``data.jsonl:17``, which every message about it begins with: the line of a
 file of lines, the row of a table.
@@ -14,10 +7,9 @@ file of lines, the row of a table.
 
 import gzip
 import hashlib
-import os
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
@@ -25,9 +17,9 @@ from typing import IO, Any, Literal, NamedTuple, cast
 
 import msgspec
 
-from highwater.errors import HighwaterError, MachineError, UsageError
-from highwater.nouns.codec import Record, digest, from_json, to_json
-from highwater.nouns.files import INDEX_BYTES, open_regular, read_file
+from highwater.errors import MachineError, UsageError
+from highwater.nouns.codec import from_json
+from highwater.nouns.files import open_regular
 
 DataKind = Literal["lines", "parquet", "arrow", "text", "saved"]
 """JSON lines, Parquet, a table of ``datasets``, one document of plain text, or a folder that
@@ -191,100 +183,6 @@ def _with_clear_names(files: Sequence[DataFile]) -> tuple[DataFile, ...]:
         file._replace(name=name.encode("utf-8", "backslashreplace").decode("utf-8"))
         for file, name in zip(files, clear, strict=True)
     )
-
-
-MANIFEST_FILE = "manifest.json"
-
-
-class FileRecord(Record, frozen=True, kw_only=True):
-    """What one file has to be."""
-
-    size_bytes: int
-    sha256: str
-
-
-class Manifest(Record, frozen=True, kw_only=True):
-    """All files of a folder but this one, by their paths in it."""
-
-    files: Mapping[str, FileRecord]
-    files_digest: str
-    """Digest of the above: of a damaged manifest it does not say that the files are."""
-
-
-def record_of(path: Path) -> FileRecord:
-    """What a file is; its bytes are read."""
-    with open_regular(path) as file:
-        checksum = hashlib.file_digest(file, "sha256").hexdigest()
-        return FileRecord(size_bytes=file.tell(), sha256=checksum)
-
-
-def write_manifest(directory: Path, files: Mapping[str, FileRecord]) -> None:
-    """Write the manifest, onto the disk, and the folders' names of their files."""
-    ordered = dict(sorted(files.items()))
-    manifest = Manifest(files=ordered, files_digest=digest(ordered))
-    write_durably(directory / MANIFEST_FILE, to_json(manifest, indent=2))
-    for folder in {directory, *(directory / name for name in map(os.path.dirname, files))}:
-        make_durable(folder)
-
-
-def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a folder; UsageError where there is none, or it is damaged."""
-    path = directory / MANIFEST_FILE
-    try:
-        manifest = from_json(read_file(path, most_bytes=INDEX_BYTES), Manifest)
-    except (OSError, msgspec.MsgspecError, HighwaterError) as error:
-        raise damage(path, _why(error)) from error
-    if digest(manifest.files) != manifest.files_digest:
-        raise damage(path, "it is not as it was written")
-    return manifest
-
-
-def check_files(directory: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Raise UsageError for the first of these files that is missing, or not as it was written."""
-    for name in names:
-        path, expected = directory / name, manifest.files[name]
-        try:
-            size = path.stat().st_size
-            if size == expected.size_bytes and record_of(path) == expected:
-                continue
-        except OSError as error:
-            raise damage(path, _why(error)) from error
-        if size != expected.size_bytes:
-            raise damage(path, f"it has {size:,} bytes of {expected.size_bytes:,}")
-        raise damage(path, "its checksum is another than when it was written")
-
-
-def damage(path: Path, why: str) -> UsageError:
-    """What is said of a damaged file; whoever knows another checkpoint has a better hint."""
-    return UsageError(
-        f"{path} is damaged: {why}", hint="go on from another checkpoint: `--resume-from`"
-    )
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Write a file onto the disk, under a name of its own until it is there."""
-    unnamed = path.with_name(f"{path.name}.tmp")
-    with unnamed.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    unnamed.replace(path)
-    make_durable(path.parent)
-
-
-def make_durable(folder: Path) -> None:
-    """Have the names in a folder on the disk; a file's own fsync leaves its name out."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return "it is missing" if isinstance(error, FileNotFoundError) else str(error.strerror)
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 _ROWS = 256

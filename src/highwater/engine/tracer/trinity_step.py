@@ -60,17 +60,6 @@ def begin(
     return training
 
 
-def before_step(recorder: AllocationRecorder) -> None:
-    """Give the cache back, as the trainer does before it sends the weights to its explorer: once
-    they are there, and after each step.
-    """
-    recorder.release()
-
-
-def after_step(_: Training, __: Sequence[Batch]) -> None:
-    """Nothing of ours comes between two of its steps."""
-
-
 def assemble(spec: TrialSpec, context: RankContext) -> Training:
     """The actor on FSDP1, and its reference in host memory."""
     config = read_config(

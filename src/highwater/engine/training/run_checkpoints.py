@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from highwater.engine.data.data_files import (
+from highwater.engine.data.store import (
     MANIFEST_FILE,
     FileRecord,
     check_files,
