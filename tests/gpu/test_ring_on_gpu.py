@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from highwater.engine.attention.block_attention import Block
-from highwater.engine.tracer.kernel_workspaces import WORKSPACES
+from highwater.engine.tracer.allocation_recorder import WORKSPACES
 from highwater.nouns.hardware import Kernel
 
 SCALING = 0.11

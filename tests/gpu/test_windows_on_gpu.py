@@ -12,7 +12,7 @@ from highwater.engine.attention.block_attention import WindowedBlock
 from highwater.engine.attention.kernel_proof import computes_windows
 from highwater.engine.attention.patterned import Documents, Pattern, attend_in_pattern
 from highwater.engine.attention.plain_block import PlainBlock
-from highwater.engine.tracer.kernel_workspaces import WORKSPACES
+from highwater.engine.tracer.allocation_recorder import WORKSPACES
 
 SCALING = 0.11
 TOLERANCE = 1e-2

@@ -27,7 +27,7 @@ from corpora import (
 from pyarrow import parquet
 from transformers import AutoTokenizer
 
-from highwater.engine.data import readers
+from highwater.engine.data import data_files as readers
 from highwater.engine.data.store import OpenCorpus
 from highwater.errors import UsageError
 

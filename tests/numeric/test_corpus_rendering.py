@@ -22,8 +22,7 @@ from corpora import (
 )
 from transformers import AutoTokenizer
 
-from highwater.engine.data.data_files import data_files
-from highwater.engine.data.readers import records
+from highwater.engine.data.data_files import data_files, records
 from highwater.engine.data.rendering import PlacedRecord, Rendering, rendered, supervised
 from highwater.engine.data.text_tokens import Tokenizer
 from highwater.errors import UsageError

@@ -17,9 +17,8 @@ import pytest
 from corpora import ids_of, made, order, trained_of, write_lines, write_tokenizer
 from pyarrow import parquet
 
-from highwater.engine.data.data_files import data_files, read_manifest, write_manifest
-from highwater.engine.data.readers import records
-from highwater.engine.data.store import CorpusWriter, open_corpus
+from highwater.engine.data.data_files import data_files, records
+from highwater.engine.data.store import CorpusWriter, open_corpus, read_manifest, write_manifest
 from highwater.engine.data.text_tokens import BYTE_VOCABULARY
 from highwater.engine.data.tokenise import tokenise
 from highwater.errors import HighwaterError, MachineError, UsageError
@@ -418,7 +417,7 @@ def test_a_package_that_is_missing_is_named_with_what_installs_it(
     name, package, tmp_path, monkeypatch
 ):
     path = KINDS[name](tmp_path / name, RECORDS)
-    from highwater.engine.data import readers
+    from highwater.engine.data import data_files as readers
 
     def found(asked: str) -> object | None:
         return None if asked == package else object()

@@ -17,8 +17,7 @@ from corpora import made, order, write_lines, write_tokenizer
 
 from highwater.engine.data import conversations
 from highwater.engine.data import rendering as render_processes
-from highwater.engine.data.data_files import data_files
-from highwater.engine.data.readers import records
+from highwater.engine.data.data_files import data_files, records
 from highwater.errors import MachineError, UsageError
 from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.protocols import REFUSED_FILE, Refused

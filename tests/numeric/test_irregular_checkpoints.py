@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from highwater.engine.data.data_files import FileRecord, check_files, read_manifest, write_manifest
+from highwater.engine.data.store import FileRecord, check_files, read_manifest, write_manifest
 from highwater.engine.training.export import _dtype_of
 from highwater.engine.training.run_checkpoints import RunCheckpoints, read_state
 from highwater.engine.training.shard_reader import (

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from highwater.engine.tracer.kernel_workspaces import WORKSPACES, aten, in_column_sums
+from highwater.engine.tracer.allocation_recorder import WORKSPACES, aten, in_column_sums
 
 H200, A100 = 132 * 2048, 108 * 2048
 """Threads at once."""
