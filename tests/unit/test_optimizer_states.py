@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from highwater.api import predict
+from highwater.api.prediction import predict
 from highwater.errors import MachineError, UsageError
 from highwater.memory.formula.formula import footprint
 from highwater.memory.snapshot.attribution import category_of
