@@ -128,7 +128,7 @@ def test_what_goes_up_or_sideways_or_to_the_other_plane_is_told():
         ("highwater.search.proof", "highwater.recommendation.queries"),
         ("highwater.trials.tracing", "highwater.engine.tracer.tracer"),
         ("highwater.engine.training.step", "highwater.memory.capacity"),
-        ("highwater.api", "highwater"),
+        ("highwater.api.search", "highwater"),
     ):
         assert not goes_down(one, other)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "highwater"
 ROOMS = {
-    *("cli", "pages", "recommendation", "search", "trials", "trainers", "store", "memory", "speed"),
-    *("model", "nouns", "engine"),
+    *("cli", "pages", "api", "recommendation", "search", "trials", "trainers", "store", "memory"),
+    *("speed", "model", "nouns", "engine"),
 }
 """Of the control plane, from the top down, and the data plane, whole."""
 GIVEN_UP_FILES = {
@@ -29,15 +29,12 @@ GIVEN_UP_WORDS = {
 ELSEWHERE = {
     "slope": {"memory/trace/scaled_trace.py"},  # of a line
     "Place": {  # where a chooser stands
-        f"pages/guide/{name}.py" for name in ("answers", "chooser", "guide_page")
+        f"pages/guide/{name}.py" for name in ("answers", "chooser", "guide", "guide_page")
     },
 }
 """Words that mean what the field means by them there."""
 SHARED = {
     "build": "puts together what its room is about",
-    "environment": "what a process is started in: a trial's, a benchmark's",
-    "guide": "the command and its page",
-    "job": "what a process is asked and leaves: its files, and how it is started and awaited",
     "ranks": "the processes that train together: a trial's, and those of a loop of one's own",
     "recommend": "the command and what it answers",
     "rope": "rotary positions: the config and the model",

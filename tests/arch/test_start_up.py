@@ -42,7 +42,7 @@ def run(code: str, *words: str, cwd: Path | None = None) -> subprocess.Completed
     "module",
     [
         "highwater",
-        "highwater.api",
+        "highwater.api.search",
         "highwater.cli.commands",
         "highwater.cli.search_context_length_capacity",
         "highwater.trials.local",

@@ -20,10 +20,10 @@ def broken(
 ) -> subprocess.CompletedProcess[str]:
     """A command into whose way of reading a model somebody has put a bug."""
     code = (
-        f"import sys, errno; from highwater import api; from highwater.cli import "
+        f"import sys, errno; from highwater.api import prediction; from highwater.cli import "
         f"search_context_length_capacity as published\n"
         f"def broken(*_, **__): raise {error}\n"
-        f"api.predict = published.load_model = broken\n"
+        f"prediction.predict = published.load_model = broken\n"
         f"from {module} import main; sys.exit(main(sys.argv[1:]))\n"
     )
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -56,8 +56,8 @@ def test_the_report_of_a_bug_has_no_secrets_and_drives_no_terminal(tmp_path):
 
 def test_a_bug_is_told_by_its_code_where_nobody_hears_stderr(tmp_path):
     code = (
-        "import sys; from highwater import api; del api.predict; from highwater.cli.app import "
-        "main; sys.exit(main(sys.argv[1:]))"
+        "import sys; from highwater.api import prediction; del prediction.predict; "
+        "from highwater.cli.app import main; sys.exit(main(sys.argv[1:]))"
     )
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from highwater import study_report
-from highwater.api import open_study
+from highwater.api.search import open_study
 from highwater.nouns.study import Study
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from conftest import Run, offered, refusal
 
-from highwater.api import prepare
+from highwater.api.search import prepare
 from highwater.nouns.request import request_from
 from highwater.nouns.trial import PROMPT_TOKENS
 from highwater.units import MIB

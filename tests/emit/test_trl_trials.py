@@ -136,7 +136,7 @@ def test_what_trl_cannot_be_told_is_refused_before_anything_starts(model):
 def test_a_trial_that_is_ended_leaves_nothing(model, tmp_path, phase):
     ended = Event()
     request = request_from({"model": str(model), **settings(memory=ROOMY)})
-    spec = highwater.api.prepare_trial(request, 4096)
+    spec = highwater.api.search.prepare_trial(request, 4096)
     launcher = ForeignLauncher(log_directory=tmp_path / "logs", timeout_s=600)
 
     def on_phase(told: str) -> None:

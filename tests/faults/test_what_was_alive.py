@@ -7,7 +7,7 @@ import pytest
 from processes import marked
 
 import highwater
-from highwater.api import prepare_trial
+from highwater.api.search import prepare_trial
 from highwater.nouns.profiling import Profiling
 from highwater.nouns.request import request_from
 from highwater.nouns.trial import Outcome, TrialResult

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from highwater.api import prepare_trial
+from highwater.api.search import prepare_trial
 from highwater.engine import Quantity, Trainer, train_step
 from highwater.engine.training.memory_profiler import TrialProfiler
 from highwater.engine.training.trainer_keywords import KEYWORDS, trial_of

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markup import markdown_rows
 
-from highwater import api, guide, predict, write_guide
+from highwater import guide, open_study, predict, write_guide
 from highwater.errors import UsageError
 from highwater.nouns.capacities import Capacity, study_capacities
 from highwater.nouns.cells import simplicity
@@ -369,7 +369,7 @@ def test_what_speaks_against_an_answer_is_said_too(tmp_path):
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     made = guide(path)
     said = (
-        f"{path}: {api.open_study(path).answers[0].cell.label}: not monotone: 6,000 tokens did "
+        f"{path}: {open_study(path).answers[0].cell.label}: not monotone: 6,000 tokens did "
         f"not fit, 7,000 tokens did"
     )
     assert said in made.notes

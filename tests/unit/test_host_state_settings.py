@@ -7,7 +7,7 @@ import shlex
 import msgspec
 import pytest
 
-from highwater.api import predict
+from highwater.api.prediction import predict
 from highwater.cli.flags import typed_values
 from highwater.cli.grammar import parse
 from highwater.errors import MachineError, UsageError

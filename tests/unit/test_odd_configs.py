@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from highwater.api import predict
+from highwater.api.prediction import predict
 from highwater.errors import HighwaterError, ModelError
 from highwater.model import rope_block
 from highwater.model.model import load_model

@@ -2,7 +2,7 @@
 
 import pytest
 
-from highwater.api import predict
+from highwater.api.prediction import predict
 from highwater.errors import MachineError, UsageError
 from highwater.memory.formula.formula import footprint
 from highwater.memory.snapshot.attribution import category_of

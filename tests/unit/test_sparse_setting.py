@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from highwater.api import predict
+from highwater.api.prediction import predict
 from highwater.errors import HighwaterError, UsageError
 from highwater.model.footprint import step_flops
 from highwater.model.model import load_model

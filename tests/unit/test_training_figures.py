@@ -3,7 +3,7 @@
 import pytest
 
 from highwater.nouns.training import TrainingResult
-from highwater.pages.prediction_tables import training_table
+from highwater.pages.training_lines import training_table
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ The flags of ``highwater bench``: what is measured, of which shapes, and when it
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from msgspec.structs import fields
@@ -16,10 +16,11 @@ from msgspec.structs import fields
 from highwater.errors import UsageError
 from highwater.nouns.attention_bench import DIRECTIONS, IMPLEMENTATIONS, BenchDtype
 from highwater.nouns.corpus import LongDocuments, TrainedTokens
-from highwater.nouns.declaration import SWITCH, CommandName, Setting
+from highwater.nouns.declaration import SWITCH, CommandName, Setting, flag_of, words_of
 from highwater.nouns.declared_settings import DECLARED, TOPICS, Topic
 from highwater.nouns.request import Request, choices
 from highwater.nouns.settings import PATTERN_FIELDS
+from highwater.nouns.trainer import OURS
 from highwater.nouns.training import ScheduleName, TrainingRequest, training_request_from
 from highwater.nouns.trial import Device
 
@@ -120,6 +121,30 @@ def typed_limits(arguments: argparse.Namespace) -> dict[str, Any]:
     """The memory that GPUs and their machine have for training, as keywords of ``predict``."""
     names = ("gpu_memory", "host_memory", "reserved")
     return {name: getattr(arguments, name) for name in names}
+
+
+def words_again(
+    arguments: argparse.Namespace, *, drop: tuple[str, ...] = (), **changed: str
+) -> list[str]:
+    """What was typed, for a prediction or a recommendation, as flags, with changes."""
+    typed: dict[str, object] = {
+        "--gpus": arguments.cluster,
+        "--length": arguments.length,
+        "--rollout-gpus": getattr(arguments, "rollout_gpus", 0) or None,
+        "--trainer": None if arguments.predicted_for == OURS else arguments.predicted_for,
+        "--study": getattr(arguments, "studies", ()) or None,
+        "--gpu-memory": arguments.gpu_memory,
+        "--host-memory": arguments.host_memory,
+        "--reserved": None if arguments.reserved == "0" else arguments.reserved,
+    }
+    settings = {name: value for name, value in typed_values(arguments).items() if name != "model"}
+    typed |= {flag_of(name): value for name, value in settings.items()}
+    kept: Mapping[str, object] = {
+        name: value for name, value in typed.items() if value is not None and name not in drop
+    }
+    return words_of(
+        {name.removeprefix("--"): value for name, value in ({**kept, **changed}).items()}
+    )
 
 
 def _metavar(row: Setting) -> str | None:
