@@ -24,7 +24,7 @@ from highwater.nouns.training import TrainingResult, TrainingSpec
 from highwater.pages.answer_sentence import assumed_host, caveat, star_of_yarn
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
-from highwater.speed.step_seconds import BASIS_IN_WORDS
+from highwater.speed import BASIS_IN_WORDS
 from highwater.training import PreparedTraining
 from highwater.units import GIB, counted, format_bytes, format_seconds, format_tokens
 
