@@ -6,8 +6,7 @@ import pytest
 from highwater.nouns.request import request_from
 from highwater.nouns.training import TrainingRequest
 from highwater.nouns.trial import TrialSpec
-from highwater.recommendation.training_notes import adapter_notes
-from highwater.recommendation.training_settings import chosen_trial
+from highwater.recommendation.training_settings import adapter_notes, chosen_trial
 from highwater.trials.probe import probe
 
 NATIVE = 32_768

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from highwater.memory.trace.replay import replay
-from highwater.memory.trinity.bundled_traces import bundled_trace
-from highwater.memory.trinity.closed_form import tokens_of_a_gpu
+from highwater.memory.trinity import bundled_trace, tokens_of_a_gpu
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings

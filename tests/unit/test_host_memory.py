@@ -4,7 +4,7 @@ import pytest
 
 from highwater.nouns.cluster import cluster
 from highwater.nouns.hardware import default_host, gpu_catalog, host_catalog, kind_of, lacking
-from highwater.speed.step_seconds import sheets
+from highwater.speed import sheets
 from highwater.units import GIB
 
 

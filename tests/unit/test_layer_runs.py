@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_formula_properties import DEVICES, LENGTHS, layouts, rungs, shapes
 
 from highwater.errors import ModelError
-from highwater.memory.formula import layer_bytes as formula
+from highwater.memory.formula import layers as formula
 from highwater.memory.formula.formula import footprint, likely_footprint
 from highwater.memory.formula.layers import busiest_step
 from highwater.model.footprint import (

@@ -8,14 +8,14 @@ from statistics import median, quantiles
 import pytest
 
 import highwater
+from highwater import speed
 from highwater.model.footprint import step_flops
 from highwater.model.model import load_model
 from highwater.nouns.hardware import gpu_catalog
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.pages.prediction_tables import prediction_table
-from highwater.speed import step_seconds
-from highwater.speed.step_seconds import predicted_step, rates_of, sheets
+from highwater.speed import predicted_step, rates_of, sheets
 
 SCRIPTS = Path(__file__).parents[2] / "docs" / "results" / "speed"
 SHAPE = load_model("Qwen3-4B").shape
@@ -43,7 +43,7 @@ def seconds(settings: Settings = CHUNKED, layout: Layout | None = None, **asked)
 
 def test_without_recomputation_products_are_those_of_model_flops():
     length = 4096
-    work = step_seconds._micro_batch(  # pyright: ignore[reportPrivateUsage]
+    work = speed._micro_batch(  # pyright: ignore[reportPrivateUsage]
         SHAPE,
         Settings(recompute="none"),
         Layout(),

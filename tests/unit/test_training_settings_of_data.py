@@ -11,8 +11,7 @@ from highwater.nouns.corpus import Corpus
 from highwater.nouns.request import request_from
 from highwater.nouns.training import TrainingRequest
 from highwater.nouns.trial import PROMPT_TOKENS
-from highwater.recommendation.training_notes import data_notes
-from highwater.recommendation.training_settings import chosen_trial
+from highwater.recommendation.training_settings import chosen_trial, data_notes
 from highwater.trials.probe import probe
 from highwater.units import format_bytes
 

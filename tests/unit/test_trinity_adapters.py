@@ -3,8 +3,7 @@
 import pytest
 
 import highwater
-from highwater.memory.trinity.bundled_traces import covers
-from highwater.memory.trinity.closed_form import OF_ADAPTERS, footprint
+from highwater.memory.trinity import OF_ADAPTERS, covers, footprint
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 from highwater.nouns.lora import adapter_parameters

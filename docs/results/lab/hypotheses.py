@@ -19,8 +19,7 @@ from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES
 from highwater.memory.trace.allocator import CachingAllocator, CapacityError
 from highwater.memory.trace.exact import edge
 from highwater.memory.trace.replay import replay
-from highwater.memory.trinity.bundled_traces import OUTSIDE_BYTES, bundled_trace
-from highwater.memory.trinity.closed_form import tokens_of_a_gpu
+from highwater.memory.trinity import OUTSIDE_BYTES, bundled_trace, tokens_of_a_gpu
 from highwater.nouns.events import (
     Allocate,
     Enter,

@@ -42,9 +42,8 @@ from highwater.nouns.training import (
     training_request_from,
 )
 from highwater.nouns.trial import Device, RankReport, StatisticsFiles, TrialSpec
-from highwater.recommendation.training_notes import training_notes
-from highwater.recommendation.training_settings import ChosenTrial, chosen_trial
-from highwater.speed.step_seconds import predicted_step
+from highwater.recommendation.training_settings import ChosenTrial, chosen_trial, training_notes
+from highwater.speed import predicted_step
 from highwater.store.directory import check_run_directory
 from highwater.store.training_folder import TrainingFolder
 from highwater.trials.inputs import tokenised

@@ -18,7 +18,7 @@ from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.trainer import is_step_of, step_in_words
 from highwater.pages.answer_sentence import assumed_host, recommendation_answer
 from highwater.pages.check_page import check_page
-from highwater.recommendation.drafts import drafted
+from highwater.recommendation.recommend import drafted
 from highwater.trainers.emitted import Emitted, answered_first, unpredicted
 from highwater.trainers.folder import CHECK, LAUNCH, launch_script, refuse_no_folder, write_folder
 from highwater.trainers.targets import (

@@ -20,7 +20,7 @@ from highwater.pages.training_lines import (
     training_answer,
     training_table,
 )
-from highwater.recommendation.training_notes import has_lost_base
+from highwater.recommendation.training_settings import has_lost_base
 from highwater.trials.node_place import node_of
 
 _RESUME_FROM = "--resume-from"

@@ -22,14 +22,13 @@ from highwater.nouns.hardware import gpu_catalog
 from highwater.nouns.optimizer import OPTIMIZERS
 from highwater.nouns.study import Cell, Question, Risk, default_headroom_bytes, risk_of
 from highwater.nouns.trainer import TrainerName
-from highwater.speed.step_seconds import PredictedStep
+from highwater.speed import PredictedStep
 
 Asked = Literal["everything", "longest", "fit"]
 """What is asked of a cell: all that is known; the longest length with its headroom; or that only
 where any length fits. The rest may be left out where it takes replays."""
 Binding = Literal["device", "host", "ceiling"]
-"""What ends the lengths that fit: the GPU's memory, the host's, or the longest length asked
-about."""
+"""What ends the lengths that fit: a GPU's memory, the host's, or the longest length asked about."""
 
 TRACED_ACCURACY = (
     "the engine's own steps, traced, in a simulated allocator: whether it fits was told right of "
@@ -56,8 +55,7 @@ class MemoryLimit(Record, frozen=True, kw_only=True):
     """The machine that usually has such GPUs, where its memory is taken because nobody said;
     ``this machine`` where its own was read."""
     constants: MachineConstants | None = None
-    """Constants measured on the user's own GPUs; None: those that come along, which were read on
-    H200s."""
+    """Constants measured on the user's own GPUs; None: those that come along, read on H200s."""
 
     @property
     def cublas_workspaces_bytes(self) -> tuple[int, ...]:
@@ -97,8 +95,7 @@ class CellPrediction(Record, frozen=True, kw_only=True):
     short, where a search is to begin. None in files from before there were intervals, where it is
     the capacity."""
     interval: Interval | None = None
-    """Interval of the GPU's memory, at that length; None where nobody has recorded trials to learn
-    it from."""
+    """Interval of the GPU's memory at that length; None where no recorded trials tell."""
     step: PredictedStep | None = None
     """The time of a step at that length; None where nothing fits, of GPUs whose rates nobody knows,
     and of another trainer."""
@@ -178,9 +175,7 @@ class Prediction(Record, frozen=True, kw_only=True):
 
 
 def predicted_capacities(prediction: Prediction, found_in: str) -> tuple[Capacity, ...]:
-    """What a prediction says of each cell: the longest length beside the headroom in question,
-    which is named where it is not the default.
-    """
+    """Capacities of a prediction's cells; the headroom is named where it is not the default."""
     kinds = {kind.name: kind.usable_bytes for kind in gpu_catalog()}
     is_whole = (
         kinds.get(prediction.device_name, prediction.device_bytes)
@@ -212,9 +207,7 @@ def predict_cells(
     formula: Formula,
     calibration: Calibration | None = None,
 ) -> tuple[CellPrediction, ...]:
-    """Every cell of the question, in its order; without a calibration the prediction itself tells
-    what fits beside the headroom in question.
-    """
+    """Every cell of the question, in its order; without a calibration by the prediction alone."""
     return tuple(
         predict_cell(
             question,
@@ -307,9 +300,7 @@ class _CellByFormula:
         return self.at(1)
 
     def _first_packed_alike(self, last: int) -> int:
-        """The index of the shortest length of which a micro-batch has as many sequences as of that
-        at ``last``; below are more.
-        """
+        """Index of the shortest length that packs as many sequences as ``last``; below are more."""
         alike = self._sequences(last)
         lengths = range(1, last + 1)
         return 1 + bisect_left(lengths, True, key=lambda index: self._sequences(index) <= alike)
@@ -375,9 +366,7 @@ def predict_at(
 def _footprint(
     question: Question, cell: Cell, memory_limit: MemoryLimit, formula: Formula, length_tokens: int
 ) -> Footprint:
-    """The footprint by formula; outside the allocator what was measured on the user's own GPUs,
-    where it was.
-    """
+    """The footprint by formula; outside the allocator as measured on the user's own GPUs, if so."""
     shape, settings, layout = question.model.shape, cell.settings, cell.layout
     found = formula(
         shape,

@@ -1,13 +1,8 @@
-"""Recorded: what a study's trials say of a candidate: whether its length fits, what is left of the
-GPU, the time of a step.
+"""Recorded: what a study's trials say of a candidate, and what measured peaks of an attention say
+of other lengths, by ``overhead + bytes per token * length + bytes per pair * length²``.
 
-What an attention needs of memory by its length, fitted to measured peaks, and the longest length
-that some memory holds by it.
-
-The formula is ``overhead + bytes per token * length + bytes per pair * length²``; the last term is
-there only where two describe neither all peaks nor those of the last two doublings: what short
-sequences take at once, a window or some rows, stops growing. All of it is predicted, except where
-it was fitted.
+The last term is there only where two describe neither all peaks nor those of the last two
+doublings: what short sequences take at once, a window or some rows, stops growing.
 """
 
 from collections.abc import Sequence
@@ -39,9 +34,7 @@ def obstacle(
     memory_limit: MemoryLimit,
     trainer: AnyTrainer = OURS,
 ) -> str | None:
-    """Why a study says nothing of a model that a trainer trains on such GPUs, in words; None when
-    it does.
-    """
+    """Why a study says nothing of a model on such GPUs, in words; None when it does."""
     foreign = study.question.foreign
     theirs: AnyTrainer = OURS if foreign is None else foreign.trainer
     if theirs != trainer and foreign is not None:
@@ -76,9 +69,7 @@ def _elsewhere(
 
 
 def with_margin(study: Study, margin_bytes: int) -> Study:
-    """The study as if this margin had been asked for: each trial counts as a fit by the headroom
-    that it left itself.
-    """
+    """The study as if this margin had been asked for: each trial counts by the headroom it left."""
     if study.question.margin_bytes == margin_bytes:
         return study
     question = msgspec.structs.replace(study.question, margin_bytes=margin_bytes)
@@ -86,9 +77,7 @@ def with_margin(study: Study, margin_bytes: int) -> Study:
 
 
 def as_measured(candidate: Candidate, study: Study, length_tokens: int) -> Candidate | None:
-    """The candidate as the study's trials have it, finished or not; None where they do not tell of
-    this length in this cell.
-    """
+    """The candidate as the study's trials have it; None where they do not tell of this length."""
     if candidate.cell not in study.question.cells:
         return None
     capacities = cell_capacities(study, candidate.cell)
@@ -153,9 +142,7 @@ def step_time(study: Study, candidate: Candidate, length_tokens: int) -> StepTim
 
 
 def _is_trained(study: Study, capacities: Sequence[Capacity], length_tokens: int) -> bool:
-    """Whether the length was trained: by a full trial of this very length, or below the longest
-    that was trained.
-    """
+    """Whether a full trial of this length, or of a longer one, trained it."""
     trained = any(
         trial.result is not None and trial.result.outcome is Outcome.FIT
         for trial in study.trials_of(capacities[0].cell)
@@ -266,9 +253,7 @@ class MemoryFit(Record, frozen=True, kw_only=True):
         )
 
     def longest_within(self, free_bytes: float) -> int:
-        """The longest length whose peak is within so many bytes, rounded down to an eighth of its
-        doubling; 0 where none is.
-        """
+        """Longest length whose peak is within so many bytes, rounded down; 0 where none is."""
         low, high = 0, _LONGEST_TOKENS
         while high - low > 1:
             middle = (low + high) // 2
@@ -315,9 +300,7 @@ def _best(candidates: Sequence[tuple[int, ...]], peaks: Sequence[Peak]) -> Memor
 
 
 def _factors(powers: tuple[int, ...], peaks: Sequence[Peak]) -> list[float] | None:
-    """Factors of each power up to the square, by least squares of relative errors; None where there
-    are several such.
-    """
+    """Factors of powers 0 to 2, by least squares of relative errors; None where not unique."""
     rows = [[length**power / size for power in powers] for length, size in peaks]
     each = range(len(powers))
     normal: list[list[float]] = [

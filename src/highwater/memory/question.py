@@ -39,10 +39,7 @@ def predicted_question(
     length_tokens: int | None,
     settings: dict[str, Any],
 ) -> tuple[Question, tuple[str, ...]]:
-    """Every rung, on a grid or at one length; and the notes of its plan.
-
-    What is asked without ``headroom`` is to leave the default headroom of a GPU.
-    """
+    """Every rung, on a grid or at one length, with the default headroom; and its plan's notes."""
     settings = {"headroom": default_headroom_bytes(where.device_bytes), **settings}
     if length_tokens is not None:
         _refuse_no_length(length_tokens, settings)
@@ -115,9 +112,7 @@ def _requests(
 
 
 def default_fields(trainer: TrainerName, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of ``Request`` that a trainer's questions have unless they are named: among them
-    the sequences of a micro-batch, one, of pairs two.
-    """
+    """Fields of ``Request`` that a trainer's questions have unless they are named."""
     traits = TRAITS.get(settings.get("objective", "sft"))  # another name is refused later
     together = 1 if traits is None else traits.documents_together
     is_packed = together > 1 and "token_budget" not in settings
@@ -293,9 +288,7 @@ def memory_limit_of(
     reserved: str | int,
     constants: MachineConstants | None = None,
 ) -> MemoryLimit:
-    """What each GPU has for training; raises UsageError where nothing is left, or for sizes that
-    cannot be.
-    """
+    """What each GPU has for training; raises UsageError where nothing is left, or for odd sizes."""
     reserved_bytes = parse_memory(str(reserved))
     if reserved_bytes >= where.device_bytes:
         raise UsageError(

@@ -38,8 +38,7 @@ class Miss(Record, frozen=True, kw_only=True):
     known_tokens: int
     predicted_tokens: int
     steps_off: int
-    """Steps of the grid from the table's length to the predicted one; above 0: predicted too
-    long."""
+    """Steps of the grid from the table's length to the predicted one; above 0: too long."""
 
 
 class TableAccuracy(Record, frozen=True, kw_only=True):
@@ -59,9 +58,7 @@ class TableAccuracy(Record, frozen=True, kw_only=True):
 def table_accuracy(
     table: CapacityTable, trainer: TrainerName, memory_limits: Mapping[str, MemoryLimit]
 ) -> TableAccuracy:
-    """Predict every cell of a table, without intervals, and compare; ``memory_limits`` has the
-    memory of each kind of GPU in it.
-    """
+    """Predict every cell of a table, without intervals, and compare; limits by kind of GPU."""
     row = MEMORY[trainer]
 
     def by_formula(question: Question, memory_limit: MemoryLimit) -> tuple[CellPrediction, ...]:

@@ -17,7 +17,7 @@ from highwater.nouns.trainer import OURS, TRAINERS
 from highwater.pages.answer_sentence import assumed_host, caveat, star_of_yarn
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
-from highwater.speed.step_seconds import BASIS_IN_WORDS
+from highwater.speed import BASIS_IN_WORDS
 from highwater.units import GIB, format_bytes, format_seconds, format_tokens
 
 _BAR = 16

@@ -73,8 +73,7 @@ class ScalingEfficiency(OfEntry, frozen=True, kw_only=True):
     speedup: float
     """Tokens a second, of one GPU's with dense attention, or the same one, at this length."""
     length_ratio: float | None
-    """The longest length, of one GPU's; None where either was not found, or nothing longer was
-    tried of both."""
+    """Its longest length over one GPU's; None where either is unknown, or both were cut off."""
 
     @property
     def efficiency(self) -> float:

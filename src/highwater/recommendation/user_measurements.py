@@ -1,6 +1,5 @@
-"""What a user's own machine says to a prediction: constants read on its GPUs, and trials.
-
-Residuals of trials are by formula, or by a trace of each.
+"""What a user's own machine says to a prediction: constants read on its GPUs, and trials, whose
+residuals are by formula, or by a trace of each.
 """
 
 import os
@@ -176,10 +175,7 @@ class _Traceable:
 
 
 def _model_here(study: Study) -> Model:
-    """The study's model on this machine: its directory, or the catalog's of the same config.
-
-    The study may have been written on another machine.
-    """
+    """The study's model here, which may be another machine: its directory, or the catalog's."""
     asked = study.question.model
     for place in (asked.directory, asked.name):
         try:

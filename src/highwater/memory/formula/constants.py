@@ -1,12 +1,7 @@
-"""Constants: what no formula knows, read on machines or fitted to tables; each says where it comes
-from.
+"""Constants of the formula, each with its source, and a GPU's memory in the parts that a prediction
+names: terms, the phases of a step in which they are alive, and the footprint of one GPU.
 
 Frozen in a commit before the measurements that judge them (docs/results/predict).
-
-Device memory that the allocator does not hold: the context of a process, NCCL, page tables.
-
-Breakdown: a GPU's memory in the parts that a prediction names: terms, the phases of a step in
-which they are alive, and the footprint of one GPU.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,8 +52,7 @@ class Footprint(Record, frozen=True, kw_only=True):
     filled_share: float
     """Share of the allocator's memory that live tensors can fill."""
     cached_bytes: int = 0
-    """Bytes that the allocator keeps besides, between its uses, and gives back where it has to:
-    reserved, but not needed."""
+    """Bytes that the allocator keeps between uses, and gives back: reserved, but not needed."""
 
     @property
     def peak(self) -> Phase:
@@ -119,9 +113,7 @@ class Footprint(Record, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, phases=phases, outside=outside)
 
     def within(self, room_bytes: int) -> "Footprint":
-        """The footprint on a GPU with this much memory: nothing stays cached that there is no room
-        for.
-        """
+        """The footprint on a GPU with this much memory: nothing stays cached beyond it."""
         return msgspec.structs.replace(
             self, cached_bytes=max(0, min(self.cached_bytes, room_bytes - self.needed_bytes))
         )
@@ -192,9 +184,7 @@ native, the middle of what was seen. What it promises is in its interval (calibr
 
 
 class MachineConstants(Record, frozen=True, kw_only=True):
-    """What was measured on a user's own GPUs, in the place of the constants above, by number of
-    GPUs.
-    """
+    """Figures measured on a user's own GPUs, in the place of those above, by number of GPUs."""
 
     device_name: str
     versions: dict[str, str]

@@ -1,12 +1,7 @@
 """Formula: peak memory of one training step of our engine in closed form: named terms, a function
-each, and a maximum over phases.
+each, and a maximum over phases. Terms are those of the GPU with the most trained tokens.
 
-A single sum would say too much: the logits are gone when a layer is recomputed. Terms are those of
-one GPU, the one with the most trained tokens. What a layer takes stands in
-memory/formula/layer_bytes.py, what no allocator holds in outside_allocator.py.
-
-In the functions:  T tokens of that GPU's micro-batch  N trained ones of them  E hidden size  V
-vocabulary
+In the functions:  T tokens of that GPU's micro-batch  E hidden size  V vocabulary
 """
 
 from dataclasses import dataclass
@@ -28,8 +23,14 @@ from highwater.memory.formula.constants import (
     outside_terms,
     present,
 )
-from highwater.memory.formula.layer_bytes import kept_bytes_of_layers, working_set_bytes
-from highwater.memory.formula.layers import Backward, Step, backwards, busiest_step
+from highwater.memory.formula.layers import (
+    Backward,
+    Step,
+    backwards,
+    busiest_step,
+    kept_bytes_of_layers,
+    working_set_bytes,
+)
 from highwater.memory.formula.moments import cached_bytes, families
 from highwater.model.families import ROPE_BY_LAYER
 from highwater.model.footprint import (
@@ -118,9 +119,7 @@ class Formula(Protocol):
         device: Device = "cuda",
         prompt_tokens: int = PROMPT_TOKENS,
     ) -> Footprint:
-        """Memory that a step takes on synthetic sequences of this length, on the fullest GPU.
-        ``prompt_tokens`` as for ``busiest_step``.
-        """
+        """Memory of a step on synthetic sequences of one length; prompts as in ``busiest_step``."""
         ...
 
 
@@ -238,9 +237,7 @@ def _gathering_phase(
 def _backward_of_a_layer(
     step: Step, states: _States, beside_layers: tuple[Term, ...], backward: Backward
 ) -> Phase:
-    """The moment in which a layer before the last one goes backward, while the gradients of the one
-    behind it are reduced.
-    """
+    """The moment of a layer before the last one, while gradients of the one behind are reduced."""
     kept = kept_bytes_of_layers(step, backward.kept_layers)
     return Phase(
         name="backward of a layer",
@@ -304,9 +301,7 @@ def _always_terms(step: Step) -> tuple[Term, ...]:
 
 
 def _batch_bytes(step: Step) -> int:
-    """Bytes of T ids, and of T x head size of cosines and of sines, once for all layers whose heads
-    have that size and that RoPE.
-    """
+    """Bytes of T ids, and of T x head size of cosines and sines, once for each size and RoPE."""
     by_layer = step.shape.model_type in ROPE_BY_LAYER
     kinds = {
         (attention.head_dim, by_layer and attention.window_tokens is not None)
@@ -374,9 +369,7 @@ def _last_norm_bytes(step: Step) -> int:
 
 
 def _layer_terms(step: Step, backward: Backward) -> tuple[Term, ...]:
-    """Terms of a layer recomputed and going backward: what it takes, its weights, and those of the
-    next one if they come from other GPUs.
-    """
+    """Terms of a layer going backward: what it takes, its weights, and a gathered next one's."""
     following = backward.gathered_ahead if step.layout.shard_degree > 1 else None
     ahead = 0 if following is None else step.gathered(following)
     gathered = step.gathered(backward.kind) + ahead
@@ -410,16 +403,12 @@ def _parameters_on_their_way(step: Step, reduced: LayerKind | None) -> int:
 
 
 def _reduction(step: Step, parameters: int) -> Term:
-    """The term of a unit's gradients on their way to the shards while the next unit goes
-    backward.
-    """
+    """The term of a unit's gradients on their way to the shards while the next goes backward."""
     return Term(name="gradient reduction", bytes=_reduced_element(step) * parameters)
 
 
 def _reduced_element(step: Step) -> int:
-    """Bytes of a number on its way to the shards: in float32, but for what a GPU alone keeps in
-    bfloat16.
-    """
+    """Bytes of a number on its way to the shards: float32, but bfloat16 that stays on one GPU."""
     return 2 if step.settings.parameters == "bf16" and step.layout.gpus == 1 else 4
 
 

@@ -2,17 +2,12 @@
 next one, with a coverage.
 
 Split conformal prediction: of n residuals and one more that could as well have been any of them,
-the one more is at most the k-th smallest in k of n + 1 cases, whatever their distribution. Each end
-of an interval is such a residual. Source: Lei, G'Sell, Rinaldo, Tibshirani, Wasserman 2018,
-https://arxiv.org/abs/1604.04173, section 2.2.
+the one more is at most the k-th smallest in k of n + 1 cases, whatever their distribution. Source:
+Lei, G'Sell, Rinaldo, Tibshirani, Wasserman 2018, https://arxiv.org/abs/1604.04173, section 2.2.
 
-Edges: residuals of trials that are watched from outside, of each search the longest length that
-fit and the shortest that ran out.
-
-Such a trial reports no bytes of its allocator, and what the driver reports of it at a bound
-includes what the allocator only keeps. What it tells is its outcome: the longest that fit needs
-what it was given at the most, the shortest that ran out needs more. The formula is taken to be as
-far off at both, which are next to each other, so that how far lies between two numbers.
+A trial that is watched from outside reports no bytes of its allocator, but the longest that fit
+needs what it was given at the most, and the shortest that ran out more. The formula is taken to be
+as far off at both, so that how far lies between two numbers: such a residual is an edge.
 """
 
 import math
@@ -50,8 +45,7 @@ class Factors(Record, frozen=True, kw_only=True):
 
     allocator: Allocator
     coverage: float
-    """Share of trials that each end is to cover; both together hold for 2 x coverage - 1 at
-    least."""
+    """Share of trials that each end is to cover; both together 2 x coverage - 1 at least."""
     lower: float
     """The lower end, 1 at most: a prediction is in its own interval."""
     upper: float
@@ -59,8 +53,7 @@ class Factors(Record, frozen=True, kw_only=True):
     residuals: int
     """Number of residuals that the ends were learned from."""
     is_widened: bool
-    """Whether the residuals are too few for the coverage: the ends then lie beyond the extremes, by
-    assumption and not by counting."""
+    """Whether residuals are too few for the coverage: the ends lie beyond them by assumption."""
 
 
 class Interval(Record, frozen=True, kw_only=True):
@@ -80,8 +73,7 @@ class Calibration(Record, frozen=True, kw_only=True):
 
     coverage: float
     factors: tuple[Factors, ...]
-    """The ends of the intervals: one entry for each allocator that is asked about and that trials
-    had."""
+    """Ends of the intervals, one entry for each allocator asked about that trials had."""
     own_trials: int
     """Number of the residuals that are of the user's own studies."""
     edges: int = 0
@@ -106,9 +98,7 @@ def calibrate(
     own: Sequence[Residual] = (),
     coverage: float = COVERAGE,
 ) -> Calibration:
-    """The intervals of a question's predictions. A trial that is in both ``bundled`` and ``own``,
-    or twice in one, counts once.
-    """
+    """The intervals of a question's predictions; each trial counts once, however often named."""
     known: dict[object, Residual] = {}
     for each in (*bundled, *own):
         if each.method == method:
@@ -207,9 +197,7 @@ def _distinct(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _unlike(question: Question, residuals: Sequence[Residual]) -> tuple[str, ...]:
-    """Words for what is predicted and none of these trials had: the GPU, the model, traits of the
-    cells.
-    """
+    """Words for what is predicted and none of these trials had: GPU, model, traits of the cells."""
     known = {
         (field, getattr(residual, field))
         for residual in residuals
@@ -254,9 +242,7 @@ def edge_residuals(study: Study, footprint_of: FootprintOf) -> tuple[Residual, .
 
 
 def _edge(study: Study, cell: Cell) -> tuple[RecordedTrial, RecordedTrial] | None:
-    """The shortest trial of a cell that ran out, behind the longest below it that fit; None where
-    there are not both.
-    """
+    """A cell's shortest trial that ran out, and the longest below it that fit; else None."""
     trials = sorted(study.trials_of(cell), key=lambda trial: trial.spec.length_tokens)
     ran_out = next((each for each in trials if _ended(each, Outcome.OUT_OF_MEMORY)), None)
     if ran_out is None:

@@ -56,8 +56,7 @@ class Residual(Record, frozen=True, kw_only=True, omit_defaults=True):
     trial: str
     """Digest of the trial's specification."""
     measured_bytes: int
-    """Most that the driver reported of a GPU; of a trial that ran out though it was predicted to
-    fit, all that it was given."""
+    """Most that the driver reported of a GPU; if it ran out unexpectedly, all that it was given."""
     predicted_bytes: int
     device_name: str
     model_name: str
@@ -127,9 +126,7 @@ def traits_of(settings: Settings, layout: Layout) -> tuple[Trait, ...]:
 
 
 def unlike_cell(unlike: Sequence[str], cell: Cell, cells: Sequence[Cell]) -> tuple[str, ...]:
-    """Of what is ``unlike`` all recorded trials in a question's ``cells``, what is so in this
-    ``cell``.
-    """
+    """Of what is ``unlike`` all recorded trials in ``cells``, what is so in this ``cell``."""
     words = [
         {each.words for each in traits_of(one.settings, one.layout) if each.value is not False}
         for one in (cell, *cells)
@@ -139,9 +136,7 @@ def unlike_cell(unlike: Sequence[str], cell: Cell, cells: Sequence[Cell]) -> tup
 
 
 def bundled_residuals() -> tuple[Residual, ...]:
-    """The residuals that come along: ``residuals.json`` beside this file, which
-    docs/results/predict/residuals.py makes.
-    """
+    """Residuals that come along: ``residuals.json``, made by docs/results/predict/residuals.py."""
     text = (files("highwater.memory.interval") / "residuals.json").read_bytes()
     return from_json(text, tuple[Residual, ...])
 

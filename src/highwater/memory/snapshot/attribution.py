@@ -1,14 +1,11 @@
 """Attribution: what an allocation was for, by the stack that asked for it.
 
-Frames are asked from the innermost outwards, and the first that tells decides: a frame of FSDP's
-``forward`` is around every layer, and says nothing about what the layer allocates. Of this engine
-the rules are exact; of any other program they are PyTorch's own files, then names that libraries
-have in common. Where no frame tells, the phase does that the program had said it was in; else it is
-``unattributed``.
+Frames are asked from the innermost outwards, and the first that tells decides. Of this engine the
+rules are exact; of other programs they are PyTorch's own files, then names that libraries share.
+Where no frame tells, the phase does that the program named; else it is ``unattributed``.
 
-A backward pass makes the gradients of parameters, those of activations, and what it needs on the
-way, by the same functions. What is still there when the pass has ended is a parameter's gradient;
-the rest is the ``backward_pass``, as is all of it where no later event tells.
+A backward pass makes gradients and what it needs on the way by the same functions. What is still
+there after the pass is a parameter's gradient, the rest the ``backward_pass``.
 """
 
 import re
@@ -196,9 +193,7 @@ class Attribution:
         self._is_optimizers = cache(self._is_an_optimizers)
 
     def category(self, allocation: Allocation) -> Category:
-        """What was allocated for, by its stack, else by the phase that was named; by its end, of
-        what a backward pass made.
-        """
+        """What was allocated for: by its stack, else its phase; by its end, of a backward pass."""
         stack, phase = allocation.stack, allocation.phase.partition(" ")[0]
         found = self._of_stack(stack) or _BY_PHASE.get(phase, "unattributed")
         if found == "backward_pass" and self._outlives_its_pass(allocation):
@@ -338,9 +333,7 @@ def shown(frame: Frame) -> str:
 
 
 def _traced(made: Frame, phase: str) -> Category:
-    """What a traced allocation is for: its operator stands for the function, its module for the
-    file.
-    """
+    """What a traced allocation is for: its operator is the function, its module the file."""
     if "workspace" in made.name.lower():
         return "workspaces"
     if made.name == "resize_":  # FSDP, which gathers a layer's parameters into a storage

@@ -20,8 +20,7 @@ _MOST_ALIVE_BYTES = 1 << 53
 _GROWS = ("segment_alloc", "segment_map")
 _SHRINKS = ("segment_free", "segment_unmap")
 _MOST_UNDOING = 20_000_000
-"""Events of segments since the moment, times the segments that each is looked for in: more is not
-undone to see the free blocks."""
+"""Events of segments since the moment, times segments, that are undone to see the free blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +62,7 @@ class History:
 
 
 def history_of(snapshot: Snapshot) -> History:
-    """Replay a snapshot's events.
-
-    Raises SnapshotError for sizes that no device has.
-    """
+    """Replay a snapshot's events; raises SnapshotError for sizes that no device has."""
     allocations = tuple(_allocations(snapshot))
     levels = _levels(allocations, len(snapshot.events))
     if max(levels) > _MOST_ALIVE_BYTES:

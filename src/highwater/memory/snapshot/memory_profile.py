@@ -1,7 +1,5 @@
-"""Profiles: what was alive on a device at its peak, or when memory ran out, by category, by place
-and by stack, and how it came to that.
-
-Advice: the setting that helps most where memory ran out, by what was alive.
+"""Profiles: what was alive on a device at its peak, or when memory ran out, by category, place and
+stack, how it came to that, and the setting that helps most.
 """
 
 import re
@@ -355,8 +353,7 @@ ADVICE: Mapping[Advice, str] = {
 """What each means, and what to type, here and elsewhere."""
 _STATES: tuple[Category, ...] = ("parameters", "gradients", "optimizer_states")
 _MOST_OF_IT = 4
-"""Logits or buffers that are at least this part of all are what to begin with: both cost little
-speed to be rid of."""
+"""Logits or buffers of at least this part of all are to be rid of first: it costs little speed."""
 _MANY_GRADIENTS = 8
 """Gradients that are at least this part of all are worth a step of one micro-batch."""
 NOT_IN_A_SNAPSHOT: tuple[Advice, ...] = ("fewer copies", "one-micro-batch")

@@ -123,9 +123,7 @@ def _cell(
 def ended(
     question: Question, found: CellPrediction, longest: int, size: int, guessed: CellPrediction
 ) -> CellPrediction:
-    """The prediction with its longest length that fits, which has the index ``longest`` of the
-    ``size`` that were asked about, and with what ends there.
-    """
+    """The prediction with its longest length that fits, index ``longest``, and what ends there."""
     grid = question.grid
     found = msgspec.structs.replace(found, capacity_tokens=grid.length(longest) if longest else 0)
     if longest < size:
@@ -140,9 +138,7 @@ def ended(
 
 
 class _Traces:
-    """Traces of one cell: two lengths at once, each traced once. Leaving its context forgets what
-    nobody waits for any more.
-    """
+    """Traces of one cell, two lengths at once, each once; leaving its context ends the rest."""
 
     def __init__(self, question: Question, cell: Cell, tracer: Tracer, size: int) -> None:
         self._question = question

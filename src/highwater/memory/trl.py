@@ -1,10 +1,10 @@
-"""TRL's step in closed form: this package's formula without what TRL has not, and with what it has
-besides.
+"""TRL's trainer as accelerate launches it: our formula without what TRL has not, and with what it
+has besides; and the edges that its trials found.
 
 - An MLP goes in one piece, and logits in tiles: Hugging Face's layers, and a fused head.
-- The head's gradient is summed in float32 and then rounded, as ours is, and so is the gradient of
-  the hidden states. The head itself is what FSDP gathered, in bfloat16: accelerate shards it
-  together with the last norm (``fsdp2_prepare_model``), so that it is there when the loss reads it.
+- The gradients of the head and of the hidden states are summed in float32, then rounded. The head
+  itself is what FSDP gathered, in bfloat16: accelerate shards it with the last norm
+  (``fsdp2_prepare_model``), so that it is there when the loss reads it.
 - GRPO generates by the policy itself: keys and values of all completions of a GPU, beside what the
   longest prompt takes on its way through one layer. Gradients are not there yet.
 - There is no reference: GRPO has none by default (``beta`` of 0), and DPO's log-probabilities are
@@ -16,8 +16,6 @@ trl/trainer/utils.py and ``_generate`` in trl/trainer/grpo_trainer.py of trl 1.1
 accelerate/utils/fsdp_utils.py of accelerate 1.15.0; modeling_qwen3.py of transformers 5.23.0.
 
 In the functions:  T tokens of a GPU's micro-batch  E hidden size  F width of an MLP
-
-TRL's edges: those of its recorded trials, which come along, and those of a study of it.
 """
 
 from importlib.resources import files
@@ -61,8 +59,7 @@ LAUNCHER_BYTES = 518 * MIB
 off the errors of every trial that ran out in docs/results/other_trainers/studies, on H100 and
 H200."""
 _TILE_TOKENS, _TILE_WIDTH = 4096, 32768
-"""Tokens and words of the vocabulary in one tile of logits: ``TOKEN_CHUNK_SIZE`` and
-``_CHUNKED_LOGPROB_CHUNK_SIZE``."""
+"""Tokens and words in one tile of logits: TOKEN_CHUNK_SIZE and _CHUNKED_LOGPROB_CHUNK_SIZE."""
 _PREFILL_WIDTHS, _PREFILL_STREAMS = 3, 2
 """What a prompt takes in one layer without a backward pass, of T x F and of T x E: the activation,
 the other branch and their product; the residual stream and what the MLP is given."""
@@ -126,9 +123,7 @@ def _with_its_loss(phase: Phase, step: Step) -> Phase:
 
 
 def _generation(step: Step) -> Phase:
-    """The moment in which the last layer reads the prompts, and all layers' keys and values are
-    kept: nothing of a backward pass is there, and no gradient.
-    """
+    """The last layer reads the prompts, with all keys and values kept and no gradient there yet."""
     settings, layout, shape = step.settings, step.layout, step.shape
     shards = layout.shard_degree
     states = device_state_bytes(shape, settings, device=step.device, shards=shards)
@@ -176,10 +171,8 @@ _TRAINER = "trl"
 
 
 def bundled_edges() -> tuple[Residual, ...]:
-    """The edges that come along: ``edges.json`` beside this file, which
-    docs/results/other_trainers/edges.py makes.
-    """
-    text = (files("highwater.memory.trl") / "edges.json").read_bytes()
+    """Edges that come along: ``trl_edges.json``, by docs/results/other_trainers/edges.py."""
+    text = (files("highwater.memory") / "trl_edges.json").read_bytes()
     return from_json(text, tuple[Residual, ...])
 
 
