@@ -40,7 +40,9 @@ def test_a_hint_that_is_typed_does_what_it_says(run, tmp_path, row):
     problem, hint = refused(done)
     assert row.get("said", "") in problem
     if "offers" in row:
-        assert [shlex.join(words) for words in offered(hint) if words != ["nvidia-smi"]] == row["offers"]
+        assert [shlex.join(words) for words in offered(hint) if words != ["nvidia-smi"]] == row[
+            "offers"
+        ]
     ways = list(followed(words[1:], problem, hint))
     assert ways, hint
     for way in ways:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from learn_moments import SHARED_SIZE, UNGROUPED
 from traces import trace, trial
 
 from highwater.memory.formula.constants import WORKSPACES
@@ -20,6 +19,7 @@ from highwater.nouns.events import TraceOrder
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.trials.tracing import fullest_rank
+from learn_moments import SHARED_SIZE, UNGROUPED
 from places import deep
 
 LENGTH = 16_384

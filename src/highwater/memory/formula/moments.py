@@ -2,7 +2,7 @@
 families whose layers are not those of memory/formula/layer_bytes.
 
 A moment is bytes for each product of sizes: so many for each of T x E numbers, of T x F, of E x F.
-They are learned from traces of small models (tests/numeric/learn_moments.py), whose events are the
+They are learned from traces of small models (tools/learn_moments.py), whose events are the
 same whatever the sizes are, and kept in ``moments.json``.
 
 Cache retention: what the caching allocator keeps reserved between its uses, until memory runs
