@@ -12,7 +12,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from places import table
+from tables import table
 
 VOCABULARY = 128
 WINDOW = 64

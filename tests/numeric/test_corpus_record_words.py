@@ -30,7 +30,7 @@ from transformers import AutoTokenizer
 from highwater.engine.data import readers
 from highwater.engine.data.store import OpenCorpus
 from highwater.errors import UsageError
-from places import table
+from tables import table
 
 DATA = Path(__file__).parents[1] / "data" / "own_data"
 

@@ -27,7 +27,7 @@ from highwater.engine.data.readers import records
 from highwater.engine.data.rendering import PlacedRecord, Rendering, rendered, supervised
 from highwater.engine.data.text_tokens import Tokenizer
 from highwater.errors import UsageError
-from places import table
+from tables import table
 
 CHAT = [
     {"role": "system", "content": "Answer questions."},

@@ -20,7 +20,7 @@ from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.trials.tracing import fullest_rank
 from learn_moments import SHARED_SIZE, UNGROUPED
-from places import deep
+from tables import deep
 
 LENGTH = 16_384
 TINY = json.loads(Path(load_model("tiny").directory, "config.json").read_text())

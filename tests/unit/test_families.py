@@ -25,7 +25,7 @@ from highwater.model.model_config import MIN_FIELDS
 from highwater.model.rope import unscalable, yarn
 from highwater.model.rope_block import rope_block
 from highwater.model.trained_families import TRAINED
-from places import table
+from tables import table
 from tiny_models import write_model
 
 SIZES: dict[str, Any] = {

@@ -11,7 +11,7 @@ from highwater.model.model import ModelShape
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.units import GIB
-from places import table
+from tables import table
 
 TOLERANCE = 0.003
 """Relative. Most are off by less than 0.05 %; tiles of an MLP are a little shorter than is taken

@@ -16,7 +16,8 @@ import pytest
 from highwater.nouns.foreign_trainer import ForeignTrainer
 from highwater.nouns.trial import Outcome, TrialSpec
 from highwater.trials.foreign_classify import ForeignEnding, classify_foreign
-from places import question_of, table
+from places import question_of
+from tables import table
 
 FOLDER = Path(__file__).parents[1] / "data" / "foreign_logs"
 EXPECTED: list[dict[str, Any]] = json.loads((FOLDER / "expectations.json").read_text("utf-8"))

@@ -6,7 +6,7 @@ import pytest
 
 from highwater.errors import HighwaterError
 from highwater.nouns.published import read_capacity_table, table_capacities
-from places import table
+from tables import table
 
 
 @pytest.mark.parametrize(("content", "said"), table("capacity_tables", "refused"))

@@ -17,7 +17,7 @@ from highwater.search.cell_outcomes import TrialFinished
 from highwater.search.scheduler import recorded_search
 from highwater.store.journal import open_journal
 from highwater.trials.simulated import OneByOne
-from places import table
+from tables import table
 
 SECONDS = 5.0
 """Of processor time for a text as long as is looked at: a pattern that goes over it once for each
