@@ -28,13 +28,12 @@ from highwater.store.directory import (
     study_path,
 )
 from highwater.store.journal import open_journal, read_study
-from highwater.trials import node_place, ray_runner
+from highwater.trials import ray_runner
 from highwater.trials.diagnosis import diagnose, undiagnosed
 from highwater.trials.engine_trial import EngineLauncher, RunRanks, run_ranks_here
 from highwater.trials.foreign_trial import ForeignLauncher, check_foreign
 from highwater.trials.local import LocalRunner
-from highwater.trials.node_place import MachineShare, meeting, of_all_nodes
-from highwater.trials.nodes import RanksOnNodes
+from highwater.trials.nodes import across
 from highwater.trials.probe import environment, probe
 from highwater.trials.ray_runner import RayRunner
 from highwater.trials.readiness import check_directories, check_machine, check_request
@@ -105,6 +104,8 @@ def prepare(request: Request) -> Plan:
     """
     machine, of_machine = _machine(request)
     check_request(request, machine, steps=request.steps)
+    machines = across(request)
+    of_machine = (*(machines.notes if machines else ()), *of_machine)
     request, of_study = gone_on(request)
     planned = _planned(request, machine)
     question = planned.question
@@ -128,30 +129,13 @@ def _planned(request: Request, machine: Machine) -> Plan:
     """The plan on this machine, or across as many like it as the request names."""
     if request.nodes == 1:
         return plan(request, machine)
-    together = of_all_nodes(machine, request.nodes)
+    together = msgspec.structs.replace(machine, gpus=machine.gpus * request.nodes)
     of_all = len(together.gpus) or request.nodes
     named = {"gpus": request.gpus or (of_all,)}
     if request.copies == (1,):
         named["copies"] = (request.nodes,)
     request = msgspec.structs.replace(request, **named)
     return plan(request, together, within_machines=True, machines=request.nodes)
-
-
-def serve_node(request: Request) -> None:
-    """Run this machine's share of the trials of a search across machines, until it is over.
-
-    Raises HighwaterError for what cannot be asked, and where the machine that searches is lost.
-    """
-    node_place.serve_node(request, _share_of(prepare(request).question))
-
-
-def _share_of(question: Question) -> MachineShare:
-    """What each machine gives to the trials of a question."""
-    return MachineShare(
-        device=question.device,
-        gpus=max(cell.layout.machine_gpus for cell in question.cells),
-        config_digest=question.model.config_digest,
-    )
 
 
 def prepare_trial(request: Request, length: int | str) -> TrialSpec:
@@ -193,17 +177,16 @@ def _answer(
     command: Sequence[str],
 ) -> Study:
     path = study_file(request, planned.question)
-    with meeting(request, _share_of(planned.question)) as folder:
-        run_ranks = run_ranks_here if folder is None else RanksOnNodes(folder)
-        runner = _runner(request, log_layout, planned.question.device_total_bytes, run_ranks)
-        if path is not None:
-            return _search(request, planned, runner, path, on_event, command)
-        with tempfile.TemporaryDirectory(
-            prefix="highwater-"
-        ) as folder:  # a dry run leaves nothing behind
-            own = Path(folder, "study.jsonl")
-            study = _search(request, planned, runner, own, on_event, command)
-        return msgspec.structs.replace(study, path=None)
+    run_ranks = partial(run_ranks_here, across=across(request))
+    runner = _runner(request, log_layout, planned.question.device_total_bytes, run_ranks)
+    if path is not None:
+        return _search(request, planned, runner, path, on_event, command)
+    with tempfile.TemporaryDirectory(
+        prefix="highwater-"
+    ) as folder:  # a dry run leaves nothing behind
+        own = Path(folder, "study.jsonl")
+        study = _search(request, planned, runner, own, on_event, command)
+    return msgspec.structs.replace(study, path=None)
 
 
 def answer_trial(request: Request, spec: TrialSpec) -> TrialResult:

@@ -56,7 +56,6 @@ from highwater.store.journal import read_study
 from highwater.store.logs import snapshot_lines, study_snapshot_lines
 from highwater.trials.diagnosis import diagnose, undiagnosed
 from highwater.trials.foreign_trial import check_foreign
-from highwater.trials.node_place import node_of
 from highwater.units import MIB, format_tokens
 
 
@@ -70,9 +69,6 @@ def find(arguments: argparse.Namespace) -> int:
     if arguments.print_sbatch:
         load_model(request.model)
         console.answer_exactly(sbatch_script(request, arguments.typed))
-        return EXIT_ANSWERED
-    if node_of(request) > 0:
-        search.serve_node(request)
         return EXIT_ANSWERED
     known = completed_study(request)
     if known is not None:
