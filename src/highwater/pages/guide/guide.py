@@ -26,8 +26,7 @@ from highwater.nouns.trainer import predicted_traits, trainer_title
 from highwater.pages.answer_sentence import recommendation_answer
 from highwater.pages.page import paths_shortened, script_text, without_folders
 from highwater.pages.recommendation_tables import recommendation_tables
-from highwater.pages.text import plain_lines
-from highwater.pages.text_table import TextTable
+from highwater.pages.text import TextTable, plain_lines
 from highwater.units import counted, format_bytes
 
 NOTHING_FITS, UNKNOWN = "-", "?"

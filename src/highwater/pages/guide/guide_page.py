@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from highwater.pages.answer_sentence import recommendation_answer
-from highwater.pages.guide import guide_parts, guide_rungs, guide_text
+from highwater.pages.guide import guide_parts, guide_text
+from highwater.pages.guide import guide_parts as guide_rungs
 from highwater.pages.guide.guide import Guide, Place, chooser_json
 from highwater.pages.guide.guide_parts import Section
 from highwater.pages.guide.guide_rows import speed_tables

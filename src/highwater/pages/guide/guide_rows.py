@@ -11,7 +11,7 @@ from highwater.model.model import load_model
 from highwater.nouns.trainer import OURS
 from highwater.pages.guide import guide_parts
 from highwater.pages.guide.guide import Choice, Guide, GuideTable, farthest
-from highwater.pages.text_table import TextTable
+from highwater.pages.text import TextTable
 from highwater.speed.step_seconds import PredictedStep, predicted_step
 from highwater.units import format_seconds, format_tokens
 

@@ -21,8 +21,7 @@ from highwater.memory.snapshot.memory_profile import (
     MemoryProfile,
     advice_of,
 )
-from highwater.pages.text import plain
-from highwater.pages.text_table import TextTable
+from highwater.pages.text import TextTable, plain
 from highwater.units import GIB, MIB, counted, format_bytes, format_seconds
 
 WORDS: Mapping[Category, str] = {

@@ -39,8 +39,15 @@ from highwater.pages.study.study_commands import flag_value
 from highwater.pages.study.study_parts import HEADINGS
 from highwater.pages.study.study_pictures import SHAPES, bracket_picture, memory_picture
 from highwater.pages.study.study_report import Beginning, StudyReport, TrialReport, assembled
-from highwater.pages.text import escaped, fenced, markdown_list, markdown_table, plain, plain_json
-from highwater.pages.text_table import TextTable
+from highwater.pages.text import (
+    TextTable,
+    escaped,
+    fenced,
+    markdown_list,
+    markdown_table,
+    plain,
+    plain_json,
+)
 from highwater.search.predicted_study import predictions_of
 from highwater.search.start_length import read_prediction
 from highwater.store.directory import check_new_file, write_new_file

@@ -13,7 +13,7 @@ from highwater.pages.study.study_report import (
     TrialReport,
 )
 from highwater.pages.study.tables import answer_table, place, provenance
-from highwater.pages.text_table import TextTable
+from highwater.pages.text import TextTable
 from highwater.units import format_bytes, format_seconds, format_tokens
 
 OUTCOMES: dict[Outcome | None, str] = {

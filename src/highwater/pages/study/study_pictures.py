@@ -17,8 +17,7 @@ from highwater.nouns.trial import Outcome
 from highwater.pages.study.study_parts import outcome
 from highwater.pages.study.study_report import CellReport, StudyReport, TrialReport
 from highwater.pages.study.tables import capacity_text, memory_only_text, place, provenance
-from highwater.pages.text import plain
-from highwater.pages.text_table import TextTable
+from highwater.pages.text import TextTable, plain
 from highwater.units import GIB, counted, format_bytes, format_tokens
 
 _LEFT, _TOP, _PLOT_HEIGHT, _BOTTOM = 64, 12, 190, 40

@@ -19,7 +19,7 @@ from highwater.pages.prediction_tables import learned
 from highwater.pages.study.study_parts import outcome
 from highwater.pages.study.study_report import CellReport, Judgement, StudyReport, TrialReport
 from highwater.pages.study.tables import place
-from highwater.pages.text_table import TextTable
+from highwater.pages.text import TextTable
 from highwater.units import format_bytes, format_seconds, format_tokens
 
 

@@ -21,8 +21,7 @@ from highwater.nouns.study import (
 )
 from highwater.nouns.trial import Device, MemoryBudget, Outcome, RankReport, TrialResult, TrialSpec
 from highwater.pages.study.study_commands import alive_rows, brief, request_line
-from highwater.pages.text import plain
-from highwater.pages.text_table import TextTable
+from highwater.pages.text import TextTable, plain
 from highwater.units import format_bytes, format_seconds, format_tokens
 
 
