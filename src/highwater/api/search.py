@@ -47,15 +47,13 @@ Listener = Callable[[SearchEvent], None]
 
 def find(model: str, *, on_event: Listener | None = None, **settings: Any) -> Study:
     """The longest context that ``model`` trains with, for each layout and rung: a study with a pair
-    of real trials each.
-
-    ``settings`` are the fields of ``Request``: ``gpus=[1, 2]``, ``memory="80GiB"``,
-    ``loss="chunked"``, ``dry_run=True``. ``on_event`` hears each trial as it starts and ends.
-    Blocks for as long as the trials take, or their ``budget``; called again it goes on where it
-    was. A ``study`` that has every answer is returned as it is where there is no GPU to ask. After
-    the answer the first out of memory is repeated once with its memory recorded, of which a note of
-    the study tells; ``no_diagnose=True`` leaves that out. Raises HighwaterError for what cannot be
-    asked, before anything starts.
+    of real trials each. ``settings`` are the fields of ``Request``: ``gpus=[1, 2]``,
+    ``memory="80GiB"``, ``loss="chunked"``, ``dry_run=True``. ``on_event`` hears each trial as it
+    starts and ends. Blocks for as long as the trials take, or their ``budget``; called again it
+    goes on where it was. A ``study`` that has every answer is returned as it is where there is no
+    GPU to ask. After the answer the first out of memory is repeated once with its memory recorded,
+    of which a note of the study tells; ``no_diagnose=True`` leaves that out. Raises HighwaterError
+    for what cannot be asked, before anything starts.
     """
     request = request_from({"model": model, **settings}, keywords=True)
     known = completed_study(request)
@@ -71,9 +69,7 @@ def find(model: str, *, on_event: Listener | None = None, **settings: Any) -> St
 
 def run_trial(model: str, length: int | str, **settings: Any) -> TrialResult:
     """One real trial of ``length`` tokens: how it ended, and what was measured. ``settings`` as for
-    ``find``.
-
-    Raises HighwaterError for what cannot be tried, before anything starts.
+    ``find``. Raises HighwaterError for what cannot be tried, before anything starts.
     """
     request = request_from({"model": model, **settings}, keywords=True)
     return answer_trial(request, prepare_trial(request, length))
@@ -92,16 +88,13 @@ def machine_of(request: Request) -> Machine:
 
 
 def machine_notes(request: Request) -> tuple[str, ...]:
-    """What there is to say of where trials run: nothing of this machine, which nodes of a
-    cluster.
-    """
+    """What is said of where trials run: nothing of this machine, which nodes of a cluster."""
     return _machine(request)[1]
 
 
 def prepare(request: Request) -> Plan:
-    """The question of a request, after every check that can be made before the first trial.
-
-    Raises HighwaterError for what cannot be asked.
+    """The question of a request, after every check that can be made before the first trial. Raises
+    HighwaterError for what cannot be asked.
     """
     machine, of_machine = _machine(request)
     check_request(request, machine, steps=request.steps)
@@ -138,9 +131,8 @@ def _planned(request: Request, machine: Machine) -> Plan:
 
 
 def serve_node(request: Request) -> None:
-    """Run this machine's share of the trials of a search across machines, until it is over.
-
-    Raises HighwaterError for what cannot be asked, and where the machine that searches is lost.
+    """Run this machine's share of the trials of a search across machines, until it is over. Raises
+    HighwaterError for what cannot be asked, and where the machine that searches is lost.
     """
     node_place.serve_node(request, _share_of(prepare(request).question))
 

@@ -236,9 +236,7 @@ def _say_found(
     request: Request | None = None,
     planned: Plan | None = None,
 ) -> int:
-    """The answer, as JSON or as a sentence and a table with the next command; the exit code. After
-    the answer the first out of memory is diagnosed, where a request is given and has time left.
-    """
+    """The answer, as JSON or as a sentence and a table with the next command; the exit code."""
     if arguments.json:
         console.answer_json(study)
     else:

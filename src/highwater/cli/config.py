@@ -1,11 +1,8 @@
-"""Configuration files: every setting of a search as YAML. Flags override the file; unknown keys are
-errors.
+"""Configuration files, every setting of a search as YAML, and the same search as a job of Slurm.
 
-``highwater find --print-sbatch``: the same search as a job of Slurm.
-
-Each machine runs the same command; Slurm says which of them it is. Before its time is up the job is
-told to end, and a job that is submitted again goes on where the study stopped. Source: sbatch(1),
-srun(1) of Slurm.
+Flags override the file; unknown keys are errors. Each machine of a job runs the same command; Slurm
+says which of them it is. Before its time is up the job is told to end, and a job that is submitted
+again goes on where the study stopped. Source: sbatch(1), srun(1) of Slurm.
 """
 
 import argparse
@@ -35,9 +32,8 @@ SCHEMA_ID = "urn:highwater:schema:study"
 
 
 def request_of(arguments: argparse.Namespace) -> Request:
-    """The request in the file of ``--config``, if any, and the flags over it.
-
-    Raises UsageError for a file that cannot be read, and for settings that cannot be.
+    """The request in the file of ``--config``, if any, and the flags over it. Raises UsageError for
+    a file that cannot be read, and for settings that cannot be.
     """
     typed = typed_values(arguments)
     return layered(settings_in(arguments.config, typed.get("model")), typed)
@@ -110,11 +106,9 @@ def config_schema() -> dict[str, Any]:
 
 
 class _Settings(yaml.SafeLoader):
-    """YAML as settings need it: names, numbers, texts and lists of them.
-
-    Anchors and aliases make a few lines stand for more than a machine holds, nesting exhausts the
-    stack, a tag asks for a type: no setting needs one of them. A date stays the text that it was
-    written as.
+    """YAML as settings need it: names, numbers, texts and lists of them. Anchors and aliases make a
+    few lines stand for more than a machine holds, nesting exhausts the stack, a tag asks for a
+    type: no setting needs one of them. A date stays the text that it was written as.
     """
 
     yaml_implicit_resolvers: ClassVar = {
@@ -179,10 +173,8 @@ _NOT_IN_A_JOB = ("--print-sbatch", "--node-rank", "--rendezvous")
 
 
 def sbatch_script(request: Request, words: Sequence[str]) -> str:
-    """The script of a job that types ``words``, a ``highwater find``, on every machine.
-
-    Raises UsageError where nobody says how many GPUs a machine has, and for a word with a line end
-    in it.
+    """The script of a job that types ``words``, a ``highwater find``, on every machine. Raises
+    UsageError where nobody says how many GPUs a machine has, and for a word with a line end in it.
     """
     for word in words:
         if len(f"{word}.".splitlines()) > 1:

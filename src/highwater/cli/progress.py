@@ -1,8 +1,5 @@
-"""Progress of a search: what each cell has tried, what the trial that runs does, and how long the
-rest may take.
-
-The progress of a training: a bar with what is left on a terminal, a line now and then
-elsewhere.
+"""Progress of a search and of a training: a live display with what is left on a terminal, a line
+now and then elsewhere.
 """
 
 import math
@@ -229,9 +226,7 @@ class Progress:
         return cell.label_on(self._question.device)
 
     def sparse_line(self, event: SearchEvent) -> str:
-        """A line for a log or a pipe; empty about a trial that still runs, but for once a
-        minute.
-        """
+        """A line for a log or a pipe; empty about a trial that runs, but for once a minute."""
         if not isinstance(event, TrialRuns):
             return self.line(event)
         trial = self._running.get(event.cell)
@@ -366,8 +361,7 @@ _LINE_S = 10.0
 """Seconds between two lines where there is no terminal."""
 _BAR_COLUMNS = 19
 """Columns of a bar that is still one, of the time that is left and of what is between them: beside
-what stands before it, and two numbers of steps.
-"""
+what stands before it, and two numbers of steps."""
 
 
 @contextmanager

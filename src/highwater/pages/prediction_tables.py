@@ -34,10 +34,8 @@ _BINDINGS: dict[Binding, str] = {
 
 def prediction_table(prediction: Prediction, *, is_explained: bool = False) -> TextTable:
     """A table of each cell's longest length, what is left there, and how fast it is; at one length,
-    whether it fits. One caveat follows.
-
-    ``is_explained`` adds what ends each cell, the interval of its memory and where its peak is, and
-    all that is known of such predictions.
+    whether it fits. One caveat follows. ``is_explained`` adds what ends each cell, the interval of
+    its memory and where its peak is, and all that is known of such predictions.
     """
     at_length = prediction.length_tokens is not None
     lengths = ("fits",) if at_length else ("trains up to", "may reach")
@@ -57,9 +55,8 @@ def prediction_table(prediction: Prediction, *, is_explained: bool = False) -> T
 
 
 def term_table(predicted: CellPrediction) -> TextTable:
-    """Bytes by term of each phase, and a bar for each: the picture of one peak.
-
-    Of a trace it shows its tensors, the largest kinds.
+    """Bytes by term of each phase, and a bar for each: the picture of one peak. Of a trace it shows
+    its tensors, the largest kinds.
     """
     if predicted.replayed is not None:
         return _tensor_table(predicted, predicted.replayed)

@@ -1,13 +1,10 @@
-"""Texts within the width of a terminal. Lines end between words, tables in Markdown fold like
-others, and what is fenced stays as it is.
-
-Tables within the width of a terminal: every figure whole, every column there.
+"""Texts and tables within the width of a terminal: every figure whole, every column there.
 
 A table that is too wide first says once, above, what all rows share. Then it takes the form that
 needs the fewest lines: *wrapped*, all columns side by side, names and sentences broken at blanks;
 *blocks*, the columns that have room side by side and the others below each row as ``name: value``,
 aligned over all rows; or *groups*, where one name stands for several rows: that name on a line of
-its own, and its rows below.
+its own, and its rows below. Tables in Markdown fold alike, and what is fenced stays as it is.
 """
 
 import re
@@ -27,8 +24,7 @@ _LINES_OF_A_CELL = 4
 _LINES_OF_A_NAME = 2
 _PRICE_OF_BROKEN_NAMES = 1.2
 """What a line counts where names are broken: ``Env + Offload`` and ``Env + Offload + chunked`` then
-begin alike, which only a much shorter table is worth.
-"""
+begin alike, which only a much shorter table is worth."""
 _LINES_OF_A_HEADING = 2
 _WHOLE = 24
 """Columns beside a name that are room enough for a longer value."""
@@ -166,9 +162,8 @@ def _widest(column: _Column, cell: str, width: int) -> int:
 
 
 def _without_what_rows_share(table: TextTable) -> tuple[TextTable, list[str]]:
-    """Say columns after the first whose text is the same in every row in a line of their own.
-
-    ``in every row: GPUs 4; by predicted``.
+    """Say columns after the first whose text is the same in every row in a line of their own. ``in
+    every row: GPUs 4; by predicted``.
     """
     cells = list(zip(*table.rows, strict=True))
     shared = [index for index in range(1, len(cells)) if len(set(cells[index])) == 1]
@@ -190,10 +185,9 @@ def _without_what_rows_share(table: TextTable) -> tuple[TextTable, list[str]]:
 def _wrapped_widths(
     columns: Sequence[_Column], options: Sequence[Sequence[int]], width: int
 ) -> list[int] | None:
-    """Widths with which all columns have room beside each other, or None where none have.
-
-    From whole cells on, that column is broken next which adds the fewest lines for the room that
-    it gives.
+    """Widths with which all columns have room beside each other, or None where none have. From
+    whole cells on, that column is broken next which adds the fewest lines for the room that it
+    gives.
     """
     widths = [each[0] for each in options]
     while (excess := _taken(widths) - width) > 0:

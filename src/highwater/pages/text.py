@@ -1,14 +1,7 @@
 """Plain text from untrusted text: logs, paths and model names are data, to a terminal too.
 
-Where a line may end: at blanks, but not between a figure and its unit, and not within a command
-in backticks, which has to be pasted: one that is longer than a line is left to the terminal to
-wrap.
-
-Markdown as every document of ours writes it.
-
-Text from outside stays text, and tables are readable in the source too.
-
-A table as text: its rows, before anybody decides how they are drawn, and aligned columns.
+A line may end at blanks, but not between a figure and its unit, and not within a command in
+backticks, which has to be pasted.
 """
 
 import html
@@ -51,10 +44,8 @@ def plain_table(table: TextTable) -> str:
 
 
 _UNSAFE = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-"""Unicode categories that a terminal may act upon.
-
-They are controls, invisible formatting, surrogates and line separators.
-"""
+"""Unicode categories that a terminal may act upon. They are controls, invisible formatting,
+surrogates and line separators."""
 
 
 def plain(text: str) -> str:
@@ -71,9 +62,8 @@ def plain_lines(text: str) -> str:
 
 
 def plain_json(text: str) -> str:
-    """A JSON document, indented or not, without characters that a terminal would act upon.
-
-    It stays JSON, and has the same values when it is read.
+    """A JSON document, indented or not, without characters that a terminal would act upon. It stays
+    JSON, and has the same values when it is read.
     """
     return "".join(
         _escaped_in_json(character)
@@ -105,8 +95,7 @@ _PIECE = re.compile(
     r"(?:(?<=\d) (?:[KMGT]iB|ms|s|%|GPUs?|tokens?)(?!\w)\S*|(?<=\d[hm]) \d\d[ms](?!\w)\S*)?"
 )
 """What stands on one line: a word, a figure with its unit, a time, a command in backticks, and a
-plus with what it adds.
-"""
+plus with what it adds."""
 _BREAKS_AFTER = "/_-=,;:.&?"
 """Characters after which a word that is longer than a line is broken rather than elsewhere."""
 
@@ -142,10 +131,7 @@ def hanging(text: str, width: int) -> list[str]:
 
 
 def _broken(word: str, width: int) -> list[str]:
-    """Cut a word that is longer than a line into pieces.
-
-    Cuts come after a slash or the like, else not within a figure, where that can be.
-    """
+    """Cut a word that is longer than a line into pieces."""
     parts: list[str] = []
     while cell_len(word) > width:
         longest = _fitting(word, width)
@@ -206,10 +192,7 @@ def markdown_table(table: TextTable) -> str:
 
 
 def fenced(text: str) -> str:
-    """Fence text of several lines, whatever is in it.
-
-    The fence is longer than any in the text.
-    """
+    """Fence text of several lines, whatever is in it. The fence is longer than any in the text."""
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{plain_lines(text)}\n{fence}"

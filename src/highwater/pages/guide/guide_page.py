@@ -1,11 +1,4 @@
-"""The guide as one HTML page that needs nothing else.
-
-It needs no network, and is readable without script, on a phone, in the dark and on paper.
-
-The guide as a Markdown document.
-
-It has words, a table for each number of GPUs, long contexts, capacities, practices and sources.
-"""
+"""The guide as one HTML page that needs neither network nor script, and as a Markdown document."""
 
 import html
 from collections.abc import Iterator, Sequence
@@ -33,9 +26,8 @@ class Bar(NamedTuple):
 
 
 def guide_page(guide: Guide, places: Sequence[Place] = ()) -> str:
-    """Write the whole page, with a chooser among ``places``.
-
-    Everything is escaped but what is marked in our own text.
+    """Write the whole page, with a chooser among ``places``. Everything is escaped but what is
+    marked in our own text.
     """
     sections = guide_parts.sections(guide)
     script = page_script("chooser.js")

@@ -1,8 +1,5 @@
-"""The parts of a page about a guide, before anybody decides how they are drawn.
-
-They are headings, tables and sentences, nothing escaped yet.
-
-The capacities of a guide: how far each model gets, of all cells and by rung.
+"""The parts of a guide, before anybody decides how they are drawn: headings, tables and sentences,
+nothing escaped yet.
 """
 
 import math
@@ -69,18 +66,12 @@ def rungs(capacities: Sequence[Capacity]) -> Iterator[TextTable]:
 
 
 def _rung_order(settings: Settings) -> tuple[tuple[int, ...], str]:
-    """Sort key of rungs, the simplest first.
-
-    Those that are as simple have an order that no run changes.
-    """
+    """Sort key of rungs, the simplest first."""
     return simplicity(Cell(layout=Layout(), settings=settings)), repr(msgspec.to_builtins(settings))
 
 
 def _figure(capacities: Sequence[Capacity]) -> str:
-    """The text of one cell's capacities; empty where nothing was tried.
-
-    A memory-only proof stands beside the capacity; of several files each stands that says more.
-    """
+    """The text of one cell's capacities; empty where nothing was tried."""
     telling = (
         each for each in capacities if not any(_says_more(other, each) for other in capacities)
     )
@@ -92,9 +83,8 @@ def _figure(capacities: Sequence[Capacity]) -> str:
 
 
 def best_text(table: GuideTable, model_name: str) -> str:
-    """The longest of any cell that was trained in full.
-
-    What memory alone holds stands beside it, where that is longer.
+    """The longest of any cell that was trained in full. What memory alone holds stands beside it,
+    where that is longer.
     """
     return _figure([each for each in longest(table, model_name) if each is not None])
 
@@ -113,10 +103,7 @@ def _reach(capacity: Capacity) -> int:
 
 
 def _says_more(one: Capacity, other: Capacity) -> bool:
-    """Whether the other adds nothing to the one.
-
-    It has no longer length, and none that fails where the one fits.
-    """
+    """Whether the other adds nothing to the one."""
     if one.is_memory_only and not other.is_memory_only:
         return False
     if other.does_not_fit_tokens is not None and other.does_not_fit_tokens <= one.capacity_tokens:
@@ -153,16 +140,13 @@ SOURCES: dict[Source, str] = {
 }
 _VANILLA = simplicity(Cell(layout=Layout(), settings=Settings()))
 _LONG_TABLE_ROWS, _MANY_FACTORS = 20, 20
-"""Numbers beyond which rows that say the same are joined, and not every factor is listed.
-
-No published table is as long.
-"""
+"""Numbers beyond which rows that say the same are joined, and not every factor is listed. No
+published table is as long."""
 
 
 class Section(NamedTuple):
-    """Everything about one kind of GPU, from one source.
-
-    All of it is of one kind of training and one native length.
+    """Everything about one kind of GPU, from one source. All of it is of one kind of training and
+    one native length.
     """
 
     heading: str
@@ -234,9 +218,8 @@ def words(guide: Guide) -> Iterator[str]:
 
 
 def glance_tables(guide: Guide) -> Iterator[TextTable]:
-    """How far every model gets, in tokens, by number of GPUs and with whatever settings.
-
-    There is a table for each section.
+    """How far every model gets, in tokens, by number of GPUs and with whatever settings. There is a
+    table for each section.
     """
     for section in sections(guide):
         models = in_natural_order(name for table in section.tables for name in table.models)
@@ -259,9 +242,8 @@ def summary(table: GuideTable) -> str:
 
 
 def reached_text(table: GuideTable, model_name: str) -> str:
-    """How far a model gets by its capacities, as at a glance.
-
-    ``262,144, 671,744 memory-only``; in words where it is no length.
+    """How far a model gets by its capacities, as at a glance. ``262,144, 671,744 memory-only``; in
+    words where it is no length.
     """
     text = best_text(table, model_name).replace("*", "")
     return {"": "not tried", "-": "none", "?": "unknown"}.get(text, text)
@@ -280,7 +262,6 @@ def only_with_offload(table: GuideTable) -> str:
 
 def only_tried(table: GuideTable) -> str:
     """A sentence of what was tried of models that begin with something less simple than vanilla.
-
     Empty where none does.
     """
     tried: dict[str, list[str]] = {}
@@ -296,7 +277,6 @@ def only_tried(table: GuideTable) -> str:
 
 def default_budget(section: Section) -> str:
     """A note that tables of one sequence a micro-batch do not hold for the default token budget.
-
     Empty for other tables.
     """
     packed = {
@@ -430,9 +410,8 @@ def _heading(table: GuideTable) -> str:
 
 
 def _model_path(model_name: str) -> str:
-    """An example of a path in a configuration.
-
-    Text from outside is in it only where it is harmless there.
+    """An example of a path in a configuration. Text from outside is in it only where it is harmless
+    there.
     """
     if not re.fullmatch(r"[0-9A-Za-z][\w.-]*", model_name, re.ASCII):
         return "/path/to/model"

@@ -1,7 +1,4 @@
-"""The parts of a study's report, as text before anybody decides how it is drawn.
-
-Each is a table, or lines.
-"""
+"""The parts of a study's report, tables or lines, before anybody decides how they are drawn."""
 
 from dataclasses import replace
 
