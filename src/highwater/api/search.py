@@ -46,15 +46,13 @@ Listener = Callable[[SearchEvent], None]
 
 def find(model: str, *, on_event: Listener | None = None, **settings: Any) -> Study:
     """The longest context that ``model`` trains with, for each layout and rung: a study with a pair
-    of real trials each.
-
-    ``settings`` are the fields of ``Request``: ``gpus=[1, 2]``, ``memory="80GiB"``,
-    ``loss="chunked"``, ``dry_run=True``. ``on_event`` hears each trial as it starts and ends.
-    Blocks for as long as the trials take, or their ``budget``; called again it goes on where it
-    was. A ``study`` that has every answer is returned as it is where there is no GPU to ask. After
-    the answer the first out of memory is repeated once with its memory recorded, of which a note of
-    the study tells; ``no_diagnose=True`` leaves that out. Raises HighwaterError for what cannot be
-    asked, before anything starts.
+    of real trials each. ``settings`` are the fields of ``Request``: ``gpus=[1, 2]``,
+    ``memory="80GiB"``, ``loss="chunked"``, ``dry_run=True``. ``on_event`` hears each trial as it
+    starts and ends. Blocks for as long as the trials take, or their ``budget``; called again it
+    goes on where it was. A ``study`` that has every answer is returned as it is where there is no
+    GPU to ask. After the answer the first out of memory is repeated once with its memory recorded,
+    of which a note of the study tells; ``no_diagnose=True`` leaves that out. Raises HighwaterError
+    for what cannot be asked, before anything starts.
     """
     request = request_from({"model": model, **settings}, keywords=True)
     known = completed_study(request)
@@ -70,9 +68,7 @@ def find(model: str, *, on_event: Listener | None = None, **settings: Any) -> St
 
 def run_trial(model: str, length: int | str, **settings: Any) -> TrialResult:
     """One real trial of ``length`` tokens: how it ended, and what was measured. ``settings`` as for
-    ``find``.
-
-    Raises HighwaterError for what cannot be tried, before anything starts.
+    ``find``. Raises HighwaterError for what cannot be tried, before anything starts.
     """
     request = request_from({"model": model, **settings}, keywords=True)
     return answer_trial(request, prepare_trial(request, length))
@@ -91,16 +87,13 @@ def machine_of(request: Request) -> Machine:
 
 
 def machine_notes(request: Request) -> tuple[str, ...]:
-    """What there is to say of where trials run: nothing of this machine, which nodes of a
-    cluster.
-    """
+    """What is said of where trials run: nothing of this machine, which nodes of a cluster."""
     return _machine(request)[1]
 
 
 def prepare(request: Request) -> Plan:
-    """The question of a request, after every check that can be made before the first trial.
-
-    Raises HighwaterError for what cannot be asked.
+    """The question of a request, after every check that can be made before the first trial. Raises
+    HighwaterError for what cannot be asked.
     """
     machine, of_machine = _machine(request)
     check_request(request, machine, steps=request.steps)

@@ -83,7 +83,6 @@ def train(
 ) -> TrainingResult:
     """Train ``model`` on ``data`` for ``steps`` optimizer steps, documents of up to ``length``
     tokens packed into rows; called again it goes on after the last checkpoint in ``output``.
-
     ``settings`` are the other fields of ``TrainingRequest`` (``settings="recommended"``, ``rows``,
     ``schedule``, ``save_every``) and those of ``Request`` that say how a step is made (``gpus``,
     ``lora``, ``memory``, ``learning_rate``). Blocks until it is done; Ctrl-C leaves a checkpoint
