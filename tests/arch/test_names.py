@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "highwater"
 ROOMS = {
-    *("cli", "pages", "recommendation", "search", "trials", "trainers", "store", "memory", "speed"),
+    *("cli", "pages", "recommendation", "search", "trials", "trainers", "store", "memory"),
     *("model", "nouns", "engine"),
 }
 """Of the control plane, from the top down, and the data plane, whole."""
@@ -45,6 +45,8 @@ SHARED = {
     "trainers": "what one room has of each trainer, a row for each",
     "training": "what a run of training is, and how it is started",
     "trial": "what a trial is, and how it is trained",
+    "trinity": "what one room has of that trainer",
+    "trl": "what one room has of that trainer",
 }
 """Names of files in more than one room, and the one thing that they mean in all."""
 SAME_BY_CHANCE = {

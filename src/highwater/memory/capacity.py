@@ -13,6 +13,7 @@ from highwater.memory.formula.constants import (
     outside_terms,
 )
 from highwater.memory.formula.formula import Formula
+from highwater.memory.formula.layers import Step
 from highwater.memory.interval.calibration import Calibration, Factors, Interval, interval
 from highwater.memory.interval.residuals import PredictionMethod
 from highwater.memory.trace.replay import Replayed
@@ -368,17 +369,10 @@ def _footprint(
 ) -> Footprint:
     """The footprint by formula; outside the allocator as measured on the user's own GPUs, if so."""
     shape, settings, layout = question.model.shape, cell.settings, cell.layout
-    found = formula(
-        shape,
-        settings,
-        layout,
-        length_tokens=length_tokens,
-        device=question.device,
-        prompt_tokens=question.prompt_tokens,
-    )
-    own = memory_limit.constants
+    device, own = question.device, memory_limit.constants
+    found = formula(Step(shape, settings, layout, length_tokens, device, question.prompt_tokens))
     if own is None:
         return found
-    outside = outside_terms(shape, settings, layout, question.device, own)
+    outside = outside_terms(shape, settings, layout, device, own)
     workspaces_bytes = sum(memory_limit.cublas_workspaces_bytes)
     return found.with_libraries(outside=outside, workspaces_bytes=workspaces_bytes)

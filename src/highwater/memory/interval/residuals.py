@@ -16,6 +16,7 @@ from highwater.memory.formula.constants import (
     outside_terms,
 )
 from highwater.memory.formula.formula import likely_footprint, refuse_unknown_family
+from highwater.memory.formula.layers import Step
 from highwater.memory.trace.replay import replay
 from highwater.model.model import ModelShape
 from highwater.nouns.codec import Record, from_json
@@ -156,13 +157,11 @@ def study_residuals(study: Study, own: MachineConstants | None = None) -> tuple[
         if trial.result is not None:
             spec = trial.spec
             footprint = likely_footprint(
-                shape,
-                spec.settings,
-                spec.layout,
-                length_tokens=spec.length_tokens,
-                prompt_tokens=spec.prompt_tokens,
-            )
-            footprint = footprint.with_libraries(
+                Step(
+                    *(shape, spec.settings, spec.layout, spec.length_tokens),
+                    prompt_tokens=spec.prompt_tokens,
+                )
+            ).with_libraries(
                 outside=_outside(shape, spec, trial.result, own),
                 workspaces_bytes=sum(_workspaces_bytes(trial.result, own)),
             )

@@ -108,14 +108,10 @@ def _cell(
             if likely
             else 0
         )
-        found = _at(
-            question,
-            cell,
-            memory_limit,
-            grid.length(max(1, sure)),
-            at(sure).sure if sure else at(1).likely,
-            factors,
-        )
+        replayed = at(sure).sure if sure else at(1).likely
+    length_tokens = grid.length(max(1, sure))
+    predicted = predict_at(question, cell, memory_limit, likely_footprint, length_tokens)
+    found = with_replay(question, memory_limit, predicted, replayed, factors)
     found = msgspec.structs.replace(found, likely_tokens=grid.length(likely) if likely else 0)
     return ended(question, found, sure, size, guessed)
 
@@ -260,18 +256,15 @@ def _outside_bytes(
     ).footprint.outside_bytes
 
 
-def _at(
+def with_replay(
     question: Question,
-    cell: Cell,
     memory_limit: MemoryLimit,
-    length_tokens: int,
+    predicted: CellPrediction,
     replayed: Replayed,
-    factors: Factors | None,
+    factors: Factors | None = None,
 ) -> CellPrediction:
-    """The formula's answer at a length, its memory of a GPU put right."""
-    predicted = msgspec.structs.replace(
-        predict_at(question, cell, memory_limit, likely_footprint, length_tokens), replayed=replayed
-    )
+    """The formula's answer at a length, its memory of a GPU put right by a replay."""
+    predicted = msgspec.structs.replace(predicted, replayed=replayed)
     around = None if factors is None else interval(predicted.device_used_bytes, factors)
     device_bytes, used_bytes = memory_limit.device_bytes, predicted.device_used_bytes
     headroom_bytes = device_bytes - used_bytes
