@@ -34,9 +34,7 @@ def words_of(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_the_answer_comes_first_and_the_report_lies_where_it_was_asked_for(
-    highwater: Run, tmp_path: Path
-) -> None:
+def test_the_answer_comes_first_and_the_report_lies_where_it_was_asked_for(highwater, tmp_path):
     done = highwater(*BENCH, "--out", "found")
     assert done.returncode == 0, done.stderr
     first, blank, columns, *_ = done.stdout.splitlines()
@@ -57,8 +55,8 @@ def test_the_answer_comes_first_and_the_report_lies_where_it_was_asked_for(
 
 
 def test_json_is_one_document_with_a_row_for_each_implementation_mode_and_length(
-    highwater: Run, tmp_path: Path
-) -> None:
+    highwater, tmp_path
+):
     done = highwater(*BENCH, "--lengths", "128", "300", "--json")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
@@ -82,7 +80,7 @@ def test_json_is_one_document_with_a_row_for_each_implementation_mode_and_length
     assert json.loads(written.read_text()) == document
 
 
-def test_a_terminal_of_any_width_has_every_figure_whole(highwater: Run, tmp_path: Path) -> None:
+def test_a_terminal_of_any_width_has_every_figure_whole(highwater, tmp_path):
     """Drawn for a terminal as the command draws it, of the same figures."""
     from highwater.nouns.attention_bench import AttentionBench
     from highwater.nouns.codec import from_builtins
@@ -160,23 +158,21 @@ def mended(highwater: Run, words: tuple[str, ...], code: int, said: str) -> dict
 
 
 @pytest.mark.parametrize(("words", "code", "said"), REFUSED)
-def test_what_cannot_be_is_refused_with_what_can(
-    highwater: Run, words: tuple[str, ...], code: int, said: str
-) -> None:
+def test_what_cannot_be_is_refused_with_what_can(highwater, words, code, said):
     assert mended(highwater, words, code, said) != dict(zip(words[::2], words[1::2], strict=True))
 
 
 @pytest.mark.parametrize(("words", "said"), [*NOBODY_TAKES_IT, *CANNOT_BE])
 def test_a_pattern_is_refused_as_training_refuses_it_and_where_nobody_takes_it(
-    highwater: Run, words: tuple[str, ...], said: str
-) -> None:
+    highwater, words, said
+):
     problem, _ = refusal(highwater(*BASE, *words), 2)
     assert problem.startswith(said)
 
 
 def test_a_published_class_is_understood_and_has_the_pattern_that_is_typed(
-    highwater: Run,
-) -> None:
+    highwater,
+):
     """The command of the issue, and the flags of ``BlockSparseAttention`` and of training."""
     classes = ("BlockSparseRingDilatedAttention", "DilatedAttention", "BlockSparseAttention")
     pattern = ("--pattern-type", "random", "--sparsity-ratio", "0.3", "--block-size", "32")
@@ -201,7 +197,7 @@ def test_a_published_class_is_understood_and_has_the_pattern_that_is_typed(
 
 
 @pytest.mark.parametrize("gpus", ["1", "2"])
-def test_the_headline_attention_runs_alone_and_round_a_ring(highwater: Run, gpus: str) -> None:
+def test_the_headline_attention_runs_alone_and_round_a_ring(highwater, gpus):
     words = ("--lengths", "301", "--implementations", "BlockSparseRingDilatedAttention")
     done = highwater(*BASE, *words, "--gpus", gpus, "--json")
     assert done.returncode == 0, done.stderr
@@ -210,12 +206,8 @@ def test_the_headline_attention_runs_alone_and_round_a_ring(highwater: Run, gpus
     assert modes == [("single", "fits"), *more]
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns(days=4)
 @pytest.mark.parametrize(("words", "code", "said"), REFUSED)
-def test_what_the_hint_offers_runs(
-    highwater: Run, words: tuple[str, ...], code: int, said: str
-) -> None:
+def test_what_the_hint_offers_runs(highwater, words, code, said):
     takes_it = "block_sparse" if "--pattern-type" in words else "dense"
     asked = {"--lengths": "128", "--implementations": takes_it}
     asked |= mended(highwater, words, code, said)
@@ -227,9 +219,7 @@ def test_what_the_hint_offers_runs(
     ("name", "capability"),
     [("NVIDIA GeForce GTX 1080", (6, 1)), ("Tesla T4", (7, 5)), ("Tesla V100", (7, 0))],
 )
-def test_a_gpu_without_bf16_computes_in_fp16_and_refuses_bf16(
-    name: str, capability: tuple[int, int]
-) -> None:
+def test_a_gpu_without_bf16_computes_in_fp16_and_refuses_bf16(name, capability):
     where = Cluster(
         gpus=1, device_name=name, device_bytes=8 * GIB, compute_capability=capability
     ).machine()
@@ -239,13 +229,13 @@ def test_a_gpu_without_bf16_computes_in_fp16_and_refuses_bf16(
         bench_dtype("bf16", "cuda", where)
 
 
-def test_without_a_gpu_the_cpu_has_to_be_named(highwater: Run) -> None:
+def test_without_a_gpu_the_cpu_has_to_be_named(highwater):
     problem, hint = refusal(highwater("bench", "attention"), 2)
     assert problem == "no GPU is visible, and the CPU is not named"
     assert offered(hint) == [["--device", "cpu"]]
 
 
-def test_what_does_not_run_here_alone_is_refused_by_why(highwater: Run) -> None:
+def test_what_does_not_run_here_alone_is_refused_by_why(highwater):
     problem, hint = refusal_after_talk(
         highwater("bench", "attention", *SMALL, "--implementations", "dense_flex")
     )
@@ -260,7 +250,7 @@ def refusal_after_talk(done: "subprocess.CompletedProcess[str]") -> tuple[str, s
     return error.removeprefix("error: "), hint.removeprefix("hint: ")
 
 
-def test_memory_that_holds_nothing_is_answered_with_no(highwater: Run) -> None:
+def test_memory_that_holds_nothing_is_answered_with_no(highwater):
     """Exit code 1: of 64 heads the shortest length has no room beside PyTorch."""
     words = ("bench", "attention", "--device", "cpu", "--only", "forward", "--lengths", "8k")
     wide = ("--heads", "64", "--head-dim", "128", "--implementations", "dense", "--json")
@@ -276,13 +266,13 @@ def test_memory_that_holds_nothing_is_answered_with_no(highwater: Run) -> None:
 
 
 @pytest.mark.parametrize("places", ["/dev/null", "/dev/null/x", "x" * 300, "/proc/x"])
-def test_a_folder_that_cannot_be_is_refused(highwater: Run, places: str) -> None:
+def test_a_folder_that_cannot_be_is_refused(highwater, places):
     problem, hint = refusal(highwater(*BENCH, "--out", places), 2)
     assert places in problem
     assert offered(hint)[0][0] == "--out"
 
 
-def test_ctrl_c_keeps_what_was_measured_and_ends_every_process(tmp_path: Path) -> None:
+def test_ctrl_c_keeps_what_was_measured_and_ends_every_process(tmp_path):
     words = (*BENCH[:-3], "--implementations", "dense", "window", "dilated", "--out", "found")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -31,28 +31,8 @@ FILES = {
 }
 
 
-_LONG = ("train ", "try tiny", "bench ", "profile ")
-
-
-def cases() -> list[Any]:
-    """Those that start processes take seconds each: a sample of them runs, the first training
-    always.
-    """
-    found, has_trained = [], False
-    for row in ROWS:
-        command = row["command"]
-        is_long = command.startswith(_LONG) or "--exact" in command or "--timeline" in command
-        is_kept = row.get("trains", False) and not has_trained
-        marks = [pytest.mark.corpus] if is_long and not is_kept else []
-        found.append(pytest.param(row, id=command.replace(" ", "_"), marks=marks))
-        has_trained = has_trained or row.get("trains", False)
-    return found
-
-
-@pytest.mark.parametrize("row", cases())
-def test_a_hint_that_is_typed_does_what_it_says(
-    run: Run, tmp_path: Path, row: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("row", ROWS, ids=[row["command"].replace(" ", "_") for row in ROWS])
+def test_a_hint_that_is_typed_does_what_it_says(run, tmp_path, row):
     words = whole(tuple(shlex.split(row["command"])))
     prepare(run, tmp_path, row)
     done = run(*words)

@@ -3,11 +3,9 @@ every command.
 """
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import SIMULATED, Run, offered, refusal
+from conftest import SIMULATED, offered, refusal
 
 from tiny_models import TINY, write_model
 
@@ -29,9 +27,7 @@ SLIDING = ["sliding_attention", "full_attention"]
         ("recommend", *PAIR, *RING[2:], "--length", "8k"),
     ],
 )
-def test_a_ring_of_documents_past_a_window_is_refused_and_the_hint_works(
-    highwater: Run, tiny: Path, words: tuple[str, ...]
-) -> None:
+def test_a_ring_of_documents_past_a_window_is_refused_and_the_hint_works(highwater, tiny, words):
     write_model(tiny, model_type="mistral", sliding_window=4096)
     command, *rest = words
     problem, hint = refusal(highwater(command, str(tiny), *rest), 2)
@@ -42,7 +38,7 @@ def test_a_ring_of_documents_past_a_window_is_refused_and_the_hint_works(
     assert highwater(command, str(tiny), *(w for w in mended if w != "--exact")).returncode == 0
 
 
-def test_an_answer_does_not_end_at_a_sliding_window(highwater: Run, tiny: Path) -> None:
+def test_an_answer_does_not_end_at_a_sliding_window(highwater, tiny):
     write_model(tiny, model_type="mistral", sliding_window=4096)
     for done in (highwater("find", str(tiny), *SIMULATED), highwater("predict", str(tiny), *GPUS)):
         assert done.returncode == 0
@@ -99,9 +95,7 @@ def test_an_answer_does_not_end_at_a_sliding_window(highwater: Run, tiny: Path) 
         ({"layer_types": ["full_attention"] * 3}, "layer_types names 3 layers"),
     ],
 )
-def test_a_model_that_is_not_understood_is_refused_by_every_command(
-    highwater: Run, tiny: Path, changes: dict[str, Any], said: str
-) -> None:
+def test_a_model_that_is_not_understood_is_refused_by_every_command(highwater, tiny, changes, said):
     (tiny / "config.json").write_text(json.dumps({**TINY, **changes}))
     at_length = ("--length", "2048")
     for words in (
@@ -132,8 +126,8 @@ def test_a_model_that_is_not_understood_is_refused_by_every_command(
     ],
 )
 def test_a_quantised_checkpoint_is_refused_by_every_command_and_the_hint_works(
-    highwater: Run, tiny: Path, words: tuple[str, ...]
-) -> None:
+    highwater, tiny, words
+):
     write_model(tiny, quantization_config={"quant_method": "fp8"})
     command, *rest = words
     problem, hint = refusal(highwater(command, str(tiny), *rest), 2)
@@ -156,8 +150,8 @@ def test_a_quantised_checkpoint_is_refused_by_every_command_and_the_hint_works(
     ],
 )
 def test_a_model_that_scales_its_logits_is_known_to_every_command_but_for_trinitys_step(
-    highwater: Run, tiny: Path, words: tuple[str, ...], said: str | None
-) -> None:
+    highwater, tiny, words, said
+):
     write_model(tiny, model_type="granite", logits_scaling=8.0, residual_multiplier=0.22)
     command, *rest = words
     done = highwater(command, str(tiny), *rest)

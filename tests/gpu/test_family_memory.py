@@ -39,7 +39,7 @@ SETTINGS = Settings(loss="chunked", allocator="expandable")
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", FEWER)
-def test_a_trial_takes_what_formula_and_trace_say(name: str, tmp_path: Path) -> None:
+def test_a_trial_takes_what_formula_and_trace_say(name, tmp_path):
     config = json.loads((SHAPES / name / "config.json").read_text()) | FEWER[name]
     directory = tmp_path / name
     directory.mkdir()

@@ -98,12 +98,8 @@ def logs(
     return traced(specs, tmp_path_factory.mktemp("traces"))
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns(days=5)
 @pytest.mark.parametrize("name", TRIALS)
-def test_a_step_peaks_where_the_formula_says(
-    specs: dict[str, TrialSpec], logs: dict[str, EventLog], name: str
-) -> None:
+def test_a_step_peaks_where_the_formula_says(specs, logs, name):
     spec = specs[name]
     shape = load_model(spec.model_directory).shape
     predicted = footprint(Step(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens))
@@ -111,15 +107,11 @@ def test_a_step_peaks_where_the_formula_says(
     assert predicted.allocated_bytes == pytest.approx(traced_bytes, rel=TOLERANCE)
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns(days=4)
 @pytest.mark.parametrize(
     "name",
     ["alone", "some", "fused projections", "nf4", "two", "offload", "moments", "two, moments"],
 )
-def test_what_lasts_is_the_frozen_model_and_the_adapters(
-    specs: dict[str, TrialSpec], logs: dict[str, EventLog], name: str
-) -> None:
+def test_what_lasts_is_the_frozen_model_and_the_adapters(specs, logs, name):
     spec = specs[name]
     shape = load_model(spec.model_directory).shape
     lasting = sum(alive_at(logs[name], "experience").values())

@@ -34,7 +34,7 @@ def trial(length_tokens: int, **settings: object) -> TrialSpec:
     ],
 )
 def test_adapters_that_are_trained_with_yarn_are_said_not_to_have_it(
-    length_tokens: int, settings: dict[str, object], is_noted: bool
-) -> None:
+    length_tokens, settings, is_noted
+):
     notes = adapter_notes(trial(length_tokens, **settings))
     assert any("the YaRN of factor 2 that" in note for note in notes) == is_noted

@@ -47,7 +47,7 @@ def name(row: dict[str, Any]) -> str:
 
 @pytest.mark.corpus
 @pytest.mark.parametrize("row", TRIALS, ids=name)
-def test_a_step_on_gpus_ends_as_its_shipped_trace(row: dict[str, Any]) -> None:
+def test_a_step_on_gpus_ends_as_its_shipped_trace(row):
     settings = msgspec.structs.replace(SETTINGS, allocator=row["allocator"])
     cell = Cell(
         layout=Layout(gpus=row["gpus"], ulysses_degree=row["ulysses_degree"]), settings=settings

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 import highwater
-from highwater.api import predict_against
+from highwater.api.prediction import predict_against
 from highwater.errors import MachineError, ModelError, UsageError
 from highwater.memory import trinity
 from highwater.memory.capacity import MemoryLimit, predict_cell, predict_cells

@@ -117,9 +117,7 @@ def allocated_gib(
         ("olmo2", 2, 2, 131_072, {"recompute": "all-but-attention"}, 31.397),
     ],
 )
-def test_a_layer_takes_what_its_traces_do(
-    family: str, gpus: int, ulysses: int, length: int, settings: dict[str, Any], traced_gib: float
-) -> None:
+def test_a_layer_takes_what_its_traces_do(family, gpus, ulysses, length, settings, traced_gib):
     """Traced with torch 2.13."""
     assert allocated_gib(family, gpus, ulysses, length, settings) == pytest.approx(
         traced_gib, rel=TOLERANCE
@@ -164,8 +162,8 @@ def test_a_layer_takes_what_its_traces_do(
     ],
 )
 def test_a_layer_takes_what_its_traces_do_in_a_ring_and_with_copies(
-    family: str, layout: Layout, length: int, settings: dict[str, Any], traced_gib: float
-) -> None:
+    family, layout, length, settings, traced_gib
+):
     """Traced with torch 2.13."""
     named = {"allocator": "expandable", "loss": "chunked", "sequences_per_micro_batch": 1}
     found = likely_footprint(
@@ -186,8 +184,8 @@ def test_a_layer_takes_what_its_traces_do_in_a_ring_and_with_copies(
     ],
 )
 def test_what_is_kept_without_recompute_is_what_traces_keep(
-    family: str, gpus: int, length: int, settings: dict[str, Any], traced_gib: float
-) -> None:
+    family, gpus, length, settings, traced_gib
+):
     """Traced with torch 2.13; with as much SP as GPUs."""
     found_gib = allocated_gib(family, gpus, gpus, length, settings | {"recompute": "none"})
     assert (

@@ -62,11 +62,11 @@ def log_of(expected: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("expected", EXPECTED, ids=NAMES)
-def test_a_log_is_judged_as_its_reader_concludes(expected: dict[str, Any]) -> None:
+def test_a_log_is_judged_as_its_reader_concludes(expected):
     assert judged_as(expected, log_of(expected)) == expected["outcome"], expected["why"]
 
 
-def test_of_the_60_none_fits_that_does_not_and_none_is_said_not_to_that_does() -> None:
+def test_of_the_60_none_fits_that_does_not_and_none_is_said_not_to_that_does():
     found = [(each["outcome"], judged_as(each, log_of(each))) for each in EXPECTED]
     assert len(found) == 60
     assert [pair for pair in found if pair[1] == "fit" and pair[0] != "fit"] == []
@@ -97,8 +97,8 @@ PREFIXES: dict[str, Callable[[int, str], str]] = {
 
 @pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES)
 def test_what_stands_before_every_line_changes_no_verdict(
-    prefix: Callable[[int, str], str],
-) -> None:
+    prefix,
+):
     for expected in EXPECTED:
         lines = log_of(expected).split("\n")
         log = "\n".join(prefix(at, line) for at, line in enumerate(lines))
@@ -202,7 +202,7 @@ NO_FIT = {
 
 
 @pytest.mark.parametrize("log", NO_FIT.values(), ids=NO_FIT)
-def test_what_is_not_shown_to_have_trained_is_no_fit(log: str) -> None:
+def test_what_is_not_shown_to_have_trained_is_no_fit(log):
     assert judged(log, 0) == "inconclusive"
 
 
@@ -244,7 +244,7 @@ FITS = {
 
 
 @pytest.mark.parametrize("log", FITS.values(), ids=FITS)
-def test_steps_with_a_proof_beside_them_fit(log: str) -> None:
+def test_steps_with_a_proof_beside_them_fit(log):
     assert judged(log, 0) == "fit"
     assert judged(log, 1) == "inconclusive"
 
@@ -272,7 +272,7 @@ NOT_MEMORYS = {
 
 
 @pytest.mark.parametrize("error", NOT_MEMORYS.values(), ids=NOT_MEMORYS)
-def test_an_error_that_is_not_of_the_trainings_memory_is_none(error: str) -> None:
+def test_an_error_that_is_not_of_the_trainings_memory_is_none(error):
     assert judged(lost_as(error), 1) == "inconclusive"
 
 
@@ -291,7 +291,7 @@ WENT_ON = {
 
 
 @pytest.mark.parametrize("log", WENT_ON.values(), ids=WENT_ON)
-def test_an_error_after_which_training_went_on_did_not_end_it(log: str) -> None:
+def test_an_error_after_which_training_went_on_did_not_end_it(log):
     assert judged(log, 1) == "inconclusive"
     assert judged(log, 139) == "inconclusive"
 
@@ -336,20 +336,20 @@ HIDDEN = {
 
 
 @pytest.mark.parametrize("log", HIDDEN.values(), ids=HIDDEN)
-def test_memory_that_ran_out_is_found_where_it_is_hidden(log: str) -> None:
+def test_memory_that_ran_out_is_found_where_it_is_hidden(log):
     assert judged(log, 1) == "out_of_memory"
 
 
 @pytest.mark.parametrize(
     "prefix", ["", "worker-1: ", "10.0.0.7: ", "[2026-11-26 10:00:00] ", "3: "]
 )
-def test_a_hosts_sentence_is_found_over_two_lines(prefix: str) -> None:
+def test_a_hosts_sentence_is_found_over_two_lines(prefix):
     log = "".join(f"{prefix}{line}\n" for line in f"{FRAMES}{BROKEN}".splitlines())
     assert judged(log, 1, device="cpu") == "out_of_memory"
     assert judged(log, 1) == "host_out_of_memory"
 
 
-def test_a_pattern_of_the_users_is_a_proof_and_no_excuse_for_a_failed_allocation() -> None:
+def test_a_pattern_of_the_users_is_a_proof_and_no_excuse_for_a_failed_allocation():
     log = "update 1\nupdate 2\nsaved\n"
     assert judged(log, 0, pattern="saved") == "fit"
     for said in ("OOM, batch skipped", OOM, "ran out of memory; next", "MemoryError: caught"):

@@ -20,7 +20,7 @@ def both(path: Path) -> tuple[NodeFolder, NodeFolder]:
     return NodeFolder(path, node=0, nodes=2), NodeFolder(path, node=1, nodes=2)
 
 
-def test_a_folder_is_new_also_where_another_machine_came_first(tmp_path: Path) -> None:
+def test_a_folder_is_new_also_where_another_machine_came_first(tmp_path):
     first, second = both(tmp_path / "meet")
     first.refuse_used()
     second.enter(READY)
@@ -34,9 +34,7 @@ def test_a_folder_is_new_also_where_another_machine_came_first(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "node-0.json", "over", "trial-1", ".git"])
-def test_a_folder_that_has_anything_else_is_refused_and_stays_as_it_is(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_folder_that_has_anything_else_is_refused_and_stays_as_it_is(tmp_path, name):
     (tmp_path / name).write_text("mine")
     first, _ = both(tmp_path)
     with pytest.raises(UsageError, match="no new directory"):
@@ -45,7 +43,7 @@ def test_a_folder_that_has_anything_else_is_refused_and_stays_as_it_is(
     assert (tmp_path / name).read_text() == "mine"
 
 
-def test_what_somebody_puts_there_meanwhile_is_never_removed(tmp_path: Path) -> None:
+def test_what_somebody_puts_there_meanwhile_is_never_removed(tmp_path):
     first, _ = both(tmp_path / "meet")
     first.enter(READY)
     (first.trial(1) / "0").mkdir(parents=True)
@@ -54,7 +52,7 @@ def test_what_somebody_puts_there_meanwhile_is_never_removed(tmp_path: Path) -> 
     assert [path.name for path in (tmp_path / "meet").iterdir()] == ["notes.txt"]
 
 
-def test_machines_that_are_unlike_are_let_go_and_the_folder_is_gone(tmp_path: Path) -> None:
+def test_machines_that_are_unlike_are_let_go_and_the_folder_is_gone(tmp_path):
     path = tmp_path / "meet"
     _, second = both(path)
     serving = Thread(target=serve, args=(second, READY))

@@ -1,7 +1,6 @@
 """Published tables: what is no capacity table is refused, and why is said."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -51,14 +50,14 @@ from highwater.nouns.published import read_capacity_table, table_capacities
         ),
     ],
 )
-def test_what_is_no_capacity_table_is_refused(content: str, said: str, tmp_path: Path) -> None:
+def test_what_is_no_capacity_table_is_refused(content, said, tmp_path):
     path = tmp_path / "table.csv"
     path.write_text(content)
     with pytest.raises(HighwaterError, match=re.escape(said)):
         table_capacities(path)
 
 
-def test_the_same_cells_of_two_kinds_of_gpu_have_their_own_answers(tmp_path: Path) -> None:
+def test_the_same_cells_of_two_kinds_of_gpu_have_their_own_answers(tmp_path):
     path = tmp_path / "table.csv"
     path.write_text(
         "gpu,settings,gpus,sp,model,max_model_len\n"

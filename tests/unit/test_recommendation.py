@@ -391,7 +391,7 @@ def test_the_whole_noun_survives_json(length):
     assert from_json(to_json(found), Recommendation) == found
 
 
-def test_a_prediction_and_a_recommendation_of_one_question_agree() -> None:
+def test_a_prediction_and_a_recommendation_of_one_question_agree():
     """One sequence a micro-batch and the same headroom, unless somebody asks otherwise."""
     for length in ("32k", "64k", "128k"):
         predicted = highwater.predict("Qwen3-8B", gpus="4xH20-96GB", length=length)

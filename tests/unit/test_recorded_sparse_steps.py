@@ -17,7 +17,7 @@ TOLERANCE = 0.0025
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
-def test_the_formula_has_the_peak_of_a_recorded_step(path: Path) -> None:
+def test_the_formula_has_the_peak_of_a_recorded_step(path):
     document = json.loads(path.read_text())
     spec = msgspec.convert(document["spec"], TrialSpec, strict=False)
     found = footprint(

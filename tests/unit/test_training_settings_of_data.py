@@ -50,9 +50,7 @@ def notes(*, memory: str, trained_tokens: int, loss: str = "full") -> tuple[str,
     return data_notes(chosen._replace(spec=measured, predicted=predicted), corpus)
 
 
-def test_texts_that_are_trained_from_their_beginning_are_noted_where_their_logits_lack_room() -> (
-    None
-):
+def test_texts_that_are_trained_from_their_beginning_are_noted_where_their_logits_lack_room():
     (note,) = notes(memory="4GiB", trained_tokens=999)
     assert note.startswith(f"up to {format_bytes(HALF_BYTES)} more of logits than predicted")
 
@@ -63,12 +61,12 @@ def test_texts_that_are_trained_from_their_beginning_are_noted_where_their_logit
     ids=["room", "prompts", "a chunked loss"],
 )
 def test_nothing_is_noted_where_there_is_room_a_prompt_or_a_chunked_loss(
-    otherwise: dict[str, str | int],
-) -> None:
+    otherwise,
+):
     assert notes(**{"memory": "4GiB", "trained_tokens": 999, **otherwise}) == ()
 
 
-def test_a_prediction_of_a_training_has_the_logits_of_every_token() -> None:
+def test_a_prediction_of_a_training_has_the_logits_of_every_token():
     fields = {"model": "tiny", "device": "cpu", "memory": "4GiB", "loss": "full"}
     asked = TrainingRequest(data=("data.jsonl",), length=LENGTH, steps=1, output="run")
     chosen = chosen_trial(request_from(fields, keywords=True), asked, probe())

@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 
 from highwater.cli import console
-from highwater.cli.flags import named_model
-from highwater.cli.recommend import EXAMPLE, found_for, words_again
+from highwater.cli.flags import named_model, words_again
+from highwater.cli.recommend import EXAMPLE, found_for
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, HighwaterError, UsageError
 from highwater.nouns.objective import TRAITS
 from highwater.nouns.recommendation import Candidate, Recommendation

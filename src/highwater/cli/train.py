@@ -5,7 +5,7 @@ import json
 import shlex
 import signal
 
-from highwater import training
+from highwater.api import training
 from highwater.cli import console
 from highwater.cli.config import request_of
 from highwater.cli.console import exit_code_of, heeding
@@ -14,7 +14,7 @@ from highwater.cli.progress import training_progress
 from highwater.errors import EXIT_ANSWERED, EXIT_TERMINATED
 from highwater.nouns.settings import Settings
 from highwater.nouns.training import TrainingRequest, TrainingResult
-from highwater.pages.prediction_tables import (
+from highwater.pages.training_lines import (
     prediction_lines,
     stopped_sentence,
     training_answer,

@@ -56,10 +56,9 @@ SequenceSharing = Literal["none", "ring", "heads"]
 def accelerate(
     found: Recommendation, chosen: Candidate, *, model_path: str | None = None
 ) -> Emitted:
-    """Configure how processes start and how they share states and sequences.
-
-    The rest is the script's, and is said in the text. Raises UsageError for layouts that neither
-    DeepSpeed nor FSDP2 has there.
+    """Configure how processes start and how they share states and sequences. The rest is the
+    script's, and is said in the text. Raises UsageError for layouts that neither DeepSpeed nor
+    FSDP2 has there.
     """
     shape = shape_here(found, model_path)
     refuse_obstacle(
@@ -120,16 +119,12 @@ def layout_obstacle(layout: Layout, shape: ModelShape | None, *, name: str) -> s
 
 
 def reads_everything(shape: ModelShape | None) -> bool:
-    """Whether every layer reads all earlier tokens, as torch's ring does. None, of a model that is
-    not here, does.
-    """
+    """Whether every layer reads all earlier tokens, as torch's ring does; None is taken to."""
     return shape is None or shape.reads_everything
 
 
 def sharing_of(layout: Layout, shape: ModelShape | None) -> SequenceSharing:
-    """How a sequence is shared: what was predicted by heads is passed round a ring, too, where that
-    keeps FSDP2.
-    """
+    """How a sequence is shared: round a ring where FSDP2 can, whatever was predicted."""
     if layout.context_degree == 1:
         return "none"
     return "ring" if reads_everything(shape) else "heads"
@@ -248,9 +243,7 @@ def _mesh(layout: Layout) -> dict[str, Value]:
 
 
 def _fsdp(cell: Cell, *, is_second: bool) -> dict[str, Value]:
-    """Keys of FSDP1 or FSDP2, which call the same thing by two types; ``is_second``: of FSDP2
-    whatever was predicted.
-    """
+    """Keys of FSDP1 or FSDP2; ``is_second``: of FSDP2 whatever was predicted."""
     settings = cell.settings
     is_second |= settings.strategy == "fsdp2"
     return {
@@ -391,9 +384,7 @@ def over_fsdp(
     *,
     ours_always: Collection[str],
 ) -> dict[str, Any]:
-    """FSDP's keys: the user's where a setting is at its default, ours where it was named, and those
-    that are ours in any case.
-    """
+    """FSDP's keys: the user's where a setting is not named, ours where it was, or always."""
     usual, meant = Settings(), {*ours_always}
     meant |= {"fsdp_offload_params"} if settings.offload != usual.offload else set()
     meant |= {"fsdp_activation_checkpointing"} if settings.recompute != usual.recompute else set()
@@ -466,9 +457,7 @@ def _refuse_without_fsdp(spec: TrialSpec, mode: str, source: str) -> None:
 
 
 def _changed(base: Mapping[str, Any], values: Mapping[str, Any], source: str) -> tuple[str, ...]:
-    """Which of the user's fields say something else in the trial, or nothing; the number of
-    processes is the trial's anyway.
-    """
+    """Which of the user's fields but the number of processes say something else in the trial."""
     before, after = ({**each, **fsdp_keys(each)} for each in (base, values))
     changed = sorted(
         name

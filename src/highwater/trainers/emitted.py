@@ -116,16 +116,12 @@ def exports(variables: Mapping[str, str], *, before: str) -> list[str]:
 
 
 def model_lies(model_path: str | None, *, before: str) -> list[str]:
-    """What names the model's directory where nobody said where it lies: lines of a comment, none
-    else.
-    """
+    """Says where to put the model's directory, where nobody did: lines of a comment."""
     return [] if model_path else [f"before {before}: export MODEL_PATH=the model's directory"]
 
 
 def yaml_path(model_path: str | None) -> str:
-    """The model's directory in a file that OmegaConf reads; by the environment where nobody said
-    where it lies.
-    """
+    """The model's directory in a file that OmegaConf reads, or the environment's variable."""
     return "${oc.env:MODEL_PATH}" if model_path is None else literal(model_path)
 
 
@@ -166,7 +162,6 @@ def other_objective(
     objective: Objective, known: Collection[Objective], *, name: str, is_written: bool = False
 ) -> str | None:
     """That a trainer does not have this objective, and which it has; None where it has it.
-
     ``is_written``: it may have others, which nobody wrote a configuration for yet.
     """
     if objective in known:
@@ -313,9 +308,7 @@ def _answered_first(text: str, answer: str) -> str:
 
 
 def comment(lines: list[str]) -> str:
-    """The lines as a comment of YAML and of a shell, whatever a model is called: no line ends where
-    nobody ended it.
-    """
+    """The lines as a comment of YAML and of a shell; what is not printable ends no line."""
     return "".join(f"# {''.join(c if c.isprintable() else '?' for c in line)}\n" for line in lines)
 
 

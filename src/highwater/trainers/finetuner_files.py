@@ -275,9 +275,7 @@ def _emitted(trainer: Finetuner, launched: FinetunerTrial) -> dict[str, Any]:
 
 
 def _named(trainer: Finetuner, launched: FinetunerTrial) -> list[str]:
-    """The fields of settings that somebody named, as far as that shows: they are not the
-    default.
-    """
+    """The fields of settings that somebody named, as far as that shows: not the default."""
     usual, settings = Settings(), launched.spec.settings
     named = (n for n in trainer.by_setting if getattr(settings, n) != getattr(usual, n))
     return [each for name in named for each in trainer.by_setting[name]]

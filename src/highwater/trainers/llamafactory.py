@@ -123,9 +123,7 @@ def llamafactory(
 
 
 def refuse_untrainable(cell: Cell) -> None:
-    """Raise UsageError for an objective, a layout or an optimizer that LLaMA-Factory does not
-    have.
-    """
+    """Raise UsageError for an objective, layout or optimizer that LLaMA-Factory does not have."""
     refuse_obstacle(cell, _obstacle)
     refuse_optimizer(cell.settings, OPTIMIZERS, name="LLaMA-Factory")
 

@@ -36,9 +36,7 @@ _ELEMENT_BYTES = 2 + 4 + 4
 
 
 def is_fused(cell: Cell, shape: ModelShape | None, families: Collection[str] = LIGER) -> bool:
-    """Whether a chunked loss that was asked for is one of these families'; a model that is not here
-    is taken for one of theirs.
-    """
+    """Whether a chunked loss was asked for, of one of these families or an unknown model."""
     is_known = shape is None or shape.model_type in families
     return is_known and not cell.settings.holds_logits
 

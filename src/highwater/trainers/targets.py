@@ -187,9 +187,7 @@ optimizer moves it all back before the update (verl), or updates on the host (De
 
 
 def refuse_unknown_settings(target: Target, settings: Mapping[str, object]) -> None:
-    """Raise UsageError for settings, by the names that users type, that the step which is predicted
-    for a trainer has not; all are named.
-    """
+    """Raise UsageError naming all settings that a trainer's predicted step has not."""
     row = TARGETS[target]
     refused = TRAINERS[row.predicted_for].refused(settings)
     refused += [name for name, value in _NOBODYS.items() if settings.get(name) == value]
@@ -284,9 +282,7 @@ def configured(
 
 
 def hub_id_of(name: str) -> str | None:
-    """The id on the Hub of a catalog model, of the very one that was named; None where it has
-    none.
-    """
+    """The id on the Hub of a catalog model, of the very one that was named; None: it has none."""
     known = catalog_model(name)
     if known is None:
         return None

@@ -228,9 +228,7 @@ def _targets(lora: Lora) -> tuple[str, ...]:
 
 
 def _refuse_adapters(found: Recommendation, chosen: Candidate, lora: Lora, *, is_own: bool) -> None:
-    """Raise UsageError for adapters that torchtitan does not have, and where the headroom does not
-    hold a model in float32.
-    """
+    """Raise UsageError for adapters that torchtitan has not, or no headroom for in float32."""
     if not is_own:
         raise UsageError(
             "torchtitan has adapters on models of its own, not on transformers'",
@@ -256,9 +254,7 @@ def _refuse_adapters(found: Recommendation, chosen: Candidate, lora: Lora, *, is
 
 
 def _wider_bytes(found: Recommendation, chosen: Candidate) -> int:
-    """Bytes that a frozen model takes more in float32 than in bfloat16: of a GPU, or offloaded of
-    the machine.
-    """
+    """Bytes that a frozen model takes more in float32 than in bf16, of a GPU or the machine."""
     layout = chosen.cell.layout
     shards = layout.shard_degree // (
         layout.machine_gpus if chosen.cell.settings.offloads_model else 1

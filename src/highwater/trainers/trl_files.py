@@ -221,9 +221,7 @@ def trial_files(launched: Launched, base: Base) -> TrialFiles:
 
 
 def _named(spec: TrialSpec, emitted: Mapping[str, Any]) -> list[str]:
-    """Names of what is emitted for settings that somebody named, as far as that shows: they are not
-    the default. A ring is always meant.
-    """
+    """Names of what is emitted for settings that are not the default; a ring is always meant."""
     settings, names = spec.settings, ["optim"] if spec.settings.optimizer != "adamw" else []
     if spec.layout.context_degree > 1:
         names += ["attn_implementation", "packing", "pad_to_multiple_of"]

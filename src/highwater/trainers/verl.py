@@ -124,9 +124,8 @@ def _lora_values(lora: Lora | None) -> dict[str, Value]:
 
 
 def _override(name: str, value: Value) -> str:
-    """One argument of the shell.
-
-    A path is quoted for Hydra, where ``,`` and ``=`` mean something, then for the shell.
+    """One argument of the shell. A path is quoted for Hydra, where ``,`` and ``=`` mean something,
+    then for the shell.
     """
     if name != _PATH:
         return shlex.quote(f"{name}={value}")

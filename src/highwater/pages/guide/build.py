@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from highwater import api
+from highwater.api.prediction import predict
 from highwater.errors import StudyError, UsageError
 from highwater.memory.capacity import MemoryLimit, Prediction, predicted_capacities
 from highwater.nouns.capacities import Capacity, study_capacities
@@ -24,6 +24,7 @@ from highwater.pages.guide.guide import Guide, guide_tables
 from highwater.pages.guide.guide_page import guide_markdown
 from highwater.recommendation.queries import query_of_prediction, query_of_study, query_of_table
 from highwater.store.directory import check_new_file, free_name, write_new_file
+from highwater.store.journal import read_study
 from highwater.units import format_bytes
 
 _EXAMPLE = "highwater guide --predict Qwen3-8B --gpus 4xA100-80GB"
@@ -186,7 +187,7 @@ def _read(path: Path) -> _Found:
     if path.suffix == ".json":
         return _read_prediction(path)
     try:
-        study = api.open_study(path)
+        study = read_study(Path(path))
     except StudyError as error:
         raise StudyError(error.problem, hint=_READ) from error
     if study.question.device == "cpu":
@@ -269,7 +270,7 @@ def _predictions(
     for where in gpus or (None,):
         for model in models:
             flags = [*(["--gpus", where] if where else []), *typed]
-            prediction = api.predict(model, gpus=where, **settings)
+            prediction = predict(model, gpus=where, **settings)
             command = shlex.join(["highwater", "predict", model, *flags])
             notes = tuple(f"{command}: {note}" for note in prediction.notes)
             capacities, query = (

@@ -22,7 +22,6 @@ import io
 from collections.abc import Iterator
 from pathlib import Path
 
-from highwater import api
 from highwater.errors import HighwaterError, UsageError
 from highwater.nouns.codec import to_builtins, to_json
 from highwater.nouns.study import Study
@@ -45,6 +44,7 @@ from highwater.pages.text_table import TextTable
 from highwater.search.predicted_study import predictions_of
 from highwater.search.start_length import read_prediction
 from highwater.store.directory import check_new_file, write_new_file
+from highwater.store.journal import read_study
 from highwater.store.logs import log_end
 
 FORMS = (".html", ".md", ".csv", ".json")
@@ -59,7 +59,7 @@ def study_report(study: str | Path | Study) -> StudyReport:
     beside the study; of those that are there the last lines are taken. Nothing is run. Raises
     StudyError for a file that is no study, or is damaged.
     """
-    read = study if isinstance(study, Study) else api.open_study(study)
+    read = study if isinstance(study, Study) else read_study(Path(study))
 
     def log_of(result: TrialResult) -> LogEnd:
         first = result.first_failed
