@@ -22,7 +22,7 @@ from highwater.errors import ModelError
 from highwater.memory.capacity import Asked, CellPrediction, MemoryLimit, predict_at
 from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES, Footprint, Phase, Term
 from highwater.memory.formula.layers import Step
-from highwater.memory.trace.exact import edge, ended, with_replay
+from highwater.memory.trace.exact import asked_lengths, edge, ended, with_replay
 from highwater.memory.trace.replay import Replayed, alive_at
 from highwater.memory.trace.scaled_trace import ScaledTrace, replay_scaled
 from highwater.model.footprint import (
@@ -179,9 +179,7 @@ def replay_cell(
     more above it: fitting is looked for from that length on, as for our own steps, and below it
     where it does not fit itself.
     """
-    grid, size = question.grid, max(1, question.size_of(cell))
-    if guessed.binding == "host":
-        size = grid.index_at_most(guessed.capacity_tokens)
+    grid, size = question.grid, asked_lengths(question, cell, guessed)
     if not size:
         return guessed  # not even the shortest, which no replay would change
     outside_bytes = OUTSIDE_BYTES[cell.layout.context_degree > 1]

@@ -23,7 +23,6 @@ from importlib.resources import files
 
 import msgspec
 
-from highwater.errors import UsageError
 from highwater.memory.formula.constants import (
     CUBLAS_WORKSPACES_BYTES,
     LOSS,
@@ -36,7 +35,7 @@ from highwater.memory.formula.constants import (
 from highwater.memory.formula.formula import likely_footprint, refuse_unknown_family
 from highwater.memory.formula.layers import NUMBER_BYTES, Step
 from highwater.memory.interval.calibration import edge_residuals
-from highwater.memory.interval.residuals import Residual, leave_out
+from highwater.memory.interval.residuals import Residual, unfit
 from highwater.model.footprint import device_state_bytes, gradient_bytes
 from highwater.model.layer_kind import LayerKind
 from highwater.nouns.codec import from_json
@@ -168,10 +167,7 @@ def study_edges(study: Study) -> tuple[Residual, ...]:
     foreign, shape = study.question.foreign, study.question.model.shape
     if foreign is None or foreign.trainer != _TRAINER:
         title = "this package's engine" if foreign is None else foreign.title
-        raise UsageError(
-            f"{study.path} is of trials of {title}: predictions are about TRL",
-            hint=leave_out(study),
-        )
+        raise unfit(study, f"is of trials of {title}: predictions are about TRL")
     refuse_unknown_family(study.question.model)
 
     def footprint_of(spec: TrialSpec) -> Footprint:
