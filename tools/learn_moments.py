@@ -29,6 +29,7 @@ from traces import trace, trial
 
 from highwater.memory.formula.constants import WORKSPACES
 from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.layers import Step
 from highwater.memory.formula.moments import (
     DENSE,
     FILE,
@@ -259,7 +260,7 @@ def sample(family: str, attends: Kind, settings: Settings, *, number: int) -> Sa
     phases = {
         phase.name: phase.terms
         for phase in footprint(
-            shape, settings, spec.layout, length_tokens=spec.length_tokens
+            Step(shape, settings, spec.layout, length_tokens=spec.length_tokens)
         ).phases
     }
     beside = sum(

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "highwater"
 ROOMS = {
     *("cli", "pages", "api", "recommendation", "search", "trials", "trainers", "store", "memory"),
-    *("speed", "model", "nouns", "engine"),
+    *("model", "nouns", "engine"),
 }
 """Of the control plane, from the top down, and the data plane, whole."""
 GIVEN_UP_FILES = {
@@ -42,6 +42,8 @@ SHARED = {
     "trainers": "what one room has of each trainer, a row for each",
     "training": "what a run of training is, and how it is started",
     "trial": "what a trial is, and how it is trained",
+    "trinity": "what one room has of that trainer",
+    "trl": "what one room has of that trainer",
 }
 """Names of files in more than one room, and the one thing that they mean in all."""
 SAME_BY_CHANCE = {

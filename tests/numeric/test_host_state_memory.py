@@ -10,6 +10,7 @@ import pytest
 from traces import alive_at, requested_bytes, traced, trial
 
 from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.layers import Step
 from highwater.memory.trace.replay import replay
 from highwater.model.footprint import device_state_bytes, gradient_bytes, update_bytes
 from highwater.model.model import load_model
@@ -82,7 +83,7 @@ def logs(
 def test_a_step_peaks_where_the_formula_says(specs, logs, name):
     spec = specs[name]
     shape = load_model(spec.model_directory).shape
-    predicted = footprint(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens)
+    predicted = footprint(Step(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens))
     traced_bytes = replay(logs[name], allocator="expandable").peak_allocated_bytes
     assert predicted.allocated_bytes == pytest.approx(traced_bytes, rel=TOLERANCE)
 

@@ -14,6 +14,7 @@ pytest.importorskip("bitsandbytes", reason="a model in NF4 needs the qlora extra
 from traces import alive_at, traced, trial
 
 from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.layers import Step
 from highwater.memory.trace.replay import replay
 from highwater.model.footprint import device_state_bytes
 from highwater.model.model import load_model
@@ -101,7 +102,7 @@ def logs(
 def test_a_step_peaks_where_the_formula_says(specs, logs, name):
     spec = specs[name]
     shape = load_model(spec.model_directory).shape
-    predicted = footprint(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens)
+    predicted = footprint(Step(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens))
     traced_bytes = replay(logs[name], allocator="expandable").peak_allocated_bytes
     assert predicted.allocated_bytes == pytest.approx(traced_bytes, rel=TOLERANCE)
 

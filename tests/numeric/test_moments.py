@@ -11,6 +11,7 @@ from traces import trace, trial
 
 from highwater.memory.formula.constants import WORKSPACES
 from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.layers import Step
 from highwater.memory.formula.moments import families
 from highwater.memory.trace.replay import replay
 from highwater.model.families import EXPERT_COUNTS, EXPERTS, EXPERTS_PER_TOKEN, WITH_CAPS
@@ -120,7 +121,7 @@ def test_a_step_peaks_where_the_formula_says(family, case, tmp_path):
     log = trace(TraceOrder(spec=spec, rank=fullest_rank(spec)), tmp_path / "trace")
     peak = replay(log, allocator="expandable", workspaces_bytes=()).peak_allocated_bytes
     shape = load_model(spec.model_directory).shape
-    found = footprint(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens)
+    found = footprint(Step(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens))
     expected = max(
         sum(term.bytes for term in phase.terms if term.name != WORKSPACES) for phase in found.phases
     )

@@ -16,6 +16,7 @@ from traces import alive_at, requested_bytes, traced, trial
 
 from highwater.engine.tracer.allocation_recorder import AllocationRecorder
 from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.layers import Step
 from highwater.memory.trace.replay import replay
 from highwater.model.footprint import device_state_bytes, gradient_bytes
 from highwater.model.model import ModelShape, load_model
@@ -540,7 +541,7 @@ def experts_bytes_per_token(logs: dict[str, EventLog], name: str = "experts") ->
 
 def formula_bytes(spec: TrialSpec) -> int:
     return footprint(
-        shape_of(spec), spec.settings, spec.layout, length_tokens=spec.length_tokens
+        Step(shape_of(spec), spec.settings, spec.layout, length_tokens=spec.length_tokens)
     ).allocated_bytes
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from highwater.memory.formula.constants import Footprint
 from highwater.memory.formula.formula import likely_footprint
+from highwater.memory.formula.layers import Step
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
@@ -22,7 +23,7 @@ PPO_WITH_CRITIC = msgspec.structs.replace(GRPO, objective="ppo", critic=True)
 def found(model: str, gpus: int, length: int, settings: Settings = SFT) -> Footprint:
     """With as much SP as GPUs."""
     layout = Layout(gpus=gpus, ulysses_degree=gpus)
-    return likely_footprint(load_model(model).shape, settings, layout, length_tokens=length)
+    return likely_footprint(Step(load_model(model).shape, settings, layout, length_tokens=length))
 
 
 @pytest.mark.parametrize(
@@ -129,6 +130,6 @@ def test_with_offload_each_trained_model_reserves_what_its_trace_does(settings, 
     """
     offloaded = msgspec.structs.replace(settings, offload=True)
     footprint = likely_footprint(
-        load_model("Qwen3-0.6B").shape, offloaded, Layout(gpus=2), length_tokens=28_672
+        Step(load_model("Qwen3-0.6B").shape, offloaded, Layout(gpus=2), length_tokens=28_672)
     )
     assert footprint.reserved_bytes / GIB == pytest.approx(traced_gib, abs=0.1)

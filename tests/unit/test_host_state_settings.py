@@ -12,6 +12,7 @@ from highwater.cli.flags import typed_values
 from highwater.cli.grammar import parse
 from highwater.errors import MachineError, UsageError
 from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.layers import Step
 from highwater.memory.snapshot.attribution import category_of
 from highwater.memory.snapshot.snapshot import Frame
 from highwater.model.footprint import (
@@ -199,10 +200,12 @@ def test_a_checkpoint_is_as_large_as_without(shape):
 def test_a_prediction_has_less_on_the_gpu_and_more_on_the_host(shape, accumulates):
     here, there = (
         footprint(
-            shape,
-            Settings(offload=each, accumulates=accumulates),
-            Layout(gpus=8),
-            length_tokens=8192,
+            Step(
+                shape,
+                Settings(offload=each, accumulates=accumulates),
+                Layout(gpus=8),
+                length_tokens=8192,
+            )
         )
         for each in (False, "states")
     )

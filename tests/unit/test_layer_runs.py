@@ -14,7 +14,7 @@ from test_formula_properties import DEVICES, LENGTHS, layouts, rungs, shapes
 from highwater.errors import ModelError
 from highwater.memory.formula import layers as formula
 from highwater.memory.formula.formula import footprint, likely_footprint
-from highwater.memory.formula.layers import busiest_step
+from highwater.memory.formula.layers import Step
 from highwater.model.footprint import (
     checkpoint_bytes,
     device_state_bytes,
@@ -155,7 +155,7 @@ def figures(
         host_state_bytes(shape, rung, layout=layout),
         pinned_state_bytes(shape, rung, layout=layout),
         staged_gradient_bytes(shape, rung, layout=layout),
-        *(each(shape, rung, layout, length_tokens=length, device=device) for each in formulas),
+        *(each(Step(shape, rung, layout, length, device)) for each in formulas),
     )
 
 
@@ -201,7 +201,9 @@ def block_bytes(parameters: int) -> int:
 
 def kept_bytes(shape: ModelShape, recompute: Any) -> int:
     """What all layers keep when the loss is computed."""
-    loss, *_ = footprint(shape, Settings(recompute=recompute), Layout(), length_tokens=2048).phases
+    loss, *_ = footprint(
+        Step(shape, Settings(recompute=recompute), Layout(), length_tokens=2048)
+    ).phases
     (kept,) = (
         term.bytes
         for term in loss.terms
@@ -230,9 +232,9 @@ def test_the_peak_of_the_backward_pass_is_the_most_of_all_layers_one_by_one(
     # of experts that are shared unevenly gradients are divided over the layers by their parameters
     experts = {each.kind.mlp.experts for each in shape.runs} - {1}
     assume(not any(each % layout.shard_degree for each in experts))
-    step = busiest_step(shape, rung, layout, length, device)
+    step = Step(shape, rung, layout, length, device)
     layers = [each.kind for each in shape.runs for _ in range(each.count)]
-    found = footprint(shape, rung, layout, length_tokens=length, device=device)
+    found = footprint(Step(shape, rung, layout, length_tokens=length, device=device))
     _, last, other, *_ = found.phases
     on_the_host = rung.offloads_model and device == "cuda"
     come_late = rung.strategy == "fsdp" if on_the_host else not rung.keeps_gradients

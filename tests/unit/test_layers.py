@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from highwater.memory.formula.formula import likely_footprint
+from highwater.memory.formula.layers import Step
 from highwater.model.model import ModelShape
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
@@ -50,7 +51,7 @@ def allocated_gib(
     layout = Layout(gpus=gpus, ulysses_degree=ulysses)
     return (
         likely_footprint(
-            shape(family), Settings(**named), layout, length_tokens=length
+            Step(shape(family), Settings(**named), layout, length_tokens=length)
         ).allocated_bytes
         / GIB
     )
@@ -131,7 +132,7 @@ def test_a_layer_takes_what_its_traces_do_in_a_ring_and_with_copies(
     """Traced with torch 2.13."""
     named = {"allocator": "expandable", "loss": "chunked", "sequences_per_micro_batch": 1}
     found = likely_footprint(
-        shape(family), Settings(**named, **settings), layout, length_tokens=length
+        Step(shape(family), Settings(**named, **settings), layout, length_tokens=length)
     )
     assert found.allocated_bytes / GIB == pytest.approx(traced_gib, rel=0.001)
 

@@ -5,6 +5,7 @@ import pytest
 from highwater.api.prediction import predict
 from highwater.errors import MachineError, UsageError
 from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.layers import Step
 from highwater.memory.snapshot.attribution import category_of
 from highwater.memory.snapshot.snapshot import Frame
 from highwater.model.footprint import checkpoint_bytes, device_state_bytes, gradient_bytes
@@ -64,7 +65,7 @@ def test_shards_that_are_too_small_keep_float32_moments(shape):
 def test_a_prediction_has_what_the_moments_save(shape):
     wide, narrow = (
         footprint(
-            shape, Settings(optimizer=optimizer), Layout(gpus=8), length_tokens=8192
+            Step(shape, Settings(optimizer=optimizer), Layout(gpus=8), length_tokens=8192)
         ).allocated_bytes
         for optimizer in ("adamw", "adamw-bf16")
     )
@@ -75,7 +76,7 @@ def test_a_prediction_has_what_the_moments_save(shape):
 def test_gradients_of_one_micro_batch_come_late_with_every_optimizer(shape, optimizer):
     states = device_state_bytes(shape, Settings(optimizer=optimizer), device="cuda")
     one = Settings(optimizer=optimizer, accumulates=False)
-    (loss, *_) = footprint(shape, one, Layout(), length_tokens=8192).phases
+    (loss, *_) = footprint(Step(shape, one, Layout(), length_tokens=8192)).phases
     found = {term.name: term.bytes for term in loss.terms}
     assert found["states"] == states - 4 * shape.parameters
 

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.layers import Step
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
@@ -29,10 +30,12 @@ TOLERANCE = 0.0005
 def test_the_formula_has_the_peak_of_a_recorded_trial(trial):
     spec = trial["spec"]
     found = footprint(
-        load_model(spec["model_name"]).shape,
-        msgspec.convert(spec["settings"], Settings),
-        msgspec.convert(spec["layout"], Layout),
-        length_tokens=spec["length_tokens"],
+        Step(
+            load_model(spec["model_name"]).shape,
+            msgspec.convert(spec["settings"], Settings),
+            msgspec.convert(spec["layout"], Layout),
+            length_tokens=spec["length_tokens"],
+        )
     )
     ranks = trial["result"]["ranks"]
     measured = max(rank["memory"]["peak_allocated_bytes"] for rank in ranks)

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from highwater.memory.formula.formula import likely_footprint
+from highwater.memory.formula.layers import Step
 from highwater.model.model import load_model
 from highwater.nouns.corpus import Corpus
 from highwater.nouns.request import request_from
@@ -71,10 +72,12 @@ def test_a_prediction_of_a_training_has_the_logits_of_every_token():
     chosen = chosen_trial(request_from(fields, keywords=True), asked, probe())
     spec = chosen.spec
     in_a_trial = likely_footprint(
-        load_model(spec.model_directory).shape,
-        spec.settings,
-        spec.layout,
-        length_tokens=LENGTH,
-        device="cpu",
+        Step(
+            load_model(spec.model_directory).shape,
+            spec.settings,
+            spec.layout,
+            length_tokens=LENGTH,
+            device="cpu",
+        )
     )
     assert chosen.predicted.footprint.needed_bytes >= in_a_trial.needed_bytes + HALF_BYTES

@@ -3,6 +3,7 @@
 import pytest
 
 import highwater
+from highwater.memory.formula.layers import Step
 from highwater.memory.trinity import OF_ADAPTERS, covers, footprint
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
@@ -17,7 +18,9 @@ SETTINGS = {"objective": "grpo", "entropy": "full"}
 
 def test_a_frozen_model_is_in_float32_and_adapters_have_states():
     whole, adapted = (
-        footprint(SHAPE, Settings(**SETTINGS, lora=lora), Layout(gpus=4), length_tokens=16_384)
+        footprint(
+            Step(SHAPE, Settings(**SETTINGS, lora=lora), Layout(gpus=4), length_tokens=16_384)
+        )
         for lora in (None, RANK)
     )
     lora = Settings(lora=RANK).adapters
@@ -35,10 +38,12 @@ def test_offloaded_all_of_it_is_in_host_memory():
     layout = Layout(gpus=4)
     on_gpus, on_host = (
         footprint(
-            SHAPE,
-            Settings(**SETTINGS, lora=RANK, offload=offload),
-            layout,
-            length_tokens=16_384,
+            Step(
+                SHAPE,
+                Settings(**SETTINGS, lora=RANK, offload=offload),
+                layout,
+                length_tokens=16_384,
+            )
         )
         for offload in (False, True)
     )

@@ -12,6 +12,7 @@ import highwater
 from highwater.errors import HighwaterError, UsageError
 from highwater.memory.formula.constants import Footprint
 from highwater.memory.formula.formula import likely_footprint
+from highwater.memory.formula.layers import Step
 from highwater.memory.interval.calibration import edge_residuals, factors_of
 from highwater.memory.interval.residuals import Residual
 from highwater.memory.trainers import MEMORY
@@ -38,7 +39,7 @@ def study(name: str) -> Study:
 
 def needed(model: str, length: int, layout: Layout = ALONE, **settings: object) -> Footprint:
     shape = load_model(model).shape
-    return MEMORY["trl"].formula(shape, Settings(**settings), layout, length_tokens=length)
+    return MEMORY["trl"].formula(Step(shape, Settings(**settings), layout, length))
 
 
 def learned(edges: tuple[Residual, ...]) -> tuple[float, float]:
@@ -73,9 +74,8 @@ def test_no_recorded_trial_is_outside_the_interval(name):
     for trial in recorded.trials:
         spec, result = trial.spec, trial.result
         assert result is not None
-        found = MEMORY["trl"].formula(
-            shape, spec.settings, spec.layout, length_tokens=spec.length_tokens
-        )
+        step = Step(shape, spec.settings, spec.layout, spec.length_tokens)
+        found = MEMORY["trl"].formula(step)
         caps = [rank.budget.allocator_cap_bytes for rank in result.ranks if rank.budget]
         given_bytes = min(caps) + found.outside_bytes
         if result.outcome is Outcome.FIT:
@@ -178,7 +178,7 @@ def test_the_loss_is_a_tile_of_logits_beside_gradients_in_float32():
 
 def test_no_reference_is_kept_and_the_launcher_is_on_the_first_gpu():
     ours = likely_footprint(
-        load_model("Qwen3-4B").shape, Settings(objective="grpo"), Layout(), length_tokens=4096
+        Step(load_model("Qwen3-4B").shape, Settings(objective="grpo"), Layout(), length_tokens=4096)
     )
     theirs = needed("Qwen3-4B", 4096, objective="grpo")
     assert "offloaded states and reference" in [term.name for term in ours.host]

@@ -3,6 +3,7 @@ none, in what it keeps and in what it gathers.
 """
 
 from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.layers import Step
 from highwater.model.footprint import device_state_bytes, gradient_bytes
 from highwater.model.layer_kind import Matrices
 from highwater.model.model import load_model
@@ -37,7 +38,7 @@ def test_fsdp1_shares_what_it_makes_one_tensor_of():
 
 def test_a_layer_is_gathered_and_reduced_with_what_fills_it_up():
     def term(name: str, gpus: int) -> int:
-        found = footprint(MIXTRAL, Settings(), Layout(gpus=gpus), length_tokens=4096)
+        found = footprint(Step(MIXTRAL, Settings(), Layout(gpus=gpus), length_tokens=4096))
         (phase,) = (each for each in found.phases if each.name == "backward of a layer")
         return next(each.bytes for each in phase.terms if each.name == name)
 

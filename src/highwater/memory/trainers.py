@@ -136,28 +136,20 @@ def formula_of(question: Question) -> Formula | None:
 
 def with_steps(question: Question, cells: tuple[CellPrediction, ...]) -> tuple[CellPrediction, ...]:
     """Cells that our engine trains, with the time of a step of each that fits, if only just."""
-    return tuple(
-        msgspec.structs.replace(
-            each,
-            step=predicted_step(
-                question.model.shape,
-                each.cell.settings,
-                each.cell.layout,
-                length_tokens=length_tokens,
-                device_name=question.device_name,
-            ),
+
+    def with_step(each: CellPrediction) -> CellPrediction:
+        may_fit = each.capacity_tokens == 0 and each.risk is not None
+        length_tokens = each.likely_edge_tokens if may_fit else each.capacity_tokens
+        if not length_tokens:
+            return each
+        step = predicted_step(
+            *(question.model.shape, each.cell.settings, each.cell.layout),
+            length_tokens=length_tokens,
+            device_name=question.device_name,
         )
-        if (length_tokens := _answered_tokens(each))
-        else each
-        for each in cells
-    )
+        return msgspec.structs.replace(each, step=step)
 
-
-def _answered_tokens(predicted: CellPrediction) -> int:
-    """The length that a cell's prediction is about, where it may fit; else 0."""
-    if predicted.capacity_tokens or predicted.risk is None:
-        return predicted.capacity_tokens
-    return predicted.likely_edge_tokens
+    return tuple(map(with_step, cells))
 
 
 def by_formula(prediction: Prediction, question: Question) -> Prediction:
@@ -182,22 +174,13 @@ def calibration_of(
 ) -> Calibration | None:
     """What a question's intervals are learned from; None for a trainer without recorded trials."""
     residuals = MEMORY[trainer].residuals
-    if residuals is None:
-        return None
-    return calibrate(
-        question,
-        method,
-        bundled=residuals(),
-        own=own,
-    )
+    return residuals and calibrate(question, method, bundled=residuals(), own=own)
 
 
 def replayed_cells(question: Question, trainer: TrainerName) -> int:
     """How many cells of a question are answered by replay."""
-    replay = MEMORY[trainer].replay
-    if replay is None:
-        return 0
-    return sum(replay.covers(question.model.shape, cell) for cell in question.cells)
+    replay, shape = MEMORY[trainer].replay, question.model.shape
+    return 0 if replay is None else sum(replay.covers(shape, cell) for cell in question.cells)
 
 
 def accuracy(trainer: TrainerName, *, replayed: int, cells: int, has_adapters: bool) -> str:

@@ -21,7 +21,8 @@ import msgspec
 from highwater.errors import ModelError
 from highwater.memory.capacity import Asked, CellPrediction, MemoryLimit, predict_at
 from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES, Footprint, Phase, Term
-from highwater.memory.trace.exact import edge, ended
+from highwater.memory.formula.layers import Step
+from highwater.memory.trace.exact import asked_lengths, edge, ended, with_replay
 from highwater.memory.trace.replay import Replayed, alive_at
 from highwater.memory.trace.scaled_trace import ScaledTrace, replay_scaled
 from highwater.model.footprint import (
@@ -36,9 +37,9 @@ from highwater.nouns.codec import Record, from_json
 from highwater.nouns.corpus import least_packed
 from highwater.nouns.layout import Layout
 from highwater.nouns.published import PUBLISHED_SETTINGS
-from highwater.nouns.settings import Allocator, Settings
-from highwater.nouns.study import Cell, Question, risk_of
-from highwater.nouns.trial import PROMPT_TOKENS, Device
+from highwater.nouns.settings import Allocator
+from highwater.nouns.study import Cell, Question
+from highwater.nouns.trial import PROMPT_TOKENS
 from highwater.units import GIB
 
 ACCURACY = (
@@ -63,27 +64,14 @@ _FILLED_SHARE: Mapping[str, float] = {"expandable": 1.0, "native": 0.86}
 where the native allocator loses 12 to 14 %."""
 
 
-def tokens_of_a_gpu(settings: Settings, layout: Layout, length_tokens: int) -> int:
-    """Tokens of one GPU in a micro-batch; ranks that share a sequence have equal parts, padded."""
-    sequences = max(1, settings.sequences(length_tokens, context_degree=layout.context_degree))
-    return -(-sequences * length_tokens // layout.context_degree)
-
-
-def footprint(
-    shape: ModelShape,
-    settings: Settings,
-    layout: Layout,
-    *,
-    length_tokens: int,
-    device: Device = "cuda",
-    prompt_tokens: int = PROMPT_TOKENS,  # noqa: ARG001 (it was fitted to trials with prompts)
-) -> Footprint:
+def footprint(step: Step) -> Footprint:
     """What a step of that trainer takes: two sequences of the length in a micro-batch, unless the
     settings say otherwise.
 
     Raises ModelError for a family whose own class, which that trainer runs, makes scaled or capped
     logits beside those of its head.
     """
+    shape, settings, layout = step.shape, step.settings, step.layout
     if reads_a_transform(shape.model_type):
         raise ModelError(
             f"the family {shape.model_type} scales or caps its logits in further buffers of their "
@@ -91,17 +79,16 @@ def footprint(
             hint="use a family with plain logits, for example `highwater predict Qwen3-8B --gpus "
             "4xH100-80GB --trainer trinity`",
         )
-    tokens = tokens_of_a_gpu(settings, layout, length_tokens)
     wider = 0 if settings.lora is None else _WIDER_BYTES * policy_parameters(shape, settings)
-    on_device = device_state_bytes(shape, settings, device=device)
+    on_device = device_state_bytes(shape, settings, device=step.device)
     states = (on_device + (0 if settings.offloads_model else wider)) // layout.shard_degree
     embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
     host = host_state_bytes(shape, settings, layout=layout)
     host += wider * settings.offloads_model * (layout.machine_gpus // layout.shard_degree)
     terms = (
         Term(name="states", bytes=states),
-        Term(name="logits", bytes=round(_LOGITS_BYTES * tokens * shape.vocab_size)),
-        Term(name="kept by recompute", bytes=tokens * layer_input_bytes(shape)),
+        Term(name="logits", bytes=round(_LOGITS_BYTES * step.tokens * shape.vocab_size)),
+        Term(name="kept by recompute", bytes=step.tokens * layer_input_bytes(shape)),
         Term(name="embedding and head, gathered", bytes=_EMBEDDING_BYTES * embeddings),
         Term(name="context and the rest", bytes=_FIXED_BYTES),
     )
@@ -192,20 +179,19 @@ def replay_cell(
     more above it: fitting is looked for from that length on, as for our own steps, and below it
     where it does not fit itself.
     """
-    grid, size = question.grid, max(1, question.size_of(cell))
-    if guessed.binding == "host":
-        size = grid.index_at_most(guessed.capacity_tokens)
+    grid, size = question.grid, asked_lengths(question, cell, guessed)
     if not size:
         return guessed  # not even the shortest, which no replay would change
     outside_bytes = OUTSIDE_BYTES[cell.layout.context_degree > 1]
-    device_bytes = memory_limit.device_bytes
-    capacity_bytes = device_bytes - outside_bytes
+    capacity_bytes = memory_limit.device_bytes - outside_bytes
     place = question.model.shape, cell.layout
     allocator = cell.settings.allocator
 
+    def tokens(index: int) -> int:
+        return Step(place[0], cell.settings, cell.layout, grid.length(index)).tokens
+
     def at_index(index: int) -> _Replay | None:
-        tokens = tokens_of_a_gpu(cell.settings, cell.layout, grid.length(index))
-        return _replayed(place, tokens, allocator, capacity_bytes)
+        return _replayed(place, tokens(index), allocator, capacity_bytes)
 
     def fits(index: int) -> bool:
         return at_index(index) is not None
@@ -227,30 +213,15 @@ def replay_cell(
     if not longest and asked == "fit":
         return msgspec.structs.replace(guessed, capacity_tokens=0)
     at = max(1, longest)
-    tokens = tokens_of_a_gpu(cell.settings, cell.layout, grid.length(at))
-    replayed = at_index(at) or _needed(place, tokens, allocator)
+    replay = at_index(at) or _needed(place, tokens(at), allocator)
+    replayed = replay.with_alive() if asked == "everything" else replay.found
     found = predict_at(question, cell, memory_limit, footprint, grid.length(at))
     outside = (Term(name="context, NCCL and the rest", bytes=outside_bytes),)
-    found = msgspec.structs.replace(
-        found,
-        footprint=msgspec.structs.replace(found.footprint, outside=outside),
-        replayed=replayed.with_alive() if asked == "everything" else replayed.found,
-    )
-    found = ended(question, found, longest, size, guessed)
-    used_bytes = found.device_used_bytes
-    headroom_bytes = device_bytes - used_bytes
-    return msgspec.structs.replace(
-        found,
-        likely_tokens=likely and grid.length(likely),
-        headroom_bytes=headroom_bytes,
-        lacks_bytes=max(0, question.margin_bytes - headroom_bytes) or None,
-        risk=risk_of(
-            headroom_bytes=headroom_bytes,
-            pessimistic_bytes=used_bytes,
-            device_bytes=device_bytes,
-            whole_bytes=question.device_total_bytes,
-        ),
-    )
+    taken = msgspec.structs.replace(found.footprint, outside=outside)
+    found = msgspec.structs.replace(found, footprint=taken)
+    found = with_replay(question, memory_limit, found, replayed)
+    found = msgspec.structs.replace(found, likely_tokens=likely and grid.length(likely))
+    return ended(question, found, longest, size, guessed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,11 +18,11 @@ accelerate/utils/fsdp_utils.py of accelerate 1.15.0; modeling_qwen3.py of transf
 In the functions:  T tokens of a GPU's micro-batch  E hidden size  F width of an MLP
 """
 
+from dataclasses import replace
 from importlib.resources import files
 
 import msgspec
 
-from highwater.errors import UsageError
 from highwater.memory.formula.constants import (
     CUBLAS_WORKSPACES_BYTES,
     LOSS,
@@ -33,18 +33,15 @@ from highwater.memory.formula.constants import (
     present,
 )
 from highwater.memory.formula.formula import likely_footprint, refuse_unknown_family
-from highwater.memory.formula.layers import NUMBER_BYTES, Step, busiest_step
+from highwater.memory.formula.layers import NUMBER_BYTES, Step
 from highwater.memory.interval.calibration import edge_residuals
-from highwater.memory.interval.residuals import Residual, leave_out
+from highwater.memory.interval.residuals import Residual, unfit
 from highwater.model.footprint import device_state_bytes, gradient_bytes
 from highwater.model.layer_kind import LayerKind
-from highwater.model.model import ModelShape
 from highwater.nouns.codec import from_json
-from highwater.nouns.layout import Layout
 from highwater.nouns.objective import generation_micro_batches
-from highwater.nouns.settings import Settings
 from highwater.nouns.study import Study
-from highwater.nouns.trial import PROMPT_TOKENS, Device, TrialSpec
+from highwater.nouns.trial import TrialSpec
 from highwater.units import MIB
 
 ACCURACY = (
@@ -65,16 +62,9 @@ _PREFILL_WIDTHS, _PREFILL_STREAMS = 3, 2
 the other branch and their product; the residual stream and what the MLP is given."""
 
 
-def footprint(
-    shape: ModelShape,
-    settings: Settings,
-    layout: Layout,
-    *,
-    length_tokens: int,
-    device: Device = "cuda",
-    prompt_tokens: int = PROMPT_TOKENS,
-) -> Footprint:
-    """Memory that TRL's step most likely takes on sequences of this length, on the fullest GPU."""
+def footprint(step: Step) -> Footprint:
+    """Memory that TRL's step most likely takes, on the fullest GPU."""
+    settings = step.settings
     generates = settings.traits.advantages == "groups"
     settings = msgspec.structs.replace(
         settings,
@@ -83,21 +73,13 @@ def footprint(
         loss="chunked",
         mlp_tiles=None if settings.recompute == "none" else 1,
     )
-    ours = likely_footprint(
-        shape,
-        settings,
-        layout,
-        length_tokens=length_tokens,
-        device=device,
-        prompt_tokens=prompt_tokens,
-    )
-    step = busiest_step(shape, settings, layout, length_tokens, device, prompt_tokens=prompt_tokens)
+    step = replace(step, settings=settings)
+    ours = likely_footprint(step)
     phases = [_with_its_loss(phase, step) if phase.name == LOSS else phase for phase in ours.phases]
     if generates:
         phases.insert(0, _generation(step))
-    launcher = Term(
-        name="context of TRL's launcher", bytes=LAUNCHER_BYTES if device == "cuda" else 0
-    )
+    launcher_bytes = LAUNCHER_BYTES if step.device == "cuda" else 0
+    launcher = Term(name="context of TRL's launcher", bytes=launcher_bytes)
     return msgspec.structs.replace(
         ours, phases=tuple(phases), outside=present(*ours.outside, launcher)
     )
@@ -185,15 +167,11 @@ def study_edges(study: Study) -> tuple[Residual, ...]:
     foreign, shape = study.question.foreign, study.question.model.shape
     if foreign is None or foreign.trainer != _TRAINER:
         title = "this package's engine" if foreign is None else foreign.title
-        raise UsageError(
-            f"{study.path} is of trials of {title}: predictions are about TRL",
-            hint=leave_out(study),
-        )
+        raise unfit(study, f"is of trials of {title}: predictions are about TRL")
     refuse_unknown_family(study.question.model)
 
     def footprint_of(spec: TrialSpec) -> Footprint:
-        return footprint(
-            shape, spec.settings, spec.layout, length_tokens=spec.length_tokens, device=spec.device
-        )
+        step = Step(shape, spec.settings, spec.layout, spec.length_tokens, spec.device)
+        return footprint(step)
 
     return edge_residuals(study, footprint_of)

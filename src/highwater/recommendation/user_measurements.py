@@ -17,10 +17,10 @@ from highwater.memory.formula.constants import MachineConstants, machine_constan
 from highwater.memory.interval.residuals import (
     PredictionMethod,
     Residual,
-    leave_out,
     refuse_silent,
     tells_nothing,
     traced_residual,
+    unfit,
     worth_tracing,
 )
 from highwater.memory.trainers import MEMORY
@@ -185,7 +185,4 @@ def _model_here(study: Study) -> Model:
         if model.config_digest == asked.config_digest:
             return model
     where = shlex.quote(asked.directory)
-    raise UsageError(
-        f"{study.path} is of {asked.name}, whose config.json is not at {where} any more",
-        hint=leave_out(study),
-    )
+    raise unfit(study, f"is of {asked.name}, whose config.json is not at {where} any more")

@@ -28,6 +28,7 @@ from highwater.memory.capacity import (
     predict_cell,
 )
 from highwater.memory.formula.formula import Formula
+from highwater.memory.formula.layers import Step
 from highwater.memory.trace.exact import predict_exactly
 from highwater.memory.trainers import formula_of
 from highwater.model.footprint import device_state_bytes, layer_input_bytes
@@ -74,7 +75,7 @@ def predicted_line(
     length_tokens = predicted.likely_edge_tokens or question.grid.length(1)
     shape, settings, layout = question.model.shape, cell.settings, cell.layout
     at, beyond = (
-        formula(shape, settings, layout, length_tokens=length, device=question.device).needed_bytes
+        formula(Step(shape, settings, layout, length, question.device)).needed_bytes
         for length in (length_tokens, 2 * length_tokens)
     )
     tokens = length_tokens * settings.sequences_per_micro_batch / layout.context_degree

@@ -98,7 +98,7 @@ class Footprint(Record, frozen=True, kw_only=True):
         """Bytes that a GPU has to have: one with less runs out of memory."""
         return self.device_used_bytes - self.cached_bytes
 
-    def with_libraries(self, *, outside: tuple[Term, ...], workspaces_bytes: int) -> "Footprint":
+    def with_libraries(self, outside: tuple[Term, ...], workspaces_bytes: int) -> "Footprint":
         """The footprint with what libraries were measured to take in the place of what was
         predicted: outside the allocator, and cuBLAS's workspaces in it.
         """
@@ -150,12 +150,7 @@ CUBLAS_WORKSPACES_BYTES = (32 * MIB, 32 * MIB)
 forward, one for autograd's. 32 MiB on Hopper. Source: ATen/cuda/CublasHandlePool.cpp of PyTorch
 2.11; read by ``highwater doctor --measure``."""
 
-NCCL_BYTES: dict[int, int] = {
-    1: 0,
-    2: round(0.82 * GIB),
-    4: round(0.82 * GIB),
-    8: round(1.06 * GIB),
-}
+NCCL_BYTES = {1: 0, 2: round(0.82 * GIB), 4: round(0.82 * GIB), 8: round(1.06 * GIB)}
 """Device memory of one communicator after its first collective, by number of GPUs. 2 and 4 read on
 H200s (NCCL 2.28.9) by ``highwater doctor --measure``; 8 from
 https://github.com/NVIDIA/nccl/issues/1685 (H100)."""
@@ -163,12 +158,7 @@ NCCL_SECOND_GROUP_BYTES = 196 * MIB
 """Device memory that a second communicator, of the fewer GPUs that share a sequence, adds before
 its first all-to-all: no other collective runs on it. Read off the searches on four H200s with SP 2
 (docs/results/find), 642 MiB with an all-to-all of 446."""
-NCCL_ALL_TO_ALL_BYTES: dict[int, int] = {
-    1: 0,
-    2: round(0.44 * GIB),
-    4: round(1.19 * GIB),
-    8: round(3.28 * GIB),
-}
+NCCL_ALL_TO_ALL_BYTES = {1: 0, 2: round(0.44 * GIB), 4: round(1.19 * GIB), 8: round(3.28 * GIB)}
 """Device memory that a communicator's first all-to-all, which is Ulysses', adds, by number of GPUs.
 Same sources."""
 
@@ -228,32 +218,20 @@ def outside_terms(
     if device == "cpu":
         return present(Term(name="context", bytes=context_bytes(device, gpus=layout.gpus)))
     if own is None:
-        context, nccl, all_to_all = (
-            context_bytes(device, gpus=layout.gpus),
-            NCCL_BYTES,
-            NCCL_ALL_TO_ALL_BYTES,
-        )
+        context = context_bytes(device, gpus=layout.gpus)
+        nccl, all_to_all = NCCL_BYTES, NCCL_ALL_TO_ALL_BYTES
     else:
         context = _next_larger(own.context_bytes, layout.gpus)
-        nccl, all_to_all = (
-            NCCL_BYTES | own.nccl_bytes,
-            NCCL_ALL_TO_ALL_BYTES | own.nccl_all_to_all_bytes,
-        )
+        nccl = NCCL_BYTES | own.nccl_bytes
+        all_to_all = NCCL_ALL_TO_ALL_BYTES | own.nccl_all_to_all_bytes
+    pinned = pinned_state_bytes(shape, settings, layout=layout)
+    pinned += staged_gradient_bytes(shape, settings, layout=layout)
+    pages = -(-pinned // (layout.machine_gpus * PAGE_TABLE_COVERS_BYTES))
     return present(
         Term(name="context", bytes=context),
-        Term(
-            name="page tables of pinned memory",
-            bytes=_page_table_bytes(shape, settings, layout),
-        ),
+        Term(name="page tables of pinned memory", bytes=pages * PAGE_TABLE_BYTES),
         *(() if layout.gpus == 1 else _nccl_terms(layout, nccl, all_to_all)),
     )
-
-
-def _page_table_bytes(shape: ModelShape, settings: Settings, layout: Layout) -> int:
-    """Bytes in which a GPU maps its rank's pinned host memory."""
-    states = pinned_state_bytes(shape, settings, layout=layout)
-    pinned = states + staged_gradient_bytes(shape, settings, layout=layout)
-    return -(-pinned // (layout.machine_gpus * PAGE_TABLE_COVERS_BYTES)) * PAGE_TABLE_BYTES
 
 
 def _nccl_terms(

@@ -4,8 +4,8 @@ each, and a maximum over phases. Terms are those of the GPU with the most traine
 In the functions:  T tokens of that GPU's micro-batch  E hidden size  V vocabulary
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
@@ -27,7 +27,6 @@ from highwater.memory.formula.layers import (
     Backward,
     Step,
     backwards,
-    busiest_step,
     kept_bytes_of_layers,
     working_set_bytes,
 )
@@ -43,10 +42,8 @@ from highwater.model.footprint import (
     update_bytes,
 )
 from highwater.model.layer_kind import LayerKind
-from highwater.model.model import Model, ModelShape
-from highwater.nouns.layout import CHUNK_BYTES, Layout
-from highwater.nouns.settings import Settings
-from highwater.nouns.trial import PROMPT_TOKENS, Device
+from highwater.model.model import Model
+from highwater.nouns.layout import CHUNK_BYTES
 
 FAMILIES = (
     "granite",
@@ -106,44 +103,20 @@ def refuse_unknown_family(model: Model) -> None:
         )
 
 
-class Formula(Protocol):
-    """The formula of a trainer: what its step takes, in closed form."""
-
-    def __call__(
-        self,
-        shape: ModelShape,
-        settings: Settings,
-        layout: Layout,
-        *,
-        length_tokens: int,
-        device: Device = "cuda",
-        prompt_tokens: int = PROMPT_TOKENS,
-    ) -> Footprint:
-        """Memory of a step on synthetic sequences of one length; prompts as in ``busiest_step``."""
-        ...
+Formula = Callable[[Step], Footprint]
+"""The formula of a trainer: what its step takes of the fullest GPU, in closed form."""
 
 
-def footprint(
-    shape: ModelShape,
-    settings: Settings,
-    layout: Layout,
-    *,
-    length_tokens: int,
-    device: Device = "cuda",
-    prompt_tokens: int = PROMPT_TOKENS,
-) -> Footprint:
-    """Memory that a step of our engine takes on synthetic sequences of this length, in doubt rather
-    too much than too little. ``prompt_tokens`` as for ``busiest_step``.
-    """
-    step = busiest_step(shape, settings, layout, length_tokens, device, prompt_tokens=prompt_tokens)
+def footprint(step: Step) -> Footprint:
+    """Memory that a step of our engine takes, in doubt rather too much than too little."""
     states = _states(step)
     phases = _phases(step, states)
-    is_gpu = device == "cuda"
+    is_gpu = step.device == "cuda"
     return Footprint(
         phases=phases,
-        outside=outside_terms(shape, settings, layout, device),
-        host=present(*_host_terms(shape, settings, layout)) if is_gpu else (),
-        filled_share=FILLED_SHARE[settings.allocator] if is_gpu else 1.0,
+        outside=outside_terms(step.shape, step.settings, step.layout, step.device),
+        host=present(*_host_terms(step)) if is_gpu else (),
+        filled_share=FILLED_SHARE[step.settings.allocator] if is_gpu else 1.0,
         cached_bytes=_cached_bytes(step, states, phases) if is_gpu else 0,
     )
 
@@ -265,29 +238,15 @@ def _cached_bytes(step: Step, states: _States, phases: tuple[Phase, ...]) -> int
     )
 
 
-def likely_footprint(
-    shape: ModelShape,
-    settings: Settings,
-    layout: Layout,
-    *,
-    length_tokens: int,
-    device: Device = "cuda",
-    prompt_tokens: int = PROMPT_TOKENS,
-) -> Footprint:
+def likely_footprint(step: Step) -> Footprint:
     """Memory that a step takes most likely: as often too much as too little, where ``footprint`` is
     to be enough. Intervals lie around it, and a search begins with it.
     """
-    enough = footprint(
-        shape,
-        settings,
-        layout,
-        length_tokens=length_tokens,
-        device=device,
-        prompt_tokens=prompt_tokens,
-    )
-    if device == "cpu":
+    enough = footprint(step)
+    if step.device == "cpu":
         return enough
-    return msgspec.structs.replace(enough, filled_share=LIKELY_FILLED_SHARE[settings.allocator])
+    share = LIKELY_FILLED_SHARE[step.settings.allocator]
+    return msgspec.structs.replace(enough, filled_share=share)
 
 
 def _always_terms(step: Step) -> tuple[Term, ...]:
@@ -444,14 +403,15 @@ def _root_reduction(step: Step, states: _States) -> Term:
     return Term(name=reduced.name, bytes=reduced.bytes + left)
 
 
-def _host_terms(shape: ModelShape, settings: Settings, layout: Layout) -> tuple[Term, ...]:
+def _host_terms(step: Step) -> tuple[Term, ...]:
     """Terms of the host's memory, over all GPUs of one machine."""
-    states = host_state_bytes(shape, settings, layout=layout)
+    shape, settings, layout = step.shape, step.settings, step.layout
+    staged_bytes = staged_gradient_bytes(shape, settings, layout=layout)
     return (
-        Term(name="offloaded states and reference", bytes=states),
         Term(
-            name="gradients on their way there",
-            bytes=staged_gradient_bytes(shape, settings, layout=layout),
+            name="offloaded states and reference",
+            bytes=host_state_bytes(shape, settings, layout=layout),
         ),
+        Term(name="gradients on their way there", bytes=staged_bytes),
         Term(name="processes", bytes=layout.machine_gpus * PROCESS_BYTES),
     )

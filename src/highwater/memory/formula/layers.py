@@ -43,20 +43,38 @@ NUMBER_BYTES = 4
 """A number of statistics: of rows and heads that are normed, of attention, of routers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Step:
-    """A step's settings, and the tokens of the GPU that it takes the most of."""
+    """A step on synthetic sequences, as the GPU with the most trained tokens sees it: where several
+    share a sequence, one without a prompt.
+    """
 
     shape: ModelShape
     settings: Settings
     layout: Layout
-    device: Device
-    tokens: int
-    trained: int
-    documents: int
-    """Sequences in a micro-batch, which the GPUs of a group share."""
     length_tokens: int
-    """Tokens of one of them."""
+    """Tokens of one sequence."""
+    device: Device = "cuda"
+    prompt_tokens: int = PROMPT_TOKENS
+    """Tokens of a sequence, up to half of it, that are not trained."""
+
+    @property
+    def documents(self) -> int:
+        """Sequences in a micro-batch, which the GPUs of a group share."""
+        degree = self.layout.context_degree
+        return max(1, self.settings.sequences(self.length_tokens, context_degree=degree))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one GPU in a micro-batch; ranks share a sequence in equal parts, padded."""
+        return -(-self.documents * self.length_tokens // self.layout.context_degree)
+
+    @property
+    def trained(self) -> int:
+        """Trained ones of these: of a ring none but the first rank has tokens of a prompt."""
+        layout = self.layout
+        whole = self.documents // layout.context_degree if layout.ring_degree == 1 else 0
+        return self.tokens - min(self.prompt_tokens, self.length_tokens // 2) * whole
 
     @property
     def element(self) -> int:
@@ -245,36 +263,6 @@ class Backward:
     """Layers whose activations are still there, from the first one to itself."""
     parameters_behind: int
     """Parameters of all layers behind it, which went backward before."""
-
-
-def busiest_step(
-    shape: ModelShape,
-    settings: Settings,
-    layout: Layout,
-    length_tokens: int,
-    device: Device,
-    *,
-    prompt_tokens: int = PROMPT_TOKENS,
-) -> Step:
-    """A step as the GPU with the most trained tokens sees it: where several share a sequence, one
-    without a prompt. ``prompt_tokens`` of a sequence, up to half of it, are not trained.
-    """
-    degree = layout.context_degree
-    sequences = max(1, settings.sequences(length_tokens, context_degree=degree))
-    tokens = -(-sequences * length_tokens // degree)
-    # Of a ring none but the first rank has tokens of a prompt.
-    whole = sequences // degree if layout.ring_degree == 1 else 0
-    prompts = min(prompt_tokens, length_tokens // 2) * whole
-    return Step(
-        shape=shape,
-        settings=settings,
-        layout=layout,
-        device=device,
-        tokens=tokens,
-        trained=tokens - prompts,
-        documents=sequences,
-        length_tokens=length_tokens,
-    )
 
 
 def backwards(runs: tuple[LayerRun, ...]) -> tuple[Backward, ...]:

@@ -14,16 +14,15 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
-from typing import Any
 
-from highwater.errors import UsageError
 from highwater.memory.formula.constants import Footprint
 from highwater.memory.interval.residuals import (
     PredictionMethod,
     Residual,
-    leave_out,
     refuse_unlike,
+    residual_of,
     traits_of,
+    unfit,
 )
 from highwater.nouns.codec import Record
 from highwater.nouns.hardware import kind_name, kind_of
@@ -96,7 +95,6 @@ def calibrate(
     *,
     bundled: Sequence[Residual],
     own: Sequence[Residual] = (),
-    coverage: float = COVERAGE,
 ) -> Calibration:
     """The intervals of a question's predictions; each trial counts once, however often named."""
     known: dict[object, Residual] = {}
@@ -107,19 +105,16 @@ def calibrate(
     allocators: dict[Allocator, None] = dict.fromkeys(
         cell.settings.allocator for cell in question.cells
     )
-    learned = (
-        factors_of(
-            [residual.factor for residual in both if residual.allocator == allocator],
-            allocator,
-            coverage,
-            least=[residual.least_factor for residual in both if residual.allocator == allocator],
-        )
-        for allocator in allocators
-    )
+
+    def learned(allocator: Allocator) -> Factors | None:
+        alike = [residual for residual in both if residual.allocator == allocator]
+        least = [residual.least_factor for residual in alike]
+        return factors_of([residual.factor for residual in alike], allocator, least=least)
+
     used = [residual for residual in both if residual.allocator in allocators]
     return Calibration(
-        coverage=coverage,
-        factors=tuple(factors for factors in learned if factors is not None),
+        coverage=COVERAGE,
+        factors=tuple(factors for factors in map(learned, allocators) if factors is not None),
         own_trials=sum(residual not in bundled for residual in used),
         edges=sum(residual.at_least_bytes is not None for residual in used),
         device_names=_distinct(residual.device_name for residual in used),
@@ -198,23 +193,19 @@ def _distinct(names: Iterable[str]) -> tuple[str, ...]:
 
 def _unlike(question: Question, residuals: Sequence[Residual]) -> tuple[str, ...]:
     """Words for what is predicted and none of these trials had: GPU, model, traits of the cells."""
-    known = {
-        (field, getattr(residual, field))
-        for residual in residuals
-        for field in Residual.__struct_fields__
-    }
+    fields = Residual.__struct_fields__
+    known = {(field, getattr(residual, field)) for residual in residuals for field in fields}
     known |= {("kind", kind_name(residual.device_name)) for residual in residuals}
     kind = kind_name(question.device_name)
     asked: list[tuple[str, str, object]] = [
         (kind, "kind", kind),
         (question.model.name, "model_name", question.model.name),
     ]
-    for cell in question.cells:
-        traits = traits_of(cell.settings, cell.layout)
-        asked += [(each.words, each.field, each.value) for each in traits]
-    unlike = [
+    traits = (each for cell in question.cells for each in traits_of(cell.settings, cell.layout))
+    asked += [(each.words, each.field, each.value) for each in traits]
+    unlike = (
         words for words, field, value in asked if value is not False and (field, value) not in known
-    ]
+    )
     return _distinct(unlike)
 
 
@@ -233,11 +224,8 @@ def edge_residuals(study: Study, footprint_of: FootprintOf) -> tuple[Residual, .
     told = (_residual(study.question, *edge, footprint_of) for edge in edges if edge is not None)
     found = tuple(each for each in told if each is not None)
     if not found:
-        raise UsageError(
-            f"{study.path} has no edge: no length that fit beside a longer one that ran out of "
-            "memory",
-            hint=leave_out(study),
-        )
+        what = "has no edge: no length that fit beside a longer one that ran out of memory"
+        raise unfit(study, what)
     return found
 
 
@@ -272,20 +260,13 @@ def _residual(
     if most_bytes is None or given_bytes is None:
         return None
     least = Fraction(given_bytes * there.needed_bytes, beyond.needed_bytes)
-    traits: dict[str, Any] = {
-        each.field: each.value for each in traits_of(spec.settings, spec.layout)
-    }
-    return Residual(
+    return residual_of(
+        spec,
         method="formula",
-        trial=spec.key,
         measured_bytes=most_bytes,
         at_least_bytes=min(most_bytes, int(least)),
         predicted_bytes=there.needed_bytes,
         device_name=question.device_name,
-        model_name=spec.model_name,
-        length_tokens=spec.length_tokens,
-        allocator=spec.settings.allocator,
-        **traits,
     )
 
 

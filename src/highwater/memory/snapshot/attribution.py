@@ -185,11 +185,12 @@ class Attribution:
         self._snapshot = snapshot
         self._rules = _AskedRules()
         self.place = cache(self._place)
-        self.line = cache(self._line)
-        self.is_between = cache(self._is_between)
+        frames = snapshot.frames
+        self.line = cache(lambda index: shown(frames[index]))
+        self.is_between = cache(lambda index: _BETWEEN.search(frames[index].name) is not None)
         self._of_stack = cache(self._category_of_stack)
         self._is_own = cache(lambda file: not _PYTORCHS.search(_in_packages(file)))
-        self._is_part = cache(self._is_part_of_a_model)
+        self._is_part = cache(lambda index: _is_part_of_a_model(frames[index]))
         self._is_optimizers = cache(self._is_an_optimizers)
 
     def category(self, allocation: Allocation) -> Category:
@@ -218,12 +219,6 @@ class Attribution:
         operator = next(filter(None, operators), None)
         return f"aten::{operator[1]}" if operator else self.line(told[0])
 
-    def _line(self, index: int) -> str:
-        return shown(self._snapshot.frames[index])
-
-    def _is_between(self, index: int) -> bool:
-        return _BETWEEN.search(self._snapshot.frames[index].name) is not None
-
     def _category_of_stack(self, stack: int) -> Category | None:
         frames, indices = self._snapshot.frames, self._snapshot.stacks[stack]
         if is_traced(self._snapshot, stack):
@@ -241,10 +236,6 @@ class Attribution:
         if innermost is None or innermost.name != "forward" or not _LINEAR.search(innermost.file):
             return False
         return sum(map(self._is_part, stack)) == 1
-
-    def _is_part_of_a_model(self, index: int) -> bool:
-        frame = self._snapshot.frames[index]
-        return frame.name == "forward" and _MODELING.search(frame.file) is not None
 
     def _outlives_its_pass(self, allocation: Allocation) -> bool:
         """Whether what a backward pass made was there when something came after the pass."""
@@ -306,6 +297,10 @@ class _AskedRules:
 def category_of(frame: Frame) -> Category | None:
     """What a line allocates; None where it does not tell."""
     return _AskedRules().category(frame)
+
+
+def _is_part_of_a_model(frame: Frame) -> bool:
+    return frame.name == "forward" and _MODELING.search(frame.file) is not None
 
 
 def _in_packages(file: str) -> str:
