@@ -31,15 +31,15 @@ def model(place: Path, name: str) -> str:
 
 
 def typed_in_the_job(script: str, place: Path) -> list[str]:
-    """What ``srun`` is told where the script runs, which makes no file."""
-    (place / "srun").write_text('#!/bin/sh\nprintf "%s\\0" "$@" > "$TOLD"\n')
-    (place / "srun").chmod(0o755)
+    """What ``highwater`` is told where the script runs, which makes no file."""
+    (place / "highwater").write_text('#!/bin/sh\nprintf "%s\\0" "$@" > "$TOLD"\n')
+    (place / "highwater").chmod(0o755)
     (place / "job.sh").write_text(script)
     told = place / "told"
     variables = {"PATH": f"{place}:{os.environ['PATH']}", "TOLD": str(told)}
     subprocess.run(["bash", "job.sh"], cwd=place, env=variables, check=True, timeout=20)
     assert not list(place.rglob(f"{RAN}.made"))
-    return told.read_text().split("\0")[1:-1]
+    return told.read_text().split("\0")[:-1]
 
 
 HOSTILE = [
@@ -56,9 +56,7 @@ HOSTILE = [
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", HOSTILE)
-def test_the_name_of_a_model_runs_nothing_and_is_no_other_option(
-    name: str, place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_name_of_a_model_runs_nothing_and_is_no_other_option(name, place, capsys):
     named = model(place, name)
     (place / "find.yaml").write_text(f"model: {json.dumps(named)}\n")
     assert main(("find", "--config", "find.yaml", *FIND)) == 0, capsys.readouterr().err
@@ -69,15 +67,16 @@ def test_the_name_of_a_model_runs_nothing_and_is_no_other_option(
     assert len(options) == len({line.partition("=")[0] for line in options})
     assert not any("wrap" in line.partition("=")[0] for line in options)
     words = typed_in_the_job(script, place)
-    assert words == ["highwater", "find", "--config", "find.yaml", *FIND[:-1]]
+    assert words[: len(FIND) + 2] == ["find", "--config", "find.yaml", *FIND[:-1]]
+    name, launcher, meet, file = words[len(FIND) + 2 :]
+    assert (name, meet, file) == ("--launcher", "--rendezvous", "logs/rendezvous/ranks")
+    assert shlex.split(launcher)[:2] == ["srun", "--nodes"]
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("end", ["\n", "\r", "\r\n", "\u2028", "\x85"])
 @pytest.mark.parametrize("at", ["model", "--study", "--log-dir", "--command"])
-def test_a_word_with_a_line_end_is_refused(
-    at: str, end: str, place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_word_with_a_line_end_is_refused(at, end, place, capsys):
     hostile = f"x{end}touch {RAN}.made"
     if at == "model":
         words = (model(place, hostile),)
@@ -100,9 +99,7 @@ def test_a_word_with_a_line_end_is_refused(
 
 
 @pytest.mark.timeout(60)
-def test_what_a_shell_would_expand_reaches_the_search_as_it_was_typed(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_shell_would_expand_reaches_the_search_as_it_was_typed(place, capsys):
     named = model(place, f"$(touch {RAN}.made) 'a'")
     assert main(("find", named, *FIND)) == 0
     assert shlex.quote(named) in (script := capsys.readouterr().out)

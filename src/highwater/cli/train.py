@@ -4,8 +4,9 @@ import argparse
 import json
 import shlex
 import signal
+from pathlib import Path
 
-from highwater import training
+from highwater.api import training
 from highwater.cli import console
 from highwater.cli.config import request_of
 from highwater.cli.console import exit_code_of, heeding
@@ -14,14 +15,14 @@ from highwater.cli.progress import training_progress
 from highwater.errors import EXIT_ANSWERED, EXIT_TERMINATED
 from highwater.nouns.settings import Settings
 from highwater.nouns.training import TrainingRequest, TrainingResult
-from highwater.pages.prediction_tables import (
+from highwater.pages.training_lines import (
     prediction_lines,
     stopped_sentence,
     training_answer,
     training_table,
 )
-from highwater.recommendation.training_notes import has_lost_base
-from highwater.trials.node_place import node_of
+from highwater.recommendation.training_settings import has_lost_base
+from highwater.trials.training_ranks import own_folder
 
 _RESUME_FROM = "--resume-from"
 
@@ -37,19 +38,14 @@ def train(arguments: argparse.Namespace) -> int:
 def _train(arguments: argparse.Namespace) -> int:
     asked = training_request_of(arguments)
     request = request_of(arguments)
-    node = node_of(request)
-    if node > 0:
-        console.talk(f"machine {node} of {request.nodes}: runs its share until the first one ends")
-        training.serve_training(request, asked)
-        return EXIT_ANSWERED
-    with training.training_place(request, asked) as machines:
+    with own_folder(Path(asked.output)):
         prepared = training.prepare_training(request, asked, on_phase=_Phases().hear)
         console.notes(prepared.notes)
         for line in prediction_lines(prepared):
             console.talk(line)
         try:
             with training_progress(prepared.spec, done_steps=prepared.done_steps) as listener:
-                result = training.run_training(prepared, on_progress=listener, machines=machines)
+                result = training.run_training(prepared, on_progress=listener)
         except KeyboardInterrupt as interrupt:
             _say_stopped(arguments, asked, training.stopped_result(prepared))
             return exit_code_of(interrupt)

@@ -22,7 +22,7 @@ _RUN: tuple[CommandName, ...] = ("find", "try")
 _TRAINED: tuple[CommandName, ...] = ("find", "try", "train")
 """The same, where a whole training has them too."""
 _ACROSS: tuple[CommandName, ...] = ("find", "train")
-"""Those that machines can type together."""
+"""Those that several machines can run."""
 _LENGTHS: tuple[CommandName, ...] = ("find", "predict")
 _PREDICT: tuple[CommandName, ...] = ("find", "try", "predict")
 _STEP: tuple[CommandName, ...] = ("find", "try", "predict", "recommend", "emit")
@@ -459,29 +459,29 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
         ),
         Setting(
             "nodes",
-            "machines that each trial runs on, or a training, with a copy of the states each; the "
-            "same command is typed on every one",
+            "machines that each trial runs on, or a training, with a copy of the states each",
             kinds.COUNT,
             commands=_ACROSS,
             metavar="N",
             example=2,
         ),
         Setting(
-            "node_rank",
-            "which of the machines this is, from 0, which searches, or trains; default: Slurm's "
-            "number of it",
-            kinds.COUNT,
+            "launcher",
+            "command that starts one process on each of the machines, `srun` for example; it is "
+            "split into words, and no shell sees it",
+            kinds.COMMAND,
             commands=_ACROSS,
-            metavar="I",
-            example=0,
+            metavar="COMMAND",
+            example="srun --nodes 2 --ntasks-per-node 1 --kill-on-bad-exit",
         ),
         Setting(
             "rendezvous",
-            "directory in which the machines meet: new, on a file system that all of them see; "
-            "default: under the log directory, or the training's, by Slurm's number of the job",
-            kinds.DIRECTORY,
+            "file through which the ranks of several machines meet, on a file system that all of "
+            "them see, in a folder that is yours alone, which is made; default: the port that the "
+            "launcher names in MASTER_ADDR",
+            kinds.FILE,
             commands=_ACROSS,
-            example="./logs/nodes-1",
+            example="./logs/rendezvous-1/ranks",
         ),
     ),
     "optimizer": (

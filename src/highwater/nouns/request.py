@@ -174,7 +174,7 @@ class Request(Record, frozen=True, kw_only=True):
     logit_range: bool = False
     max_concurrent_trials: int | None = None
     nodes: int = 1
-    node_rank: int | None = None
+    launcher: str | None = None
     rendezvous: str | None = None
     allow_busy: bool = False
     dry_run: bool = False
@@ -193,7 +193,7 @@ class Request(Record, frozen=True, kw_only=True):
                 raise RefusedError(name, why, hint="for example `{}`", example=default)
         for name in ("gpus", "ulysses", "ring", "copies"):
             _check_counts(name, getattr(self, name))
-        for name, least in (("max_concurrent_trials", 1), ("nodes", 1), ("node_rank", 0)):
+        for name, least in (("max_concurrent_trials", 1), ("nodes", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 hint = f"use {least} or more, for example `{{}}`"
