@@ -1,13 +1,8 @@
-"""The declaration of a setting: all that its users share, and how its name is spelled on a command
-line.
+"""The declaration of a setting: all that its users share, how its name is spelled as a flag, a key
+of a file or a keyword, and how a value is refused.
 
-Refusals of settings: what a value cannot be, and one that works, spelled as its user spells it:
-a flag, a key of a file, or a keyword.
-
-Bounds: the most of each count that is read, far above what anybody trains.
-
-Counts come from a user or from a file, and are listed, multiplied and drawn: without a bound one
-number too long takes all memory, or never ends.
+Bounds: the most of each count that is read, far above what anybody trains. Counts are listed,
+multiplied and drawn: without a bound one number too long takes all memory, or never ends.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,12 +1,8 @@
 """Requests for foreign trainers: what a request says of one, checked and made into the noun.
 
-Command templates: the command of ``--trainer command``, a trial's values in its placeholders.
-
-Words are split as a POSIX shell splits them, and no shell runs them. ``{length}`` and the others of
-``PLACEHOLDERS`` stand for the trial's values; ``{{`` and ``}}`` are braces.
-
-Launched commands: the command of ``--trainer accelerate``, a script and its words, or the whole
-``accelerate launch`` as one types it.
+The words of a command are split as a POSIX shell splits them, and no shell runs them. ``{length}``
+and the others of ``PLACEHOLDERS`` stand for the trial's values; ``{{`` and ``}}`` are braces.
+``--trainer accelerate`` takes a script and its words, or the whole ``accelerate launch``.
 """
 
 import hashlib

@@ -1,7 +1,5 @@
-"""Layout: how many GPUs, and how they share the sequence and the states.
-
-Working sizes: how much of a step is alive at a time where it is done piece by piece, and in what
-numbers. What is trained is cut by them; what is predicted counts them.
+"""Layout: how many GPUs, and how they share the sequence and the states; and working sizes, by
+which what is trained is cut into pieces, and which predictions count.
 """
 
 import math

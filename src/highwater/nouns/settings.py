@@ -1,7 +1,5 @@
 """Settings: what one rung fixes about the training step, whatever the model, the length and the
-GPUs.
-
-Settings and layouts in plain words: in a few for a table's column, in full for a sentence.
+GPUs; and in plain words, a few for a table's column, in full for a sentence.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,5 @@
-"""Studies: what one asks (Question, Cell), what it answers (CellAnswer), and its record (Study).
-
-Headroom: how much of a GPU a prediction is to leave free by default, and how sure it is that a
-length fits, in a word.
-
-Grid: the lengths that a search tries, by index.
+"""Studies: what one asks (Question, Cell, the Grid of lengths), what it answers (CellAnswer), its
+record (Study), and the headroom that a prediction is to leave.
 """
 
 from typing import Literal
