@@ -17,9 +17,8 @@ _LEAST, _MOST = 1e-6, 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitTransform:
-    """What the softmax sees of a logit x: ``scale * x``, then ``cap * tanh(scale * x / cap)``.
-
-    It grows with x: the smallest and the largest logit stay the smallest and the largest.
+    """What the softmax sees of a logit x: ``scale * x``, then ``cap * tanh(scale * x / cap)``. It
+    grows with x: the smallest and the largest logit stay the smallest and the largest.
     """
 
     scale: float = 1.0

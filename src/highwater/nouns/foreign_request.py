@@ -213,7 +213,13 @@ def foreign_of(request: Request) -> ForeignTrainer | None:
             "a memory-only trial cuts attention in this package's engine, and in no other trainer",
             hint="leave `--proof` out",
         )
-    _check_pattern(request.done_pattern)
+    try:
+        re.compile(request.done_pattern or "")
+    except re.error as error:
+        raise UsageError(
+            f"the pattern {request.done_pattern!r} is no regular expression: {error}",
+            hint="for example `--done-pattern 'step 2 done'`",
+        ) from error
     path = None if request.trainer_config is None else Path(request.trainer_config).absolute()
     return ForeignTrainer(
         trainer=trainer,
@@ -308,13 +314,3 @@ def with_one_count(request: Request, foreign: ForeignTrainer) -> Request:
     if "gpus" in placeholders_of(foreign.command):
         return request
     return msgspec.structs.replace(request, gpus=(1,))
-
-
-def _check_pattern(pattern: str | None) -> None:
-    try:
-        re.compile(pattern or "")
-    except re.error as error:
-        raise UsageError(
-            f"the pattern {pattern!r} is no regular expression: {error}",
-            hint="for example `--done-pattern 'step 2 done'`",
-        ) from error

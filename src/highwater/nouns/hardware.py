@@ -281,7 +281,16 @@ class TrialHardware(NamedTuple):
     @property
     def device_name(self) -> str:
         """``CPU``, or the GPUs as their driver names them; raises UsageError for different ones."""
-        return "CPU" if self.device == "cpu" else _gpu_name(self.gpus)
+        if self.device == "cpu":
+            return "CPU"
+        names = list(dict.fromkeys(gpu.name for gpu in self.gpus))
+        if len(names) > 1:
+            same = ",".join(str(gpu.index) for gpu in self.gpus if gpu.name == names[0])
+            raise UsageError(
+                f"these GPUs are of different kinds: {', '.join(names)}",
+                hint=f"`CUDA_VISIBLE_DEVICES={same}` keeps the {names[0]}",
+            )
+        return names[0] if names else "simulated GPU"
 
 
 def hardware_of(request: Request, machine: Machine, model: Model, device: Device) -> TrialHardware:
@@ -396,51 +405,32 @@ def _check_memory(request: Request, machine: Machine, model: Model, where: Trial
     """Raise for a memory that is not named or not there, and for a headroom that leaves nothing."""
     budget, total_bytes = request.memory_bytes, where.total_bytes
     limit = budget or total_bytes
+    if limit is None and where.device == "cuda":
+        raise UsageError(
+            "a dry run without a GPU needs a memory limit", hint="add `--memory 80GiB`"
+        )
     if limit is None:
-        raise _no_limit(request, model, where.device)
+        raise UsageError(
+            "no GPU is visible, and neither the CPU nor a memory limit is named",
+            hint=f"for example `{_cpu_search(request, model)}`",
+        )
     if budget is not None and total_bytes is not None and budget > total_bytes:
         raise UsageError(
             f"--memory {format_bytes(budget)} is more than the GPU has, "
             f"{format_bytes(total_bytes)}",
             hint="leave `--memory` out to use the whole card",
         )
-    if budget is not None and where.device == "cpu" and not request.dry_run:
-        _check_budget_on_the_cpu(budget, machine, workers=max(where.counts))
+    present, workers = machine.host_memory_total_bytes, max(where.counts)
+    is_run_here = where.device == "cpu" and not request.dry_run
+    if budget is not None and is_run_here and budget * workers > present:
+        raise MachineError(
+            f"{workers} x {format_bytes(budget)} is more than this machine's memory, "
+            f"{format_bytes(present)}",
+            hint=f"use `--memory {max(1, present // workers // MIB)}MiB`",
+        )
     if request.margin_bytes >= limit:
         raise UsageError(
             f"a headroom of {format_bytes(request.margin_bytes)} leaves nothing of "
             f"{format_bytes(limit)}",
             hint="use a smaller `--headroom`, or leave it out",
         )
-
-
-def _no_limit(request: Request, model: Model, device: Device) -> UsageError:
-    if device == "cuda":
-        return UsageError(
-            "a dry run without a GPU needs a memory limit", hint="add `--memory 80GiB`"
-        )
-    return UsageError(
-        "no GPU is visible, and neither the CPU nor a memory limit is named",
-        hint=f"for example `{_cpu_search(request, model)}`",
-    )
-
-
-def _check_budget_on_the_cpu(budget: int, machine: Machine, *, workers: int) -> None:
-    present = machine.host_memory_total_bytes
-    if budget * workers > present:
-        raise MachineError(
-            f"{workers} x {format_bytes(budget)} is more than this machine's memory, "
-            f"{format_bytes(present)}",
-            hint=f"use `--memory {max(1, present // workers // MIB)}MiB`",
-        )
-
-
-def _gpu_name(gpus: tuple[Gpu, ...]) -> str:
-    names = list(dict.fromkeys(gpu.name for gpu in gpus))
-    if len(names) > 1:
-        same = ",".join(str(gpu.index) for gpu in gpus if gpu.name == names[0])
-        raise UsageError(
-            f"these GPUs are of different kinds: {', '.join(names)}",
-            hint=f"`CUDA_VISIBLE_DEVICES={same}` keeps the {names[0]}",
-        )
-    return names[0] if names else "simulated GPU"

@@ -100,7 +100,9 @@ def exhausted_memory(
         case RuntimeError() | ImportError() | OSError() if _MAYBE_HOST.search(text):
             return host if is_spent() else None
         case RuntimeError():
-            if _is_torchs(error):
+            # torch's OutOfMemoryError by its name: torch is not imported here
+            kinds = [kind for kind in type(error).__mro__ if kind.__name__ == "OutOfMemoryError"]
+            if any(kind.__module__.split(".")[0] == "torch" for kind in kinds):
                 return "device_memory"
             return _by_text(text, device)
         case _:
@@ -168,14 +170,6 @@ def _by_text(text: str, device: Device, *, lead: re.Pattern[str] = _ANY) -> Exha
     if found is not None and lead.fullmatch(text, 0, found.start()):
         return "device_memory" if device == "cpu" else "host_memory"
     return None
-
-
-def _is_torchs(error: BaseException) -> bool:
-    """Whether an exception is torch's ``OutOfMemoryError``, without an import of torch."""
-    return any(
-        kind.__name__ == "OutOfMemoryError" and kind.__module__.split(".")[0] == "torch"
-        for kind in type(error).__mro__
-    )
 
 
 def _text(error: BaseException) -> str:

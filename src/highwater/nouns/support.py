@@ -22,9 +22,8 @@ from highwater.units import format_tokens
 
 @dataclass(frozen=True, slots=True)
 class Contradiction:
-    """Two outcomes that no monotone law gives.
-
-    ``failed_index`` did not fit; ``fit_index``, which takes no less, did.
+    """Two outcomes that no monotone law gives. ``failed_index`` did not fit; ``fit_index``, which
+    takes no less, did.
     """
 
     failed_index: int

@@ -127,7 +127,14 @@ class TrialSpec(Record, frozen=True, kw_only=True):
             )
         self._check_steps()
         if self.sequences < 1:
-            raise self._too_small_a_budget()
+            traits, tokens = self.settings.traits, self.length_tokens
+            least = -(-tokens * traits.documents_together // self.layout.context_degree)
+            raise UsageError(
+                f"a token budget of {self.settings.token_budget_tokens} is below the {least} "
+                f"tokens that each GPU gets of one {'pair' if traits.pairs else 'sequence'} of "
+                f"{tokens}",
+                hint=f"use `--token-budget {least}` or more",
+            )
         self.hyperparameters.refuse_unused(self.settings)
         self._check_device_and_data()
 
@@ -151,15 +158,6 @@ class TrialSpec(Record, frozen=True, kw_only=True):
                 f"of either",
                 hint="a trial of 2 steps of 2 micro-batches holds the peak already",
             )
-
-    def _too_small_a_budget(self) -> UsageError:
-        traits, tokens = self.settings.traits, self.length_tokens
-        least = -(-tokens * traits.documents_together // self.layout.context_degree)
-        return UsageError(
-            f"a token budget of {self.settings.token_budget_tokens} is below the {least} tokens "
-            f"that each GPU gets of one {'pair' if traits.pairs else 'sequence'} of {tokens}",
-            hint=f"use `--token-budget {least}` or more",
-        )
 
     def _check_device_and_data(self) -> None:
         if self.attention_depth is not None and self.attention_depth < 1:

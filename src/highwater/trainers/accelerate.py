@@ -348,8 +348,13 @@ def launcher_file(
     if spec.device == "cuda":
         _refuse_base(base, source)
     kept = {name: value for name, value in base.items() if name not in _OF_A_CLUSTER}
-    if spec.device == "cpu":
-        return _on_the_cpu(kept)
+    if spec.device == "cpu":  # one process, which shares nothing; what else the user has stays
+        kept = {name: value for name, value in kept.items() if name not in _SHARED}
+        fixed = {name: value for name, value in ON_THE_CPU.items() if name != "mixed_precision"}
+        return LauncherFile(
+            {**ON_THE_CPU, **kept, **fixed},
+            ("on the CPU accelerate starts one process: FSDP and its recomputation are on GPUs",),
+        )
     own: dict[str, Any] = {**_ONE_MACHINE, "num_processes": spec.layout.gpus}
     theirs = kept.get("distributed_type") or "FSDP"
     if theirs != "FSDP":
@@ -367,7 +372,12 @@ def launcher_file(
         fsdp, ours["fsdp_config"], spec.settings, ours_always=SHARDING[: 1 if is_theirs else None]
     )
     values = {**ours, **kept, **own}
-    notes = [*_changed(base, values, source), *_recomputed(values["fsdp_config"])]
+    notes = [*_changed(base, values, source)]
+    if values["fsdp_config"]["fsdp_activation_checkpointing"]:
+        notes.append(
+            "accelerate recomputes each layer, by FSDP's activation checkpointing: `--recompute "
+            "none` where the script does it by itself"
+        )
     if fsdp and not is_theirs and spec.settings.strategy == Settings().strategy:
         notes.append(f"FSDP2 shards, where {source} has FSDP1: `--strategy fsdp` keeps that")
     return LauncherFile(values, tuple(notes))
@@ -399,16 +409,6 @@ def mapping_in(base: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The section of this name; empty where there is none."""
     value = base.get(name)
     return {str(key): each for key, each in value.items()} if isinstance(value, Mapping) else {}
-
-
-def _on_the_cpu(kept: Mapping[str, Any]) -> LauncherFile:
-    """The file of one process, which shares nothing; what else the user has stays."""
-    kept = {name: value for name, value in kept.items() if name not in _SHARED}
-    fixed = {name: value for name, value in ON_THE_CPU.items() if name != "mixed_precision"}
-    return LauncherFile(
-        {**ON_THE_CPU, **kept, **fixed},
-        ("on the CPU accelerate starts one process: FSDP and its recomputation are on GPUs",),
-    )
 
 
 def _refuse_base(base: Mapping[str, Any], source: str) -> None:
@@ -461,12 +461,3 @@ def _changed(base: Mapping[str, Any], values: Mapping[str, Any], source: str) ->
         if name not in ("fsdp_config", "num_processes") and after.get(name) != value and value
     )
     return (f"the trial's own in {source}: {', '.join(changed)}",) if changed else ()
-
-
-def _recomputed(fsdp: Mapping[str, Any]) -> tuple[str, ...]:
-    if not fsdp["fsdp_activation_checkpointing"]:
-        return ()
-    return (
-        "accelerate recomputes each layer, by FSDP's activation checkpointing: `--recompute none` "
-        "where the script does it by itself",
-    )

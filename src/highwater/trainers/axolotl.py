@@ -248,9 +248,7 @@ class _Axolotl(Finetuner):
     def settled(
         self, launched: FinetunerTrial, config: dict[str, Any], base: OwnFile
     ) -> FinetunerFiles:
-        """FSDP's section over the user's own, and one of both that recompute; on the CPU no
-        FSDP.
-        """
+        """FSDP's section over the user's own, and one of both recomputes; on the CPU no FSDP."""
         recomputes = of_recomputation(launched, base)
         if launched.is_on_cpu:
             own = dict.fromkeys(("fsdp_version", "fsdp_config", *_MESH))

@@ -95,11 +95,10 @@ class Dialect(NamedTuple):
         beside: Mapping[str, str] = MappingProxyType({}),
         text: Callable[[str], str] | None = None,
     ) -> Emitted:
-        """The configuration: its values under what is said of it.
-
-        That is the heading, ``said``, what the trainer cannot express, the model's YaRN block after
-        the reason ``yarn`` for it, and the start, unless ``start`` is empty. ``text`` makes the
-        file from that comment; None: it is YAML.
+        """The configuration: its values under what is said of it. That is the heading, ``said``,
+        what the trainer cannot express, the model's YaRN block after the reason ``yarn`` for it,
+        and the start, unless ``start`` is empty. ``text`` makes the file from that comment; None:
+        it is YAML.
         """
         comments = comment(
             [

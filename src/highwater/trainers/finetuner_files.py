@@ -108,8 +108,6 @@ class OwnFile(NamedTuple):
     """Its fields; empty: there is none."""
     source: str = "the configuration"
     """What it is called, for readers."""
-    launcher: Mapping[str, Any] = MappingProxyType({})
-    """Fields of accelerate's file that it names, of a trainer that accelerate launches."""
 
 
 class FinetunerFiles(NamedTuple):

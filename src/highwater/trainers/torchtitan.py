@@ -260,9 +260,11 @@ def _lora_values(lora: Lora) -> dict[str, Value]:
 def _values(found: Recommendation, chosen: Candidate) -> dict[str, Value]:
     settings, layout = chosen.cell.settings, chosen.cell.layout
     degree = layout.context_degree
+    # of a step that is one micro-batch of every rank; else it is the user's to name
+    step_rows = settings.sequences_per_micro_batch * layout.data_parallel_degree
     values: dict[str, Value] = {
         "training.local_batch_size": settings.sequences_per_micro_batch,
-        **_one_micro_batch(chosen),
+        **({} if settings.accumulates else {"training.global_batch_size": step_rows}),
         "training.seq_len": found.length_tokens,
         "training.dtype": "float32",
         "training.mixed_precision_param": "bfloat16",
@@ -275,14 +277,6 @@ def _values(found: Recommendation, chosen: Candidate) -> dict[str, Value]:
     }
     # "headtail" cannot cut the mask of flex attention, which is what language models have there.
     return values | ({"parallelism.context_parallel_load_balancer": "ptrr"} if degree > 1 else {})
-
-
-def _one_micro_batch(chosen: Candidate) -> dict[str, Value]:
-    """The batch of a step that is one micro-batch of every rank; else it is the user's to name."""
-    settings, ranks = chosen.cell.settings, chosen.cell.layout.data_parallel_degree
-    if settings.accumulates:
-        return {}
-    return {"training.global_batch_size": settings.sequences_per_micro_batch * ranks}
 
 
 def _rope(found: Recommendation) -> dict[str, Value]:

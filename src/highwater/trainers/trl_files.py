@@ -181,13 +181,6 @@ _UNWRITTEN: Mapping[TrainerName, Callable[[TrialSpec, ModelShape], None]] = {
 anything."""
 
 
-def refuse_base(base: Mapping[str, Any], *, source: str) -> None:
-    """Raise UsageError for a field of the user's configuration that a trial cannot take over."""
-    for name, hint in _REFUSED.items():
-        if base.get(name):
-            raise UsageError(f"{source} has {name}, which a trial cannot take over", hint=hint)
-
-
 def batch_of(spec: TrialSpec, base: Mapping[str, Any]) -> TrialBatch:
     """The sequences of a trial; GRPO trains on whole groups of completions."""
     rows, layout = spec.settings.sequences_per_micro_batch, spec.layout
@@ -226,21 +219,26 @@ def trial_files(launched: Launched, base: Base) -> TrialFiles:
 
     Raises UsageError for what cannot be.
     """
-    refuse_base(base.config, source=base.source)
+    for name, hint in _REFUSED.items():
+        if base.config.get(name):
+            raise UsageError(f"{base.source} has {name}, which a trial cannot take over", hint=hint)
     emitted = nested(_emitted(launched, has_base=bool(base.config)))
     kept = {name: value for name, value in base.config.items() if name not in (*_DATA, *ENDS)}
     own = {name: emitted[name] for name in _named(launched.spec, emitted)} | _own(launched, base)
-    own |= _scaled(emitted, base.config)
+    if scaled := mapping_in(emitted, "model_init_kwargs"):  # beside what the user opens it with
+        own["model_init_kwargs"] = {**mapping_in(base.config, "model_init_kwargs"), **scaled}
     recomputed = next((name for name in _RECOMPUTED if name in kept), None)
     if recomputed is not None and "gradient_checkpointing" in own:
         kept = {name: value for name, value in kept.items() if name not in _RECOMPUTED}
         recomputed = None
-    config = {**emitted, **kept, **own, "env": _env(kept.get("env"))}
+    variables = mapping_in(kept, "env").items()  # the user's but the allocator's: the rung's
+    env = {name: str(value) for name, value in variables if name not in ALLOCATOR_VARIABLES}
+    config = {**emitted, **kept, **own, "env": env}
     if recomputed == "activation_checkpointing":
         del config["gradient_checkpointing"]
     launcher, said = _launcher(launched, base.launcher)
     if recomputed is not None and kept[recomputed]:  # one of both recomputes, not both
-        _fsdp(launcher)["fsdp_activation_checkpointing"] = False
+        launcher.get("fsdp_config", {})["fsdp_activation_checkpointing"] = False
     return TrialFiles(
         config={name: value for name, value in config.items() if value not in ({}, None)},
         launcher=launcher,
@@ -258,14 +256,6 @@ def _named(spec: TrialSpec, emitted: Mapping[str, Any]) -> list[str]:
     if settings.lora is not None:
         names += [name for name in emitted if name.startswith(_OF_ADAPTERS)]
     return [name for name in names if name in emitted]
-
-
-def _scaled(emitted: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    """What the model is opened with, the scaling of its positions beside what the user has."""
-    scaled = mapping_in(emitted, "model_init_kwargs")
-    if not scaled:
-        return {}
-    return {"model_init_kwargs": {**mapping_in(base, "model_init_kwargs"), **scaled}}
 
 
 def _emitted(launched: Launched, *, has_base: bool) -> dict[str, Any]:
@@ -351,17 +341,6 @@ def _launcher(
     processes = {name: ours[name] for name in ("num_processes", "num_machines")}
     said = f"states are shared by your accelerate file's {theirs}, not by FSDP"
     return {**base, **processes, "main_process_port": 0}, (said,)
-
-
-def _fsdp(launcher: dict[str, Any]) -> dict[str, Any]:
-    section: dict[str, Any] = launcher.get("fsdp_config", {})
-    return section
-
-
-def _env(env: Any) -> dict[str, str]:
-    """The user's variables but the allocator's, which is the rung's."""
-    given = dict(env) if isinstance(env, Mapping) else {}
-    return {name: str(value) for name, value in given.items() if name not in ALLOCATOR_VARIABLES}
 
 
 def _notes(base: Base, own: Mapping[str, Any]) -> tuple[str, ...]:
