@@ -18,11 +18,15 @@ from markup import markdown_rows
 
 from highwater import guide, open_study, predict, write_guide
 from highwater.errors import UsageError
-from highwater.nouns.capacities import Capacity, study_capacities
+from highwater.nouns.capacities import (
+    PUBLISHED_SETTINGS,
+    Capacity,
+    published_grid,
+    study_capacities,
+)
 from highwater.nouns.cells import simplicity
 from highwater.nouns.codec import to_json
 from highwater.nouns.layout import Layout
-from highwater.nouns.published import PUBLISHED_SETTINGS, published_grid
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, MemoryOnlyFit, Study
 from highwater.pages.guide.guide import Guide, cell_label, guide_tables

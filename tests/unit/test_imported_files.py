@@ -51,7 +51,7 @@ def test_what_is_imported_is_followed_into_functions_and_not_into_what_only_type
         ("cli/commands.py", False),
         ("search/bracket.py", False),
         ("memory/formula/formula.py", False),
-        ("nouns/published.py", False),
+        ("nouns/capacities.py", False),
         ("engine/models/loss.py", True),
         ("engine/kernels/rows_triton.py", True),
         ("engine/attention/__init__.py", True),

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from highwater.errors import HighwaterError
-from highwater.nouns.published import read_capacity_table, table_capacities
+from highwater.nouns.capacities import read_capacity_table, table_capacities
 from tables import table
 
 

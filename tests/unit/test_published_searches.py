@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from highwater.errors import UsageError
-from highwater.nouns.published import CapacityTable, read_capacity_table
+from highwater.nouns.capacities import CapacityTable, read_capacity_table
 from highwater.nouns.study import Cell
 from highwater.nouns.trial import Outcome, TrialSpec
 from highwater.search.cell_outcomes import CellAnswered

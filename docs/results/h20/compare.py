@@ -19,7 +19,7 @@ from typing import NamedTuple
 import highwater
 from highwater.memory.table_accuracy import memory_limits_of
 from highwater.memory.trainers import predict_by_formula
-from highwater.nouns.published import (
+from highwater.nouns.capacities import (
     PUBLISHED_TRAINER,
     published_grid,
     read_capacity_table,

@@ -21,6 +21,7 @@ from highwater.memory.trace.allocator import CachingAllocator, CapacityError
 from highwater.memory.trace.exact import edge
 from highwater.memory.trace.replay import replay
 from highwater.memory.trinity import OUTSIDE_BYTES, bundled_trace
+from highwater.nouns.capacities import CapacityTable, read_capacity_table
 from highwater.nouns.events import (
     Allocate,
     Enter,
@@ -30,7 +31,6 @@ from highwater.nouns.events import (
     ReleaseCached,
     TraceEvent,
 )
-from highwater.nouns.published import CapacityTable, read_capacity_table
 from highwater.nouns.settings import Allocator
 from highwater.nouns.study import Cell, Question
 from highwater.units import GIB

@@ -19,8 +19,8 @@ import hypotheses
 from highwater.memory.trace.exact import edge
 from highwater.memory.trace.replay import Replayed, replay
 from highwater.memory.trinity import OUTSIDE_BYTES
+from highwater.nouns.capacities import read_capacity_table
 from highwater.nouns.events import EventLog
-from highwater.nouns.published import read_capacity_table
 from highwater.nouns.study import Cell, Question
 from highwater.units import GIB
 

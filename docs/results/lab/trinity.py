@@ -20,9 +20,9 @@ import msgspec
 from highwater.memory.trace.scaled_trace import ScaledTrace, scaled_trace
 from highwater.memory.trinity import TRACES_FILE, BundledTrace
 from highwater.model.model import ModelShape, load_model
+from highwater.nouns.capacities import read_capacity_table
 from highwater.nouns.events import EventLog, TraceOrder
 from highwater.nouns.layout import Layout
-from highwater.nouns.published import read_capacity_table
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
 

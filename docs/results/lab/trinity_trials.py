@@ -30,8 +30,8 @@ import trinity
 
 from highwater.memory.trace.replay import Replayed, replay
 from highwater.model.model import load_model
+from highwater.nouns.capacities import read_capacity_table
 from highwater.nouns.layout import Layout
-from highwater.nouns.published import read_capacity_table
 from highwater.nouns.settings import Allocator
 from highwater.nouns.trial import Device, TrialSpec
 from highwater.trials.ranks import RankShare

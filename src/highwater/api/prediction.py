@@ -202,7 +202,7 @@ def predict_against(
     are ``host_memory`` and ``reserved``, as for ``predict``.
     """
     from highwater.memory.table_accuracy import memory_limits_of, table_accuracy
-    from highwater.nouns.published import read_capacity_table
+    from highwater.nouns.capacities import read_capacity_table
 
     table = read_capacity_table(Path(table_path))
     for question in table.questions:

@@ -9,9 +9,9 @@ from highwater.errors import UsageError
 from highwater.memory.capacity import CellPrediction, MemoryLimit, predict_cells
 from highwater.memory.question import memory_limit_of
 from highwater.memory.trainers import MEMORY, predict_by_formula
+from highwater.nouns.capacities import CapacityTable, rung_name
 from highwater.nouns.cluster import Cluster, own_memory, refuse_small_gpu
 from highwater.nouns.codec import Record
-from highwater.nouns.published import CapacityTable, rung_name
 from highwater.nouns.study import Cell, Question
 from highwater.nouns.trainer import OURS, TrainerName
 

@@ -33,10 +33,10 @@ from highwater.model.footprint import (
 )
 from highwater.model.logit_transform import reads_a_transform
 from highwater.model.model import ModelShape
+from highwater.nouns.capacities import PUBLISHED_SETTINGS
 from highwater.nouns.codec import Record, from_json
 from highwater.nouns.corpus import least_packed
 from highwater.nouns.layout import Layout
-from highwater.nouns.published import PUBLISHED_SETTINGS
 from highwater.nouns.settings import Allocator
 from highwater.nouns.study import Cell, Question
 from highwater.nouns.trial import PROMPT_TOKENS

@@ -10,11 +10,10 @@ import msgspec
 from highwater.api.prediction import predict
 from highwater.errors import StudyError, UsageError
 from highwater.memory.capacity import MemoryLimit, Prediction, predicted_capacities
-from highwater.nouns.capacities import Capacity, study_capacities
+from highwater.nouns.capacities import Capacity, study_capacities, table_capacities
 from highwater.nouns.codec import from_json
 from highwater.nouns.declaration import flag_of, words_of
 from highwater.nouns.files import CONFIG_BYTES, read_file
-from highwater.nouns.published import table_capacities
 from highwater.nouns.recommendation import Query
 from highwater.nouns.trainer import OURS, TrainerName
 from highwater.pages.guide.guide import Guide, guide_tables

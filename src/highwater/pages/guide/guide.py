@@ -11,9 +11,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from highwater.nouns.capacities import Capacity, Source, may_be_simpler, simplest
+from highwater.nouns.capacities import Capacity, Source, may_be_simpler, published_grid, simplest
 from highwater.nouns.codec import to_builtins
-from highwater.nouns.published import published_grid
 from highwater.nouns.recommendation import Candidate, Query, Recommendation
 from highwater.nouns.settings import Settings, other_training
 from highwater.nouns.study import Cell

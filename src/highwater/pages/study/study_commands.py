@@ -17,11 +17,11 @@ from highwater.memory.snapshot.attribution import Category, category_of
 from highwater.memory.snapshot.memory_profile import Advice, advice_of
 from highwater.memory.snapshot.snapshot import Frame
 from highwater.model.model import Model, load_model
+from highwater.nouns.capacities import published_grid
 from highwater.nouns.codec import Record
 from highwater.nouns.foreign_trainer import FOREIGN, ForeignTrainer
 from highwater.nouns.layout import Layout, flags_of
 from highwater.nouns.profiling import coordinates
-from highwater.nouns.published import published_grid
 from highwater.nouns.request import setting_flags
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import CellAnswer, Question, RecordedTrial, Study
