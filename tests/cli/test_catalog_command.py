@@ -2,8 +2,7 @@
 
 import json
 
-import pytest
-from conftest import following, offered, refusal
+from conftest import following
 
 from highwater.model.model_place import catalog_names, model_catalog
 from highwater.nouns.hardware import gpu_catalog
@@ -40,10 +39,3 @@ def test_a_list_has_the_names_with_the_words_that_were_typed(highwater):
     assert "Qwen3-8B" in [each["model"]["name"] for each in listed]
     assert all("qwen3" in each["model"]["name"].lower() for each in listed)
     assert highwater("gpus", "v100").returncode == 0
-
-
-@pytest.mark.parametrize("command", ["models", "gpus"])
-def test_a_word_that_no_name_has_is_told(highwater, command):
-    problem, hint = refusal(highwater(command, "no-such-thing"), 2)
-    assert "'no-such-thing'" in problem
-    assert highwater(*offered(hint)[0][1:]).returncode == 0

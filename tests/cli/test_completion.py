@@ -29,11 +29,7 @@ CASES = {
     },
     "predict Qwen3-8B --gpus b": {"B200", "B300"},
     "predict Qwen3-8B --gpus 4xa100": {"4xA100-80GB", "4xA100-40GB"},
-    "predict Qwen3-8B --gpus 2x8xH20": {
-        "2x8xH200-141GB",
-        "2x8xH200-141GB-NVL",
-        "2x8xH20-96GB",
-    },
+    "predict Qwen3-8B --gpus 2x8xH20": {"2x8xH200-141GB", "2x8xH200-141GB-NVL", "2x8xH20-96GB"},
     "predict --gpus 4xA100-80GB Qwen3-32": {"Qwen3-32B"},
     "predict Qwen3-8B --json --lora-b": {"--lora-base"},
     "predict Qwen3-8B --lora-base ": {"bf16", "nf4"},

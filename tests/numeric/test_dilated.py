@@ -39,12 +39,7 @@ def meetings(
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("length", [1, 16, 37, 64])
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (5, 1)])
-def test_branches_are_one_softmax_over_the_keys_that_they_meet(
-    branches,
-    is_causal,
-    length,
-    heads,
-):
+def test_branches_are_one_softmax_over_the_keys_that_they_meet(branches, is_causal, length, heads):
     q, k, v = tensors(length, heads)
     ours, log_sums = dilated_attention(
         q,

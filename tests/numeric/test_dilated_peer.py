@@ -58,12 +58,7 @@ def peer() -> type[nn.Module]:
     "branches",
     [((16,), (2,)), ((32, 64), (1, 2)), ((8, 16, 64), (1, 2, 4)), ((16, 16, 32), (3, 5, 7))],
 )
-def test_groups_are_those_of_the_package(
-    peer,
-    branches,
-    heads,
-    is_causal,
-):
+def test_groups_are_those_of_the_package(peer, branches, heads, is_causal):
     torch.manual_seed(heads)
     inputs = [
         torch.randn(2, 64, heads, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)

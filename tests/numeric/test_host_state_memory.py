@@ -35,10 +35,7 @@ DEEP = SHAPE | {"num_hidden_layers": 24}
 WIDE = SHAPE | {"vocab_size": 120_000, "tie_word_embeddings": False, "num_hidden_layers": 2}
 """Of whose embedding a piece is a part."""
 STATES: dict[str, Any] = {"offload": "states", "loss": "chunked"}
-ONE: dict[str, Any] = {
-    "settings": Settings(**STATES, accumulates=False),
-    "micro_batches": 1,
-}
+ONE: dict[str, Any] = {"settings": Settings(**STATES, accumulates=False), "micro_batches": 1}
 SHORT: dict[str, Any] = {"config": DEEP, "length_tokens": 64}
 TRIALS: dict[str, dict[str, Any]] = {
     "alone": {},

@@ -104,9 +104,7 @@ def test_saved_weights_are_those_that_transformers_loads(tied, tmp_path):
     assert assert_as_transformers_loads_it(saved(tmp_path, tied=tied)).weights == "saved"
 
 
-def test_a_tied_head_that_differs_in_the_files_is_trained_apart_as_transformers_does(
-    tmp_path,
-):
+def test_a_tied_head_that_differs_in_the_files_is_trained_apart_as_transformers_does(tmp_path):
     saved(tmp_path, tied=True)
     change(tmp_path, **{HEAD: torch.randn(64, 32)})
     model = assert_as_transformers_loads_it(tmp_path)
@@ -118,9 +116,7 @@ def test_a_tied_head_that_differs_in_the_files_is_trained_apart_as_transformers_
     assert said["tie_word_embeddings"] is False
 
 
-def test_a_tied_head_that_the_files_hold_twice_or_under_the_heads_name_alone_stays_tied(
-    tmp_path,
-):
+def test_a_tied_head_that_the_files_hold_twice_or_under_the_heads_name_alone_stays_tied(tmp_path):
     saved(tmp_path, tied=True)
     whole = load_file(tmp_path / FILE)[EMBEDDING]
     change(tmp_path, **{HEAD: whole.clone()})
@@ -179,10 +175,7 @@ def test_a_tensor_that_the_files_hold_under_two_names_is_refused(tmp_path):
 def test_another_vocabulary_is_refused_and_not_cut(rows, tmp_path):
     saved(tmp_path)
     change(tmp_path, **{EMBEDDING: torch.randn(rows, 32)})
-    with pytest.raises(
-        ModelError,
-        match=rf"\({rows}, 32\), .* \(64, 32\)",
-    ):
+    with pytest.raises(ModelError, match=rf"\({rows}, 32\), .* \(64, 32\)"):
         filled(tmp_path)
 
 
@@ -201,16 +194,11 @@ def test_more_experts_than_the_config_has_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(
         json.dumps({**config, "num_experts": 3, "num_local_experts": 3})
     )
-    with pytest.raises(
-        ModelError,
-        match=r"no place for: .*experts\.3\.|mlp\.gate",
-    ):
+    with pytest.raises(ModelError, match=r"no place for: .*experts\.3\.|mlp\.gate"):
         filled(tmp_path)
 
 
-def test_a_models_weights_train_a_reward_model_whose_head_is_random_or_saved(
-    tmp_path,
-):
+def test_a_models_weights_train_a_reward_model_whose_head_is_random_or_saved(tmp_path):
     saved(tmp_path)
     model = filled(tmp_path, gives_scalars=True)
     assert torch.equal(

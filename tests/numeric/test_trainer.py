@@ -166,12 +166,7 @@ def test_on_the_cpu_which_keeps_no_history_a_profiler_is_refused_on_every_object
 )
 @pytest.mark.parametrize("objective", ["sft", "dpo", "grpo", "ppo", "rw"])
 def test_a_trainer_takes_the_profiler_that_trials_take(
-    objective,
-    asked,
-    meant,
-    model,
-    tmp_path,
-    monkeypatch,
+    objective, asked, meant, model, tmp_path, monkeypatch
 ):
     """On a machine that seems to have a GPU; what is recorded on one is in tests/gpu."""
     gpu = SimpleNamespace(total_memory=80 * GIB)
@@ -203,8 +198,7 @@ def recorded(
     monkeypatch.setattr(memory, "_set_memory_metadata", lambda _: None, raising=False)
     with Trainer(model, length=8, device="cpu") as trainer:
         order = SnapshotOrder(
-            directory=str(tmp_path / "memory_snapshots"),
-            profiling=Profiling(profile_steps=(0, 2)),
+            directory=str(tmp_path / "memory_snapshots"), profiling=Profiling(profile_steps=(0, 2))
         )
         with monkeypatch.context() as patch:
             patch.setattr(torch.cuda, "is_available", lambda: True)

@@ -254,9 +254,7 @@ def test_nothing_is_predicted_far_past_what_was_measured():
 
 
 @pytest.mark.parametrize("lengths", [(512, 1024), (512, 1024, 2048), (4096,), (256, 131_072)])
-def test_where_too_little_was_measured_a_report_says_so_and_has_no_row_of_least_lengths(
-    lengths,
-):
+def test_where_too_little_was_measured_a_report_says_so_and_has_no_row_of_least_lengths(lengths):
     found = bench(measured("dense", lengths, token_s=1e-6, token_bytes=64))
     assert predicted_table(found, attention_summary(found), "forward").rows == ()
     sections = {section.title: section for section in report_sections(found)}

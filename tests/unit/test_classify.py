@@ -289,9 +289,7 @@ def test_every_error_of_device_memory_that_ran_out_is_known(error):
 
 
 @pytest.mark.parametrize("error", HOST_ERRORS, ids=str)
-def test_host_memory_is_told_from_device_memory_and_on_the_cpu_is_the_device(
-    error,
-):
+def test_host_memory_is_told_from_device_memory_and_on_the_cpu_is_the_device(error):
     assert exhausted_memory(error, device="cuda") == "host_memory"
     assert exhausted_memory(error, device="cpu") == "device_memory"
 
@@ -303,9 +301,7 @@ def test_other_errors_are_not_of_memory_that_ran_out_whatever_they_say(error, de
 
 
 @pytest.mark.parametrize("error", AMBIGUOUS, ids=str)
-def test_an_error_with_several_causes_is_of_memory_only_where_there_is_none_left(
-    error,
-):
+def test_an_error_with_several_causes_is_of_memory_only_where_there_is_none_left(error):
     assert exhausted_memory(error, device="cuda", is_spent=is_spent) == "host_memory"
     assert exhausted_memory(error, device="cpu", is_spent=is_spent) == "device_memory"
 

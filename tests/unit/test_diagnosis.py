@@ -30,8 +30,7 @@ STUDY = study_of(
 
 def request(folder: Path, **changes: object):
     return request_from(
-        {"model": "Qwen3-0.6B", "log_dir": str(folder), "device": "cuda", **changes},
-        keywords=True,
+        {"model": "Qwen3-0.6B", "log_dir": str(folder), "device": "cuda", **changes}, keywords=True
     )
 
 

@@ -120,9 +120,7 @@ def test_everything_else_of_the_users_environment_is(monkeypatch):
     assert trial_environment(cuda_spec()).items() >= mine.items()
 
 
-def test_a_trial_counts_gpus_as_the_driver_does_whatever_the_shell_says(
-    monkeypatch,
-):
+def test_a_trial_counts_gpus_as_the_driver_does_whatever_the_shell_says(monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     assert trial_environment(cuda_spec())["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
@@ -151,9 +149,7 @@ def test_a_report_that_cannot_be_read_counts_as_none_and_says_why(tmp_path, writ
     assert why in damaged[0]
 
 
-def test_ranks_talk_to_each_other_on_an_interface_that_nobody_else_reaches(
-    monkeypatch,
-):
+def test_ranks_talk_to_each_other_on_an_interface_that_nobody_else_reaches(monkeypatch):
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "eth0")
         assert trial_environment(cuda_spec())[name] == trial_environment(cpu_spec())[name] == "lo"

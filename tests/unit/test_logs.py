@@ -48,9 +48,7 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 """
 
 
-def test_the_end_of_a_log_is_what_the_workers_wrote_unless_only_the_launcher_did(
-    tmp_path,
-):
+def test_the_end_of_a_log_is_what_the_workers_wrote_unless_only_the_launcher_did(tmp_path):
     log = tmp_path / "model_len-8192.log"
     log.write_text(
         f"Traceback (most recent call last):\n    ~~~^^^^\nRuntimeError: no memory\n{LAUNCHER}"

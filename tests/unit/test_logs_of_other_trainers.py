@@ -97,9 +97,7 @@ PREFIXES: dict[str, Callable[[int, str], str]] = {
 
 
 @pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES)
-def test_what_stands_before_every_line_changes_no_verdict(
-    prefix,
-):
+def test_what_stands_before_every_line_changes_no_verdict(prefix):
     for expected in EXPECTED:
         lines = log_of(expected).split("\n")
         log = "\n".join(prefix(at, line) for at, line in enumerate(lines))

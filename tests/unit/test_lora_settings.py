@@ -34,12 +34,7 @@ from highwater.nouns.settings import Settings
             None,
         ),
         (
-            {
-                "lora": 4,
-                "optimizer": "adamw-8bit",
-                "parameters": "bf16",
-                "accumulates": False,
-            },
+            {"lora": 4, "optimizer": "adamw-8bit", "parameters": "bf16", "accumulates": False},
             "adapters are trained in float32",
             "leave `--parameters` out",
         ),

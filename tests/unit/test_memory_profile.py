@@ -158,18 +158,14 @@ def test_what_a_backward_pass_makes_is_a_gradient_where_it_is_there_after_the_pa
     )
 
 
-def test_a_gradient_that_lives_until_it_is_zeroed_is_one_without_any_optimizer(
-    tmp_path,
-):
+def test_a_gradient_that_lives_until_it_is_zeroed_is_one_without_any_optimizer(tmp_path):
     program = Program()
     made = program.allocate(30 * MIB, *MM_BACKWARD)
     program.free(made, *ZERO_GRAD)
     assert sizes(memory_profile(written(tmp_path, program))) == {"gradients": 30}
 
 
-def test_what_a_backward_pass_needs_on_its_way_is_no_state_to_put_elsewhere(
-    tmp_path,
-):
+def test_what_a_backward_pass_needs_on_its_way_is_no_state_to_put_elsewhere(tmp_path):
     program = Program()
     program.allocate(30 * MIB, (f"{SITE}/torch/nn/modules/linear.py", 106, "__init__"), MAIN)
     program.phase = "backward"
@@ -205,9 +201,7 @@ def test_a_place_is_a_line_of_the_program_wherever_it_and_pytorch_are_installed(
     assert is_shown or place.place == "work/pretrain.py:88 main"
 
 
-def test_rules_for_this_engine_are_for_no_other_program_below_a_folder_of_its_name(
-    tmp_path,
-):
+def test_rules_for_this_engine_are_for_no_other_program_below_a_folder_of_its_name(tmp_path):
     program = Program()
     home = "/home/me/highwater/models/.venv/lib/python3.12/site-packages"
     program.allocate(MIB, (f"{home}/torch/optim/adamw.py", 118, "_init_group"), MAIN)

@@ -62,9 +62,7 @@ def test_a_large_one_is_a_shared_path_whose_files_are_the_same(tmp_path):
     assert files.missing() == f"it has no {directory / 'config.json'}"
 
 
-def test_what_a_node_lacks_is_named(
-    tmp_path,
-):
+def test_what_a_node_lacks_is_named(tmp_path):
     model = model_files(write_model(tmp_path / "model"))
     needs = Needs(on_gpus=True, model=model, data_module="nowhere_to_be_found.batches")
     assert read_node(0, needs).problem == "it has no module nowhere_to_be_found.batches"

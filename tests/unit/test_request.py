@@ -77,9 +77,7 @@ def test_the_hint_is_the_nearest_thing_that_works(values, hint):
 
 
 @pytest.mark.parametrize("name", Request.__struct_fields__)
-def test_a_wrong_type_of_any_setting_is_answered_with_a_line_of_the_file_that_works(
-    name,
-):
+def test_a_wrong_type_of_any_setting_is_answered_with_a_line_of_the_file_that_works(name):
     good = {"model": "Qwen3-0.6B"}
     with pytest.raises(UsageError) as refusal:
         request_from({**good, name: {"a": 1}}, config_file="study.yaml")

@@ -104,9 +104,7 @@ def test_machines_that_are_named_have_a_copy_each_and_their_own_gpus():
 
 
 @pytest.mark.parametrize("machines", [4, 8, 128])
-def test_machines_of_8_that_are_named_are_the_machines_that_follow_from_copies(
-    machines,
-):
+def test_machines_of_8_that_are_named_are_the_machines_that_follow_from_copies(machines):
     asked = {"length": "64k", "ulysses": [2], "host_memory": "256GiB"}
     named = predict("Qwen3-8B", gpus=f"{machines}x8xH100-80GB", **asked)
     copied = predicted(8 * machines, copies=[machines])

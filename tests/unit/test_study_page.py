@@ -174,9 +174,7 @@ def test_no_folder_of_the_machine_of_a_trial_is_on_its_page():
 @pytest.mark.parametrize(
     "trials", [(), (trial(8192, None),), (trial(8192, Outcome.FIT), trial(16384, None))], ids=len
 )
-def test_a_study_that_is_not_finished_is_a_page_that_says_so(
-    trials,
-):
+def test_a_study_that_is_not_finished_is_a_page_that_says_so(trials):
     report = report_of(study_of(*trials))
     page = Page(study_page(report))
     assert "Unfinished" in page.text("strong")
@@ -278,9 +276,7 @@ def test_a_cell_of_a_csv_that_begins_like_a_formula_is_text(beginning):
     assert all(not cell.lstrip().startswith(("=", "+", "@", "＝")) for cell in rows[0].values())
 
 
-def test_the_name_of_the_file_says_the_form_and_a_file_that_is_there_is_left_alone(
-    tmp_path,
-):
+def test_the_name_of_the_file_says_the_form_and_a_file_that_is_there_is_left_alone(tmp_path):
     report = real_report("edge-4b-1-full")
     for name, beginning in (
         ("r.html", "<!doctype html>"),

@@ -10,11 +10,7 @@ import pytest
 from highwater.errors import MachineError, UsageError
 from highwater.nouns.request import request_from
 from highwater.nouns.training import training_request_from
-from highwater.recommendation.training_settings import (
-    ChosenTrial,
-    chosen_trial,
-    named_settings,
-)
+from highwater.recommendation.training_settings import ChosenTrial, chosen_trial, named_settings
 from highwater.store.journal import read_study
 from highwater.units import GIB
 from places import NO_GPU, machine_with

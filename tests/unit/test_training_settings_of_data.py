@@ -60,9 +60,7 @@ def test_texts_that_are_trained_from_their_beginning_are_noted_where_their_logit
     [{"memory": "8GiB"}, {"trained_tokens": 500}, {"loss": "chunked"}],
     ids=["room", "prompts", "a chunked loss"],
 )
-def test_nothing_is_noted_where_there_is_room_a_prompt_or_a_chunked_loss(
-    otherwise,
-):
+def test_nothing_is_noted_where_there_is_room_a_prompt_or_a_chunked_loss(otherwise):
     assert notes(**{"memory": "4GiB", "trained_tokens": 999, **otherwise}) == ()
 
 

@@ -9,12 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from highwater import predict, recommend
-from highwater.cli.search_context_length_capacity import (
-    parse,
-    place_of,
-    request_of,
-    settings_of,
-)
+from highwater.cli.search_context_length_capacity import parse, place_of, request_of, settings_of
 from highwater.errors import ModelError, UsageError
 from highwater.model.model import load_model
 from highwater.nouns.codec import from_builtins, to_builtins
