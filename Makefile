@@ -4,10 +4,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 JOBS ?= 2
-# Of the cases that run once for each recorded study, family, catalog entry, page, number of processes or kind of fault:
-# none, sample, turns, all. CI asks for turns: all but those marked by_turns and tests/long_tests.txt, of which it takes a
-# part each day.
-CORPUS ?= sample
 
 VENV4 := .venv-transformers4
 OLDEST := .venv-oldest
@@ -84,13 +80,15 @@ contracts: $(READY)
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal
 
 check: lint types contracts
-	$(PYTEST) --corpus none --hypothesis-profile quick tests/unit
+	$(PYTEST) --hypothesis-profile quick -m 'not corpus' tests/unit
 
 test: lint types contracts
-	$(PYTEST) --corpus $(CORPUS) --hypothesis-profile $(if $(filter sample,$(CORPUS)),quick,highwater)
+	$(PYTEST)
 
+# Everything: properties with ten times the examples, combinations of three settings where `make test` has those of two.
 test-all: lint types contracts $(VENV4)/.ready
-	HIGHWATER_REQUIRE=transformers4 $(PYTEST) --hypothesis-profile deep -m 'not gpu and not pages and not emit and not ray'
+	HIGHWATER_DEEP=1 HIGHWATER_REQUIRE=transformers4 $(PYTEST)
+	$(MAKE) test-pages test-emit test-ray test-oldest
 
 $(VENV)/.ready-pages: $(READY)
 	$(BIN)/pip install --quiet -e '.[pages]'
@@ -106,7 +104,7 @@ test-ray: $(READY)
 
 # Models, their configs, training, checkpoints and exports: what torch and transformers change.
 test-oldest: $(OLDEST)/.ready
-	$(OLDEST)/bin/pytest -n $(JOBS) --dist worksteal --corpus sample --hypothesis-profile quick \
+	$(OLDEST)/bin/pytest -n $(JOBS) --dist worksteal --hypothesis-profile quick \
 		$(addprefix tests/numeric/test_,$(addsuffix .py,attention configs_as_their_classes damaged_checkpoints \
 		document_rope export loss low_bit optimizer recompute router saved_weights trained_model trainer windows)) \
 		$(addprefix tests/dist/test_,$(addsuffix .py,checkpoints lora run_checkpoints sharded_equals_unsharded \

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from highwater.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from highwater.api import find as find
-    from highwater.api import open_study as open_study
-    from highwater.api import predict as predict
-    from highwater.api import run_trial as run_trial
+    from highwater.api.prediction import predict as predict
+    from highwater.api.search import find as find
+    from highwater.api.search import open_study as open_study
+    from highwater.api.search import run_trial as run_trial
+    from highwater.api.training import train as train
     from highwater.engine.attention.modules import BlockSparseAttention as BlockSparseAttention
     from highwater.engine.attention.modules import (
         BlockSparseRingDilatedAttention as BlockSparseRingDilatedAttention,
@@ -28,19 +29,18 @@ if TYPE_CHECKING:
     from highwater.pages.study.build import study_report as study_report
     from highwater.pages.study.build import write_report as write_report
     from highwater.recommendation.recommend import recommend as recommend
-    from highwater.training import train as train
 
 _PUBLIC = {
-    "find": "highwater.api",
-    "predict": "highwater.api",
-    "run_trial": "highwater.api",
-    "open_study": "highwater.api",
+    "find": "highwater.api.search",
+    "predict": "highwater.api.prediction",
+    "run_trial": "highwater.api.search",
+    "open_study": "highwater.api.search",
     "guide": "highwater.pages.guide.build",
     "write_guide": "highwater.pages.guide.build",
     "recommend": "highwater.recommendation.recommend",
     "study_report": "highwater.pages.study.build",
     "write_report": "highwater.pages.study.build",
-    "train": "highwater.training",
+    "train": "highwater.api.training",
     "HighwaterError": "highwater.errors",
     "MemoryProfiler": "highwater.engine.training.memory_profiler",
     "SparsePatternConfig": "highwater.nouns.sparse_pattern",

@@ -88,7 +88,7 @@ def room_of(name: str) -> str:
     return ".".join(parts[: 3 if parts[1:2] == ["engine"] else 2])
 
 
-def test_no_module_imports_itself_through_others() -> None:
+def test_no_module_imports_itself_through_others():
     graph = import_graph(PACKAGE)
     assert len(graph) > 200
     assert cycle(graph) == []
@@ -102,7 +102,7 @@ def test_no_module_imports_itself_through_others() -> None:
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from own import one\n",
     ],
 )
-def test_a_cycle_is_found_whichever_way_it_is_closed(late: str, tmp_path: Path) -> None:
+def test_a_cycle_is_found_whichever_way_it_is_closed(late, tmp_path):
     own = tmp_path / "own"
     own.mkdir()
     (own / "__init__.py").touch()
@@ -114,13 +114,13 @@ def test_a_cycle_is_found_whichever_way_it_is_closed(late: str, tmp_path: Path) 
     assert set(cycle(import_graph(own))) == {"own.one", "own.two", "own.three"}
 
 
-def test_every_import_goes_down_the_rooms() -> None:
+def test_every_import_goes_down_the_rooms():
     graph = import_graph(PACKAGE)
     up = {(name, each) for name, found in graph.items() for each in found if name != each}
     assert not {pair for pair in up if not goes_down(*pair)}
 
 
-def test_what_goes_up_or_sideways_or_to_the_other_plane_is_told() -> None:
+def test_what_goes_up_or_sideways_or_to_the_other_plane_is_told():
     assert goes_down("highwater.pages.page", "highwater.units")
     assert goes_down("highwater.engine.bench.attention.benchmark", "highwater.engine.parallel.mesh")
     for one, other in (
@@ -128,12 +128,12 @@ def test_what_goes_up_or_sideways_or_to_the_other_plane_is_told() -> None:
         ("highwater.search.proof", "highwater.recommendation.queries"),
         ("highwater.trials.tracing", "highwater.engine.tracer.tracer"),
         ("highwater.engine.training.step", "highwater.memory.capacity"),
-        ("highwater.api", "highwater"),
+        ("highwater.api.search", "highwater"),
     ):
         assert not goes_down(one, other)
 
 
-def test_nothing_but_the_package_loads_its_modules_by_a_name_in_a_string() -> None:
+def test_nothing_but_the_package_loads_its_modules_by_a_name_in_a_string():
     loading = {
         str(path.relative_to(PACKAGE)): ast.unparse(node)
         for path in PACKAGE.rglob("*.py")
@@ -145,7 +145,7 @@ def test_nothing_but_the_package_loads_its_modules_by_a_name_in_a_string() -> No
     assert not [call for call in loading.values() if "highwater" in call]
 
 
-def test_nothing_that_another_machine_sends_is_unpickled() -> None:
+def test_nothing_that_another_machine_sends_is_unpickled():
     collectives = {"all_gather_object", "gather_object", "broadcast_object_list"}
     collectives |= {"scatter_object_list", "send_object_list", "recv_object_list"}
     named = {

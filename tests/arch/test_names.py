@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "highwater"
 ROOMS = {
-    *("cli", "pages", "recommendation", "search", "trials", "trainers", "store", "memory", "speed"),
+    *("cli", "pages", "api", "recommendation", "search", "trials", "trainers", "store", "memory"),
     *("model", "nouns", "engine"),
 }
 """Of the control plane, from the top down, and the data plane, whole."""
@@ -29,15 +29,12 @@ GIVEN_UP_WORDS = {
 ELSEWHERE = {
     "slope": {"memory/trace/scaled_trace.py"},  # of a line
     "Place": {  # where a chooser stands
-        f"pages/guide/{name}.py" for name in ("answers", "chooser", "guide_page")
+        f"pages/guide/{name}.py" for name in ("answers", "chooser", "guide", "guide_page")
     },
 }
 """Words that mean what the field means by them there."""
 SHARED = {
     "build": "puts together what its room is about",
-    "environment": "what a process is started in: a trial's, a benchmark's",
-    "guide": "the command and its page",
-    "job": "what a process is asked and leaves: its files, and how it is started and awaited",
     "ranks": "the processes that train together: a trial's, and those of a loop of one's own",
     "recommend": "the command and what it answers",
     "rope": "rotary positions: the config and the model",
@@ -45,6 +42,8 @@ SHARED = {
     "trainers": "what one room has of each trainer, a row for each",
     "training": "what a run of training is, and how it is started",
     "trial": "what a trial is, and how it is trained",
+    "trinity": "what one room has of that trainer",
+    "trl": "what one room has of that trainer",
 }
 """Names of files in more than one room, and the one thing that they mean in all."""
 SAME_BY_CHANCE = {
@@ -59,19 +58,19 @@ def files() -> list[Path]:
     return sorted(SOURCE.rglob("*.py"))
 
 
-def test_the_rooms_are_these() -> None:
+def test_the_rooms_are_these():
     found = {path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()}
     assert found == ROOMS
     for room in found:
         assert ast.get_docstring(ast.parse((SOURCE / room / "__init__.py").read_text()))
 
 
-def test_no_file_has_a_name_that_was_given_up() -> None:
+def test_no_file_has_a_name_that_was_given_up():
     assert not [path for path in files() if path.stem in GIVEN_UP_FILES]
     assert not {path.parent.name for path in files()} & {"prediction", "report", "launch"}
 
 
-def test_nothing_in_a_file_has_a_name_that_was_given_up() -> None:
+def test_nothing_in_a_file_has_a_name_that_was_given_up():
     found: dict[str, set[str]] = defaultdict(set)
     for path in files():
         for node in ast.walk(ast.parse(path.read_text())):
@@ -82,7 +81,7 @@ def test_nothing_in_a_file_has_a_name_that_was_given_up() -> None:
         assert where <= ELSEWHERE.get(name, set()), name
 
 
-def test_no_two_files_of_one_name_mean_different_things() -> None:
+def test_no_two_files_of_one_name_mean_different_things():
     stems: dict[str, list[str]] = defaultdict(list)
     for path in files():
         stems[path.stem].append(str(path.relative_to(SOURCE)))
@@ -90,7 +89,7 @@ def test_no_two_files_of_one_name_mean_different_things() -> None:
     assert twice - {"__init__"} == set(SHARED)
 
 
-def test_no_two_files_of_tests_are_one_module() -> None:
+def test_no_two_files_of_tests_are_one_module():
     outside_packages = [
         path.stem
         for path in (ROOT / "tests").rglob("test_*.py")
@@ -100,7 +99,7 @@ def test_no_two_files_of_tests_are_one_module() -> None:
     assert sorted(set(outside_packages)) == sorted(outside_packages)
 
 
-def test_a_number_of_one_name_and_one_value_stands_once() -> None:
+def test_a_number_of_one_name_and_one_value_stands_once():
     places: dict[tuple[str, str], list[str]] = defaultdict(list)
     for path in files():
         for name, value in numbers(ast.parse(path.read_text())):
@@ -126,7 +125,7 @@ def numbers(tree: ast.Module) -> Iterator[tuple[str, str]]:
                     yield target.id, repr(found)
 
 
-def test_no_two_types_have_one_name() -> None:
+def test_no_two_types_have_one_name():
     types: dict[str, list[str]] = defaultdict(list)
     for path in files():
         for node in ast.parse(path.read_text()).body:

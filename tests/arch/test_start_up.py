@@ -42,7 +42,7 @@ def run(code: str, *words: str, cwd: Path | None = None) -> subprocess.Completed
     "module",
     [
         "highwater",
-        "highwater.api",
+        "highwater.api.search",
         "highwater.cli.commands",
         "highwater.cli.search_context_length_capacity",
         "highwater.trials.local",
@@ -50,7 +50,7 @@ def run(code: str, *words: str, cwd: Path | None = None) -> subprocess.Completed
         "highwater.engine.ranks",
     ],
 )
-def test_importing_the_control_plane_imports_nothing_heavy(module: str) -> None:
+def test_importing_the_control_plane_imports_nothing_heavy(module):
     done = run(f"import sys, {module}; print([name for name in {HEAVY!r} if name in sys.modules])")
     assert done.stdout == "[]\n", done.stderr
 
@@ -69,24 +69,22 @@ def test_importing_the_control_plane_imports_nothing_heavy(module: str) -> None:
         RECOMMEND,
     ],
 )
-def test_a_command_that_trains_nothing_imports_nothing_heavy(
-    words: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_command_that_trains_nothing_imports_nothing_heavy(words, tmp_path):
     done = run(_RUN, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
-def test_show_imports_nothing_heavy(tmp_path: Path) -> None:
+def test_show_imports_nothing_heavy(tmp_path):
     assert run(_RUN, "find", "Qwen3-0.6B", *DRY, "--study", "s.jsonl", cwd=tmp_path).returncode == 0
     for form in ("table", "published", "json"):
         assert run(_RUN, "show", "s.jsonl", "--as", form, cwd=tmp_path).returncode == 0
 
 
-def test_a_profile_imports_nothing_heavy(tmp_path: Path) -> None:
+def test_a_profile_imports_nothing_heavy(tmp_path):
     assert run(_RUN, "profile", *SNAPSHOTS, "--html", "p.html", cwd=tmp_path).returncode == 0
 
 
-def test_a_report_imports_nothing_heavy(tmp_path: Path) -> None:
+def test_a_report_imports_nothing_heavy(tmp_path):
     assert run(_RUN, "find", "Qwen3-0.6B", *DRY, "--study", "s.jsonl", cwd=tmp_path).returncode == 0
     for form in ("html", "md", "csv", "json"):
         assert run(_RUN, "report", "s.jsonl", "-o", f"r.{form}", cwd=tmp_path).returncode == 0
@@ -101,9 +99,7 @@ def test_a_report_imports_nothing_heavy(tmp_path: Path) -> None:
         RECOMMEND,
     ],
 )
-def test_a_command_that_trains_nothing_answers_at_once(
-    words: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_command_that_trains_nothing_answers_at_once(words, tmp_path):
     def took_s() -> float:
         began = os.times()
         run(_RUN, *words, cwd=tmp_path)
@@ -113,7 +109,7 @@ def test_a_command_that_trains_nothing_answers_at_once(
     assert any(took_s() < START_UP_S for _ in range(3))
 
 
-def test_the_public_names_are_these() -> None:
+def test_the_public_names_are_these():
     assert highwater.__all__ == [
         *(
             "BlockSparseAttention",

@@ -3,13 +3,13 @@
 import json
 
 import pytest
-from conftest import Run, following, offered, refusal
+from conftest import following, offered, refusal
 
 from highwater.model.model_place import catalog_names, model_catalog
 from highwater.nouns.hardware import gpu_catalog
 
 
-def test_every_model_is_listed_with_its_id_and_its_source(highwater: Run) -> None:
+def test_every_model_is_listed_with_its_id_and_its_source(highwater):
     done = highwater("models")
     assert done.returncode == 0
     for model in model_catalog():
@@ -23,7 +23,7 @@ def test_every_model_is_listed_with_its_id_and_its_source(highwater: Run) -> Non
     assert highwater(*following(done)).returncode == 0
 
 
-def test_every_kind_of_gpu_is_listed_with_its_source(highwater: Run) -> None:
+def test_every_kind_of_gpu_is_listed_with_its_source(highwater):
     done = highwater("gpus")
     assert done.returncode == 0
     lines = done.stdout.splitlines()
@@ -35,7 +35,7 @@ def test_every_kind_of_gpu_is_listed_with_its_source(highwater: Run) -> None:
     assert highwater(*following(done)).returncode == 0
 
 
-def test_a_list_has_the_names_with_the_words_that_were_typed(highwater: Run) -> None:
+def test_a_list_has_the_names_with_the_words_that_were_typed(highwater):
     listed = json.loads(highwater("models", "QWEN3", "8b", "--json").stdout)["models"]
     assert "Qwen3-8B" in [each["model"]["name"] for each in listed]
     assert all("qwen3" in each["model"]["name"].lower() for each in listed)
@@ -43,7 +43,7 @@ def test_a_list_has_the_names_with_the_words_that_were_typed(highwater: Run) -> 
 
 
 @pytest.mark.parametrize("command", ["models", "gpus"])
-def test_a_word_that_no_name_has_is_told(highwater: Run, command: str) -> None:
+def test_a_word_that_no_name_has_is_told(highwater, command):
     problem, hint = refusal(highwater(command, "no-such-thing"), 2)
     assert "'no-such-thing'" in problem
     assert highwater(*offered(hint)[0][1:]).returncode == 0

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import SIMULATED, Run, following, offered, refusal
+from conftest import SIMULATED, following, offered, refusal
 
 from highwater.cli.grammar import commands
 
@@ -15,9 +15,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("length", "code", "outcome"), [("8k", 0, "FIT"), ("1m", 1, "OUT_OF_MEMORY")]
 )
-def test_one_trial_says_how_it_ended_by_its_exit_code(
-    highwater: Run, length: str, code: int, outcome: str
-) -> None:
+def test_one_trial_says_how_it_ended_by_its_exit_code(highwater, length, code, outcome):
     done = highwater("try", "Qwen3-0.6B", "--length", length, *SIMULATED)
     assert done.returncode == code
     assert done.stdout.splitlines()[0].endswith(": simulated")
@@ -32,9 +30,7 @@ def test_one_trial_says_how_it_ended_by_its_exit_code(
     )
 
 
-def test_a_study_is_shown_as_a_table_as_published_as_lines_and_as_json(
-    highwater: Run, tmp_path: Path
-) -> None:
+def test_a_study_is_shown_as_a_table_as_published_as_lines_and_as_json(highwater, tmp_path):
     found = highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "logs/m/study-1.jsonl")
     assert highwater("show").stdout == found.stdout
     published = highwater("show", "logs/m/study-1.jsonl", "--as", "published")
@@ -50,13 +46,13 @@ def test_a_study_is_shown_as_a_table_as_published_as_lines_and_as_json(
     assert all(trial["result"]["simulated"] for trial in document["trials"])
 
 
-def test_without_a_name_the_newest_study_is_shown(highwater: Run) -> None:
+def test_without_a_name_the_newest_study_is_shown(highwater):
     for model in ("Qwen3-0.6B", "Qwen3-1.7B"):
         highwater("find", model, *SIMULATED, "--study", f"elsewhere/{model}/study-1.jsonl")
     assert highwater("show", "--log-dir", "elsewhere").stdout.startswith("Qwen3-1.7B")
 
 
-def test_a_study_that_cannot_be_read_hides_no_other(highwater: Run, tmp_path: Path) -> None:
+def test_a_study_that_cannot_be_read_hides_no_other(highwater, tmp_path):
     found = highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "logs/m/study-1.jsonl")
     broken = tmp_path / "logs" / "m" / "study-2.jsonl"
     broken.write_text("not a study\n")
@@ -70,9 +66,7 @@ def test_a_study_that_cannot_be_read_hides_no_other(highwater: Run, tmp_path: Pa
     assert " under logs " in refusal(highwater("show"), 2)[0]
 
 
-def test_the_search_after_a_trial_has_the_flags_of_the_trial(
-    highwater: Run, tmp_path: Path
-) -> None:
+def test_the_search_after_a_trial_has_the_flags_of_the_trial(highwater, tmp_path):
     (tmp_path / "t.yaml").write_text("memory: 80GiB\n")
     flags = (
         "--config",
@@ -93,13 +87,13 @@ def test_the_search_after_a_trial_has_the_flags_of_the_trial(
     assert highwater(*following(done), "--dry-run").returncode == 0
 
 
-def test_the_package_runs_as_a_module(run: Run) -> None:
+def test_the_package_runs_as_a_module(run):
     done = run("python", "-m", "highwater", "find", "Qwen3-0.6B", *SIMULATED)
     assert done.returncode == 0
     assert "high-water mark" in done.stdout
 
 
-def test_several_studies_share_a_published_table(highwater: Run) -> None:
+def test_several_studies_share_a_published_table(highwater):
     for name, model in (("a.jsonl", "Qwen3-0.6B"), ("b.jsonl", "Qwen3-1.7B")):
         highwater("find", model, *SIMULATED, "--study", name)
     shown = highwater("show", "a.jsonl", "b.jsonl", "--as", "published").stdout
@@ -108,9 +102,7 @@ def test_several_studies_share_a_published_table(highwater: Run) -> None:
     assert ["highwater", "show", "a.jsonl", "--as", "json"] in offered(hint)
 
 
-def test_a_search_that_was_cut_short_is_shown_with_the_command_that_resumes_it(
-    highwater: Run, tmp_path: Path
-) -> None:
+def test_a_search_that_was_cut_short_is_shown_with_the_command_that_resumes_it(highwater, tmp_path):
     command = ("find", "Qwen3-0.6B", *SIMULATED, "--study", "s.jsonl")
     highwater(*command)
     lines = (tmp_path / "s.jsonl").read_text().splitlines(keepends=True)
@@ -130,7 +122,7 @@ def test_a_search_that_was_cut_short_is_shown_with_the_command_that_resumes_it(
     assert "not searched yet" not in highwater("show", "s.jsonl").stdout
 
 
-def test_the_doctor_says_what_is_here_and_what_to_do(highwater: Run) -> None:
+def test_the_doctor_says_what_is_here_and_what_to_do(highwater):
     done = highwater("doctor")
     assert "no GPU is visible" in done.stdout
     assert "host memory" in done.stdout
@@ -147,7 +139,7 @@ def test_the_doctor_says_what_is_here_and_what_to_do(highwater: Run) -> None:
     assert highwater(*words, *(("--dry-run",) if words[0] == "find" else ())).returncode == 0
 
 
-def test_the_published_schema_is_current(highwater: Run) -> None:
+def test_the_published_schema_is_current(highwater):
     printed = highwater("schema").stdout
     assert json.loads(printed)["$defs"]["Request"]["additionalProperties"] is False
     assert (ROOT / "docs" / "study.schema.json").read_text() == printed, (
@@ -156,7 +148,7 @@ def test_the_published_schema_is_current(highwater: Run) -> None:
 
 
 @pytest.mark.parametrize("command", commands())
-def test_every_command_explains_itself(highwater: Run, command: str) -> None:
+def test_every_command_explains_itself(highwater, command):
     done = highwater(command, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"usage: highwater {command}")

@@ -76,21 +76,21 @@ def offered(folder: Path, typed: str) -> set[str]:
 
 
 @pytest.mark.parametrize(("typed", "completions"), CASES.items(), ids=CASES)
-def test_bash_completes(bash: Path, typed: str, completions: set[str]) -> None:
+def test_bash_completes(bash, typed, completions):
     assert offered(bash, typed) == completions
 
 
-def test_bash_completes_each_value_of_a_list(bash: Path) -> None:
+def test_bash_completes_each_value_of_a_list(bash):
     assert offered(bash, "guide --predict Qwen3-8B Qwen3-14") == {"Qwen3-14B", "Qwen3-14B-Base"}
 
 
-def test_bash_completes_every_flag_of_every_command(bash: Path) -> None:
+def test_bash_completes_every_flag_of_every_command(bash):
     for name, parser in commands().items():
         flags = offered(bash, f"{name} --")
         assert flags == {"--help", *parser.flags()}, name
 
 
-def test_bash_completes_files_and_folders(bash: Path) -> None:
+def test_bash_completes_files_and_folders(bash):
     (bash / "models").mkdir()
     (bash / "study.jsonl").touch()
     assert offered(bash, "show st") == {"study.jsonl"}
@@ -121,7 +121,7 @@ def terminal_of(*shell: str, folder: Path) -> Iterator[int]:
         os.close(terminal)
 
 
-def test_a_tab_in_a_terminal_completes(bash: Path) -> None:
+def test_a_tab_in_a_terminal_completes(bash):
     """As somebody types it."""
     with terminal_of("bash", "--norc", "--noprofile", "-i", folder=bash) as terminal:
         os.write(terminal, b"source ./script; echo re''ady\n")
@@ -153,7 +153,7 @@ def _read_until(terminal: int, awaited: str) -> str:
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
 @pytest.mark.parametrize(("typed", "completions"), CASES.items(), ids=CASES)
-def test_fish_completes(highwater: Run, tmp_path: Path, typed: str, completions: set[str]) -> None:
+def test_fish_completes(highwater, tmp_path, typed, completions):
     (tmp_path / "script").write_text(highwater("completion", "fish").stdout)
     asked = f"source script; complete -C {shlex.quote(f'highwater {typed}')}"
     done = subprocess.run(
@@ -170,7 +170,7 @@ def test_fish_completes(highwater: Run, tmp_path: Path, typed: str, completions:
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
-def test_zsh_completes(highwater: Run, tmp_path: Path) -> None:
+def test_zsh_completes(highwater, tmp_path):
     """With its own completion system, on a terminal."""
     (tmp_path / "_highwater").write_text(highwater("completion", "zsh").stdout)
     with terminal_of("zsh", "-f", "-i", folder=tmp_path) as terminal:
@@ -184,7 +184,7 @@ def test_zsh_completes(highwater: Run, tmp_path: Path) -> None:
         assert "highwater predict Qwen3-32B --gpus 4xB200" in _typed(terminal, "B200")
 
 
-def test_no_other_command_imports_shtab() -> None:
+def test_no_other_command_imports_shtab():
     code = (
         "import sys\nfrom highwater.cli.app import main\nmain(['models', 'qwen3'])\n"
         "print('shtab' in sys.modules)"
@@ -194,7 +194,7 @@ def test_no_other_command_imports_shtab() -> None:
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_no_script_calls_python(highwater: Run, shell: str) -> None:
+def test_no_script_calls_python(highwater, shell):
     script = highwater("completion", shell).stdout
     assert "python" not in script.lower()
     assert "$(highwater" not in script

@@ -20,10 +20,10 @@ def broken(
 ) -> subprocess.CompletedProcess[str]:
     """A command into whose way of reading a model somebody has put a bug."""
     code = (
-        f"import sys, errno; from highwater import api; from highwater.cli import "
+        f"import sys, errno; from highwater.api import prediction; from highwater.cli import "
         f"search_context_length_capacity as published\n"
         f"def broken(*_, **__): raise {error}\n"
-        f"api.predict = published.load_model = broken\n"
+        f"prediction.predict = published.load_model = broken\n"
         f"from {module} import main; sys.exit(main(sys.argv[1:]))\n"
     )
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -34,9 +34,7 @@ def broken(
 
 
 @pytest.mark.parametrize("module", MAINS)
-def test_a_bug_of_ours_exits_70_says_so_in_a_line_and_then_where_it_was(
-    tmp_path: Path, module: str
-) -> None:
+def test_a_bug_of_ours_exits_70_says_so_in_a_line_and_then_where_it_was(tmp_path, module):
     done = broken(tmp_path, "KeyError('rope_theta')", module=module)
     assert (done.returncode, done.stdout) == (70, "")
     error, blank, hint, second_blank, *trace = done.stderr.splitlines()
@@ -48,7 +46,7 @@ def test_a_bug_of_ours_exits_70_says_so_in_a_line_and_then_where_it_was(
     assert any("in broken" in line for line in trace)
 
 
-def test_the_report_of_a_bug_has_no_secrets_and_drives_no_terminal(tmp_path: Path) -> None:
+def test_the_report_of_a_bug_has_no_secrets_and_drives_no_terminal(tmp_path):
     done = broken(tmp_path, "RuntimeError('HF_TOKEN=hf_abcdefghijklmnopqrst \\x1b]0;title\\x07')")
     assert done.returncode == 70
     assert "hf_abcdefghij" not in done.stderr
@@ -56,10 +54,10 @@ def test_the_report_of_a_bug_has_no_secrets_and_drives_no_terminal(tmp_path: Pat
     assert not {"\x1b", "\x07"} & set(done.stderr)
 
 
-def test_a_bug_is_told_by_its_code_where_nobody_hears_stderr(tmp_path: Path) -> None:
+def test_a_bug_is_told_by_its_code_where_nobody_hears_stderr(tmp_path):
     code = (
-        "import sys; from highwater import api; del api.predict; from highwater.cli.app import "
-        "main; sys.exit(main(sys.argv[1:]))"
+        "import sys; from highwater.api import prediction; del prediction.predict; "
+        "from highwater.cli.app import main; sys.exit(main(sys.argv[1:]))"
     )
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
@@ -90,9 +88,7 @@ def test_a_bug_is_told_by_its_code_where_nobody_hears_stderr(tmp_path: Path) -> 
         ("MemoryError", "this machine has no memory left"),
     ],
 )
-def test_what_the_machine_refuses_is_told_in_its_words_and_exits_3(
-    tmp_path: Path, error: str, said: str
-) -> None:
+def test_what_the_machine_refuses_is_told_in_its_words_and_exits_3(tmp_path, error, said):
     problem, hint = refusal(broken(tmp_path, error), 3)
     assert problem == said
     assert subprocess.run(["bash", "-c", hint.split("`")[1]], capture_output=True).returncode in (
@@ -101,7 +97,7 @@ def test_what_the_machine_refuses_is_told_in_its_words_and_exits_3(
     ), "2: that file is not there"
 
 
-def test_a_working_directory_that_is_gone_is_refused(tmp_path: Path) -> None:
+def test_a_working_directory_that_is_gone_is_refused(tmp_path):
     gone = tmp_path / "gone"
     gone.mkdir()
     script = (

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from conftest import Run
 
 from highwater import study_report
-from highwater.api import open_study
+from highwater.api.search import open_study
 from highwater.nouns.study import Study
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -23,8 +22,8 @@ TIME_LIMIT_S = 420
 
 @pytest.mark.timeout(TIME_LIMIT_S)
 def test_the_demo_answers_with_pairs_of_real_trials_and_leaves_what_is_there_alone(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "demo" / "1").mkdir(parents=True)
     done = subprocess.run(
@@ -56,9 +55,7 @@ def test_the_demo_answers_with_pairs_of_real_trials_and_leaves_what_is_there_alo
     assert list((tmp_path / "demo" / "1").iterdir()) == []
 
 
-def test_the_demo_believes_no_answer_that_real_trials_do_not_prove(
-    highwater: Run, tmp_path: Path
-) -> None:
+def test_the_demo_believes_no_answer_that_real_trials_do_not_prove(highwater, tmp_path):
     words = (
         "--device",
         "cpu",

@@ -45,18 +45,18 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", GENERATED)
-def test_a_generated_document_is_as_it_would_be_written_now(name: str, written: Path) -> None:
+def test_a_generated_document_is_as_it_would_be_written_now(name, written):
     assert (DOCS / name).read_bytes() == (written / name).read_bytes(), (
         "`make documents` writes it anew"
     )
 
 
-def test_no_generated_document_is_left_out(written: Path) -> None:
+def test_no_generated_document_is_left_out(written):
     names = sorted(str(path.relative_to(written)) for path in written.rglob("*") if path.is_file())
     assert names == sorted(GENERATED)
 
 
-def test_the_h200_guide_has_every_study_and_says_what_they_were_allowed() -> None:
+def test_the_h200_guide_has_every_study_and_says_what_they_were_allowed():
     guide = (DOCS / "guide-h200.md").read_text()
     assert all(
         f"docs/results/find/{path.name} " in guide
@@ -71,7 +71,7 @@ def test_the_h200_guide_has_every_study_and_says_what_they_were_allowed() -> Non
     ]
 
 
-def test_the_picture_is_for_dark_screens_too_and_tells_itself_in_words() -> None:
+def test_the_picture_is_for_dark_screens_too_and_tells_itself_in_words():
     text = (DOCS / "capacities.svg").read_text()
     drawn = ElementTree.fromstring(text)  # noqa: S314 - our own file
     (description,) = (each.text for each in drawn if each.tag.endswith("desc"))
@@ -84,7 +84,7 @@ def test_the_picture_is_for_dark_screens_too_and_tells_itself_in_words() -> None
     )
 
 
-def test_the_site_builds_strictly_and_fetches_nothing_when_it_is_read(tmp_path: Path) -> None:
+def test_the_site_builds_strictly_and_fetches_nothing_when_it_is_read(tmp_path):
     site = tmp_path / "site"
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(

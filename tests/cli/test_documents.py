@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Run, refusal
+from conftest import refusal
 
 from highwater.cli.grammar import commands, parse
 
@@ -52,14 +52,14 @@ TRIES = ("find", "try")
 """What trains for real."""
 
 
-def test_there_is_something_to_run() -> None:
+def test_there_is_something_to_run():
     assert len(COMMANDS) >= 20
     assert len({document for document in COMMANDS.values() if document.parts[0] == "docs"}) >= 6
     assert len(PROGRAMS) >= 2
     assert len(INLINE) >= 20
 
 
-def test_the_first_screen_is_a_sentence_a_picture_and_two_commands() -> None:
+def test_the_first_screen_is_a_sentence_a_picture_and_two_commands():
     sentence, picture, commands, links = DOCUMENTS[Path("README.md")].split("\n\n")[1:5]
     assert sentence.count(".") == 1
     assert "\n" not in sentence
@@ -74,9 +74,8 @@ def test_the_first_screen_is_a_sentence_a_picture_and_two_commands() -> None:
     assert "(docs/guide-h200.md)" in links
 
 
-@pytest.mark.corpus
 @pytest.mark.parametrize(("command", "document"), COMMANDS.items(), ids=COMMANDS)
-def test_a_command_in_a_document_runs(command: str, document: Path, run: Run) -> None:
+def test_a_command_in_a_document_runs(command, document, run):
     program, *words = shlex.split(command)
     if program == "make":
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -137,14 +136,14 @@ def _assert_shown(shown: str, printed: str) -> None:
         rest = rest.partition(words)[2]
 
 
-def test_guides_and_questions_show_what_commands_print() -> None:
+def test_guides_and_questions_show_what_commands_print():
     assert len(SHOWN) >= 9
     with pytest.raises(AssertionError):
         _assert_shown("a\n...\nb", "b\na\n")
 
 
 @pytest.mark.parametrize(("command", "document"), INLINE.items(), ids=INLINE)
-def test_a_command_within_a_sentence_is_one_of_the_grammar(command: str, document: Path) -> None:
+def test_a_command_within_a_sentence_is_one_of_the_grammar(command, document):
     """What cannot be run here (it needs a GPU, a minute, or says MODEL) has at least commands and
     flags that exist.
     """
@@ -158,13 +157,12 @@ def test_a_command_within_a_sentence_is_one_of_the_grammar(command: str, documen
 @pytest.mark.parametrize(
     "name", re.findall(r"^\| `(highwater \w+|\w+)", (ROOT / "README.md").read_text(), re.MULTILINE)
 )
-def test_a_command_in_the_table_exists(name: str, run: Run) -> None:
+def test_a_command_in_the_table_exists(name, run):
     assert run(*name.split(), "--help").returncode == 0
 
 
-@pytest.mark.corpus
 @pytest.mark.parametrize(("program", "document"), PROGRAMS.items(), ids=map(str, PROGRAMS.values()))
-def test_a_program_in_a_document_runs(program: str, document: Path, tmp_path: Path) -> None:
+def test_a_program_in_a_document_runs(program, document, tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
     )
@@ -185,7 +183,7 @@ def links(text: str) -> set[str]:
 @pytest.mark.parametrize(
     "document", [path for path, text in DOCUMENTS.items() if links(text)], ids=str
 )
-def test_a_link_leads_to_a_file_of_the_repository(document: Path) -> None:
+def test_a_link_leads_to_a_file_of_the_repository(document):
     assert [
         link for link in links(DOCUMENTS[document]) if not (ROOT / document.parent / link).exists()
     ] == []

@@ -1,10 +1,8 @@
 """Trials of a model with dropout: the same command trains the same numbers, and nobody else's."""
 
 import json
-from pathlib import Path
 
 import pytest
-from conftest import Run
 
 from tiny_models import write_model
 
@@ -14,7 +12,7 @@ CPU = ("--device", "cpu", "--memory", "2GiB", "--timeout", "120s", "--json")
 
 
 @pytest.mark.timeout(300)
-def test_the_same_command_twice_has_the_same_losses(highwater: Run, tiny: Path) -> None:
+def test_the_same_command_twice_has_the_same_losses(highwater, tiny):
     losses: dict[float, list[object]] = {}
     for rate in (0.2, 0.2, 0.0):
         write_model(tiny, model_type="seed_oss", attention_dropout=0.0, residual_dropout=rate)

@@ -3,11 +3,10 @@
 import json
 import os
 import subprocess
-from pathlib import Path
 
 import pytest
 import yaml
-from conftest import Run, following, offered, refusal
+from conftest import following, offered, refusal
 
 from highwater.cli import emit as command
 from highwater.cli.grammar import parse
@@ -16,7 +15,7 @@ from highwater.errors import UsageError
 ASKED = ("Qwen3-0.6B", "--gpus", "4xH20-96GB", "--length", "16k", "--allocator", "expandable")
 
 
-def test_trinitys_file_is_what_stdout_has(highwater: Run, tmp_path: Path) -> None:
+def test_trinitys_file_is_what_stdout_has(highwater, tmp_path):
     done = highwater("emit", "--for", "trinity", *ASKED, "--rollout-gpus", "2")
     assert done.returncode == 0, done.stderr
     document = yaml.safe_load(done.stdout)
@@ -33,24 +32,7 @@ def test_trinitys_file_is_what_stdout_has(highwater: Run, tmp_path: Path) -> Non
     assert highwater(*following(done)).returncode == 0
 
 
-def test_the_hint_past_a_models_own_scaling_works_for_the_trainer(highwater: Run) -> None:
-    words = (
-        "emit",
-        "--for",
-        "trinity",
-        "Llama-3.1-8B",
-        "--gpus",
-        "8xH200-141GB",
-        "--length",
-        "200k",
-    )
-    hint = refusal(highwater(*words), 2)[1]
-    done = highwater(*words, *offered(hint)[0])
-    assert done.returncode == 0, done.stderr
-    assert yaml.safe_load(done.stdout)["model"]["rope_scaling"]["rope_type"] == "yarn"
-
-
-def test_offload_that_is_asked_for_is_predicted_as_it_is_emitted(highwater: Run) -> None:
+def test_offload_that_is_asked_for_is_predicted_as_it_is_emitted(highwater):
     words = ("Qwen3-8B", "--gpus", "4xA100-80GB", "--length", "64k", "--offload")
     emitted = highwater("emit", "--for", "verl", *words)
     notes = [line for line in emitted.stderr.splitlines() if line.startswith("note: ")]
@@ -60,7 +42,7 @@ def test_offload_that_is_asked_for_is_predicted_as_it_is_emitted(highwater: Run)
     assert found["chosen"]["cell"]["settings"]["strategy"] == "fsdp2"
 
 
-def test_verls_script_is_what_stdout_has(highwater: Run, tiny: Path) -> None:
+def test_verls_script_is_what_stdout_has(highwater, tiny):
     done = highwater("emit", "--for", "verl", str(tiny), *ASKED[1:-4], "--length", "4k")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "#!/usr/bin/env bash"
@@ -69,9 +51,7 @@ def test_verls_script_is_what_stdout_has(highwater: Run, tiny: Path) -> None:
     assert f'actor_rollout_ref.model.path="{tiny}"' in done.stdout
 
 
-def test_each_of_the_others_prints_its_file_and_the_command_that_follows_works(
-    highwater: Run, tmp_path: Path
-) -> None:
+def test_each_of_the_others_prints_its_file_and_the_command_that_follows_works(highwater, tmp_path):
     words = ("Qwen3-8B", "--gpus", "4xH20-96GB", "--length", "64k", "--loss", "chunked")
     for target, first in (
         ("trl", "# TRL 1.16.0"),
@@ -95,7 +75,7 @@ def test_each_of_the_others_prints_its_file_and_the_command_that_follows_works(
         assert highwater(*following(done)).returncode == 0
 
 
-def test_the_file_beside_trls_says_what_emit_prints_for_accelerate(highwater: Run) -> None:
+def test_the_file_beside_trls_says_what_emit_prints_for_accelerate(highwater):
     words = ("Qwen3-8B", "--gpus", "4xH20-96GB", "--length", "64k", "--json")
     words = (*words, "--allocator", "expandable", "--loss", "chunked")
     of_trl, of_accelerate = (
@@ -108,7 +88,7 @@ def test_the_file_beside_trls_says_what_emit_prints_for_accelerate(highwater: Ru
     assert of_accelerate["cannot"]
 
 
-def test_areal_is_predicted_as_verls_actor(highwater: Run) -> None:
+def test_areal_is_predicted_as_verls_actor(highwater):
     done = highwater("emit", "--for", "areal", *ASKED, "--rollout-gpus", "2")
     assert done.returncode == 0, done.stderr
     assert yaml.safe_load(done.stdout)["rollout"]["backend"] == "sglang:d2"
@@ -116,7 +96,7 @@ def test_areal_is_predicted_as_verls_actor(highwater: Run) -> None:
     assert "--trainer trinity" in done.stderr
 
 
-def test_one_document_has_the_values_by_name(highwater: Run) -> None:
+def test_one_document_has_the_values_by_name(highwater):
     document = json.loads(highwater("emit", "--for", "verl", *ASKED, "--json").stdout)
     assert (document["schema_version"], document["target"], document["checked_with"]) == (
         1,
@@ -126,7 +106,7 @@ def test_one_document_has_the_values_by_name(highwater: Run) -> None:
     assert document["values"]["actor_rollout_ref.actor.use_dynamic_bsz"] is True
 
 
-def test_where_nothing_fits_there_is_no_configuration(highwater: Run) -> None:
+def test_where_nothing_fits_there_is_no_configuration(highwater):
     done = highwater(
         "emit",
         "--for",
@@ -144,7 +124,7 @@ def test_where_nothing_fits_there_is_no_configuration(highwater: Run) -> None:
     assert following(done)[:2] == ["recommend", "Qwen3-32B"]
 
 
-def test_where_nothing_fits_the_document_is_the_recommendations(highwater: Run) -> None:
+def test_where_nothing_fits_the_document_is_the_recommendations(highwater):
     words = ("Qwen3-32B", "--gpus", "1xL40S", "--length", "32k", "--allocator", "native")
     done = highwater("emit", "--for", "trinity", *words, "--json")
     assert done.returncode == 1
@@ -152,53 +132,6 @@ def test_where_nothing_fits_the_document_is_the_recommendations(highwater: Run) 
         highwater("recommend", *words, "--trainer", "trinity", "--json").stdout
     )
     assert json.loads(done.stdout)["chosen"] is None
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (ASKED, "--for"),
-        (("--for", "verl", *ASKED, "--rollout-gpus", "1"), "share their GPUs"),
-        (("--for", "megatron", *ASKED), "megatron"),
-        (("--for", "areal", *ASKED), "none are set aside"),
-        (
-            ("--for", "verl", *ASKED, "--loss", "chunked"),
-            "verl's configuration has no words for --loss chunked",
-        ),
-        (
-            ("--for", "trinity", *ASKED, "--study", "mine.jsonl"),
-            "say nothing about Trinity-RFT's trainer, which is verl's actor",
-        ),
-        (("--for", "trl", *ASKED, "--objective", "ppo"), "TRL trains sft, grpo, rw, dpo, not ppo"),
-        (("--for", "trinity", "Qwen3-8B", "--gpus", "4xH20-96GB"), "no length is named"),
-        (("--for", "trinity", *ASKED, "--trainer", "highwater"), "unknown flag --trainer"),
-        (
-            ("--for", "llamafactory", *ASKED, "--ulysses", "2"),
-            "LLaMA-Factory 0.9.5 shares no sequence among GPUs",
-        ),
-        (
-            ("--for", "axolotl", *ASKED, "--objective", "grpo"),
-            "Axolotl's configuration is written for sft, not for grpo",
-        ),
-    ],
-)
-def test_what_cannot_be_emitted_is_refused(
-    highwater: Run, words: tuple[str, ...], said: str
-) -> None:
-    assert said in refusal(highwater("emit", *words), 2)[0]
-
-
-@pytest.mark.parametrize(("target", "name"), [("verl", "verl"), ("areal", "AReaL")])
-@pytest.mark.parametrize("words", ["--ring 2", "--copies 2", "--copies 2 --ring 2"])
-def test_a_layout_that_a_trainer_has_no_words_for_is_refused_by_its_own_name(
-    highwater: Run, target: str, name: str, words: str
-) -> None:
-    rollout = ("--rollout-gpus", "2") if target == "areal" else ()
-    asked = ("emit", "--for", target, *ASKED, *rollout)
-    problem, hint = refusal(highwater(*asked, *words.split()), 2)
-    assert problem == f"{name}'s configuration has no words for {words}"
-    assert offered(hint) == [words.split()]
-    assert highwater(*asked).returncode == 0
 
 
 @pytest.mark.parametrize("target", ["trl", "accelerate", "torchtitan", "axolotl", "ms-swift"])
@@ -213,9 +146,7 @@ def test_a_layout_that_a_trainer_has_no_words_for_is_refused_by_its_own_name(
         "--ulysses 1 --ring 2 --copies 4",
     ],
 )
-def test_a_hint_names_all_that_has_to_change_for_a_trainer(
-    highwater: Run, target: str, objective: str, degrees: str
-) -> None:
+def test_a_hint_names_all_that_has_to_change_for_a_trainer(highwater, target, objective, degrees):
     asked = ("emit", "--for", target, "Qwen3-0.6B", "--gpus", "8xH200-141GB", "--length", "16k")
     words = (*asked, "--objective", objective, *degrees.split())
     done = highwater(*words)
@@ -238,9 +169,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("target", FILES)
-def test_a_folder_has_every_file_with_the_models_id_filled_in(
-    highwater: Run, target: str, tmp_path: Path
-) -> None:
+def test_a_folder_has_every_file_with_the_models_id_filled_in(highwater, target, tmp_path):
     words = ("Qwen3-8B", "--gpus", "4xH20-96GB", "--length", "16k")
     done = highwater("emit", "--for", target, *words, "-o", "taken away")
     assert done.returncode == 0, done.stderr
@@ -256,9 +185,7 @@ def test_a_folder_has_every_file_with_the_models_id_filled_in(
     assert (again.returncode, again.stdout) == (0, done.stdout)
 
 
-def test_the_page_of_what_to_check_says_what_was_predicted_and_what_is_missing(
-    highwater: Run, tmp_path: Path
-) -> None:
+def test_the_page_of_what_to_check_says_what_was_predicted_and_what_is_missing(highwater, tmp_path):
     words = ("Qwen3-8B", "--gpus", "4xH20-96GB", "--length", "64k", "--ring", "4")
     done = highwater("emit", "--for", "trl", *words, "-o", "mine", "--json")
     assert done.returncode == 0, done.stderr
@@ -282,7 +209,7 @@ def test_the_page_of_what_to_check_says_what_was_predicted_and_what_is_missing(
     assert highwater(*roomier.split()[1:]).returncode in (0, 1)
 
 
-def test_a_page_names_no_folder_of_this_machine(highwater: Run, tmp_path: Path) -> None:
+def test_a_page_names_no_folder_of_this_machine(highwater, tmp_path):
     words = ("Qwen3-0.6B", "--gpus", "4xH20-96GB", "--length", "4k")
     done = highwater("emit", "--for", "axolotl", *words, "-o", str(tmp_path / "mine"))
     assert done.returncode == 0, done.stderr
@@ -290,9 +217,7 @@ def test_a_page_names_no_folder_of_this_machine(highwater: Run, tmp_path: Path) 
         assert str(tmp_path) not in path.read_text()
 
 
-def test_a_folder_with_other_files_of_these_names_is_left_as_it_is(
-    highwater: Run, tmp_path: Path
-) -> None:
+def test_a_folder_with_other_files_of_these_names_is_left_as_it_is(highwater, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "CHECK.md").write_text("mine\n")
     words = ("Qwen3-0.6B", "--gpus", "4xH20-96GB", "--length", "4k")
@@ -304,9 +229,7 @@ def test_a_folder_with_other_files_of_these_names_is_left_as_it_is(
     assert highwater(*asked, *way).returncode == 0
 
 
-def test_a_file_in_the_place_of_the_folder_is_refused_at_once(
-    highwater: Run, tmp_path: Path
-) -> None:
+def test_a_file_in_the_place_of_the_folder_is_refused_at_once(highwater, tmp_path):
     (tmp_path / "mine").write_text("mine")
     asked = ("emit", "--for", "trinity", *ASKED, "-o")
     problem, hint = refusal(highwater(*asked, "mine"), 2)
@@ -315,8 +238,8 @@ def test_a_file_in_the_place_of_the_folder_is_refused_at_once(
 
 
 def test_what_a_flag_alone_decides_is_refused_before_anything_is_predicted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     def never(*_: object) -> None:
         raise AssertionError("something was predicted")
 

@@ -36,9 +36,7 @@ def words_of(writer: str, path: str) -> list[str]:
 
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("folder", ["missing", "missing/deep down"])
-def test_a_missing_folder_is_refused_and_the_hint_makes_it(
-    highwater: Run, tmp_path: Path, writer: str, folder: str
-) -> None:
+def test_a_missing_folder_is_refused_and_the_hint_makes_it(highwater, tmp_path, writer, folder):
     words = words_of(writer, f"{folder}/page")
     problem, hint = refusal(highwater(*words), 2)
     assert f"there is no folder {folder}" in problem
@@ -54,9 +52,7 @@ def test_a_missing_folder_is_refused_and_the_hint_makes_it(
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_a_file_below_a_file_or_over_a_folder_is_refused(
-    highwater: Run, tmp_path: Path, writer: str
-) -> None:
+def test_a_file_below_a_file_or_over_a_folder_is_refused(highwater, tmp_path, writer):
     for path in ("study.jsonl/page", "there"):
         words = words_of(writer, path)
         if path == "there":
@@ -67,7 +63,7 @@ def test_a_file_below_a_file_or_over_a_folder_is_refused(
         assert not (tmp_path / other[1]).exists()
 
 
-def test_a_benchmark_makes_its_folder(highwater: Run, tmp_path: Path) -> None:
+def test_a_benchmark_makes_its_folder(highwater, tmp_path):
     words = ("bench", "attention", "--device", "cpu", "--lengths", "64", "--only", "forward")
     words += ("--implementations", "dense", "--out")
     assert highwater(*words, "missing/deep").returncode == 0

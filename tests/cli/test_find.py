@@ -11,15 +11,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import BIN, SIMULATED, Run, following, offered, refusal
+from conftest import BIN, SIMULATED, following, offered, refusal
 
 from highwater.nouns.codec import from_json
 from highwater.nouns.study import Study
 
 
-def test_a_dry_run_answers_every_rung_and_leaves_nothing_behind(
-    highwater: Run, tmp_path: Path
-) -> None:
+def test_a_dry_run_answers_every_rung_and_leaves_nothing_behind(highwater, tmp_path):
     done = highwater("find", "Qwen3-0.6B", *SIMULATED, "--gpus", "1", "2")
     assert done.returncode == 0
     answer, _, title, _, header, *rows = done.stdout.splitlines()
@@ -38,7 +36,7 @@ def test_a_dry_run_answers_every_rung_and_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_json_answer_is_one_document_with_units_in_its_keys(highwater: Run) -> None:
+def test_the_json_answer_is_one_document_with_units_in_its_keys(highwater):
     done = highwater("find", "Qwen3-0.6B", *SIMULATED, "--json")
     document = json.loads(done.stdout)
     assert (done.returncode, document["schema_version"]) == (0, 3)
@@ -48,7 +46,7 @@ def test_the_json_answer_is_one_document_with_units_in_its_keys(highwater: Run) 
     assert "next:" not in done.stderr
 
 
-def test_nothing_that_fits_is_an_answer_of_no(highwater: Run) -> None:
+def test_nothing_that_fits_is_an_answer_of_no(highwater):
     done = highwater(
         "find", "Qwen3-32B", "--device", "cuda", "--memory", "20GiB", "--dry-run", "--gpus", "1"
     )
@@ -56,13 +54,13 @@ def test_nothing_that_fits_is_an_answer_of_no(highwater: Run) -> None:
     assert "none" in done.stdout
 
 
-def test_the_model_may_come_last(highwater: Run) -> None:
+def test_the_model_may_come_last(highwater):
     first = highwater("find", "Qwen3-0.6B", *SIMULATED, "--gpus", "1", "2")
     last = highwater("find", *SIMULATED, "--gpus", "1", "2", "Qwen3-0.6B")
     assert (last.returncode, last.stdout) == (0, first.stdout)
 
 
-def test_the_next_command_of_every_answer_works(highwater: Run) -> None:
+def test_the_next_command_of_every_answer_works(highwater):
     done = highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "my study.jsonl")
     for _ in range(3):
         assert following(done)[0] == "show"
@@ -71,7 +69,7 @@ def test_the_next_command_of_every_answer_works(highwater: Run) -> None:
         assert "Qwen3-0.6B" in done.stdout
 
 
-def test_the_same_command_resumes_and_runs_nothing_twice(highwater: Run, tmp_path: Path) -> None:
+def test_the_same_command_resumes_and_runs_nothing_twice(highwater, tmp_path):
     words = ("find", "Qwen3-0.6B", *SIMULATED, "--study", "s.jsonl")
     first, again = highwater(*words), highwater(*words)
     assert first.stdout == again.stdout
@@ -88,7 +86,7 @@ def test_the_same_command_resumes_and_runs_nothing_twice(highwater: Run, tmp_pat
     assert (tmp_path / "s.jsonl").read_text().count('"kind":"opened"') == 2
 
 
-def test_a_study_of_another_question_is_refused_and_the_hint_works(highwater: Run) -> None:
+def test_a_study_of_another_question_is_refused_and_the_hint_works(highwater):
     highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "s.jsonl")
     problem, hint = refusal(
         highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "s.jsonl", "--confirm", "1"), 2
@@ -99,7 +97,7 @@ def test_a_study_of_another_question_is_refused_and_the_hint_works(highwater: Ru
     assert highwater(*mended).returncode == 0
 
 
-def test_another_question_to_the_cpu_is_told_in_processes(highwater: Run) -> None:
+def test_another_question_to_the_cpu_is_told_in_processes(highwater):
     words = (
         "find",
         "tiny",
@@ -141,9 +139,7 @@ def flag_in(hint: str, start: str) -> str:
     return hint[hint.index(start) :].rpartition("`")[0]
 
 
-def test_a_hint_with_any_name_in_it_can_be_pasted_into_a_shell(
-    highwater: Run, tmp_path: Path
-) -> None:
+def test_a_hint_with_any_name_in_it_can_be_pasted_into_a_shell(highwater, tmp_path):
     study, search = f"{EVIL}/s.jsonl", shlex.join(["highwater", "find", "Qwen3-0.6B", *SIMULATED])
     highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", study)
     _, hint = refusal(
@@ -169,9 +165,7 @@ def test_a_hint_with_any_name_in_it_can_be_pasted_into_a_shell(
     assert list(tmp_path.rglob("pwned")) == []
 
 
-def test_the_next_command_with_any_name_in_it_can_be_pasted_into_a_shell(
-    highwater: Run, tiny: Path, tmp_path: Path
-) -> None:
+def test_the_next_command_with_any_name_in_it_can_be_pasted_into_a_shell(highwater, tiny, tmp_path):
     model = tiny.rename(tmp_path / EVIL)
     done = highwater(
         "find",
@@ -197,9 +191,7 @@ def test_the_next_command_with_any_name_in_it_can_be_pasted_into_a_shell(
     assert list(tmp_path.rglob("pwned")) == []
 
 
-def test_the_json_answer_cannot_drive_a_terminal_and_means_the_same(
-    highwater: Run, tiny: Path
-) -> None:
+def test_the_json_answer_cannot_drive_a_terminal_and_means_the_same(highwater, tiny):
     name = "evil\x9b31m\u202e\u200b\U000e0001\x7f 模型"
     model = tiny.rename(tiny.with_name(name))
     done = highwater(
@@ -212,9 +204,7 @@ def test_the_json_answer_cannot_drive_a_terminal_and_means_the_same(
     assert "模型" in done.stdout
 
 
-def test_flags_override_the_file_and_the_printed_configuration_asks_the_same(
-    highwater: Run, tmp_path: Path
-) -> None:
+def test_flags_override_the_file_and_the_printed_configuration_asks_the_same(highwater, tmp_path):
     (tmp_path / "study.yaml").write_text(
         "model: Qwen3-0.6B\ndevice: cuda\nmemory: 80GiB\ndry_run: true\ngpus: [1, 2]\nloss: full\n"
     )
@@ -235,14 +225,14 @@ def test_flags_override_the_file_and_the_printed_configuration_asks_the_same(
     assert "chunked" not in answers[0]
 
 
-def test_a_model_on_the_command_line_overrides_the_files(highwater: Run, tmp_path: Path) -> None:
+def test_a_model_on_the_command_line_overrides_the_files(highwater, tmp_path):
     (tmp_path / "study.yaml").write_text("memory: 80GiB\ndevice: cuda\ndry_run: true\n")
     assert highwater("find", "Qwen3-1.7B", "--config", "study.yaml").stdout.startswith(
         "Qwen3-1.7B "
     )
 
 
-def test_a_dry_run_traces_nothing_and_the_hint_works(highwater: Run) -> None:
+def test_a_dry_run_traces_nothing_and_the_hint_works(highwater):
     words = ("find", "Qwen3-0.6B", "--max-length", "8k", *SIMULATED)
     hint = refusal(highwater(*words, "--prediction", "trace"), 2)[1]
     assert offered(hint) == [["--dry-run"], ["--prediction", "trace"]]
@@ -266,9 +256,7 @@ def test_a_dry_run_traces_nothing_and_the_hint_works(highwater: Run) -> None:
         ),
     ],
 )
-def test_mistakes_in_a_file_are_told_with_the_file(
-    highwater: Run, tmp_path: Path, text: str, said: str, hint: str
-) -> None:
+def test_mistakes_in_a_file_are_told_with_the_file(highwater, tmp_path, text, said, hint):
     (tmp_path / "study.yaml").write_text(text)
     problem, told = refusal(highwater("find", "Qwen3-0.6B", "--config", "study.yaml"), 2)
     assert problem.startswith("study.yaml")
@@ -278,8 +266,8 @@ def test_mistakes_in_a_file_are_told_with_the_file(
 
 
 def test_a_token_budget_of_the_flags_overrides_a_files_number_of_sequences_and_is_printed_alone(
-    highwater: Run, tmp_path: Path
-) -> None:
+    highwater, tmp_path
+):
     path = tmp_path / "study.yaml"
     path.write_text("model: Qwen3-0.6B\nsequences_per_micro_batch: 4\n")
     printed = highwater(
@@ -296,9 +284,7 @@ def test_a_token_budget_of_the_flags_overrides_a_files_number_of_sequences_and_i
     assert "token_budget" not in again
 
 
-def test_a_file_that_is_not_there_is_told_and_the_hint_makes_one(
-    highwater: Run, tmp_path: Path
-) -> None:
+def test_a_file_that_is_not_there_is_told_and_the_hint_makes_one(highwater, tmp_path):
     problem, hint = refusal(highwater("find", "--config", "none.yaml"), 2)
     assert problem.startswith("none.yaml ")
     (_, *command, to, path) = offered(hint)[0]
@@ -307,7 +293,7 @@ def test_a_file_that_is_not_there_is_told_and_the_hint_makes_one(
     assert highwater("find", "--config", path, *SIMULATED).returncode == 0
 
 
-def test_a_models_name_cannot_drive_the_terminal(highwater: Run, tiny: Path) -> None:
+def test_a_models_name_cannot_drive_the_terminal(highwater, tiny):
     evil = tiny.rename(tiny.with_name("evil[red]\x1b[31m"))
     done = highwater("find", str(evil), *SIMULATED, "--max-length", "8192")
     assert done.returncode == 0
@@ -315,7 +301,7 @@ def test_a_models_name_cannot_drive_the_terminal(highwater: Run, tiny: Path) -> 
     assert "evil[red]\\x1b[31m" in done.stdout
 
 
-def test_a_reader_that_goes_away_is_no_crash(highwater: Run, tmp_path: Path) -> None:
+def test_a_reader_that_goes_away_is_no_crash(highwater, tmp_path):
     highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "s.jsonl")
     script = "highwater show s.jsonl --as json | head -c 10"
     done = subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, text=True)

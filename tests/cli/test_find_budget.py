@@ -2,10 +2,9 @@
 
 import json
 import time
-from pathlib import Path
 
 import pytest
-from conftest import Run, following, refusal
+from conftest import following, refusal
 
 from highwater.cli.commands import exit_code
 from highwater.errors import EXIT_ANSWERED, EXIT_INCONCLUSIVE
@@ -25,9 +24,7 @@ def stuck(*, length_tokens, **_):
 """
 
 
-def test_a_search_ends_with_its_budget_and_the_same_command_goes_on(
-    highwater: Run, tiny: Path, tmp_path: Path
-) -> None:
+def test_a_search_ends_with_its_budget_and_the_same_command_goes_on(highwater, tiny, tmp_path):
     pytest.importorskip("torch", reason="trials need the train extra")
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "stuck_batches.py").write_text(STUCK)
@@ -58,22 +55,20 @@ def test_a_search_ends_with_its_budget_and_the_same_command_goes_on(
     assert sum(line["kind"] == "trial_finished" for line in lines) == 1
 
 
-def test_a_budget_that_no_trial_fits_into_is_refused(highwater: Run, tiny: Path) -> None:
+def test_a_budget_that_no_trial_fits_into_is_refused(highwater, tiny):
     problem, hint = refusal(highwater("find", str(tiny), *CPU, *GRID, "--budget", "3s"), 2)
     assert problem == "a budget of 3.00 s ends before a trial has"
     assert "`--budget 10s`" in hint
 
 
-def test_a_dry_run_takes_no_time_and_says_nothing_of_it(highwater: Run) -> None:
+def test_a_dry_run_takes_no_time_and_says_nothing_of_it(highwater):
     words = ("find", "Qwen3-0.6B", "--device", "cuda", "--memory", "80GiB", "--dry-run")
     usual, bounded = highwater(*words), highwater(*words, "--budget", "1m")
     assert (bounded.returncode, bounded.stdout) == (0, usual.stdout)
     assert "at the latest" not in bounded.stderr
 
 
-def test_what_was_found_is_an_answer_though_the_budget_ended_it(
-    highwater: Run, tmp_path: Path
-) -> None:
+def test_what_was_found_is_an_answer_though_the_budget_ended_it(highwater, tmp_path):
     words = ("find", "Qwen3-0.6B", "--device", "cuda", "--memory", "80GiB", "--dry-run")
     assert highwater(*words, "--study", "s.jsonl").returncode == 0
     path = tmp_path / "s.jsonl"

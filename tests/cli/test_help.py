@@ -31,7 +31,7 @@ def words_of(example: str) -> list[str]:
     return shlex.split(re.split(r" [>|] ", example)[0])[1:]
 
 
-def test_the_help_has_every_command_below_what_people_do_with_it(highwater: Run) -> None:
+def test_the_help_has_every_command_below_what_people_do_with_it(highwater):
     text = highwater("--help", COLUMNS="80").stdout
     below = {
         heading: re.findall(r"^  ([a-z-]+)", block, re.MULTILINE)
@@ -45,13 +45,13 @@ def test_the_help_has_every_command_below_what_people_do_with_it(highwater: Run)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_help_of_a_command_ends_with_its_three_examples(highwater: Run, name: str) -> None:
+def test_the_help_of_a_command_ends_with_its_three_examples(highwater, name):
     shown = highwater(name, "--help", COLUMNS="60").stdout.partition("\nexamples:\n")[2]
     assert [line.strip() for line in shown.splitlines()] == list(COMMANDS[name].examples)
     assert len(set(COMMANDS[name].examples)) == 3
 
 
-def test_every_example_is_one_of_the_grammar() -> None:
+def test_every_example_is_one_of_the_grammar():
     for name, example in EXAMPLES:
         assert parse(words_of(example)).command_name == name
     for example in grammar().examples:
@@ -79,7 +79,7 @@ def things(highwater: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "example", [each for _, each in EXAMPLES if each not in ON_A_GPU | LONG], ids=str
 )
-def test_an_example_answers(highwater: Run, example: str) -> None:
+def test_an_example_answers(highwater, example):
     words = words_of(example)
     if words[0] == "train":
         _assert_trains(highwater, words)
@@ -107,7 +107,7 @@ def _assert_trains(highwater: Run, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("example", published.grammar().examples)
-def test_an_example_of_the_published_script_is_understood(example: str, run: Run) -> None:
+def test_an_example_of_the_published_script_is_understood(example, run):
     assert example.startswith(published.PROGRAM)
     shown = run(published.PROGRAM, "--help").stdout.partition("\nexamples:\n")[2]
     assert example in [line.strip() for line in shown.splitlines()]

@@ -1,7 +1,7 @@
 """Every hint, typed on the case that printed it, is accepted and does what it says.
 
-The cases are in ``tests/data/hints.json``: a command line that is refused, and what its hint has to
-do beyond being accepted.
+The cases are in ``tests/data/hints.json``: a command line that is refused, what the refusal says,
+and what its hint has to do beyond being accepted: ``offers`` is all that it has to type.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Run, Typed, followed
+from conftest import Run, Typed, followed, offered
 
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO
 from highwater.nouns.cluster import cluster
@@ -31,33 +31,18 @@ FILES = {
 }
 
 
-_LONG = ("train ", "try tiny", "bench ", "profile ")
-
-
-def cases() -> list[Any]:
-    """Those that start processes take seconds each: a sample of them runs, the first training
-    always.
-    """
-    found, has_trained = [], False
-    for row in ROWS:
-        command = row["command"]
-        is_long = command.startswith(_LONG) or "--exact" in command or "--timeline" in command
-        is_kept = row.get("trains", False) and not has_trained
-        marks = [pytest.mark.corpus] if is_long and not is_kept else []
-        found.append(pytest.param(row, id=command.replace(" ", "_"), marks=marks))
-        has_trained = has_trained or row.get("trains", False)
-    return found
-
-
-@pytest.mark.parametrize("row", cases())
-def test_a_hint_that_is_typed_does_what_it_says(
-    run: Run, tmp_path: Path, row: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("row", ROWS, ids=[row["command"].replace(" ", "_") for row in ROWS])
+def test_a_hint_that_is_typed_does_what_it_says(run, tmp_path, row):
     words = whole(tuple(shlex.split(row["command"])))
     prepare(run, tmp_path, row)
     done = run(*words)
     assert (done.returncode, done.stdout) in ((2, ""), (3, "")), done.stderr
     problem, hint = refused(done)
+    assert row.get("said", "") in problem
+    if "offers" in row:
+        assert [shlex.join(words) for words in offered(hint) if words != ["nvidia-smi"]] == row[
+            "offers"
+        ]
     ways = list(followed(words[1:], problem, hint))
     assert ways, hint
     for way in ways:

@@ -1,10 +1,9 @@
 """What the other tests run, forked from a process that has imported it, is what is installed."""
 
 import os
-from pathlib import Path
 
 import pytest
-from conftest import SIMULATED, Run, installed
+from conftest import SIMULATED, installed
 
 
 @pytest.mark.parametrize(
@@ -18,9 +17,7 @@ from conftest import SIMULATED, Run, installed
     ],
     ids=["answer", "search", "refusal", "help", "drop-in"],
 )
-def test_a_forked_command_says_and_ends_as_the_installed_one(
-    run: Run, tmp_path: Path, program: str, words: tuple[str, ...]
-) -> None:
+def test_a_forked_command_says_and_ends_as_the_installed_one(run, tmp_path, program, words):
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
     expected = installed(program, *words, cwd=tmp_path, environment=environment)
     done = run(program, *words)

@@ -3,17 +3,14 @@ CPU, and refusals.
 """
 
 import json
-from pathlib import Path
 
 import pytest
-from conftest import Run, refusal
+from conftest import refusal
 
 CPU = ("--device", "cpu", "--memory", "1GiB")
 
 
-def test_a_memory_only_trial_says_what_it_is_and_shows_no_figure_of_a_training(
-    highwater: Run, tiny: Path
-) -> None:
+def test_a_memory_only_trial_says_what_it_is_and_shows_no_figure_of_a_training(highwater, tiny):
     words = ("try", str(tiny), "--length", "2048", *CPU, "--attention-depth", "1")
     done = highwater(*words)
     assert done.returncode == 0, done.stderr
@@ -35,9 +32,7 @@ def test_a_memory_only_trial_says_what_it_is_and_shows_no_figure_of_a_training(
     ] == [([], [], [])]
 
 
-def test_a_search_that_proves_by_memory_trains_in_full_what_time_allows(
-    highwater: Run, tiny: Path
-) -> None:
+def test_a_search_that_proves_by_memory_trains_in_full_what_time_allows(highwater, tiny):
     grid = (
         "--start-length",
         "512",
@@ -61,9 +56,7 @@ def test_a_search_that_proves_by_memory_trains_in_full_what_time_allows(
     assert "memory-only" in shown
 
 
-def test_a_study_goes_on_with_more_time_and_less_changes_nothing(
-    highwater: Run, tiny: Path, tmp_path: Path
-) -> None:
+def test_a_study_goes_on_with_more_time_and_less_changes_nothing(highwater, tiny, tmp_path):
     grid = (
         "--start-length",
         "512",
@@ -128,8 +121,6 @@ def test_a_study_goes_on_with_more_time_and_less_changes_nothing(
         (("find", "tiny", *CPU, "--attention-depth", "1"), "unknown flag --attention-depth"),
     ],
 )
-def test_what_cannot_be_proven_in_that_way_is_refused(
-    highwater: Run, words: tuple[str, ...], said: str
-) -> None:
+def test_what_cannot_be_proven_in_that_way_is_refused(highwater, words, said):
     problem, _ = refusal(highwater(*words), 2)
     assert said in problem

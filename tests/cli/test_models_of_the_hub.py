@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import yaml
-from conftest import SIMULATED, Run, offered, refusal
+from conftest import SIMULATED, offered, refusal
 from hub_server import TOKEN
 
 from tiny_models import TINY
@@ -62,9 +62,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
         server.wait()
 
 
-def test_a_model_of_the_hub_is_predicted_by_its_id_and_fetched_once(
-    highwater: Run, hub: Hub
-) -> None:
+def test_a_model_of_the_hub_is_predicted_by_its_id_and_fetched_once(highwater, hub):
     words = ("predict", "someone/small-model-instruct", *GPUS)
     done = highwater(*words, **hub.environment)
     assert (done.returncode, "small-model-instruct" in done.stdout) == (0, True), done.stderr
@@ -78,7 +76,7 @@ def test_a_model_of_the_hub_is_predicted_by_its_id_and_fetched_once(
     assert (offline.returncode, offline.stdout) == (0, done.stdout)
 
 
-def test_every_command_takes_an_id_of_the_hub(highwater: Run, hub: Hub) -> None:
+def test_every_command_takes_an_id_of_the_hub(highwater, hub):
     model = "someone/small-model-instruct"
     for words in (
         ("find", model, *SIMULATED),
@@ -91,7 +89,7 @@ def test_every_command_takes_an_id_of_the_hub(highwater: Run, hub: Hub) -> None:
         assert "small-model-instruct" in done.stdout
 
 
-def test_a_configuration_for_another_trainer_has_the_id(highwater: Run, hub: Hub) -> None:
+def test_a_configuration_for_another_trainer_has_the_id(highwater, hub):
     model = "someone/small-model-instruct"
     words = ("--length", "2k", *GPUS)
     done = highwater("emit", "--for", "trl", model, *words, **hub.environment)
@@ -103,7 +101,7 @@ def test_a_configuration_for_another_trainer_has_the_id(highwater: Run, hub: Hub
     assert yaml.safe_load(done.stdout)["model_name_or_path"] == "Qwen/Qwen3-0.6B", done.stderr
 
 
-def test_a_gated_model_is_told_and_given_to_who_was_let_in(highwater: Run, hub: Hub) -> None:
+def test_a_gated_model_is_told_and_given_to_who_was_let_in(highwater, hub):
     words = ("predict", "gated/small-model", *GPUS)
     for token in ("", "hf_of_somebody_else"):
         problem, hint = refusal(highwater(*words, **hub.environment, HF_TOKEN=token), 2)
@@ -115,7 +113,7 @@ def test_a_gated_model_is_told_and_given_to_who_was_let_in(highwater: Run, hub: 
     assert done.returncode == 0, done.stderr
 
 
-def test_an_id_that_the_hub_does_not_have_is_told(highwater: Run, hub: Hub) -> None:
+def test_an_id_that_the_hub_does_not_have_is_told(highwater, hub):
     problem, hint = refusal(highwater("predict", "Qwen/Qwen3-0.8B", *GPUS, **hub.environment), 2)
     assert problem.startswith("the Hub has no model 'Qwen/Qwen3-0.8B'")
     meant = offered(hint)[0]
@@ -124,9 +122,7 @@ def test_an_id_that_the_hub_does_not_have_is_told(highwater: Run, hub: Hub) -> N
     assert problem == "someone/adapter has no config.json on the Hub"
 
 
-def test_without_the_hub_the_hint_is_the_command_that_fetches_the_model(
-    highwater: Run, hub: Hub
-) -> None:
+def test_without_the_hub_the_hint_is_the_command_that_fetches_the_model(highwater, hub):
     words = ("predict", "someone/small-model-instruct", *GPUS)
     offline = {**hub.environment, "HF_HUB_OFFLINE": "1"}
     problem, hint = refusal(highwater(*words, **offline), 2)
@@ -146,16 +142,14 @@ def test_without_the_hub_the_hint_is_the_command_that_fetches_the_model(
 
 
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:1", None], ids=["nobody", "broken"])
-def test_a_hub_that_does_not_answer_is_told_at_once(
-    highwater: Run, hub: Hub, endpoint: str | None
-) -> None:
+def test_a_hub_that_does_not_answer_is_told_at_once(highwater, hub, endpoint):
     environment = hub.environment | ({"HF_ENDPOINT": endpoint} if endpoint else {})
     problem, hint = refusal(highwater("predict", "broken/model", *GPUS, **environment), 2)
     assert problem.startswith("broken/model is not in the Hub's cache, and the Hub does not give")
     assert offered(hint) == [["hf", "download", "broken/model", "config.json"]]
 
 
-def test_code_that_comes_with_a_model_is_not_run_and_that_is_said(highwater: Run, hub: Hub) -> None:
+def test_code_that_comes_with_a_model_is_not_run_and_that_is_said(highwater, hub):
     done = highwater("predict", "someone/with-code", *GPUS, **hub.environment)
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stderr.splitlines() if "auto_map" in line and "not run" in line]

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Run, following, offered, refusal
+from conftest import following, offered, refusal
 
 SCRIPT = """
 import sys
@@ -37,8 +37,8 @@ def command(tmp_path: Path) -> tuple[str, ...]:
 
 
 def test_a_search_of_a_script_finds_its_capacity_and_its_study_goes_on(
-    highwater: Run, tmp_path: Path, command: tuple[str, ...]
-) -> None:
+    highwater, tmp_path, command
+):
     pytest.importorskip("torch", reason="the script trains with torch")
     words = ("find", "Qwen3-0.6B", *command, *CPU, *LENGTHS, "--study", "study.jsonl")
     done = highwater(*words)
@@ -88,9 +88,7 @@ END
 @pytest.mark.parametrize(
     "prefix", ["", "worker-1: ", "10.0.0.7: ", "[2026-11-26 10:00:00] ", "3: "]
 )
-def test_what_a_launcher_writes_before_each_line_changes_no_answer(
-    highwater: Run, tmp_path: Path, prefix: str
-) -> None:
+def test_what_a_launcher_writes_before_each_line_changes_no_answer(highwater, tmp_path, prefix):
     (tmp_path / "fake.sh").write_text(FAKE.replace("\\\n", ""))
     words = ("--command", f"bash fake.sh '{prefix}' {{length}}", *CPU)
     lengths = ("--start-length", "1k", "--resolution", "1k", "--max-length", "4k")
@@ -103,9 +101,7 @@ def test_what_a_launcher_writes_before_each_line_changes_no_answer(
     assert (answer["capacity_tokens"], answer["does_not_fit_tokens"]) == (2048, 3072)
 
 
-def test_one_trial_says_what_it_was_and_offers_the_search(
-    highwater: Run, command: tuple[str, ...]
-) -> None:
+def test_one_trial_says_what_it_was_and_offers_the_search(highwater, command):
     pytest.importorskip("torch", reason="the script trains with torch")
     done = highwater("try", "Qwen3-0.6B", "--length", "4k", *command, *CPU)
     assert done.returncode == 0, done.stderr
@@ -128,9 +124,7 @@ def test_one_trial_says_what_it_was_and_offers_the_search(
         (("--trainer", "commands", "--command", "ls {length}"), "command"),
     ],
 )
-def test_what_cannot_be_tried_is_refused_before_anything_starts(
-    highwater: Run, tmp_path: Path, words: tuple[str, ...], what: str
-) -> None:
+def test_what_cannot_be_tried_is_refused_before_anything_starts(highwater, tmp_path, words, what):
     done = highwater("find", "Qwen3-0.6B", *CPU, *words)
     problem, hint = refusal(done, 2)
     assert what in problem
@@ -138,7 +132,7 @@ def test_what_cannot_be_tried_is_refused_before_anything_starts(
     assert not list(tmp_path.rglob("*.log"))
 
 
-def test_a_prediction_of_a_command_is_refused_with_what_works(highwater: Run) -> None:
+def test_a_prediction_of_a_command_is_refused_with_what_works(highwater):
     asked = ("Qwen3-0.6B", "--gpus", "1xH100-80GB", "--trainer", "command")
     for name in ("predict", "guide --predict"):
         done = highwater(*name.split(), *asked)

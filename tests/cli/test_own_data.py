@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 
 import pytest
-from conftest import Run
 
 from tiny_models import write_model
 
@@ -72,15 +71,13 @@ def batches(tmp_path: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(tmp_path / "own")}
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("source", "flags"), [("untrained", ()), ("untrained", ("--gpus", "2")), ("trained_once", ())]
 )
 def test_a_step_that_trains_no_token_on_any_rank_is_refused(
-    highwater: Run, tiny: Path, batches: dict[str, str], source: str, flags: tuple[str, ...]
-) -> None:
+    highwater, tiny, batches, source, flags
+):
     done = highwater(
         "try",
         str(tiny),
@@ -98,8 +95,8 @@ def test_a_step_that_trains_no_token_on_any_rank_is_refused(
 
 @pytest.mark.timeout(240)
 def test_a_rank_without_trained_tokens_is_none_of_that_where_another_has_some(
-    highwater: Run, tiny: Path, batches: dict[str, str]
-) -> None:
+    highwater, tiny, batches
+):
     words = ("--gpus", "2", "--data", "own_batches:trained_on_one_rank", "--json")
     done = highwater("try", str(tiny), "--length", "64", *CPU, *words, **batches)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -107,9 +104,7 @@ def test_a_rank_without_trained_tokens_is_none_of_that_where_another_has_some(
 
 
 @pytest.mark.timeout(240)
-def test_documents_past_a_sliding_window_are_trained_but_in_a_ring(
-    highwater: Run, tiny: Path, batches: dict[str, str]
-) -> None:
+def test_documents_past_a_sliding_window_are_trained_but_in_a_ring(highwater, tiny, batches):
     write_model(tiny, model_type="mistral", sliding_window=32)
     done = highwater(
         "try", str(tiny), "--length", "64", *CPU, "--data", "own_batches:short", "--json", **batches
@@ -126,7 +121,7 @@ def test_documents_past_a_sliding_window_are_trained_but_in_a_ring(
 
 
 @pytest.mark.timeout(240)
-def test_a_window_that_a_familys_class_knows_nothing_of_is_none(highwater: Run, tiny: Path) -> None:
+def test_a_window_that_a_familys_class_knows_nothing_of_is_none(highwater, tiny):
     write_model(tiny, model_type="llama", sliding_window=32)
     done = highwater("try", str(tiny), "--length", "64", *CPU, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -134,9 +129,7 @@ def test_a_window_that_a_familys_class_knows_nothing_of_is_none(highwater: Run, 
 
 
 @pytest.mark.timeout(240)
-def test_a_critic_whose_gradient_is_no_number_is_no_fit(
-    highwater: Run, tiny: Path, batches: dict[str, str]
-) -> None:
+def test_a_critic_whose_gradient_is_no_number_is_no_fit(highwater, tiny, batches):
     words = ("--objective", "ppo", "--critic", "--data", "own_batches:rewarded", "--json")
     done = highwater("try", str(tiny), "--length", "64", *CPU, *words, **batches)
     result = json.loads(done.stdout)["result"]
@@ -146,9 +139,7 @@ def test_a_critic_whose_gradient_is_no_number_is_no_fit(
 
 
 @pytest.mark.timeout(240)
-def test_ranks_that_share_a_sequence_are_given_one(
-    highwater: Run, tiny: Path, batches: dict[str, str]
-) -> None:
+def test_ranks_that_share_a_sequence_are_given_one(highwater, tiny, batches):
     words = (
         "try",
         str(tiny),
@@ -174,15 +165,11 @@ def test_ranks_that_share_a_sequence_are_given_one(
 PAIRS = ("--objective", "dpo", "--sequences-per-micro-batch", "2", "--learning-rate", "1e-2")
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "flags", [(), ("--gpus", "2", "--ulysses", "2", "--loss", "chunked"), ("--strategy", "fsdp")]
 )
-def test_a_policy_begins_as_its_reference_and_learns_to_prefer(
-    highwater: Run, tiny: Path, batches: dict[str, str], flags: tuple[str, ...]
-) -> None:
+def test_a_policy_begins_as_its_reference_and_learns_to_prefer(highwater, tiny, batches, flags):
     words = (*PAIRS, *flags, "--steps", "3", "--data", "own_batches:preferred", "--json")
     done = highwater("try", str(tiny), "--length", "64", *CPU, *words, **batches)
     result = json.loads(done.stdout)["result"]
@@ -192,8 +179,6 @@ def test_a_policy_begins_as_its_reference_and_learns_to_prefer(
     assert last < 0.9 * first
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("source", "said"),
@@ -203,8 +188,8 @@ def test_a_policy_begins_as_its_reference_and_learns_to_prefer(
     ],
 )
 def test_documents_that_are_no_pairs_and_pairs_without_completions_are_refused(
-    highwater: Run, tiny: Path, batches: dict[str, str], source: str, said: str
-) -> None:
+    highwater, tiny, batches, source, said
+):
     words = (*PAIRS, "--data", f"own_batches:{source}")
     done = highwater("try", str(tiny), "--length", "64", *CPU, *words, **batches)
     assert done.returncode == 2, done.stdout + done.stderr
@@ -212,7 +197,7 @@ def test_documents_that_are_no_pairs_and_pairs_without_completions_are_refused(
 
 
 @pytest.mark.timeout(240)
-def test_a_search_of_pairs_trains_a_policy_beside_its_reference(highwater: Run, tiny: Path) -> None:
+def test_a_search_of_pairs_trains_a_policy_beside_its_reference(highwater, tiny):
     one_length = ("--start-length", "64", "--resolution", "64", "--max-length", "64")
     done = highwater("find", str(tiny), *PAIRS, *CPU, "--loss", "chunked", *one_length, "--json")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,18 +2,17 @@
 
 import json
 import re
-import shlex
 from pathlib import Path
 
 import pytest
-from conftest import SIMULATED, Run, following, offered, refusal
+from conftest import SIMULATED, following, offered, refusal
 
 FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
 PUBLISHED_A100 = Path(__file__).parents[1] / "data" / "published_capacity_a100_80gb.csv"
 A100S = ("--gpus", "4xA100-80GB")
 
 
-def test_capacities_are_predicted_for_gpus_that_are_not_here(highwater: Run) -> None:
+def test_capacities_are_predicted_for_gpus_that_are_not_here(highwater):
     done = highwater("predict", "Qwen3-8B", *A100S)
     assert done.returncode == 0, done.stderr
     answer, _, title, *_ = done.stdout.splitlines()
@@ -28,7 +27,7 @@ def test_capacities_are_predicted_for_gpus_that_are_not_here(highwater: Run) -> 
     assert following(done) == ["predict", "Qwen3-8B", *A100S, "--explain"]
 
 
-def test_a_length_turns_it_round_and_the_first_rung_that_fits_is_explained(highwater: Run) -> None:
+def test_a_length_turns_it_round_and_the_first_rung_that_fits_is_explained(highwater):
     done = highwater(
         "predict", "Qwen3-8B", "--gpus", "1xH200-141GB", "--length", "64k", "--explain"
     )
@@ -56,7 +55,7 @@ def test_a_length_turns_it_round_and_the_first_rung_that_fits_is_explained(highw
     assert tried.returncode == 0, "what was said to fit is what is tried"
 
 
-def test_the_terms_of_the_peak_and_what_is_besides_add_up(highwater: Run) -> None:
+def test_the_terms_of_the_peak_and_what_is_besides_add_up(highwater):
     done = highwater("predict", "Qwen3-8B", "--gpus", "4xH100-80GB", "--length", "64k", "--explain")
     lines = done.stdout.split("bytes by term: predicted")[1].strip().splitlines()
     table, footnote = lines[1:-2], lines[-1]
@@ -74,7 +73,7 @@ def test_the_terms_of_the_peak_and_what_is_besides_add_up(highwater: Run) -> Non
     assert sum(figures) == pytest.approx(float(footnote.split()[0]), abs=0.006 * len(figures))
 
 
-def test_nothing_that_fits_is_answered_no(highwater: Run) -> None:
+def test_nothing_that_fits_is_answered_no(highwater):
     done = highwater("predict", "Qwen3-8B", "--gpus", "RTX-3090", "--allocator", "native")
     assert done.returncode == 1
     assert done.stdout.startswith("No: Qwen3-8B does not train at any length on 1 x RTX-3090")
@@ -83,8 +82,8 @@ def test_nothing_that_fits_is_answered_no(highwater: Run) -> None:
 
 
 def test_a_length_that_does_not_fit_names_the_longest_that_does_and_flags_that_work(
-    highwater: Run,
-) -> None:
+    highwater,
+):
     asked = ("predict", "Qwen3-8B", "--gpus", "6xH200-141GB")
     longest = highwater(*asked).stdout.split(" up to ")[1].split()[0]
     done = highwater(*asked, "--length", "900k")
@@ -97,7 +96,7 @@ def test_a_length_that_does_not_fit_names_the_longest_that_does_and_flags_that_w
         assert highwater(*asked, "--length", "900k", *flags.split()).returncode == 0
 
 
-def test_a_prediction_is_one_document(highwater: Run) -> None:
+def test_a_prediction_is_one_document(highwater):
     document = json.loads(highwater("predict", "Qwen3-4B", *A100S, "--json").stdout)
     assert document["schema_version"] == 1
     assert document["method"] == "formula"
@@ -110,7 +109,7 @@ def test_a_prediction_is_one_document(highwater: Run) -> None:
     assert all(term["bytes"] >= 0 for phase in phases for term in phase["terms"])
 
 
-def test_each_prediction_is_an_interval_and_says_what_it_promises(highwater: Run) -> None:
+def test_each_prediction_is_an_interval_and_says_what_it_promises(highwater):
     done = highwater("predict", "Qwen3-8B", *A100S, "--explain")
     heading, row = done.stdout.splitlines()[4:6]
     assert re.split(" {2,}", heading) == [
@@ -153,7 +152,7 @@ def test_each_prediction_is_an_interval_and_says_what_it_promises(highwater: Run
         assert cell["capacity_tokens"] <= cell["likely_tokens"]
 
 
-def test_another_trainers_prediction_has_no_interval_and_says_so(highwater: Run) -> None:
+def test_another_trainers_prediction_has_no_interval_and_says_so(highwater):
     done = highwater("predict", "Qwen3-8B", *A100S, "--trainer", "trinity")
     assert "for Trinity-RFT's trainer" in done.stdout.splitlines()[0]
     explained = highwater("predict", "Qwen3-8B", *A100S, "--trainer", "trinity", "--explain")
@@ -161,7 +160,7 @@ def test_another_trainers_prediction_has_no_interval_and_says_so(highwater: Run)
     assert not re.search(r"GiB to|learned", explained.stdout)
 
 
-def test_own_trials_are_learned_from(highwater: Run) -> None:
+def test_own_trials_are_learned_from(highwater):
     shipped = str(FOUND / "qwen3-0.6b-79gib-full.jsonl")
     alone = highwater("predict", "Qwen3-0.6B", "--gpus", "H200-141GB")
     for words in (
@@ -174,9 +173,7 @@ def test_own_trials_are_learned_from(highwater: Run) -> None:
     assert highwater(*following(again)).returncode == 0
 
 
-def test_what_no_prediction_learns_from_is_refused_with_a_hint_that_works(
-    highwater: Run, tmp_path: Path
-) -> None:
+def test_what_no_prediction_learns_from_is_refused_with_a_hint_that_works(highwater, tmp_path):
     real, simulated = str(FOUND / "qwen3-0.6b-79gib-full.jsonl"), str(tmp_path / "simulated.jsonl")
     search = (
         "find",
@@ -207,9 +204,7 @@ def test_what_no_prediction_learns_from_is_refused_with_a_hint_that_works(
     assert highwater(*asked, "--calibrate", real).returncode == 0
 
 
-def test_own_constants_are_named_in_the_answer_and_kept_in_the_next_command(
-    highwater: Run, tmp_path: Path
-) -> None:
+def test_own_constants_are_named_in_the_answer_and_kept_in_the_next_command(highwater, tmp_path):
     constants = str(FOUND.parent / "predict" / "constants-h200.json")
     words = ("predict", "Qwen3-8B", "--gpus", "2xH200-141GB", "--constants", constants)
     done = highwater(*words)
@@ -237,7 +232,7 @@ def test_own_constants_are_named_in_the_answer_and_kept_in_the_next_command(
     assert offered(refusal(highwater(*against), 2)[1]) == [["--constants"]]
 
 
-def test_predictions_are_scored_against_a_table(highwater: Run, tmp_path: Path) -> None:
+def test_predictions_are_scored_against_a_table(highwater, tmp_path):
     heading, *rows = PUBLISHED_A100.read_text().splitlines()
     few = tmp_path / "few.csv"
     few.write_text("\n".join((heading, *(row for row in rows if ",1,1,Qwen3" in row))) + "\n")
@@ -259,9 +254,7 @@ def test_predictions_are_scored_against_a_table(highwater: Run, tmp_path: Path) 
 HEADING = "gpu,settings,gpus,sp,model,max_model_len\n"
 
 
-def test_a_table_says_when_no_cell_is_replayed_and_may_name_directories(
-    highwater: Run, tmp_path: Path, tiny: Path
-) -> None:
+def test_a_table_says_when_no_cell_is_replayed_and_may_name_directories(highwater, tmp_path, tiny):
     other = tmp_path / "other" / tiny.name
     other.mkdir(parents=True)
     (other / "config.json").write_text(
@@ -282,9 +275,7 @@ def test_a_table_says_when_no_cell_is_replayed_and_may_name_directories(
     assert (document["replayed_cells"], document["formula_cells"]) == (0, 3)
 
 
-def test_a_table_of_a_gpu_that_no_catalog_has_is_compared_by_its_memory(
-    highwater: Run, tmp_path: Path
-) -> None:
+def test_a_table_of_a_gpu_that_no_catalog_has_is_compared_by_its_memory(highwater, tmp_path):
     (tmp_path / "few.csv").write_text(HEADING + "A40,env,1,1,Qwen3-0.6B,4096\n")
     words = ("predict", "--against", "few.csv")
     problem, hint = refusal(highwater(*words), 2)
@@ -303,132 +294,13 @@ def test_a_table_of_a_gpu_that_no_catalog_has_is_compared_by_its_memory(
     "flags",
     ["--ulysses 2", "--offload", "--loss full", "--resolution 4k", "--headroom 2GiB", "--explain"],
 )
-def test_what_a_tables_rows_say_cannot_be_said_beside_it(highwater: Run, flags: str) -> None:
+def test_what_a_tables_rows_say_cannot_be_said_beside_it(highwater, flags):
     _, hint = refusal(highwater("predict", "--against", str(PUBLISHED_A100), *flags.split()), 2)
     assert offered(hint) == [[flags.split()[0]]]
 
 
-@pytest.mark.parametrize(
-    ("gpus", "ways"),
-    [
-        ("4xA40 --gpu-memory 48GiB", ["--gpus 4 --gpu-memory 48GiB"]),
-        ("4xA40-48GB", ["--gpus 4 --gpu-memory 44GiB"]),
-        ("4xH2000 --gpu-memory 139.8GiB", ["--gpus 4 --gpu-memory 139.8GiB"]),
-        ("8xMI250X-128GB", ["--gpus 8 --gpu-memory 119GiB"]),
-        ("B100", ["--gpus 1 --gpu-memory 16GiB"]),
-        ("L40", ["--gpus 1 --gpu-memory 16GiB"]),
-        ("RTX-5080", ["--gpus 1 --gpu-memory 16GiB"]),
-        ("8xH100X", ["--gpus 8 --gpu-memory 16GiB"]),
-        ("RXT-5090", ["--gpus 1xRTX-5090"]),
-        ("2xA100", ["--gpus 2xA100-80GB"]),
-        ("H100SXM", ["--gpus 1xH100-80GB"]),
-        ("2xH20-141GB", ["--gpus 2 --gpu-memory 131GiB"]),
-        ("H20-141GB --gpu-memory 139GiB", ["--gpus 1 --gpu-memory 139GiB"]),
-        ("H100-94GB", ["--gpus 1xH100-94GB-NVL"]),
-        ("32xA40-48GB", ["--gpus 4x8 --gpu-memory 44GiB"]),
-        ("2x8xA40-48GB", ["--gpus 2x8 --gpu-memory 44GiB"]),
-        ("32xA100", ["--gpus 4x8xA100-80GB"]),
-        ("2x8xH20-141GB", ["--gpus 2x8 --gpu-memory 131GiB"]),
-        ("2x4090", ["--gpus 2xRTX-4090"]),
-    ],
-)
-def test_a_gpu_of_no_catalog_is_hinted_at_by_its_memory_and_no_far_name_is_offered(
-    highwater: Run, gpus: str, ways: list[str]
-) -> None:
-    problem, hint = refusal(highwater("predict", "Qwen3-0.6B", "--gpus", *gpus.split()), 2)
-    assert all(highwater(*words[1:]).returncode == 0 for words in offered(problem))
-    typed = [way for way in offered(hint) if way != ["nvidia-smi"]]
-    assert [shlex.join(way) for way in typed] == ways
-    for way in typed:
-        assert highwater("predict", "Qwen3-0.6B", *way).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("flags", "meant"),
-    [
-        ("--gpu-memory 79.15", "79.15GiB"),
-        ("--gpu-memory 81920", "81920MiB"),
-        ("--reserved 20", "20GiB"),
-        ("--host-memory 512", "512GiB"),
-        ("--headroom 2", "2GiB"),
-    ],
-)
-def test_a_memory_without_its_unit_is_refused_and_the_hint_has_it(
-    highwater: Run, flags: str, meant: str
-) -> None:
-    words = ("predict", "Qwen3-0.6B", *A100S)
-    problem, hint = refusal(highwater(*words, *flags.split()), 2)
-    assert f"{flags.split()[1]} bytes" in problem
-    assert offered(hint) == [[meant]]
-    assert highwater(*words, flags.split()[0], meant).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("words", "way"),
-    [
-        ((*A100S, "--gpu-memory", "0"), ["--gpu-memory", "80GiB"]),
-        (("--gpus", "4", "--gpu-memory", "0"), ["--gpu-memory", "80GiB"]),
-        ((*A100S, "--host-memory", "0"), ["--host-memory", "512GiB"]),
-    ],
-)
-def test_no_memory_at_all_is_refused(
-    highwater: Run, words: tuple[str, ...], way: list[str]
-) -> None:
-    hint = refusal(highwater("predict", "Qwen3-0.6B", *words), 2)[1]
-    assert offered(hint) == [way]
-    assert highwater("predict", "Qwen3-0.6B", *A100S, *way).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ((), "model"),
-        (("Qwen3-8B",), "no GPU"),
-        (("Qwen3-8B", "--gpus", "4xA100-70GB"), "'A100-70GB'"),
-        (("Qwen3-8B", *A100S, "--ulysses", "3"), "3 does not divide 4 GPUs"),
-        (("Qwen3-8B", *A100S, "--length", "many"), "'many'"),
-        (("Qwen3-8B", *A100S, "--gpu-memory", "80GB"), "'80GB'"),
-        (("Qwen3-8B", *A100S, "--reserved", "90GiB"), "90.00 GiB"),
-        (("--against", "none.csv"), "table none.csv"),
-        (("--against", "none.csv", "Qwen3-8B"), "models"),
-    ],
-)
-def test_what_cannot_be_predicted_is_refused(
-    highwater: Run, words: tuple[str, ...], said: str
-) -> None:
-    problem, _ = refusal(highwater("predict", *words), 2)
-    assert said in problem
-
-
-@pytest.mark.parametrize("trainer", ["highwater", "trinity"])
-def test_a_token_budget_is_predicted_beside_no_number_of_sequences(
-    highwater: Run, trainer: str
-) -> None:
-    words = ("predict", "Qwen3-0.6B", *A100S, "--trainer", trainer)
-    budget, sequences = ("--token-budget", "64k"), ("--sequences-per-micro-batch", "2")
-    problem, hint = refusal(highwater(*words, *budget, *sequences), 2)
-    assert sequences[0] in problem
-    assert budget[0] in problem
-    assert offered(hint) == [[sequences[0]], [budget[0]]]
-    assert [highwater(*words, *alone).returncode for alone in (budget, sequences)] == [0, 0]
-
-
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [("4xA100", "4xA100-80GB"), ("8xh100sxm", "8xH100-80GB"), ("RXT-3090", "1xRTX-3090")],
-)
-def test_an_unknown_gpu_is_answered_with_the_one_of_the_same_number(
-    highwater: Run, name: str, meant: str
-) -> None:
-    _, hint = refusal(highwater("predict", "Qwen3-0.6B", "--gpus", name), 2)
-    assert offered(hint) == [["--gpus", meant]]
-    assert highwater("predict", "Qwen3-0.6B", *offered(hint)[0]).returncode == 0
-
-
 @pytest.mark.parametrize("gpus", ["2x8xH100-80GB", "4x8xH100-80GB", "2x8 --gpu-memory 40GiB"])
-def test_machines_are_named_for_every_question_and_the_next_command_works(
-    highwater: Run, gpus: str
-) -> None:
+def test_machines_are_named_for_every_question_and_the_next_command_works(highwater, gpus):
     for words in (
         ("predict", "Qwen3-8B", "--length", "64k"),
         ("recommend", "Qwen3-8B", "--length", "64k"),
@@ -441,15 +313,7 @@ def test_machines_are_named_for_every_question_and_the_next_command_works(
             assert highwater(*following(done)).returncode == 0
 
 
-@pytest.mark.parametrize("words", [("--gpus", "4xA100-70GB"), ("--gpus", "H200-141GB-NVL"), ()])
-def test_the_flags_in_a_hint_work(highwater: Run, words: tuple[str, ...]) -> None:
-    _, hint = refusal(highwater("predict", "Qwen3-8B", *words), 2)
-    flags = offered(hint)[0]
-    kept = words if flags[0] == "--gpu-memory" else ()
-    assert highwater("predict", "Qwen3-8B", *kept, *flags).returncode == 0
-
-
-def test_the_next_command_keeps_the_settings_that_were_typed_word_by_word(highwater: Run) -> None:
+def test_the_next_command_keeps_the_settings_that_were_typed_word_by_word(highwater):
     words = (
         "predict",
         "Qwen3-0.6B",
@@ -491,15 +355,15 @@ def test_the_next_command_keeps_the_settings_that_were_typed_word_by_word(highwa
     ],
 )
 def test_the_command_after_an_explanation_works_and_has_the_settings_of_the_mark(
-    highwater: Run, words: str, then: str
-) -> None:
+    highwater, words, then
+):
     done = highwater("predict", *words.split(), "--explain")
     assert following(done) == then.split()
     simulated = SIMULATED if then.startswith("find") else ()
     assert highwater(*then.split(), *simulated).returncode in (0, 1)
 
 
-def test_a_star_says_past_the_native_length_only_where_there_is_one(highwater: Run) -> None:
+def test_a_star_says_past_the_native_length_only_where_there_is_one(highwater):
     for length, starred in (("32k", False), ("64k", True)):
         table = highwater("predict", "Qwen3-8B", *A100S, "--length", length).stdout
         assert ("past the native length" in table) == ("*" in table.splitlines()[2]) == starred
@@ -525,9 +389,7 @@ def test_a_star_says_past_the_native_length_only_where_there_is_one(highwater: R
         ),
     ],
 )
-def test_another_trainers_accuracy_is_that_of_what_answered(
-    highwater: Run, words: tuple[str, ...], accuracy: str, note: str
-) -> None:
+def test_another_trainers_accuracy_is_that_of_what_answered(highwater, words, accuracy, note):
     done = highwater("predict", *words, "--trainer", "trinity", "--explain")
     assert accuracy in done.stdout
     assert ("69 of 80 cells" in done.stdout) == ("closed form" in accuracy)
@@ -536,7 +398,7 @@ def test_another_trainers_accuracy_is_that_of_what_answered(
     assert f"note: {note}" in done.stderr
 
 
-def test_a_timeline_needs_a_trace_and_a_new_file(highwater: Run, tmp_path: Path) -> None:
+def test_a_timeline_needs_a_trace_and_a_new_file(highwater, tmp_path):
     words = ("predict", "tiny", "--gpus", "A100-80GB", "--length", "4096", "--timeline")
     taken = tmp_path / "taken.pickle"
     taken.write_text("mine")
@@ -562,7 +424,7 @@ def test_a_timeline_needs_a_trace_and_a_new_file(highwater: Run, tmp_path: Path)
         assert new.startswith("timeline")
 
 
-def test_traces_are_of_our_own_steps_and_of_no_table(highwater: Run) -> None:
+def test_traces_are_of_our_own_steps_and_of_no_table(highwater):
     other = highwater("predict", "Qwen3-0.6B", *A100S, "--trainer", "trinity", "--exact")
     table = highwater("predict", "--against", str(PUBLISHED_A100), "--exact")
     for done in (other, table):
@@ -570,7 +432,7 @@ def test_traces_are_of_our_own_steps_and_of_no_table(highwater: Run) -> None:
         assert "leave `--exact`" in done.stderr
 
 
-def test_gpus_of_several_machines_want_copies_and_the_hint_names_some(highwater: Run) -> None:
+def test_gpus_of_several_machines_want_copies_and_the_hint_names_some(highwater):
     many = ("Qwen3-8B", "--gpus", "64xH100-80GB")
     commands = (("predict", *many), ("recommend", *many, "--length", "64k"))
     for words in (*commands, ("guide", "--gpus", many[2], "--predict", many[0])):
@@ -588,28 +450,7 @@ def test_gpus_of_several_machines_want_copies_and_the_hint_names_some(highwater:
             assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "predict Qwen3-8B --gpus 64xH100-80GB --copies 8 --ulysses 16",
-        "predict Qwen3-8B --gpus 64xH100-80GB --strategy fsdp",
-        "predict Qwen3-8B --gpus 64xH100-80GB --trainer trinity",
-        "recommend Qwen3-8B --gpus 64xH100-80GB --length 64k --rollout-gpus 8",
-        "emit --for trl Qwen3-8B --gpus 64xH100-80GB --copies 8 --length 64k",
-        "emit --for verl Qwen3-8B --gpus 64xH100-80GB --length 64k",
-    ],
-)
-def test_what_several_machines_cannot_be_asked_is_refused_with_a_hint_that_works(
-    highwater: Run, words: str
-) -> None:
-    _, hint = refusal(highwater(*words.split()), 2)
-    assert offered(hint)
-    for way in offered(hint):
-        done = highwater(*words.split(), *way)
-        assert done.returncode == 0, (way, done.stderr)
-
-
-def test_what_trl_needs_is_answered_without_a_gpu(highwater: Run) -> None:
+def test_what_trl_needs_is_answered_without_a_gpu(highwater):
     words = ("Qwen3-4B", "--gpus", "1xH200-141GB", "--trainer", "trl", "--length", "128k")
     done = highwater("predict", *words)
     assert done.returncode == 0

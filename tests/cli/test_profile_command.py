@@ -6,7 +6,7 @@ import pickle
 from pathlib import Path
 
 import pytest
-from conftest import Run, following, offered, refusal
+from conftest import following, offered, refusal
 
 from highwater.units import MIB
 
@@ -17,9 +17,7 @@ MEGATRON, TRAINER = (
 )
 
 
-def test_the_answer_comes_first_and_the_next_command_writes_the_page(
-    highwater: Run, tmp_path: Path
-) -> None:
+def test_the_answer_comes_first_and_the_next_command_writes_the_page(highwater, tmp_path):
     printed = highwater("profile", TRAINER)
     assert printed.returncode == 0
     first = printed.stdout.splitlines()[0]
@@ -35,7 +33,7 @@ def test_the_answer_comes_first_and_the_next_command_writes_the_page(
     assert highwater("profile", TRAINER, *offered(hint)[0]).returncode == 0
 
 
-def test_two_snapshots_are_side_by_side_in_every_form(highwater: Run, tmp_path: Path) -> None:
+def test_two_snapshots_are_side_by_side_in_every_form(highwater, tmp_path):
     table = highwater("profile", MEGATRON, TRAINER).stdout
     assert "rank 0 p0 d1 c0 t0" in table
     row = next(line for line in table.splitlines() if line.startswith("logits"))
@@ -72,9 +70,7 @@ class Calls:
         (Path(MEGATRON).read_bytes()[:-100], "middle"),
     ],
 )
-def test_what_is_no_snapshot_is_refused_by_what_it_is(
-    highwater: Run, tmp_path: Path, content: bytes, said: str
-) -> None:
+def test_what_is_no_snapshot_is_refused_by_what_it_is(highwater, tmp_path, content, said):
     (tmp_path / "s.pickle").write_bytes(content)
     problem, hint = refusal(highwater("profile", "s.pickle", "--html", "p.html"), 2)
     assert said in problem
@@ -83,9 +79,7 @@ def test_what_is_no_snapshot_is_refused_by_what_it_is(
     assert not (tmp_path / "p.html").exists()
 
 
-def test_a_snapshot_that_is_not_there_is_refused_with_the_one_that_was_meant(
-    highwater: Run, tmp_path: Path
-) -> None:
+def test_a_snapshot_that_is_not_there_is_refused_with_the_one_that_was_meant(highwater, tmp_path):
     (tmp_path / "snapshot_rank0.pickle").write_bytes(Path(TRAINER).read_bytes())
     problem, hint = refusal(highwater("profile", "snapshot_rank00.pickle"), 2)
     assert problem == "there is no file snapshot_rank00.pickle"
@@ -97,9 +91,7 @@ def test_a_snapshot_that_is_not_there_is_refused_with_the_one_that_was_meant(
     ("path", "said"),
     [("none.pickle", "there is no file none.pickle"), ("empty", "empty has no memory snapshot")],
 )
-def test_where_there_is_no_snapshot_the_hint_makes_one(
-    highwater: Run, tmp_path: Path, path: str, said: str
-) -> None:
+def test_where_there_is_no_snapshot_the_hint_makes_one(highwater, tmp_path, path, said):
     (tmp_path / "empty").mkdir()
     problem, hint = refusal(highwater("profile", path), 2)
     assert problem == said
@@ -108,9 +100,7 @@ def test_where_there_is_no_snapshot_the_hint_makes_one(
     assert highwater("profile", makes[-1]).returncode == 0
 
 
-def test_a_folder_of_ranks_is_shown_by_its_fullest_and_the_others_are_named(
-    highwater: Run, tmp_path: Path
-) -> None:
+def test_a_folder_of_ranks_is_shown_by_its_fullest_and_the_others_are_named(highwater, tmp_path):
     """The folder of a step, that of all steps of a trial, and the trial's own."""
     trial = tmp_path / "model_len-4096"
     snapshots = trial / "memory_snapshots"
@@ -132,9 +122,7 @@ def test_a_folder_of_ranks_is_shown_by_its_fullest_and_the_others_are_named(
     assert [each["rank"] for each in json.loads(only.stdout)["profiles"]] == [1, 0]
 
 
-def test_a_trial_on_the_cpu_refuses_to_record_what_pytorch_does_not_keep(
-    highwater: Run, tiny: Path
-) -> None:
+def test_a_trial_on_the_cpu_refuses_to_record_what_pytorch_does_not_keep(highwater, tiny):
     words = ("try", "tiny", "--device", "cpu", "--memory", "4GiB", "--length", "64")
     problem, hint = refusal(highwater(*words, "--memory-profiler", "0,1"), 2)
     assert problem.startswith("memory_profiler ")

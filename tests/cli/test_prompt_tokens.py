@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from conftest import Run, offered, refusal
 
-from highwater.api import prepare
+from highwater.api.search import prepare
 from highwater.nouns.request import request_from
 from highwater.nouns.trial import PROMPT_TOKENS
 from highwater.units import MIB
@@ -28,9 +28,7 @@ def logits_bytes(highwater: Run, *words: str) -> int:
 @pytest.mark.parametrize(
     ("model", "tokens"), [("Qwen3-0.6B", 4096), ("Qwen3-0.6B", 1000), ("Llama-3.1-8B", 8192)]
 )
-def test_a_full_loss_is_predicted_with_the_logits_of_every_token(
-    highwater: Run, model: str, tokens: int
-) -> None:
+def test_a_full_loss_is_predicted_with_the_logits_of_every_token(highwater, model, tokens):
     words = (model, "--gpus", "1xH200-141GB", "--length", str(tokens), "--loss", "full")
     words = (*words, "--allocator", "native", "--ulysses", "1", "--offload")
     of_a_token = 2 * VOCABULARY[model]
@@ -39,7 +37,7 @@ def test_a_full_loss_is_predicted_with_the_logits_of_every_token(
     assert prompted == of_a_token * (tokens - min(2048, tokens // 2))
 
 
-def test_several_sequences_have_a_prompt_each(highwater: Run) -> None:
+def test_several_sequences_have_a_prompt_each(highwater):
     words = ("Qwen3-8B", "--gpus", "1xH200-141GB", "--length", "8k", "--loss", "full", "--offload")
     words = (*words, "--allocator", "native", "--sequences-per-micro-batch", "3")
     every = logits_bytes(highwater, *words)
@@ -55,7 +53,7 @@ def data_segment(highwater: Run, *words: str) -> int:
     return rank["memory"]["peak_data_segment_bytes"]
 
 
-def test_a_trial_trains_every_token_and_takes_their_logits(highwater: Run) -> None:
+def test_a_trial_trains_every_token_and_takes_their_logits(highwater):
     every = data_segment(highwater, "--loss", "full")
     prompted = data_segment(highwater, "--loss", "full", "--prompt-tokens", "1024")
     logits = 4 * 151_936 * 1024
@@ -63,7 +61,7 @@ def test_a_trial_trains_every_token_and_takes_their_logits(highwater: Run) -> No
 
 
 @pytest.mark.parametrize("objective", ["grpo", "dpo", "ppo"])
-def test_every_objective_trains_sequences_without_a_prompt(highwater: Run, objective: str) -> None:
+def test_every_objective_trains_sequences_without_a_prompt(highwater, objective):
     words = ("tiny", "--device", "cpu", "--memory", "4GiB", "--length", "128")
     several = ("--sequences-per-micro-batch", "2")
     done = highwater("try", *words, *several, "--objective", objective, "--json")
@@ -76,13 +74,13 @@ def prompt_of(**fields: Any) -> int:
     return prepare(request_from(values, keywords=True)).question.prompt_tokens
 
 
-def test_a_search_has_no_prompt_unless_one_is_named() -> None:
+def test_a_search_has_no_prompt_unless_one_is_named():
     assert prompt_of() == 0
     assert prompt_of(prompt_tokens=7) == 7
     assert prompt_of(prompt_tokens="512") == 512
 
 
-def test_a_study_is_gone_on_with_by_its_own_prompt(highwater: Run) -> None:
+def test_a_study_is_gone_on_with_by_its_own_prompt(highwater):
     words = ("tiny", "--device", "cpu", "--memory", "2GiB", "--max-length", "4k", "--dry-run")
     first = (*words, "--study", "study.jsonl", "--prompt-tokens", str(PROMPT_TOKENS))
     assert highwater("find", *first).returncode in (0, 1)
@@ -96,9 +94,7 @@ def test_a_study_is_gone_on_with_by_its_own_prompt(highwater: Run) -> None:
 
 
 @pytest.mark.parametrize("trainer", ["trinity", "trl"])
-def test_trainers_whose_prompts_are_their_own_are_not_told_of_one(
-    highwater: Run, trainer: str
-) -> None:
+def test_trainers_whose_prompts_are_their_own_are_not_told_of_one(highwater, trainer):
     words = ("predict", "Qwen3-4B", "--gpus", "1xH20-96GB", "--trainer", trainer)
     _, hint = refusal(highwater(*words, "--prompt-tokens", "9"), 2)
     assert offered(hint) or "leave" in hint

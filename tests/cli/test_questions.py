@@ -21,7 +21,7 @@ def first_line(run: Run, command: str) -> tuple[int, str]:
     return done.returncode, (done.stdout or done.stderr).splitlines()[0]
 
 
-def test_there_are_twenty_of_all_kinds() -> None:
+def test_there_are_twenty_of_all_kinds():
     assert len(QUESTIONS) == 20
     assert len({each["source_url"] for each in QUESTIONS}) == 20
     assert all(each["source_url"].startswith("https://github.com/") for each in QUESTIONS)
@@ -32,7 +32,7 @@ def test_there_are_twenty_of_all_kinds() -> None:
 
 
 @pytest.mark.parametrize("command", [each["command"] for each in QUESTIONS])
-def test_one_command_answers_a_question(highwater: Run, run: Run, command: str) -> None:
+def test_one_command_answers_a_question(highwater, run, command):
     code, line = first_line(run, command)
     assert code in (0, 1), line
     assert script(FOLDER / "answers.py").says_tokens_or_no(line), line
@@ -40,12 +40,12 @@ def test_one_command_answers_a_question(highwater: Run, run: Run, command: str) 
 
 
 @pytest.mark.parametrize("command", [each["command"] for each in QUESTIONS])
-def test_the_first_line_is_a_sentence(run: Run, command: str) -> None:
+def test_the_first_line_is_a_sentence(run, command):
     code, line = first_line(run, command)
     assert script(FOLDER / "answers.py").is_answered({"exit_code": code, "first_line": line}), line
 
 
-def test_the_page_is_of_what_is_recorded_and_every_question_is_on_it() -> None:
+def test_the_page_is_of_what_is_recorded_and_every_question_is_on_it():
     recorded = json.loads((FOLDER / "answers.json").read_text())
     assert script(FOLDER / "answers.py").page(recorded) == (FOLDER / "README.md").read_text()
     commands = [each["command"] for each in QUESTIONS]

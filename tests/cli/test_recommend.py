@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import Run, following, offered, refusal
+from conftest import following, offered, refusal
 
 from tiny_models import write_model
 
@@ -25,8 +25,8 @@ DRY = ("--device", "cuda", "--memory", "95GiB", "--dry-run")
 
 
 def test_the_simplest_rung_that_fits_is_named_with_why_nothing_simpler_and_what_the_next_would_buy(
-    highwater: Run,
-) -> None:
+    highwater,
+):
     done = highwater(*ASKED)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -52,7 +52,7 @@ def test_the_simplest_rung_that_fits_is_named_with_why_nothing_simpler_and_what_
     assert "GB " not in done.stdout.replace("96GB ", "")
 
 
-def test_the_next_command_is_one_trial_of_it(highwater: Run) -> None:
+def test_the_next_command_is_one_trial_of_it(highwater):
     words = following(highwater(*ASKED))
     assert words[:8] == ["try", "Qwen3-8B", "--gpus", "4", "--ulysses", "1", "--length", "98304"]
     assert words[8:12] == ["--allocator", "expandable", "--loss", "chunked"]
@@ -61,7 +61,7 @@ def test_the_next_command_is_one_trial_of_it(highwater: Run) -> None:
     assert "98,304 tokens, expandable, " in done.stdout
 
 
-def test_the_list_has_every_rung_that_fits_and_what_each_costs(highwater: Run) -> None:
+def test_the_list_has_every_rung_that_fits_and_what_each_costs(highwater):
     done = highwater(*ASKED, "--list")
     document = json.loads(highwater(*ASKED, "--json").stdout)
     rows = done.stdout.split("\n\n")[2].splitlines()[1:]
@@ -77,7 +77,7 @@ def test_the_list_has_every_rung_that_fits_and_what_each_costs(highwater: Run) -
     assert following(done) == list(ASKED)
 
 
-def test_a_recommendation_is_one_document(highwater: Run) -> None:
+def test_a_recommendation_is_one_document(highwater):
     done = highwater(*ASKED, "--json")
     document = json.loads(done.stdout)
     assert (document["schema_version"], document["gpus"], document["length_tokens"]) == (
@@ -94,7 +94,7 @@ def test_a_recommendation_is_one_document(highwater: Run) -> None:
 
 
 @pytest.mark.parametrize("where", ["before", "after"])
-def test_a_study_is_taken_where_it_has_an_answer(highwater: Run, where: str) -> None:
+def test_a_study_is_taken_where_it_has_an_answer(highwater, where):
     words = ("--sequences-per-micro-batch", "1", "--study", STUDY)
     if where == "before":
         done = highwater("recommend", *words, *MEASURED[1:])
@@ -110,13 +110,13 @@ def test_a_study_is_taken_where_it_has_an_answer(highwater: Run, where: str) -> 
     assert f"measured: {STUDY}" in explained.stdout
 
 
-def test_a_study_of_something_else_is_said_not_to_be_used(highwater: Run) -> None:
+def test_a_study_of_something_else_is_said_not_to_be_used(highwater):
     done = highwater(*ASKED, "--study", STUDY)
     assert done.returncode == 0
     assert re.match(rf"note: {re.escape(STUDY)} .*Qwen3-0\.6B", done.stderr)
 
 
-def test_gpus_for_rollout_are_set_aside(highwater: Run) -> None:
+def test_gpus_for_rollout_are_set_aside(highwater):
     done = highwater(
         "recommend", "Qwen3-4B", "--gpus", "4xH20-96GB", "--length", "32k", "--rollout-gpus", "2"
     )
@@ -127,7 +127,7 @@ def test_gpus_for_rollout_are_set_aside(highwater: Run) -> None:
     assert highwater(*ASKED, *offered(hint)[0]).returncode in (0, 1)
 
 
-def test_nothing_that_fits_is_answered_no_with_what_would_do(highwater: Run) -> None:
+def test_nothing_that_fits_is_answered_no_with_what_would_do(highwater):
     words = ("recommend", "Qwen3-8B", "--gpus", "1xA100-80GB", "--length", "256k")
     for more in ((), ("--list",)):
         done = highwater(*words, *more)
@@ -142,8 +142,8 @@ def test_nothing_that_fits_is_answered_no_with_what_would_do(highwater: Run) -> 
 
 
 def test_where_heads_do_not_share_among_all_gpus_a_ring_is_named_and_the_command_works(
-    highwater: Run,
-) -> None:
+    highwater,
+):
     six = ("--gpus", "6xH200-141GB", "--length", "900k")
     done = highwater("recommend", "Qwen3-8B", *six)
     assert done.returncode == 1
@@ -160,7 +160,7 @@ def test_where_heads_do_not_share_among_all_gpus_a_ring_is_named_and_the_command
     assert "`--ulysses 2 --ring 3` shares it among all" in guided.stderr
 
 
-def test_without_a_remedy_to_type_the_longest_is_asked_for(highwater: Run) -> None:
+def test_without_a_remedy_to_type_the_longest_is_asked_for(highwater):
     done = highwater(
         "recommend", "Qwen3-32B", "--gpus", "16xRTX-3090", "--length", "1m", "--allocator", "native"
     )
@@ -168,7 +168,7 @@ def test_without_a_remedy_to_type_the_longest_is_asked_for(highwater: Run) -> No
     assert highwater(*following(done)).returncode in (0, 1)
 
 
-def test_another_trainer_is_recommended_for_without_a_trial_of_ours(highwater: Run) -> None:
+def test_another_trainer_is_recommended_for_without_a_trial_of_ours(highwater):
     done = highwater(
         "recommend",
         "Qwen3-0.6B",
@@ -184,28 +184,7 @@ def test_another_trainer_is_recommended_for_without_a_trial_of_ours(highwater: R
     assert "highwater try" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("recommend", "--length", "64k"), "no model is named"),
-        (("recommend", "Qwen3-8B", "--gpus", "4xH20-96GB"), "no length is named"),
-        (("recommend", "Qwen3-8B", "--length", "64k"), "no GPU is here, and none is named"),
-        ((*ASKED, "--rollout-gpus", "-1"), "-1 GPUs for rollout"),
-        ((*ASKED, "--trainer", "trinity", "--study", STUDY), "Trinity-RFT's trainer"),
-        ((*ASKED, "--study", "none.jsonl"), "none.jsonl"),
-        (("recommend", "gpt2", "--gpus", "4xH20-96GB", "--length", "8k"), "no model 'gpt2'"),
-    ],
-)
-def test_what_cannot_be_recommended_is_refused(
-    highwater: Run, words: tuple[str, ...], said: str
-) -> None:
-    problem, _ = refusal(highwater(*words), 2)
-    assert said in problem
-
-
-def test_a_length_past_the_native_one_is_refused_without_a_flag_that_nobody_typed(
-    highwater: Run, tiny: Path
-) -> None:
+def test_a_length_past_the_native_one_is_refused_without_a_flag_that_nobody_typed(highwater, tiny):
     write_model(tiny, rope_scaling={"rope_type": "linear", "factor": 2.0})
     for command in ("recommend", "predict"):
         problem, hint = refusal(
@@ -215,14 +194,7 @@ def test_a_length_past_the_native_one_is_refused_without_a_flag_that_nobody_type
         assert "--start-length" not in hint
 
 
-def test_the_flags_are_explained(highwater: Run) -> None:
-    done = highwater("recommend", "--help")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "--rollout-gpus" in done.stdout
-    assert "--token-budget" not in done.stdout
-
-
-def test_help_names_the_defaults_of_this_command(highwater: Run) -> None:
+def test_help_names_the_defaults_of_this_command(highwater):
     text = highwater("recommend", "--help").stdout
     defaults = {
         flag: re.findall(rf"  --{flag} .*?\(default: ([^)]*)\)", text, re.DOTALL)[0]
@@ -232,7 +204,7 @@ def test_help_names_the_defaults_of_this_command(highwater: Run) -> None:
     assert defaults["ulysses"].startswith("every degree ")
 
 
-def test_what_is_asked_next_is_about_the_trainers_gpus(highwater: Run) -> None:
+def test_what_is_asked_next_is_about_the_trainers_gpus(highwater):
     done = highwater(
         "recommend", "Qwen3-32B", "--gpus", "16xRTX-3090", "--rollout-gpus", "15", "--length", "1m"
     )

@@ -3,11 +3,9 @@ every command.
 """
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import SIMULATED, Run, offered, refusal
+from conftest import SIMULATED, offered, refusal
 
 from tiny_models import TINY, write_model
 
@@ -15,7 +13,6 @@ GPUS = ("--gpus", "1xH100-80GB")
 PAIR = ("--gpus", "2xH100-80GB")
 RING = ("--gpus", "2", "--ring", "2")
 TRAINING = ("--data", "data.jsonl", "--output", "run", "--steps", "1")
-SLIDING = ["sliding_attention", "full_attention"]
 
 
 @pytest.mark.parametrize(
@@ -29,9 +26,7 @@ SLIDING = ["sliding_attention", "full_attention"]
         ("recommend", *PAIR, *RING[2:], "--length", "8k"),
     ],
 )
-def test_a_ring_of_documents_past_a_window_is_refused_and_the_hint_works(
-    highwater: Run, tiny: Path, words: tuple[str, ...]
-) -> None:
+def test_a_ring_of_documents_past_a_window_is_refused_and_the_hint_works(highwater, tiny, words):
     write_model(tiny, model_type="mistral", sliding_window=4096)
     command, *rest = words
     problem, hint = refusal(highwater(command, str(tiny), *rest), 2)
@@ -42,7 +37,7 @@ def test_a_ring_of_documents_past_a_window_is_refused_and_the_hint_works(
     assert highwater(command, str(tiny), *(w for w in mended if w != "--exact")).returncode == 0
 
 
-def test_an_answer_does_not_end_at_a_sliding_window(highwater: Run, tiny: Path) -> None:
+def test_an_answer_does_not_end_at_a_sliding_window(highwater, tiny):
     write_model(tiny, model_type="mistral", sliding_window=4096)
     for done in (highwater("find", str(tiny), *SIMULATED), highwater("predict", str(tiny), *GPUS)):
         assert done.returncode == 0
@@ -53,55 +48,14 @@ def test_an_answer_does_not_end_at_a_sliding_window(highwater: Run, tiny: Path) 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (
-            {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
-            "of the family gemma3, ",
-        ),
-        (
-            {"model_type": "llava", "text_config": {"model_type": "mistral"}},
-            "of the family llava, ",
-        ),
         ({"vocab_size": None}, "has no vocab_size"),
         ({"model_type": "t5"}, "of the family t5, "),
-        ({"model_type": "deepseek_v3"}, "its attention is latent"),
-        ({"model_type": "flint"}, "fields that are not read here"),
-        ({"model_type": "mpt"}, "it attends by code of its own"),
-        ({"model_type": ["llama"]}, "has the model_type ['llama']"),
-        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
-        ({"text_config": None}, "has the text_config None"),
-        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
-        (
-            {"model_type": "glm4_moe", "n_routed_experts": 4, "n_shared_experts": 0},
-            "has n_shared_experts = 0",
-        ),
-        ({"model_type": "granite", "attention_multiplier": 0.0}, "has attention_multiplier = 0"),
-        (
-            {
-                "model_type": "qwen3_moe",
-                "num_experts": 4,
-                "num_experts_per_tok": 2,
-                "moe_intermediate_size": 25,
-            },
-            "are 25 numbers wide",
-        ),
-        ({"rope_scaling": {"rope_type": "mrope", "mrope_section": [4]}}, "rope_type 'mrope'"),
         ({"rope_scaling": {"type": "yran", "factor": 2.0}}, "rope_type 'yran'"),
-        ({"rope_parameters": {"rope_type": "linear"}}, "rope_type linear and no factor"),
-        (
-            {"model_type": "smollm3", "sliding_window": 8, "layer_types": SLIDING},
-            "has no window for sliding attention: use_sliding_window is not true",
-        ),
-        (
-            {"model_type": "gemma2", "sliding_window": None},
-            "has no window for sliding attention: sliding_window is null or missing",
-        ),
         ({"layer_types": ["full_attention"] * 3}, "layer_types names 3 layers"),
     ],
 )
-def test_a_model_that_is_not_understood_is_refused_by_every_command(
-    highwater: Run, tiny: Path, changes: dict[str, Any], said: str
-) -> None:
+def test_a_model_that_is_not_understood_is_refused_by_every_command(highwater, tiny, changes, said):
     (tiny / "config.json").write_text(json.dumps({**TINY, **changes}))
     at_length = ("--length", "2048")
     for words in (
@@ -132,8 +86,8 @@ def test_a_model_that_is_not_understood_is_refused_by_every_command(
     ],
 )
 def test_a_quantised_checkpoint_is_refused_by_every_command_and_the_hint_works(
-    highwater: Run, tiny: Path, words: tuple[str, ...]
-) -> None:
+    highwater, tiny, words
+):
     write_model(tiny, quantization_config={"quant_method": "fp8"})
     command, *rest = words
     problem, hint = refusal(highwater(command, str(tiny), *rest), 2)
@@ -156,8 +110,8 @@ def test_a_quantised_checkpoint_is_refused_by_every_command_and_the_hint_works(
     ],
 )
 def test_a_model_that_scales_its_logits_is_known_to_every_command_but_for_trinitys_step(
-    highwater: Run, tiny: Path, words: tuple[str, ...], said: str | None
-) -> None:
+    highwater, tiny, words, said
+):
     write_model(tiny, model_type="granite", logits_scaling=8.0, residual_multiplier=0.22)
     command, *rest = words
     done = highwater(command, str(tiny), *rest)

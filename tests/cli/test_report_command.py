@@ -6,16 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import SIMULATED, Run, following, offered, refusal
+from conftest import SIMULATED, following, offered, refusal
 
 ROOT = Path(__file__).parents[2]
 REAL = str(ROOT / "docs" / "results" / "find" / "qwen3-0.6b-79gib-full.jsonl")
 STUDY = ("--max-length", "64k", "--study", "s.jsonl")
 
 
-def test_a_report_is_printed_or_written_and_the_next_command_works(
-    highwater: Run, tmp_path: Path
-) -> None:
+def test_a_report_is_printed_or_written_and_the_next_command_works(highwater, tmp_path):
     printed = highwater("report", REAL)
     assert printed.returncode == 0
     assert printed.stdout.startswith("# Qwen3-0.6B on NVIDIA H200, 79.15 GiB per GPU\n")
@@ -29,9 +27,7 @@ def test_a_report_is_printed_or_written_and_the_next_command_works(
 
 
 @pytest.mark.parametrize("form", ["html", "md", "csv", "json"])
-def test_every_form_is_a_file_that_is_never_written_over(
-    highwater: Run, tmp_path: Path, form: str
-) -> None:
+def test_every_form_is_a_file_that_is_never_written_over(highwater, tmp_path, form):
     assert highwater("report", REAL, "-o", f"report.{form}").returncode == 0
     before = (tmp_path / f"report.{form}").read_bytes()
     problem, hint = refusal(highwater("report", REAL, "-o", f"report.{form}"), 2)
@@ -41,7 +37,7 @@ def test_every_form_is_a_file_that_is_never_written_over(
     assert highwater("report", REAL, *offered(hint)[0]).returncode == 0
 
 
-def test_json_is_one_document_beside_a_file_too(highwater: Run, tmp_path: Path) -> None:
+def test_json_is_one_document_beside_a_file_too(highwater, tmp_path):
     document = json.loads(highwater("report", REAL, "--json").stdout)
     assert (document["schema_version"], document["label"], len(document["trials"])) == (
         1,
@@ -55,7 +51,7 @@ def test_json_is_one_document_beside_a_file_too(highwater: Run, tmp_path: Path) 
     ]
 
 
-def test_another_ending_is_refused_before_anything_is_read(highwater: Run, tmp_path: Path) -> None:
+def test_another_ending_is_refused_before_anything_is_read(highwater, tmp_path):
     problem, hint = refusal(highwater("report", "no-such-study.jsonl", "-o", "report.pdf"), 2)
     assert problem.startswith("report.pdf ")
     assert problem.endswith(" .html, .md, .csv, .json")
@@ -63,7 +59,7 @@ def test_another_ending_is_refused_before_anything_is_read(highwater: Run, tmp_p
     assert not (tmp_path / "report.pdf").exists()
 
 
-def test_without_a_study_the_newest_is_reported(highwater: Run) -> None:
+def test_without_a_study_the_newest_is_reported(highwater):
     problem, _ = refusal(highwater("report"), 2)
     assert problem.endswith(" under logs")
     highwater(
@@ -81,7 +77,7 @@ def test_without_a_study_the_newest_is_reported(highwater: Run) -> None:
     assert json.loads(highwater("report", "--json").stdout)["label"] == "simulated"
 
 
-def test_a_search_that_was_cut_short_is_reported_as_it_is(highwater: Run, tmp_path: Path) -> None:
+def test_a_search_that_was_cut_short_is_reported_as_it_is(highwater, tmp_path):
     highwater("find", "Qwen3-0.6B", *SIMULATED, *STUDY)
     lines = (tmp_path / "s.jsonl").read_text().splitlines(keepends=True)
     first_end = next(number for number, line in enumerate(lines) if '"trial_finished"' in line)
@@ -95,7 +91,7 @@ def test_a_search_that_was_cut_short_is_reported_as_it_is(highwater: Run, tmp_pa
     assert "Finished." in highwater("report", "s.jsonl").stdout
 
 
-def test_a_search_on_the_cpu_is_reported_without_what_is_about_gpus(highwater: Run) -> None:
+def test_a_search_on_the_cpu_is_reported_without_what_is_about_gpus(highwater):
     small = ("--start-length", "256", "--resolution", "256", "--max-length", "1k")
     highwater(
         "find",
@@ -115,9 +111,7 @@ def test_a_search_on_the_cpu_is_reported_without_what_is_about_gpus(highwater: R
     assert "data segment" in done.stdout
 
 
-def test_a_model_path_with_a_script_is_text_in_every_form(
-    highwater: Run, tiny: Path, tmp_path: Path
-) -> None:
+def test_a_model_path_with_a_script_is_text_in_every_form(highwater, tiny, tmp_path):
     hostile = tiny.rename(tmp_path / "<script>alert(1)<_script>|`x`")
     found = highwater("find", str(hostile), *SIMULATED, *STUDY)
     assert found.returncode == 0, found.stderr
@@ -133,7 +127,7 @@ def test_a_model_path_with_a_script_is_text_in_every_form(
     )
 
 
-def test_what_cannot_be_read_is_refused_as_show_refuses_it(highwater: Run, tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_refused_as_show_refuses_it(highwater, tmp_path):
     (tmp_path / "p.jsonl").write_text("no study\n")
     for name in ("p.jsonl", "none.jsonl"):
         assert refusal(highwater("report", name), 2) == refusal(highwater("show", name), 2)

@@ -63,9 +63,8 @@ def run(command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.corpus
 @pytest.mark.parametrize(("name", "command"), TABLES, ids=[each[1] for each in TABLES])
-def test_a_page_has_the_table_that_its_command_prints(name: str, command: str) -> None:
+def test_a_page_has_the_table_that_its_command_prints(name, command):
     page = (RESULTS / name).read_text().splitlines()
     rows = [line for line in run(command).splitlines() if line.startswith("|")]
     assert len(rows) > 2
@@ -81,17 +80,15 @@ def test_a_page_has_the_table_that_its_command_prints(name: str, command: str) -
     )
 
 
-@pytest.mark.corpus
 @pytest.mark.parametrize("command", OTHERS)
-def test_a_command_prints_a_table(command: str) -> None:
+def test_a_command_prints_a_table(command):
     assert sum(line.startswith("|") for line in run(command).splitlines()) > 2
 
 
-@pytest.mark.corpus
 @pytest.mark.parametrize(
     "script", sorted(str(path.relative_to(RESULTS)) for path in RESULTS.rglob("*.py"))
 )
-def test_every_script_starts(script: str) -> None:
+def test_every_script_starts(script):
     text = (RESULTS / script).read_text()
     if "argparse" in text:
         assert "usage:" in run(f"{script} --help")

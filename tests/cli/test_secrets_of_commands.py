@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Run, refusal
+from conftest import refusal
 
 from highwater.store.lines import sealed
 
@@ -52,9 +52,7 @@ def check_nothing_shows(place: Path, *texts: str) -> None:
     assert not [text[:2000] for text in said if SECRET in text or KEY in text]
 
 
-def test_a_search_with_secrets_shows_them_nowhere_and_its_study_goes_on(
-    highwater: Run, place: Path
-) -> None:
+def test_a_search_with_secrets_shows_them_nowhere_and_its_study_goes_on(highwater, place):
     done = highwater(*words_with(SECRET))
     assert done.returncode == 0, done.stderr
     study = study_in(place)
@@ -81,7 +79,7 @@ def test_a_search_with_secrets_shows_them_nowhere_and_its_study_goes_on(
     assert json.loads(highwater("show", str(study), "--as", "json").stdout)["trials"] == before
 
 
-def test_a_trial_with_secrets_shows_them_nowhere(highwater: Run, place: Path) -> None:
+def test_a_trial_with_secrets_shows_them_nowhere(highwater, place):
     words = [word for word in words_with(SECRET) if word not in LENGTHS]
     done = highwater("try", *words[1:], "--length", "64")
     assert done.returncode == 0, done.stderr
@@ -98,9 +96,7 @@ def test_a_trial_with_secrets_shows_them_nowhere(highwater: Run, place: Path) ->
         f"--gh-pat {SECRET} -u me:{KEY}",
     ],
 )
-def test_a_trainer_that_prints_its_words_shows_no_secret(
-    typed: str, highwater: Run, place: Path
-) -> None:
+def test_a_trainer_that_prints_its_words_shows_no_secret(typed, highwater, place):
     (place / "train.py").write_text(
         "import sys; sys.exit(f'train.py: error: unrecognized arguments: {sys.argv[1:]}')"
     )
@@ -116,9 +112,7 @@ def test_a_trainer_that_prints_its_words_shows_no_secret(
     check_nothing_shows(place, done.stdout, done.stderr, highwater("report", str(study)).stdout)
 
 
-def test_another_secret_is_another_question_and_a_hidden_one_is_asked_for(
-    highwater: Run, place: Path
-) -> None:
+def test_another_secret_is_another_question_and_a_hidden_one_is_asked_for(highwater, place):
     assert highwater(*words_with(SECRET, "--study", "study.jsonl")).returncode == 0
     other = highwater(*words_with("cod-5678", "--study", "study.jsonl"))
     assert other.returncode == 2
@@ -140,9 +134,7 @@ def test_another_secret_is_another_question_and_a_hidden_one_is_asked_for(
         f"train --password {SECRET} HF_TOKEN={KEY}",
     ],
 )
-def test_an_error_that_quotes_a_command_shows_no_secret(
-    command: str, highwater: Run, place: Path
-) -> None:
+def test_an_error_that_quotes_a_command_shows_no_secret(command, highwater, place):
     done = highwater("find", "Qwen3-0.6B", "--trainer", "command", "--command", command, *CPU)
     refusal(done, 2)
     check_nothing_shows(place, done.stdout, done.stderr)
@@ -173,9 +165,7 @@ def _with_secrets(value: Any) -> Any:
     return SECRET if value == "[hidden]" else value
 
 
-def test_a_study_with_secrets_of_before_is_shown_without_them_and_goes_on(
-    highwater: Run, place: Path
-) -> None:
+def test_a_study_with_secrets_of_before_is_shown_without_them_and_goes_on(highwater, place):
     first = highwater(*words_with(SECRET, "--study", "study.jsonl"))
     study = place / "study.jsonl"
     as_recorded_before(study)

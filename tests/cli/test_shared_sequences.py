@@ -28,8 +28,6 @@ def of_ranks(done: subprocess.CompletedProcess[str]) -> list[tuple[float, ...]]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.parametrize(
     "flags",
     [
@@ -39,9 +37,7 @@ def of_ranks(done: subprocess.CompletedProcess[str]) -> list[tuple[float, ...]]:
     ],
     ids=" ".join,
 )
-def test_a_shared_sequence_trains_as_on_one_process(
-    highwater: Run, tiny: Path, flags: tuple[str, ...]
-) -> None:
+def test_a_shared_sequence_trains_as_on_one_process(highwater, tiny, flags):
     config = tiny / "config.json"
     config.write_text(
         json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 4096})
@@ -55,8 +51,8 @@ def test_a_shared_sequence_trains_as_on_one_process(
 
 @pytest.mark.timeout(300)
 def test_a_trial_on_the_cpu_needs_no_memory_limit_whatever_shares_its_sequence(
-    highwater: Run,
-) -> None:
+    highwater,
+):
     command = "try tiny --device cpu --gpus {} --length 1021 --json".format
     shared = highwater(*command("4 --ulysses 2 --ring 2").split())
     (alone,) = of_ranks(highwater(*command("1").split()))
@@ -69,7 +65,7 @@ def test_a_trial_on_the_cpu_needs_no_memory_limit_whatever_shares_its_sequence(
         assert found == pytest.approx(alone, rel=TOLERANCE)
 
 
-def test_where_heads_do_not_allow_it_a_ring_is_named_that_does(highwater: Run) -> None:
+def test_where_heads_do_not_allow_it_a_ring_is_named_that_does(highwater):
     six = ("predict", "Qwen3-8B", "--gpus", "6xA100-80GB", "--length", "131072", "--json")
     refused = highwater(*six, "--ulysses", "3")
     assert refused.returncode == 2

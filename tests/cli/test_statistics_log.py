@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Run
 
 pytest.importorskip("torch", reason="trials need the train extra")
 
@@ -29,11 +28,10 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.by_turns
 @pytest.mark.parametrize("objective", ["sft", "grpo"])
 def test_a_step_says_the_same_of_the_same_sequences_on_any_layout(
-    highwater: Run, tiny: Path, tmp_path: Path, objective: str
-) -> None:
+    highwater, tiny, tmp_path, objective
+):
     steps: dict[str, list[dict[str, Any]]] = {}
     for name, flags in LAYOUTS.items():
         done = highwater("try", str(tiny), *CPU, *flags, "--objective", objective, "--logit-range")
@@ -55,7 +53,7 @@ def test_a_step_says_the_same_of_the_same_sequences_on_any_layout(
             assert len(step["peak_data_segment_bytes"]) == 2
 
 
-def test_the_lines_say_what_the_result_says(highwater: Run, tiny: Path, tmp_path: Path) -> None:
+def test_the_lines_say_what_the_result_says(highwater, tiny, tmp_path):
     done = highwater("try", str(tiny), *CPU, "--gpus", "2", "--json")
     result = json.loads(done.stdout)["result"]
     found = lines(tmp_path)
@@ -64,9 +62,7 @@ def test_the_lines_say_what_the_result_says(highwater: Run, tiny: Path, tmp_path
     assert found[-1]["tokens_per_s"] == pytest.approx(result["tokens_per_s"])
 
 
-def test_tensorboard_reads_the_numbers_of_the_lines(
-    highwater: Run, tiny: Path, tmp_path: Path
-) -> None:
+def test_tensorboard_reads_the_numbers_of_the_lines(highwater, tiny, tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     done = highwater("try", str(tiny), *CPU, "--gpus", "2", "--ulysses", "2", "--tensorboard")
     assert done.returncode == 0, done.stderr
@@ -87,9 +83,7 @@ def test_tensorboard_reads_the_numbers_of_the_lines(
                 assert found[step["step"]] == pytest.approx(wanted, rel=1e-6), tag
 
 
-def test_without_tensorboard_it_is_refused_with_what_to_install(
-    highwater: Run, tiny: Path, tmp_path: Path
-) -> None:
+def test_without_tensorboard_it_is_refused_with_what_to_install(highwater, tiny, tmp_path):
     (tmp_path / "without").mkdir()
     (tmp_path / "without" / "tensorboard.py").write_text("raise ImportError('not installed')\n")
     done = highwater("try", str(tiny), *CPU, "--tensorboard", PYTHONPATH=str(tmp_path / "without"))
@@ -99,9 +93,7 @@ def test_without_tensorboard_it_is_refused_with_what_to_install(
     assert (blank, hint.partition(" or ")[0]) == ("", "hint: `pip install tensorboard`,")
 
 
-def test_a_memory_only_trial_writes_no_statistics(
-    highwater: Run, tiny: Path, tmp_path: Path
-) -> None:
+def test_a_memory_only_trial_writes_no_statistics(highwater, tiny, tmp_path):
     done = highwater("try", str(tiny), *CPU, "--attention-depth", "1")
     assert done.returncode == 0, done.stderr
     assert not list((tmp_path / "logs").rglob("*.statistics.jsonl"))

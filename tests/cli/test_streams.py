@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import BIN, SIMULATED, Run, refusal
+from conftest import BIN, SIMULATED, refusal
 
 FIND = ("highwater", "find", "Qwen3-0.6B", *SIMULATED, "--study", "logs/m/study-1.jsonl")
 
@@ -31,8 +31,8 @@ def in_a_shell(
 
 @pytest.mark.parametrize("words", [FIND, (*FIND, "--json")])
 def test_an_answer_that_cannot_be_written_is_an_error_and_the_hint_shows_it(
-    highwater: Run, tmp_path: Path, words: tuple[str, ...]
-) -> None:
+    highwater, tmp_path, words
+):
     done = in_a_shell(tmp_path, words, "> /dev/full")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
@@ -43,7 +43,7 @@ def test_an_answer_that_cannot_be_written_is_an_error_and_the_hint_shows_it(
     assert "high-water mark" in highwater(*hint.split("`")[1].split()[1:]).stdout
 
 
-def test_a_closed_stdout_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_a_closed_stdout_is_refused_before_anything_starts(tmp_path):
     done = in_a_shell(tmp_path, FIND, ">&-")
     problem, hint = refusal(done, 2)
     assert problem.startswith("stdout is closed")
@@ -52,7 +52,7 @@ def test_a_closed_stdout_is_refused_before_anything_starts(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("redirected", ["2>&-", "2> >(head -c 1 > /dev/null)", "2> /dev/full"])
-def test_a_search_goes_on_when_nobody_hears_its_talk(tmp_path: Path, redirected: str) -> None:
+def test_a_search_goes_on_when_nobody_hears_its_talk(tmp_path, redirected):
     done = in_a_shell(tmp_path, FIND, redirected)
     assert done.returncode == 0, done.stderr
     assert "high-water mark" in done.stdout
@@ -62,7 +62,7 @@ def test_a_search_goes_on_when_nobody_hears_its_talk(tmp_path: Path, redirected:
     )
 
 
-def test_any_name_can_be_told_in_ascii(highwater: Run, tiny: Path) -> None:
+def test_any_name_can_be_told_in_ascii(highwater, tiny):
     model = tiny.rename(tiny.with_name("模型"))
     words = ("find", str(model), *SIMULATED, "--max-length", "8192")
     table = highwater(*words, PYTHONIOENCODING="ascii")
@@ -71,7 +71,7 @@ def test_any_name_can_be_told_in_ascii(highwater: Run, tiny: Path) -> None:
     assert json.loads(document.stdout)["question"]["model"]["name"] == "模型"
 
 
-def test_a_name_that_is_not_utf_8_is_refused_in_words(highwater: Run, tiny: Path) -> None:
+def test_a_name_that_is_not_utf_8_is_refused_in_words(highwater, tiny):
     odd = tiny.rename(Path(os.fsdecode(os.fsencode(tiny) + b"\xff")))
     problem, _ = refusal(highwater("find", str(odd), *SIMULATED), 2)
     assert problem == f"{tiny}\\udcff is not UTF-8"

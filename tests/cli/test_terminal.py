@@ -21,6 +21,7 @@ from conftest import FORKED, SIMULATED, Run
 
 from fork_server import ForkServer
 from highwater.units import format_bytes, format_tokens
+from tables import deep
 
 DATA = Path(__file__).parents[1] / "data"
 STUDY = Path(__file__).parents[2] / "docs" / "results" / "find" / "edge-4b-1-full.jsonl"
@@ -191,9 +192,7 @@ def figures_in(text: str) -> set[str]:
     return set(FIGURE.findall(re.sub(r"\S+ [GM]iB free", "", text)))
 
 
-def test_the_bar_of_a_training_stays_on_one_line_and_cuts_nothing(
-    tiny: Path, tmp_path: Path, on_a_terminal: Terminal
-) -> None:
+def test_the_bar_of_a_training_stays_on_one_line_and_cuts_nothing(tiny, tmp_path, on_a_terminal):
     (tmp_path / "data.jsonl").write_text('{"text": "The cat sat on the mat."}\n')
     words = (
         *("train", str(tiny), "--data", "data.jsonl", "--eval-data", "data.jsonl"),
@@ -212,27 +211,16 @@ def test_the_bar_of_a_training_stays_on_one_line_and_cuts_nothing(
     assert re.search(r"held-out loss +\d+\.\d+ before, \d+\.\d+ after", shown)
 
 
-@pytest.mark.parametrize("columns", WIDTHS)
+@pytest.mark.parametrize("columns", [*WIDTHS, *deep(33, 47, *range(70, 201, 10))])
 @pytest.mark.parametrize("page", PAGES)
-def test_a_terminal_has_every_figure_of_the_page_whole(
-    check_page: Check, page: str, columns: int
-) -> None:
+def test_a_terminal_has_every_figure_of_the_page_whole(check_page, page, columns):
     check_page(PAGES[page], columns)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("columns", [33, 47, *range(70, 201, 10)])
-def test_a_terminal_of_any_width_has_every_figure_of_every_page_whole(
-    check_page: Check, columns: int
-) -> None:
-    for words in PAGES.values():
-        check_page(words, columns)
 
 
 @pytest.mark.parametrize("columns", WIDTHS)
 def test_every_figure_of_a_predictions_document_is_in_its_table_beside_what_tells_rows_apart(
-    directory: Path, on_a_terminal: Terminal, in_a_pipe: Pipe, columns: int
-) -> None:
+    directory, on_a_terminal, in_a_pipe, columns
+):
     shown = on_a_terminal(directory, *PREDICT, "--explain", columns=columns)
     lines = lines_of(shown)
     assert max(map(len, lines)) <= columns
@@ -260,8 +248,8 @@ def test_every_figure_of_a_predictions_document_is_in_its_table_beside_what_tell
 
 @pytest.mark.parametrize("columns", WIDTHS)
 def test_every_figure_of_a_recommendations_document_is_in_its_list_beside_what_tells_rows_apart(
-    directory: Path, on_a_terminal: Terminal, in_a_pipe: Pipe, columns: int
-) -> None:
+    directory, on_a_terminal, in_a_pipe, columns
+):
     words = (*RECOMMEND, "--list")
     lines = lines_of(on_a_terminal(directory, *words, columns=columns))
     assert max(map(len, lines)) <= columns
@@ -286,8 +274,8 @@ def test_every_figure_of_a_recommendations_document_is_in_its_list_beside_what_t
 
 @pytest.mark.parametrize("columns", WIDTHS)
 def test_every_figure_of_a_study_is_in_its_table_beside_what_tells_rows_apart(
-    directory: Path, on_a_terminal: Terminal, in_a_pipe: Pipe, columns: int
-) -> None:
+    directory, on_a_terminal, in_a_pipe, columns
+):
     shown = on_a_terminal(directory, *LAYOUTS, columns=columns)
     document = json.loads(in_a_pipe(directory, *LAYOUTS, "--json").stdout)
     lines = lines_of(REDRAWN.split(shown)[-1])  # what stands when the live table is gone
@@ -313,7 +301,7 @@ def test_every_figure_of_a_study_is_in_its_table_beside_what_tells_rows_apart(
             assert f"{format_tokens(answer['does_not_fit_tokens'])}: out of memory" in block
 
 
-def test_a_live_table_is_as_narrow_as_the_terminal(on_a_terminal: Terminal, tmp_path: Path) -> None:
+def test_a_live_table_is_as_narrow_as_the_terminal(on_a_terminal, tmp_path):
     shown = on_a_terminal(tmp_path, *LAYOUTS, columns=60)
     live = [line for frame in REDRAWN.split(shown)[:-1] for line in lines_of(frame)]
     cells = [re.split(" {2,}", line) for line in live]
@@ -327,9 +315,7 @@ def test_a_live_table_is_as_narrow_as_the_terminal(on_a_terminal: Terminal, tmp_
     assert max(map(len, live)) <= 60
 
 
-def test_a_trial_that_runs_shows_for_how_long_and_what_it_does(
-    on_a_terminal: Terminal, tmp_path: Path, tiny: Path
-) -> None:
+def test_a_trial_that_runs_shows_for_how_long_and_what_it_does(on_a_terminal, tmp_path, tiny):
     pytest.importorskip("torch", reason="trials need the train extra")
     (tmp_path / "slow_batches.py").write_text(
         "import time\n\n\ndef slow(*, length_tokens, **_):\n"
@@ -359,22 +345,18 @@ def test_a_trial_that_runs_shows_for_how_long_and_what_it_does(
 @pytest.mark.parametrize(
     ("named", "columns"), [("60", 60), ("0", 100), ("wide", 100), ("9" * 400, 100), ("-5", 100)]
 )
-def test_the_users_columns_go_first_where_they_are_a_width(
-    on_a_terminal: Terminal, tmp_path: Path, named: str, columns: int
-) -> None:
+def test_the_users_columns_go_first_where_they_are_a_width(on_a_terminal, tmp_path, named, columns):
     shown = on_a_terminal(tmp_path, *PREDICT, columns=100, COLUMNS=named)
     assert columns - 12 < max(map(len, lines_of(shown))) <= columns
 
 
-def test_a_terminal_that_does_not_say_how_wide_it_is_has_80_columns(
-    on_a_terminal: Terminal, tmp_path: Path
-) -> None:
+def test_a_terminal_that_does_not_say_how_wide_it_is_has_80_columns(on_a_terminal, tmp_path):
     assert 68 < max(map(len, lines_of(on_a_terminal(tmp_path, *PREDICT, columns=0)))) <= 80
 
 
 def test_a_refusal_ends_its_lines_between_words_and_leaves_what_is_typed_whole(
-    on_a_terminal: Terminal, tmp_path: Path
-) -> None:
+    on_a_terminal, tmp_path
+):
     shown = on_a_terminal(
         tmp_path,
         "predict",
@@ -393,9 +375,7 @@ def test_a_refusal_ends_its_lines_between_words_and_leaves_what_is_typed_whole(
     assert [line.count("`") for line in lines[3:]] == [4, 4], "no flag is cut from its value"
 
 
-def test_what_a_program_reads_is_never_folded(
-    on_a_terminal: Terminal, tmp_path: Path, highwater: Run
-) -> None:
+def test_what_a_program_reads_is_never_folded(on_a_terminal, tmp_path, highwater):
     for words in (
         (
             "emit",
@@ -421,9 +401,7 @@ def test_what_a_program_reads_is_never_folded(
         assert highwater(*words).stdout in on_a_terminal(tmp_path, *words, columns=40)
 
 
-def test_a_terminal_gets_a_drawn_table_and_the_next_command(
-    on_a_terminal: Terminal, tmp_path: Path
-) -> None:
+def test_a_terminal_gets_a_drawn_table_and_the_next_command(on_a_terminal, tmp_path):
     shown = on_a_terminal(tmp_path, "find", "Qwen3-0.6B", *SIMULATED)
     assert "\n------------------------  " in shown
     assert "high-water mark: " in shown
@@ -431,14 +409,12 @@ def test_a_terminal_gets_a_drawn_table_and_the_next_command(
     assert "trying 71,680 tokens" not in shown  # lines are for pipes
 
 
-def test_no_color_is_honoured(on_a_terminal: Terminal, tmp_path: Path) -> None:
+def test_no_color_is_honoured(on_a_terminal, tmp_path):
     shown = on_a_terminal(tmp_path, "find", "Qwen3-0.6B", *SIMULATED, NO_COLOR="1")
     assert not [code for code in range(30, 38) if f"\x1b[{code}m" in shown]
 
 
-def test_a_models_name_cannot_drive_a_terminal(
-    on_a_terminal: Terminal, tmp_path: Path, tiny: Path
-) -> None:
+def test_a_models_name_cannot_drive_a_terminal(on_a_terminal, tmp_path, tiny):
     evil = tiny.rename(tiny.with_name("evil[red]\x1b]0;title\x07"))
     shown = on_a_terminal(tmp_path, "find", str(evil), *SIMULATED, "--max-length", "8192")
     assert "evil[red]\\x1b]0;title\\x07" in shown
@@ -446,7 +422,7 @@ def test_a_models_name_cannot_drive_a_terminal(
     assert "\x07" not in shown
 
 
-def test_a_pipe_gets_plain_lines_that_are_never_folded(highwater: Run) -> None:
+def test_a_pipe_gets_plain_lines_that_are_never_folded(highwater):
     done = highwater("find", "Qwen3-0.6B", *SIMULATED, "--max-length", "8k")
     assert "\x1b" not in done.stdout + done.stderr
     assert "----" not in done.stdout

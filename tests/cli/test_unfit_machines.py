@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import SIMULATED, Run, following, offered, refusal
+from conftest import SIMULATED, following, offered, refusal
 
 from highwater.errors import EXIT_MACHINE
 from highwater.store.journal import read_study
@@ -44,9 +44,7 @@ def libraries(tmp_path: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0"}
 
 
-def test_a_gpu_that_cannot_be_read_stops_only_who_would_use_it(
-    highwater: Run, tmp_path: Path, libraries: dict[str, str]
-) -> None:
+def test_a_gpu_that_cannot_be_read_stops_only_who_would_use_it(highwater, tmp_path, libraries):
     (tmp_path / "pynvml.py").write_text(LOST)
     document = json.loads(highwater("doctor", "--json", **libraries).stdout)
     (lost,) = (
@@ -62,8 +60,8 @@ def test_a_gpu_that_cannot_be_read_stops_only_who_would_use_it(
 
 
 def test_a_torch_without_cuda_is_refused_before_the_first_trial_and_the_doctor_says_so(
-    highwater: Run, tmp_path: Path, libraries: dict[str, str]
-) -> None:
+    highwater, tmp_path, libraries
+):
     (tmp_path / "pynvml.py").write_text(PYNVML)
     (tmp_path / "torch.py").write_text(
         "class version: cuda = None\nclass cuda: is_available = staticmethod(lambda: False)\n"
@@ -87,8 +85,8 @@ def test_a_torch_without_cuda_is_refused_before_the_first_trial_and_the_doctor_s
     ],
 )
 def test_a_version_that_cannot_run_a_trial_is_refused_before_the_first_and_the_doctor_agrees(
-    highwater: Run, tmp_path: Path, libraries: dict[str, str], package: str, version: str, said: str
-) -> None:
+    highwater, tmp_path, libraries, package, version, said
+):
     metadata = tmp_path / f"{package}-{version}.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
@@ -110,8 +108,8 @@ def hidden_packages(folder: Path, *names: str) -> None:
 
 
 def test_on_a_laptop_without_torch_the_doctor_says_what_works_first_and_ends_well(
-    highwater: Run, tmp_path: Path
-) -> None:
+    highwater, tmp_path
+):
     hidden_packages(tmp_path, "torch", "transformers", "peft")
     laptop = {"PYTHONPATH": str(tmp_path)}
     done = highwater("doctor", **laptop)
@@ -140,8 +138,8 @@ def test_on_a_laptop_without_torch_the_doctor_says_what_works_first_and_ends_wel
 
 
 def test_half_of_what_trials_need_is_a_fault_that_the_doctor_tells_by_its_exit_code(
-    highwater: Run, tmp_path: Path
-) -> None:
+    highwater, tmp_path
+):
     hidden_packages(tmp_path, "transformers")
     done = highwater("doctor", PYTHONPATH=str(tmp_path))
     assert done.returncode == EXIT_MACHINE
@@ -149,9 +147,7 @@ def test_half_of_what_trials_need_is_a_fault_that_the_doctor_tells_by_its_exit_c
     assert done.stderr.startswith("next: pip install")
 
 
-def test_a_source_tree_without_metadata_can_be_searched_with(
-    highwater: Run, tmp_path: Path, libraries: dict[str, str]
-) -> None:
+def test_a_source_tree_without_metadata_can_be_searched_with(highwater, tmp_path, libraries):
     hidden = "import importlib.metadata as m\nfind = m.version\ndef version(name):\n"
     hidden += (
         "    if name == 'highwater': raise m.PackageNotFoundError(name)\n    return "
@@ -172,9 +168,7 @@ def typed_again(study: Path) -> tuple[str, ...]:
     "name", ["edge-4b-1-full", "qwen3-4b-card-full", "grpo-0.6b-1", "long-8b-2"]
 )
 @pytest.mark.parametrize("device", [(), ("--device", "cuda")])
-def test_a_study_that_has_every_answer_needs_no_gpu_to_give_them(
-    highwater: Run, tmp_path: Path, name: str, device: tuple[str, ...]
-) -> None:
+def test_a_study_that_has_every_answer_needs_no_gpu_to_give_them(highwater, tmp_path, name, device):
     copy = Path(shutil.copy(FOUND / f"{name}.jsonl", tmp_path))
     before = copy.read_bytes()
     done = highwater(*typed_again(copy), *device)
@@ -188,8 +182,8 @@ def test_a_study_that_has_every_answer_needs_no_gpu_to_give_them(
 
 
 def test_a_study_that_is_not_finished_is_shown_where_there_is_no_gpu_to_finish_it(
-    highwater: Run, tmp_path: Path
-) -> None:
+    highwater, tmp_path
+):
     lines = (FOUND / "qwen3-0.6b-79gib-full.jsonl").read_text().splitlines(keepends=True)
     last = max(at for at, line in enumerate(lines) if '"kind":"cell_answered"' in line)
     begun = tmp_path / "my study.jsonl"
@@ -202,8 +196,8 @@ def test_a_study_that_is_not_finished_is_shown_where_there_is_no_gpu_to_finish_i
 
 
 def test_with_more_time_than_its_answers_had_a_study_is_not_finished_where_there_is_no_gpu(
-    highwater: Run, tmp_path: Path
-) -> None:
+    highwater, tmp_path
+):
     copy = Path(shutil.copy(FOUND / "long-8b-2.jsonl", tmp_path))
     limit_s = read_study(copy).question.timeout_s or 0.0
     problem, hint = refusal(
@@ -217,8 +211,8 @@ def test_with_more_time_than_its_answers_had_a_study_is_not_finished_where_there
 
 
 def test_a_study_that_asks_something_else_answers_nothing_where_there_is_no_gpu(
-    highwater: Run, tmp_path: Path
-) -> None:
+    highwater, tmp_path
+):
     copy = Path(shutil.copy(FOUND / "qwen3-0.6b-79gib-full.jsonl", tmp_path))
     problem, _ = refusal(
         highwater(*typed_again(copy), "--confirm", "1", "--device", "cuda"), EXIT_MACHINE
@@ -226,9 +220,7 @@ def test_a_study_that_asks_something_else_answers_nothing_where_there_is_no_gpu(
     assert "no GPU" in problem
 
 
-def test_a_study_that_is_no_file_is_not_waited_for_where_there_is_no_gpu(
-    highwater: Run, tmp_path: Path
-) -> None:
+def test_a_study_that_is_no_file_is_not_waited_for_where_there_is_no_gpu(highwater, tmp_path):
     os.mkfifo(tmp_path / "study.jsonl")
     problem, _ = refusal(
         highwater("find", "Qwen3-0.6B", "--study", "study.jsonl", "--device", "cuda"), EXIT_MACHINE

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import Run
 
 UNPREDICTED = ("torchtitan", "accelerate", "axolotl", "llamafactory", "ms-swift")
 REPORTS = Path(__file__).parents[1] / "data" / "public_reports.csv"
@@ -52,9 +51,7 @@ MORE = [
 
 
 @pytest.mark.parametrize(("target", "words"), [*reported(), *MORE])
-def test_no_verdict_of_another_engine_is_told_of_a_trainer(
-    highwater: Run, tmp_path: Path, target: str, words: tuple[str, ...]
-) -> None:
+def test_no_verdict_of_another_engine_is_told_of_a_trainer(highwater, tmp_path, target, words):
     done = highwater("emit", "--for", target, *words)
     assert not VERDICT.search(done.stdout + done.stderr)
     if done.returncode == 1:
@@ -80,9 +77,7 @@ FUSED = {
 
 @pytest.mark.parametrize("target", FUSED)
 @pytest.mark.parametrize("model", ["Qwen3-8B", "Llama-3.1-8B", "gemma-2-2b", "Mixtral-8x7B-v0.1"])
-def test_the_fused_loss_is_taken_without_being_asked_for(
-    highwater: Run, target: str, model: str
-) -> None:
+def test_the_fused_loss_is_taken_without_being_asked_for(highwater, target, model):
     words = (model, "--gpus", "8xH200-141GB", "--length", "8k")
     done = highwater("emit", "--for", target, *words, "--json")
     document = json.loads(done.stdout)
@@ -92,9 +87,7 @@ def test_the_fused_loss_is_taken_without_being_asked_for(
 
 
 @pytest.mark.parametrize("model", ["granite-3.1-2b-base", "aya-23-8B"])
-def test_a_family_that_liger_does_not_know_has_axolotls_other_loss(
-    highwater: Run, model: str
-) -> None:
+def test_a_family_that_liger_does_not_know_has_axolotls_other_loss(highwater, model):
     words = (model, "--gpus", "8xH200-141GB", "--length", "8k")
     done = highwater("emit", "--for", "axolotl", *words)
     assert done.returncode == 0, done.stderr
@@ -117,9 +110,7 @@ def test_a_family_that_liger_does_not_know_has_axolotls_other_loss(
         ("ms-swift", ("--length", "32k", "--ulysses", "2"), 16_384),
     ],
 )
-def test_whole_logits_are_counted_at_ten_bytes_a_token_and_word(
-    highwater: Run, target: str, words: tuple[str, ...], tokens: int
-) -> None:
+def test_whole_logits_are_counted_at_ten_bytes_a_token_and_word(highwater, target, words, tokens):
     asked = ("emit", "--for", target, "Qwen3-8B", "--gpus", "4xH200-141GB", *words)
     document = json.loads(highwater(*asked, "--json").stdout)
     logits_bytes = 10 * VOCABULARY["Qwen3-8B"] * tokens
@@ -136,9 +127,7 @@ def test_whole_logits_are_counted_at_ten_bytes_a_token_and_word(
         ("torchtitan", ("Qwen3-8B", "--gpus", "8xH100-80GB", "--ulysses", "1", "--length", "64k")),
     ],
 )
-def test_logits_that_are_larger_than_a_gpu_do_not_fit(
-    highwater: Run, target: str, words: tuple[str, ...]
-) -> None:
+def test_logits_that_are_larger_than_a_gpu_do_not_fit(highwater, target, words):
     asked = ("emit", "--for", target, *words, "--loss", "full")
     done = highwater(*asked)
     assert (done.returncode, done.stdout) == (1, "")
@@ -149,7 +138,7 @@ def test_logits_that_are_larger_than_a_gpu_do_not_fit(
 
 
 @pytest.mark.parametrize("length", ["51974", "32k", "100000", "12345"])
-def test_torchtitans_chunks_divide_a_sequence(highwater: Run, length: str) -> None:
+def test_torchtitans_chunks_divide_a_sequence(highwater, length):
     words = ("Qwen3-8B", "--gpus", "4xH200-141GB", "--length", length, "--ulysses", "1")
     done = highwater("emit", "--for", "torchtitan", *words, "--json")
     document = json.loads(done.stdout)
@@ -159,14 +148,14 @@ def test_torchtitans_chunks_divide_a_sequence(highwater: Run, length: str) -> No
     assert 256 <= tokens // chunks <= 2048
 
 
-def test_a_length_that_no_chunks_divide_has_whole_logits_at_torchtitan(highwater: Run) -> None:
+def test_a_length_that_no_chunks_divide_has_whole_logits_at_torchtitan(highwater):
     words = ("Qwen3-8B", "--gpus", "4xH200-141GB", "--length", "10007", "--ulysses", "1")
     document = json.loads(highwater("emit", "--for", "torchtitan", *words, "--json").stdout)
     assert document["logits_bytes"] == 10 * VOCABULARY["Qwen3-8B"] * 10_007
     assert "num_chunks" not in document["text"]
 
 
-def test_a_trainer_that_is_predicted_keeps_its_verdict(highwater: Run) -> None:
+def test_a_trainer_that_is_predicted_keeps_its_verdict(highwater):
     words = ("Qwen3-8B", "--gpus", "4xH20-96GB", "--length", "16k")
     for target in ("trinity", "verl", "trl"):
         document = json.loads(highwater("emit", "--for", target, *words, "--json").stdout)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from highwater.engine.data.data_files import FileRecord
+from highwater.engine.data.store import FileRecord
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.parallel.mesh import every_ranks
 from highwater.engine.training.rank_context import agreed, gathered

@@ -26,9 +26,7 @@ def found(
 @pytest.mark.parametrize(
     "sent", ["pickle", "old pickle", "half", "no text", "another kind", "nothing"]
 )
-def test_what_a_rank_sends_and_is_no_json_of_the_kind_is_refused_and_never_run(
-    sent: str, found: dict[str, Any], mark: Path
-) -> None:
+def test_what_a_rank_sends_and_is_no_json_of_the_kind_is_refused_and_never_run(sent, found, mark):
     kind, problem, hint = found[sent]
     assert kind == "MachineError"
     assert problem.startswith("rank 1 ")
@@ -37,12 +35,12 @@ def test_what_a_rank_sends_and_is_no_json_of_the_kind_is_refused_and_never_run(
 
 
 @pytest.mark.timeout(LIMIT_S + 60)
-def test_records_of_ranks_come_whole_and_in_their_order(found: dict[str, Any]) -> None:
+def test_records_of_ranks_come_whole_and_in_their_order(found):
     assert found["records"] is True
 
 
 @pytest.mark.timeout(LIMIT_S + 60)
-def test_an_error_of_one_rank_is_the_same_error_on_the_other(found: dict[str, Any]) -> None:
+def test_an_error_of_one_rank_is_the_same_error_on_the_other(found):
     assert found["usage"] == ["UsageError", r"no room for '\udcff'", "`ls`"]
     assert found["machine"] == ["MachineError", "the disk is full", "`df -h`"]
     assert found["bug"][0] == "RuntimeError"

@@ -21,6 +21,8 @@ from reference import save_models
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from tables import deep
+
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("checkpoints")]
 
 SCRIPT = "checkpoint_cases.py"
@@ -53,18 +55,10 @@ def deviation(a: "torch.Tensor", b: "torch.Tensor") -> float:
     return float((a - b).double().norm() / b.double().norm()) if b.norm() else float((a - b).norm())
 
 
-@pytest.mark.corpus
-@pytest.mark.parametrize(
-    ("saved_by", "resumed_by"),
-    [
-        (2, 2),
-        (2, 1),
-        *(pytest.param(*processes, marks=pytest.mark.slow) for processes in ((1, 1), (1, 2))),
-    ],
-)
+@pytest.mark.parametrize(("saved_by", "resumed_by"), [(2, 2), (2, 1), *deep((1, 1), (1, 2))])
 def test_training_goes_on_from_the_shards_as_if_it_had_never_stopped(
-    folder: Path, ranks: RankGroups, saved_by: int, resumed_by: int
-) -> None:
+    folder, ranks, saved_by, resumed_by
+):
     if not (folder / f"went-on-{CASES[0]}-{saved_by}").exists():
         ranks.run(SCRIPT, saved_by, "save", folder)
     ranks.run(SCRIPT, resumed_by, "resume", folder, str(saved_by))
@@ -79,10 +73,7 @@ def test_training_goes_on_from_the_shards_as_if_it_had_never_stopped(
                 assert deviation(resumed[key], expected) < SUMMATION, (case, key)
 
 
-@pytest.mark.corpus
-def test_copies_write_each_shard_once_and_others_go_on_from_them(
-    folder: Path, ranks: RankGroups
-) -> None:
+def test_copies_write_each_shard_once_and_others_go_on_from_them(folder, ranks):
     ranks.run(SCRIPT, 4, "save-copies", folder)
     ranks.run(SCRIPT, 4, "resume-copies", folder, "4")
     ranks.run(SCRIPT, 2, "resume-copies", folder, "2")
@@ -104,20 +95,16 @@ def test_copies_write_each_shard_once_and_others_go_on_from_them(
         assert abs(of_copies - of_shards) < 4096 * len(went_on)
 
 
-@pytest.mark.corpus
-@pytest.mark.parametrize("loaded_by", [2, 1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("loaded_by", [2, 1, *deep(4)])
 def test_what_the_engine_loads_is_what_was_saved_bit_by_bit_whoever_saved_it(
-    folder: Path, ranks: RankGroups, loaded_by: int
-) -> None:
+    folder, ranks, loaded_by
+):
     ranks.run(SCRIPT, loaded_by, "load", folder, "2")
     for case, strategy in product(CASES, STRATEGIES):
         assert_loaded(folder, case, strategy, 2, loaded_by)
 
 
-@pytest.mark.corpus
-def test_copies_load_what_shards_saved_and_shards_what_copies_saved(
-    folder: Path, ranks: RankGroups
-) -> None:
+def test_copies_load_what_shards_saved_and_shards_what_copies_saved(folder, ranks):
     if not (folder / f"saved-{COPIED[0]}-4").exists():
         ranks.run(SCRIPT, 4, "save-copies", folder)
     ranks.run(SCRIPT, 4, "load-copies", folder, "2")
@@ -137,9 +124,7 @@ def assert_loaded(folder: Path, case: str, strategy: str, saved_by: int, loaded_
         assert expected.any() or "lm_head" in key or "router" in key, (case, key)
 
 
-def test_copies_save_the_weights_that_others_save(
-    folder: Path, ranks: RankGroups, tmp_path: Path
-) -> None:
+def test_copies_save_the_weights_that_others_save(folder, ranks, tmp_path):
     (tmp_path / "weights").symlink_to(folder / "weights")
     ranks.run(SCRIPT, 4, "hf-copies", tmp_path)
     for case in COPIED:
@@ -153,7 +138,7 @@ def test_copies_save_the_weights_that_others_save(
                 assert deviation(tensor, expected[key]) < FLOAT32, (case, key)
 
 
-def test_shards_take_the_bytes_that_the_free_disk_is_asked_for(folder: Path) -> None:
+def test_shards_take_the_bytes_that_the_free_disk_is_asked_for(folder):
     """Float64 here: twice 12 bytes a parameter, a tied head counted once."""
     for case in CASES:
         weights = load_file(folder / f"went-on-{case}-2")
@@ -174,9 +159,7 @@ def loaded(folder: Path, ranks: RankGroups) -> dict[str, "torch.Tensor"]:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith(REWARD)])
-def test_a_saved_directory_has_the_logits_of_the_model_in_memory(
-    case: str, folder: Path, loaded: dict[str, "torch.Tensor"]
-) -> None:
+def test_a_saved_directory_has_the_logits_of_the_model_in_memory(case, folder, loaded):
     expected = load_file(folder / f"expected-{case}.safetensors")
     assert torch.equal(loaded[case], expected["logits"])
     labels = torch.tensor(TOKENS[1:])[:, None]
@@ -186,8 +169,8 @@ def test_a_saved_directory_has_the_logits_of_the_model_in_memory(
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith(REWARD)])
 def test_a_saved_reward_model_is_a_sequence_classifier_with_its_score_of_the_last_token(
-    case: str, folder: Path, loaded: dict[str, "torch.Tensor"]
-) -> None:
+    case, folder, loaded
+):
     expected = load_file(folder / f"expected-{case}.safetensors")
     assert loaded[case].shape == (1,)
     assert torch.equal(loaded[case], expected["logits"])
@@ -203,8 +186,7 @@ def test_a_saved_reward_model_is_a_sequence_classifier_with_its_score_of_the_las
     assert load_file(weights)["score.weight"].shape == (1, config["hidden_size"])
 
 
-@pytest.mark.slow
-def test_transformers_4_57_reads_the_same_logits_from_it(folder: Path, tmp_path: Path) -> None:
+def test_transformers_4_57_reads_the_same_logits_from_it(folder, tmp_path):
     """Leaves what docs/results/checkpoints shows in ``transformers4.json``."""
     if not TRANSFORMERS_4.exists():
         assert "transformers4" not in os.environ.get("HIGHWATER_REQUIRE", ""), (
@@ -247,7 +229,7 @@ def by_case(out: Path) -> dict[str, "torch.Tensor"]:
     return {name.removeprefix("hf-"): tensor for name, tensor in load_file(out).items()}
 
 
-def test_a_saved_directory_says_its_rope_in_the_words_of_both_versions(folder: Path) -> None:
+def test_a_saved_directory_says_its_rope_in_the_words_of_both_versions(folder):
     config = json.loads((folder / "hf-moe-fsdp2" / "config.json").read_text())
     yarn = {"rope_type": "yarn", "factor": LENGTH / 64, "original_max_position_embeddings": 64}
     assert config["rope_scaling"] == yarn
@@ -259,9 +241,7 @@ def test_a_saved_directory_says_its_rope_in_the_words_of_both_versions(folder: P
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_weights_lie_in_files_of_bounded_size_each_tensor_once_with_an_index(
-    folder: Path, case: str
-) -> None:
+def test_weights_lie_in_files_of_bounded_size_each_tensor_once_with_an_index(folder, case):
     directory, name = folder / f"hf-{case}", case.partition("-")[0]
     files = sorted(directory.glob("*.safetensors"))
     assert len(files) > 1
@@ -277,7 +257,7 @@ def test_weights_lie_in_files_of_bounded_size_each_tensor_once_with_an_index(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_tokenizers_files_go_along_and_nothing_else(folder: Path, case: str) -> None:
+def test_the_tokenizers_files_go_along_and_nothing_else(folder, case):
     beside = {
         path.name for path in (folder / f"hf-{case}").iterdir() if path.suffix != ".safetensors"
     }

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 from document_rope_cases import DEGREES, MORE_DEGREES, cases_for, save_models
-from rank_groups import RankGroups, assert_close
+from rank_groups import assert_close
+
+from tables import deep
 
 TOLERANCE = {"float64": 1e-10, "float32": 5e-6}
 """Norm-relative. transformers computes cosines in float32 also in a float64 model; of the same
@@ -20,23 +22,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.corpus
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("processes", "extent"),
     [
-        *(pytest.param(processes, "every", marks=pytest.mark.by_turns) for processes in DEGREES),
+        *((processes, "every") for processes in DEGREES if processes != 3 or deep(processes)),
         (6, "kinds"),
-        pytest.param(4, "kinds", marks=pytest.mark.slow),
-        *(
-            pytest.param(processes, "every more", marks=pytest.mark.slow)
-            for processes in MORE_DEGREES
-        ),
+        *deep((4, "kinds"), *((processes, "every more") for processes in MORE_DEGREES)),
     ],
 )
-def test_each_document_is_trained_as_it_is_alone(
-    processes: int, extent: str, ranks: RankGroups, models: Path
-) -> None:
+def test_each_document_is_trained_as_it_is_alone(processes, extent, ranks, models):
     results, cases = (
         ranks.results("document_rope_cases.py", processes, models, extent),
         cases_for(processes, extent),

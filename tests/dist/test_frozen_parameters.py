@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from frozen_cases import CASES
-from rank_groups import RankGroups
 from transformers import AfmoeConfig, AfmoeForCausalLM
 
 FROZEN = {f"model.layers.{layer}.mlp.expert_bias" for layer in (0, 1)}
@@ -15,9 +14,7 @@ FROZEN = {f"model.layers.{layer}.mlp.expert_bias" for layer in (0, 1)}
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_frozen_parameter_has_no_gradient_no_state_and_no_decay(
-    processes: int, ranks: RankGroups, tmp_path: Path
-) -> None:
+def test_a_frozen_parameter_has_no_gradient_no_state_and_no_decay(processes, ranks, tmp_path):
     every = save_model(tmp_path / "weights")
     found = ranks.results("frozen_cases.py", processes, tmp_path / "weights")
     assert set(found) == set(CASES)

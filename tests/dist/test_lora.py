@@ -45,24 +45,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("processes", LAYOUTS)
-def test_adapters_are_trained_as_peft_trains_them(
-    processes: int, ranks: RankGroups, models: Path
-) -> None:
+def test_adapters_are_trained_as_peft_trains_them(processes, ranks, models):
     results = ranks.results("lora_cases.py", processes, models)
     assert_close(results, {case.name: TOLERANCE[case.dtype] for case in cases_for(processes)})
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("processes", [1, 2])
-def test_every_objective_trains_what_merged_weights_would_have(
-    processes: int, ranks: RankGroups, tmp_path: Path
-) -> None:
+def test_every_objective_trains_what_merged_weights_would_have(processes, ranks, tmp_path):
     lora_objective_cases.save_models(tmp_path)
     results = ranks.results("lora_objective_cases.py", processes, tmp_path)
     cases = lora_objective_cases.cases_for(processes)
@@ -92,7 +84,7 @@ def saved(
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", lora_saving_cases.MODELS)
-def test_peft_loads_the_adapters_and_transformers_the_merged_model(saved: Path, name: str) -> None:
+def test_peft_loads_the_adapters_and_transformers_the_merged_model(saved, name):
     kind = AutoModelForSequenceClassification if name == "scalar" else AutoModelForCausalLM
     how = {"dtype": torch.float32, "attn_implementation": "eager"}
     base = kind.from_pretrained(saved / name, **how)
@@ -115,7 +107,7 @@ def test_peft_loads_the_adapters_and_transformers_the_merged_model(saved: Path, 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", lora_saving_cases.MODELS)
-def test_training_goes_on_from_the_shards(saved: Path, name: str) -> None:
+def test_training_goes_on_from_the_shards(saved, name):
     went_on, resumed = (load_file(saved / f"{what}-{name}.safetensors") for what in KINDS)
     assert went_on.keys() == resumed.keys()
     for key, value in went_on.items():
@@ -133,14 +125,14 @@ def answer(model: torch.nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("targets", ["lm_head", "q_proj,nonsense", "embed_tokens", "mlp", "norm"])
-def test_what_is_no_linear_layer_has_no_adapter(models: Path, targets: str) -> None:
+def test_what_is_no_linear_layer_has_no_adapter(models, targets):
     with pytest.raises(ModelError, match="names no linear layer") as refused:
         built(models / "llama", Lora(rank=2, alpha=4, targets=targets))
     named = refused.value.hint.split("--lora-targets ")[1].split("`")[0]
     assert len(adapters(built(models / "llama", Lora(rank=2, alpha=4, targets=named)))) == 28
 
 
-def test_files_of_the_backbone_alone_are_read_beside_adapters(models: Path, tmp_path: Path) -> None:
+def test_files_of_the_backbone_alone_are_read_beside_adapters(models, tmp_path):
     """Their names lack the prefix that the model's have."""
     whole = AutoModelForCausalLM.from_pretrained(models / "qwen3", dtype=torch.float32)
     whole.model.save_pretrained(tmp_path)

@@ -2,25 +2,18 @@
 and a sharded checkpoint that goes on bit by bit.
 """
 
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("torchao", reason="moments of few bits need the low-bit extra")
 
 from low_bit_cases import CONFIG, LOSSY
-from rank_groups import RankGroups
 
 from tiny_models import write_model
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("processes", [1, 2])
-def test_moments_of_few_bits_are_sharded_counted_saved_and_loaded(
-    processes: int, ranks: RankGroups, tmp_path: Path
-) -> None:
+def test_moments_of_few_bits_are_sharded_counted_saved_and_loaded(processes, ranks, tmp_path):
     write_model(tmp_path, CONFIG)
     found = ranks.results("low_bit_cases.py", processes, tmp_path)
     assert set(found) == set(LOSSY)

@@ -43,9 +43,7 @@ def found(ranks: RankGroups, tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", DEGREES)
-def test_changing_one_document_changes_no_log_probability_of_another_by_a_bit(
-    processes: int, found: Found
-) -> None:
+def test_changing_one_document_changes_no_log_probability_of_another_by_a_bit(processes, found):
     for rank in found(processes):
         for dtype in DTYPES:
             of = rank["dense"][dtype]
@@ -57,8 +55,8 @@ def test_changing_one_document_changes_no_log_probability_of_another_by_a_bit(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", DEGREES)
 def test_changing_one_document_changes_others_by_a_rounding_where_experts_take_the_tokens(
-    processes: int, found: Found
-) -> None:
+    processes, found
+):
     for rank in found(processes):
         assert rank["moe"]["compared"] > 0
         assert rank["moe"]["largest"] < OF_EXPERTS
@@ -69,8 +67,8 @@ def test_changing_one_document_changes_others_by_a_rounding_where_experts_take_t
 @pytest.mark.parametrize("recompute", RECOMPUTES)
 @pytest.mark.parametrize("processes", SHARED)
 def test_keys_and_values_travel_once_each_way_unless_attention_is_recomputed(
-    processes: int, recompute: str, found: Found
-) -> None:
+    processes, recompute, found
+):
     """Their gradients come home with them: one step more, from the last rank to the first."""
     ulysses, ring = DEGREES[processes]
     forward = LAYERS * 2 * (ring - 1)
@@ -85,9 +83,7 @@ def test_keys_and_values_travel_once_each_way_unless_attention_is_recomputed(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("recompute", RECOMPUTES)
 @pytest.mark.parametrize("processes", SHARED)
-def test_heads_are_exchanged_once_more_wherever_a_layer_is_recomputed(
-    processes: int, recompute: str, found: Found
-) -> None:
+def test_heads_are_exchanged_once_more_wherever_a_layer_is_recomputed(processes, recompute, found):
     """Queries, keys, values and what is attended; going backward the gradient of each."""
     ulysses, _ = DEGREES[processes]
     each = 4 * LAYERS
@@ -98,8 +94,8 @@ def test_heads_are_exchanged_once_more_wherever_a_layer_is_recomputed(
 
 @pytest.mark.timeout(600)
 def test_dropout_around_a_ring_is_drawn_as_it_was_again_and_in_a_recomputation_and_trains(
-    found: Found,
-) -> None:
+    found,
+):
     """Each rank has a stream of its own: no other layout drops the same."""
     for rank in found(DRAWS):
         assert rank["dropout"]["equal"] == {

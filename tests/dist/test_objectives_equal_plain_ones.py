@@ -10,6 +10,8 @@ from plain_objectives import save_judges
 from rank_groups import RankGroups, assert_close
 from reference import save_models
 
+from tables import deep
+
 TOLERANCE = {"float64": 1e-10, "float32": 5e-6}
 """Norm-relative. Summation order alone differs; a router's softmax is float32 also in the float64
 models, on both sides."""
@@ -23,24 +25,18 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("processes", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_every_objective_equals_its_plain_implementation(
-    processes: int, ranks: RankGroups, judged: Path
-) -> None:
+@pytest.mark.parametrize("processes", [1, 2, *deep(4)])
+def test_every_objective_equals_its_plain_implementation(processes, ranks, judged):
     assert_equal(ranks, processes, "sliced", judged)
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("extent", ["rings", pytest.param("all rings", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("extent", ["rings", *deep("all rings")])
 @pytest.mark.parametrize("processes", [2, 3, 4])
 def test_every_objective_equals_its_plain_implementation_around_a_ring_in_float32(
-    processes: int, extent: str, ranks: RankGroups, judged: Path
-) -> None:
+    processes, extent, ranks, judged
+):
     assert_equal(ranks, processes, extent, judged)
 
 

@@ -2,22 +2,17 @@
 of gradients that lie there from the start, in every way to shard and to share sequences.
 """
 
-from pathlib import Path
-
 import pytest
 from one_micro_batch_cases import STEPS, cases_for
 from plain_objectives import save_judges
-from rank_groups import RankGroups
 from reference import save_models
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_one_micro_batch_trains_as_with_gradients_from_the_start_and_leaves_none(
-    processes: int, ranks: RankGroups, tmp_path: Path
-) -> None:
+    processes, ranks, tmp_path
+):
     save_models(tmp_path / "weights")
     save_judges(tmp_path / "weights")
     found = ranks.results("one_micro_batch_cases.py", processes, tmp_path / "weights")

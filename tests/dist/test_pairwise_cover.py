@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 from combinatorial import cover, meetings
 from cover_cases import PAIRED, cases, cases_for, save_models
-from rank_groups import TIMEOUT_S, RankGroups, assert_close
+from rank_groups import assert_close
+
+from tables import deep
 
 TOLERANCE = 1e-10
 """Norm-relative: summation order alone differs, all is float64."""
@@ -27,7 +29,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_two_values_meet_in_a_case() -> None:
+def test_every_two_values_meet_in_a_case():
     wanted = {meeting for box in PAIRED for meeting in meetings(box, 2)}
     met = {
         ((a, case[a]), (b, case[b]))
@@ -38,35 +40,17 @@ def test_every_two_values_meet_in_a_case() -> None:
     assert wanted <= met
 
 
-def test_cases_lie_within_the_constraints() -> None:
+def test_cases_lie_within_the_constraints():
     boxes = ({"a": ("1", "2"), "b": ("x",)}, {"a": ("3",), "b": ("x", "y")})
     found = [(case["a"], case["b"]) for case in cover(boxes, strength=2, seed=0)]
     assert sorted(found) == [("1", "x"), ("2", "x"), ("3", "x"), ("3", "y")]
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.corpus
-@pytest.mark.by_turns(days=3)
-@pytest.mark.parametrize("processes", [1, 2, 4, 3, 6, 8])
-def test_every_combination_of_two_equals_its_reference(
-    processes: int, ranks: RankGroups, weights: Path
-) -> None:
-    assert_equal(ranks, processes, 2, weights)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("processes", [1, 2, 3, 4, 6, 8])
-def test_every_combination_of_three_equals_its_reference(
-    processes: int, ranks: RankGroups, weights: Path
-) -> None:
-    assert_equal(ranks, processes, 3, weights, timeout_s=1100)
-
-
-def assert_equal(
-    ranks: RankGroups, processes: int, strength: int, weights: Path, *, timeout_s: float = TIMEOUT_S
-) -> None:
+@pytest.mark.parametrize("strength", [2, *deep(3)])
+@pytest.mark.parametrize("processes", [1, 2, 4, 3, 6, 8])
+def test_every_combination_equals_its_reference(processes, strength, ranks, weights):
     words = (weights, str(strength))
-    results = ranks.results("cover_cases.py", processes, *words, timeout_s=timeout_s)
+    results = ranks.results("cover_cases.py", processes, *words, timeout_s=1100)
     names = [case.name for case in cases_for(processes, strength)]
     assert_close(results, dict.fromkeys(names, TOLERANCE), of=("loss", "gradient"))

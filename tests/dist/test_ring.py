@@ -3,7 +3,7 @@ any lengths, on rings of two, three and four, with Ulysses around them.
 """
 
 import pytest
-from rank_groups import RankGroups, assert_close
+from rank_groups import assert_close
 from ring_cases import cases_for
 
 from highwater.engine.attention.ring import Pairing, pairing_of
@@ -12,18 +12,16 @@ TOLERANCE = {"float64": 1e-13, "float32": 2e-5}
 """Of numbers around one: a few roundings of each."""
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", [2, 3, 4])
-def test_attention_by_a_ring_equals_the_reference(processes: int, ranks: RankGroups) -> None:
+def test_attention_by_a_ring_equals_the_reference(processes, ranks):
     every, cases = ranks.results("ring_cases.py", processes)["ranks"], cases_for(processes)
     assert len(every) == processes
     for found in every:
         assert_close(found, {case.name: TOLERANCE[case.dtype] for case in cases}, of=None)
 
 
-def test_what_a_step_computes_is_as_much_on_every_rank_and_in_the_end_everything() -> None:
+def test_what_a_step_computes_is_as_much_on_every_rank_and_in_the_end_everything():
     length, degree = 12, 4
     seen = [
         [pairing_of(length, rank=rank, source=(rank - step) % degree) for step in range(degree)]

@@ -34,8 +34,6 @@ def deviation(a: "torch.Tensor", b: "torch.Tensor") -> float:
     return float((a - b).double().norm() / b.double().norm()) if b.norm() else float((a - b).norm())
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.parametrize(
     ("resumed_by", "ways"),
     [
@@ -45,8 +43,8 @@ def deviation(a: "torch.Tensor", b: "torch.Tensor") -> float:
     ],
 )
 def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_never_stopped(
-    folder: Path, ranks: RankGroups, resumed_by: int, ways: tuple[str, ...]
-) -> None:
+    folder, ranks, resumed_by, ways
+):
     assert set(ways) <= set(WAYS)
     ranks.run(SCRIPT, resumed_by, "resume", folder, "2", *ways)
     for case in CASES:
@@ -83,11 +81,10 @@ def assert_same_states(folder: Path, case: str, place: str) -> None:
         assert torch.equal(loaded[key], expected), (place, key)
 
 
-@pytest.mark.corpus
 @pytest.mark.skipif(not LOSSY, reason="moments of few bits need the low-bit extra")
 def test_moments_of_few_bits_go_along_where_no_number_is_rounded_and_else_are_refused_by_name(
-    folder: Path, ranks: RankGroups
-) -> None:
+    folder, ranks
+):
     """Halves of a matrix of 4096 numbers have moments in float32, and it has them in 8 bits;
     quarters of none of these are in 8 bits.
     """
@@ -105,9 +102,7 @@ def test_moments_of_few_bits_go_along_where_no_number_is_rounded_and_else_are_re
     assert "as many GPUs" in hint
 
 
-def test_all_ranks_refuse_a_checkpoint_of_which_one_reads_a_damaged_file(
-    folder: Path, ranks: RankGroups
-) -> None:
+def test_all_ranks_refuse_a_checkpoint_of_which_one_reads_a_damaged_file(folder, ranks):
     run = folder / "run-tied-2" / "checkpoints"
     target = folder / "damaged" / "checkpoints"
     shutil.copytree(run, target)
@@ -122,7 +117,7 @@ def test_all_ranks_refuse_a_checkpoint_of_which_one_reads_a_damaged_file(
     assert f"mv {target}" in first[1]
 
 
-def test_ranks_export_a_model_once_and_none_over_another(folder: Path, ranks: RankGroups) -> None:
+def test_ranks_export_a_model_once_and_none_over_another(folder, ranks):
     ranks.run(SCRIPT, 2, "export", folder)
     out = folder / "out" / "model"
     first, second = json.loads((folder / "exported.json").read_text())

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 from cases import BUILD, COVER, FILLED, PRODUCTS, cases_for
-from rank_groups import TIMEOUT_S, RankGroups, assert_close
+from rank_groups import assert_close
 from reference import save_models
+
+from tables import deep
 
 TOLERANCE = {"float64": 1e-10, "float32": 5e-6, "bfloat16": 0.1}
 """Norm-relative. Summation order alone differs; a router's softmax is float32 also in the float64
@@ -27,27 +29,25 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 WORLDS = [pytest.param(n, marks=pytest.mark.xdist_group(f"world-{n}")) for n in (1, 2, 4)]
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", [COVER, *deep(*PRODUCTS)])
 @pytest.mark.parametrize("processes", WORLDS)
-def test_sharded_training_equals_unsharded_training(
-    processes: int, ranks: RankGroups, weights: Path
-) -> None:
-    built = assert_equal(ranks, processes, COVER, weights)[BUILD]
-    assert built["random"] == 0, (
-        "FSDP1 starts from the same random numbers on any number of processes"
+def test_sharded_training_equals_unsharded_training(processes, part, ranks, weights):
+    results = ranks.results("cases.py", processes, weights, part, timeout_s=1100)
+    if part == COVER:
+        built = results.pop(BUILD)
+        assert built["random"] == 0, (
+            "FSDP1 starts from the same random numbers on any number of processes"
+        )
+        assert built["held"] <= 1.01, "besides its shards, padded, a rank holds one unit at a time"
+    assert_close(
+        results, {case.name: TOLERANCE[case.precision] for case in cases_for(processes, part)}
     )
-    assert built["held"] <= 1.01, "besides its shards, padded, a rank holds one unit at a time"
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", WORLDS)
-def test_every_parameter_is_filled_with_the_same_values_in_every_layout(
-    processes: int, ranks: RankGroups, weights: Path
-) -> None:
+def test_every_parameter_is_filled_with_the_same_values_in_every_layout(processes, ranks, weights):
     """Random ones by their place in the whole model; saved ones of DiffLlama too, whose class makes
     some of them off meta.
     """
@@ -57,25 +57,3 @@ def test_every_parameter_is_filled_with_the_same_values_in_every_layout(
     assert len(found["saved"]) == 4
     # Its own code sums those in float32, and rounds their gradient for each document.
     assert max(found["saved"].values()) < TOLERANCE["float32"], found["saved"]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("part", PRODUCTS)
-@pytest.mark.parametrize("processes", WORLDS)
-def test_sharded_training_equals_unsharded_training_in_every_combination(
-    processes: int, part: str, ranks: RankGroups, weights: Path
-) -> None:
-    assert_equal(ranks, processes, part, weights, timeout_s=1100)
-
-
-def assert_equal(
-    ranks: RankGroups, processes: int, part: str, weights: Path, *, timeout_s: float = TIMEOUT_S
-) -> dict[str, dict[str, float]]:
-    """Returns what is told besides the cases."""
-    results = ranks.results("cases.py", processes, weights, part, timeout_s=timeout_s)
-    told = {name: results.pop(name) for name in {BUILD} & results.keys()}
-    assert_close(
-        results, {case.name: TOLERANCE[case.precision] for case in cases_for(processes, part)}
-    )
-    return told

@@ -2,11 +2,8 @@
 bit by bit, and training goes on from what either saved; bytes as counted.
 """
 
-from pathlib import Path
-
 import pytest
 from host_state_cases import CASES, CONFIG
-from rank_groups import RankGroups
 
 from tiny_models import write_model
 
@@ -14,13 +11,11 @@ PADDING_BYTES = 2 * 4 * CONFIG["hidden_size"]
 """A row of the embedding and one of the head, in float32."""
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_moments_on_the_host_train_save_and_go_on_as_those_beside_the_parameters(
-    processes: int, ranks: RankGroups, tmp_path: Path
-) -> None:
+    processes, ranks, tmp_path
+):
     write_model(tmp_path, CONFIG)
     found = ranks.results("host_state_cases.py", processes, tmp_path)
     assert set(found) == set(CASES)

@@ -5,7 +5,7 @@ loss and every gradient are those of plain models with a dense mask, one documen
 from pathlib import Path
 
 import pytest
-from rank_groups import RankGroups, assert_close
+from rank_groups import assert_close
 from sparse_training_cases import DEGREES, cases_for, save_model
 
 TOLERANCE = {"float64": 1e-10, "float32": 5e-6}
@@ -19,12 +19,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("processes", DEGREES)
-def test_block_sparse_training_equals_a_dense_mask_in_plain_transformers(
-    processes: int, ranks: RankGroups, model: Path
-) -> None:
+def test_block_sparse_training_equals_a_dense_mask_in_plain_transformers(processes, ranks, model):
     results = ranks.results("sparse_training_cases.py", processes, model)
     assert_close(results, {case.name: TOLERANCE[case.dtype] for case in cases_for(processes)})

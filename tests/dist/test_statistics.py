@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_groups import RankGroups
 from statistics_cases import LAYOUTS, cases_for, save_models
+
+from tables import deep
 
 TOLERANCE = 1e-10
 """Relative, or of 1 where a number is smaller: summation order alone differs, all is float64."""
@@ -36,13 +37,13 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("processes", "extent"),
     [
-        *(pytest.param(n, "pairs", marks=pytest.mark.by_turns) for n in (2, 3, 4)),
-        *(pytest.param(processes, "all", marks=pytest.mark.slow) for processes in LAYOUTS),
+        *((processes, "pairs") for processes in (2, 4)),
+        *deep((3, "pairs"), *((processes, "all") for processes in LAYOUTS)),
     ],
 )
 def test_statistics_are_those_of_plain_documents_on_any_number_of_ranks(
-    processes: int, extent: str, ranks: RankGroups, weights: Path
-) -> None:
+    processes, extent, ranks, weights
+):
     results = ranks.results("statistics_cases.py", processes, weights, extent)
     assert set(results) == {case.name for case in cases_for(processes, extent)}
     wrong = {name: found for name, of in results.items() if (found := _deviations(of))}

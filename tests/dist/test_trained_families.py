@@ -1,15 +1,14 @@
 """Every causal family of the installed transformers: trained as its own class trains it, or
 refused; never different.
 
-The whole sweep is slow, and writes the table of docs/results/families where ``HIGHWATER_FAMILIES``
-names a folder; a part of it, another one each day, runs always.
+The sweep writes the table of docs/results/families where ``HIGHWATER_FAMILIES`` names a folder.
 """
 
 import contextlib
-import datetime
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +20,8 @@ from highwater.errors import HighwaterError
 from highwater.model.families import WITH_CAPS
 from highwater.model.model import load_model
 from highwater.model.trained_families import REFUSED, TRAINED
+from tables import deep
 
-PARTS = 8
-"""Days until every family was in the part that always runs."""
 NARROW = LONGEST_DOCUMENT // 2
 """A window that the longest document does not fit into."""
 WINDOWED = ("gpt_oss", "mistral", "olmo3")
@@ -70,7 +68,7 @@ def wrong_ones(layout: str, found: dict[str, dict[str, object]]) -> dict[str, di
     }
 
 
-def test_every_family_is_known_to_train_or_is_refused_with_what_stands_in_the_way() -> None:
+def test_every_family_is_known_to_train_or_is_refused_with_what_stands_in_the_way():
     assert not TRAINED & set(REFUSED)
     assert set(families()) <= TRAINED | set(REFUSED), (
         "compare new families by the sweep, and write down what it finds"
@@ -78,46 +76,30 @@ def test_every_family_is_known_to_train_or_is_refused_with_what_stands_in_the_wa
     assert all(why and hint for why, hint in REFUSED.values())
 
 
-@pytest.mark.timeout(1600)
-def test_families_of_the_day_train_as_their_own_classes_do(
-    ranks: RankGroups, tmp_path: Path
-) -> None:
-    day = int(os.environ.get("HIGHWATER_DAY", datetime.date.today().toordinal()))
-    names = sorted(TRAINED & {*families()})[day % PARTS :: PARTS]
-    layout = list(LAYOUTS)[day % len(LAYOUTS)]
-    assert wrong_ones(layout, sweep(ranks, layout, names, tmp_path)) == {}
+@pytest.mark.timeout(6000)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_families_train_as_their_own_classes_do(layout, ranks, tmp_path):
+    """Each in one of the layouts; `make test-all` has each in every."""
+    names = sorted(TRAINED & {*families()})
+    if not deep(layout):
+        names = names[list(LAYOUTS).index(layout) :: len(LAYOUTS)]
+    found = sweep(ranks, layout, names, tmp_path)
+    _write_table(layout, found)
+    assert wrong_ones(layout, found) == {}
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", ["alone", "fsdp1 ulysses", "ring"])
 def test_families_that_scale_or_cap_their_logits_train_as_their_own_classes_do(
-    layout: str, ranks: RankGroups, tmp_path: Path
-) -> None:
+    layout, ranks, tmp_path
+):
     found = sweep(ranks, layout, list(TRANSFORMED), tmp_path)
     assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(6000)
-def test_every_family_that_is_trained_equals_its_own_class_in_every_layout(
-    ranks: RankGroups, tmp_path: Path
-) -> None:
-    names = sorted(TRAINED)
-    table = {layout: sweep(ranks, layout, names, tmp_path) for layout in LAYOUTS}
-    _write_table(table)
-    found = {layout: wrong_ones(layout, lines) for layout, lines in table.items()}
-    assert found == {layout: {} for layout in LAYOUTS}
-
-
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", ["alone", "fsdp1 ulysses"])
-def test_documents_past_a_window_are_trained_as_the_familys_own_class_does(
-    layout: str, ranks: RankGroups, tmp_path: Path
-) -> None:
+def test_documents_past_a_window_are_trained_as_the_familys_own_class_does(layout, ranks, tmp_path):
     """With windows in every layer, in some, of a mask alone, sinks, and two kinds of RoPE."""
     found = sweep(ranks, layout, list(PAST), tmp_path)
     assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
@@ -131,8 +113,8 @@ def test_documents_past_a_window_are_trained_as_the_familys_own_class_does(
     ("window", "outcome"), [(LONGEST_DOCUMENT, "equal"), (LONGEST_DOCUMENT - 1, "refused")]
 )
 def test_around_a_ring_a_document_within_a_window_is_trained_and_one_past_it_refused(
-    window: int, outcome: str, ranks: RankGroups, tmp_path: Path
-) -> None:
+    window, outcome, ranks, tmp_path
+):
     """By their own lengths: a ring's padding, which makes them longer, counts for nothing."""
     found = sweep(ranks, "ring", list(WINDOWED), tmp_path, window=window)
     assert {name: line["outcome"] for name, line in found.items()} == dict.fromkeys(
@@ -145,9 +127,8 @@ def test_around_a_ring_a_document_within_a_window_is_trained_and_one_past_it_ref
             assert f"documents of {LONGEST_DOCUMENT}" in problem
 
 
-@pytest.mark.corpus
 @pytest.mark.parametrize("family", sorted(REFUSED))
-def test_a_family_that_is_not_trained_is_refused_by_its_name(tmp_path: Path, family: str) -> None:
+def test_a_family_that_is_not_trained_is_refused_by_its_name(tmp_path, family):
     """Its usual config, as its class writes it."""
     from transformers import CONFIG_MAPPING
 
@@ -163,9 +144,8 @@ def test_a_family_that_is_not_trained_is_refused_by_its_name(tmp_path: Path, fam
     assert refusal.value.hint
 
 
-@pytest.mark.corpus
 @pytest.mark.parametrize("family", sorted(TRAINED))
-def test_the_parameters_of_a_trained_family_are_counted(tmp_path: Path, family: str) -> None:
+def test_the_parameters_of_a_trained_family_are_counted(tmp_path, family):
     """Of the class's usual config, where it can be built; of the tiny one no more than that it is
     read.
     """
@@ -188,29 +168,23 @@ def test_the_parameters_of_a_trained_family_are_counted(tmp_path: Path, family: 
     assert counted == pytest.approx(sum(p.numel() for p in theirs.parameters()), rel=COUNTED)
 
 
-def _write_table(table: dict[str, dict[str, dict[str, object]]]) -> None:
-    """The table as JSON, in the folder that the environment names."""
+def _write_table(layout: str, found: dict[str, dict[str, Any]]) -> None:
+    """Add a layout to the table, in the folder that the environment names."""
     folder = os.environ.get("HIGHWATER_FAMILIES")
     if folder is None:
         return
     import transformers
 
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    trained = {
-        name: {layout: lines[name] for layout, lines in table.items()} for name in sorted(TRAINED)
+    path = Path(folder, "sweep.json")
+    table = json.loads(path.read_text()) if path.exists() else {}
+    table["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
+    table["refused"] = {
+        name: {"why": why, "hint": hint} for name, (why, hint) in sorted(REFUSED.items())
     }
-    refused = {name: {"why": why, "hint": hint} for name, (why, hint) in sorted(REFUSED.items())}
-    lifted = {
-        name: sorted(
-            {cast for line in lines.values() for cast in line.get("float64", {}).get("lifted", [])}
-        )  # type: ignore[attr-defined]
-        for name, lines in trained.items()
-    }
-    for lines in trained.values():
-        for line in lines.values():
-            line.get("float64", {}).pop("lifted", None)  # type: ignore[attr-defined]
-    text = json.dumps(
-        {"versions": versions, "trained": trained, "lifted": lifted, "refused": refused}, indent=1
-    )
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    Path(folder, "sweep.json").write_text(text + "\n")
+    for name, line in found.items():
+        casts = line.get("float64", {}).pop("lifted", [])
+        lifted = table.setdefault("lifted", {})
+        lifted[name] = sorted({*lifted.get(name, ()), *casts})
+        table.setdefault("trained", {}).setdefault(name, {})[layout] = line
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(table, indent=1) + "\n")

@@ -86,7 +86,7 @@ def model(tmp_path: Path) -> str:
     return str(tmp_path / "model")
 
 
-def test_steps_of_dpo_are_those_of_trl(model: str, tmp_path: Path) -> None:
+def test_steps_of_dpo_are_those_of_trl(model, tmp_path):
     fields = {**COMMON, "per_device_train_batch_size": 2, "beta": 0.3, "max_length": 128}
     theirs = by_trl(tmp_path, model, "dpo", PAIRS, {**fields, "loss_type": ["sigmoid"]})
     documents = [
@@ -100,7 +100,7 @@ def test_steps_of_dpo_are_those_of_trl(model: str, tmp_path: Path) -> None:
     assert theirs["2:rewards/margins"] > 0.01, "the policy has left the reference"
 
 
-def test_steps_of_grpo_are_those_of_trl_with_its_token_mean(model: str, tmp_path: Path) -> None:
+def test_steps_of_grpo_are_those_of_trl_with_its_token_mean(model, tmp_path):
     data = [
         {"prompt": prompt, "completions": list(zip(texts, rewards, strict=True))}
         for prompt, texts, rewards in zip(PROMPTS, COMPLETIONS, REWARDS, strict=True)

@@ -78,9 +78,7 @@ def tried(name: str, model: Path, length: int) -> TrialResult:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_trial_trains_on_exactly_the_length_and_keeps_the_users_fields(
-    name: str, model: Path
-) -> None:
+def test_a_trial_trains_on_exactly_the_length_and_keeps_the_users_fields(name, model):
     result = tried(name, model, 512)
     assert result.outcome is Outcome.FIT, result.reason
     assert result.log_path is not None
@@ -91,7 +89,7 @@ def test_a_trial_trains_on_exactly_the_length_and_keeps_the_users_fields(
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_want_of_memory_is_told_from_every_other_end(name: str, model: Path) -> None:
+def test_want_of_memory_is_told_from_every_other_end(name, model):
     result = tried(name, model, 8192)
     assert result.outcome is Outcome.OUT_OF_MEMORY, result.reason
     assert "allocate" in result.reason

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import pytest
+from highwater.trainers.logits import CUT_CROSS_ENTROPY, LIGER
 
 from highwater.model.model import load_model
 from highwater.model.trained_families import TRAINED
@@ -25,7 +26,6 @@ from highwater.trainers.accelerate import accelerate
 from highwater.trainers.emitted import Emitted
 from highwater.trainers.folder import LAUNCH, launch_script
 from highwater.trainers.llamafactory import FUSED as LLAMAFACTORY_FUSES
-from highwater.trainers.logits import CUT_CROSS_ENTROPY, LIGER
 from highwater.trainers.targets import TARGETS
 
 pytestmark = [pytest.mark.emit, pytest.mark.timeout(600)]
@@ -198,7 +198,7 @@ def block_in(emitted: Emitted) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("target", "name"), [(target, name) for target, cases in CASES_OF.items() for name in cases]
 )
-def test_the_trainers_own_parser_reads_what_was_recommended(target: Target, name: str) -> None:
+def test_the_trainers_own_parser_reads_what_was_recommended(target, name):
     case = CASES_OF[target][name]
     _, model, found, chosen = recommended(target, case)
     parsed = read(target)[name]
@@ -257,7 +257,7 @@ DTYPES |= dict.fromkeys(("axolotl", "llamafactory", "ms-swift"), "bfloat16")
 
 
 @pytest.mark.parametrize("target", EVERY_LAYER)
-def test_adapters_are_read_as_they_were_asked_for(target: Target) -> None:
+def test_adapters_are_read_as_they_were_asked_for(target):
     asked = (("lora", 16), ("lora_alpha", 48))
     parsed = read_alone(target, Case(length="16k", asked=asked, directory=None))
     expected = {"rank": 16, "alpha": 48, **EVERY_LAYER[target]}
@@ -276,7 +276,7 @@ TORCHAOS: tuple[Target, ...] = ("trl", "axolotl", "llamafactory", "ms-swift")
 
 
 @pytest.mark.parametrize("target", TORCHAOS)
-def test_moments_of_8_bits_are_an_optimizer_of_torchaos(target: Target) -> None:
+def test_moments_of_8_bits_are_an_optimizer_of_torchaos(target):
     parsed = read_alone(target, Case(length="16k", asked=(("optimizer", "adamw-8bit"),)))
     assert parsed["optim"] == "adamw_torch_8bit"
 
@@ -290,30 +290,30 @@ PACKED: Mapping[Target, list[Any]] = {
 
 
 @pytest.mark.parametrize("target", PACKED)
-def test_a_packed_model_is_the_trainers_to_load(target: Target) -> None:
+def test_a_packed_model_is_the_trainers_to_load(target):
     asked = (("lora", 16), ("lora_base", "nf4"))
     parsed = read_alone(target, Case(gpus=1, length="16k", asked=asked))
     assert parsed["packed"] == PACKED[target]
 
 
 @pytest.mark.parametrize("target", ["axolotl", "llamafactory", "ms-swift"])
-def test_a_chunked_loss_is_ligers(target: Target) -> None:
+def test_a_chunked_loss_is_ligers(target):
     asked = (("loss", "chunked"),)
     assert read_alone(target, Case(length="16k", asked=asked))["chunked"] is True
     assert not any(parsed["chunked"] for parsed in read(target).values())
 
 
-def test_a_family_that_liger_does_not_know_has_cut_cross_entropy_at_axolotl() -> None:
+def test_a_family_that_liger_does_not_know_has_cut_cross_entropy_at_axolotl():
     case = Case(length="8k", asked=(("loss", "chunked"),), model="aya-23-8B")
     assert read_alone("axolotl", case)["cut"] is True
 
 
-def test_torchtitan_cuts_its_loss_into_chunks() -> None:
+def test_torchtitan_cuts_its_loss_into_chunks():
     case = Case(length="40k", asked=(("loss", "chunked"),), directory=None)
     assert read_alone("torchtitan", case)["chunks"] == 20
 
 
-def test_families_whose_loss_is_fused_are_those_of_the_packages_themselves() -> None:
+def test_families_whose_loss_is_fused_are_those_of_the_packages_themselves():
     for target in ("axolotl", "llamafactory"):
         (path,) = python_of(target).parents[1].rglob("liger_kernel/transformers/monkey_patch.py")
         table = path.read_text().partition("MODEL_TYPE_TO_APPLY_LIGER_FN = {")[2].partition("}")[0]
@@ -327,20 +327,20 @@ def test_families_whose_loss_is_fused_are_those_of_the_packages_themselves() -> 
 
 
 @pytest.mark.parametrize("target", ["axolotl", "ms-swift"])
-def test_recomputation_is_left_out_where_it_was_predicted_so(target: Target) -> None:
+def test_recomputation_is_left_out_where_it_was_predicted_so(target):
     parsed = read_alone(target, Case(length="4k", asked=(("recompute", "none"),)))
     assert parsed["recompute"] is False
 
 
 @pytest.mark.parametrize("target", ["verl", "areal", "trl", "axolotl", "llamafactory", "ms-swift"])
-def test_layers_with_adapters_are_read_by_their_names(target: Target) -> None:
+def test_layers_with_adapters_are_read_by_their_names(target):
     asked = (("lora", 16), ("lora_targets", "q_proj,v_proj"))
     parsed = read_alone(target, Case(length="16k", asked=asked))
     assert parsed["lora"]["targets"] == ["q_proj", "v_proj"]
 
 
 @pytest.mark.parametrize("target", EVERY_LAYER)
-def test_without_lora_there_are_no_adapters(target: Target) -> None:
+def test_without_lora_there_are_no_adapters(target):
     assert all(parsed["lora"] is None for parsed in read(target).values())
 
 
@@ -355,7 +355,7 @@ def assert_rope(parsed: dict[str, Any], found: Recommendation) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_accelerate_says_what_is_the_scripts(name: str) -> None:
+def test_accelerate_says_what_is_the_scripts(name):
     _, _, found, chosen = recommended("accelerate", CASES[name])
     emitted = accelerate(found, chosen)
     assert any(
@@ -374,9 +374,7 @@ def test_accelerate_says_what_is_the_scripts(name: str) -> None:
         ("grpo", {"objective": "grpo", "entropy": "full"}),
     ],
 )
-def test_each_of_trls_commands_reads_every_name_that_is_written_for_it(
-    command: str, settings: dict[str, str], tmp_path: Path
-) -> None:
+def test_each_of_trls_commands_reads_every_name_that_is_written_for_it(command, settings, tmp_path):
     # one GPU: a generation batch is of all processes, and the parser runs in one
     found = recommend(MODEL, length="4k", gpus="1xH200-141GB", **settings)
     assert found.chosen is not None
@@ -396,12 +394,12 @@ SHARDED: tuple[Target, ...] = ("trl", "accelerate", "axolotl", "llamafactory", "
 
 
 @pytest.mark.parametrize("target", SHARDED)
-def test_states_are_sharded_by_fsdp2_as_they_were_predicted(target: Target) -> None:
+def test_states_are_sharded_by_fsdp2_as_they_were_predicted(target):
     assert {parsed["strategy"] for parsed in read(target).values()} == {"fsdp2"}
 
 
 @pytest.mark.parametrize("target", ["trl", "accelerate"])
-def test_heads_are_shared_by_zero_3_where_layers_have_windows(target: Target) -> None:
+def test_heads_are_shared_by_zero_3_where_layers_have_windows(target):
     parsed = read_alone(target, WINDOWS)
     assert (parsed["strategy"], parsed["sp"]) == ("zero3", 2)
     if target == "trl":
@@ -410,7 +408,7 @@ def test_heads_are_shared_by_zero_3_where_layers_have_windows(target: Target) ->
 
 
 @pytest.mark.parametrize("target", ["axolotl", "ms-swift"])
-def test_sequences_are_packed_but_where_several_of_them_are_shared(target: Target) -> None:
+def test_sequences_are_packed_but_where_several_of_them_are_shared(target):
     for name, parsed in read(target).items():
         _, _, _, chosen = recommended(target, CASES_OF[target][name])
         is_several = chosen.cell.settings.sequences_per_micro_batch > 1
@@ -419,13 +417,13 @@ def test_sequences_are_packed_but_where_several_of_them_are_shared(target: Targe
 
 
 @pytest.mark.parametrize("target", ["trinity", "verl"])
-def test_verls_actor_offloads_by_fsdp2(target: Target) -> None:
+def test_verls_actor_offloads_by_fsdp2(target):
     for name, parsed in read(target).items():
         assert parsed["strategy"] == ("fsdp2" if CASES[name].offload else "fsdp")
 
 
 @pytest.mark.parametrize("target", ["trl", "areal", "ms-swift"])
-def test_the_allocators_mode_is_in_the_file(target: Target) -> None:
+def test_the_allocators_mode_is_in_the_file(target):
     for name, parsed in read(target).items():
         is_set = CASES_OF[target][name].allocator == "expandable"
         assert set(filter(None, parsed["environment"].values())) == (
@@ -433,7 +431,7 @@ def test_the_allocators_mode_is_in_the_file(target: Target) -> None:
         )
 
 
-def test_areals_rollout_has_the_gpus_that_are_set_aside() -> None:
+def test_areals_rollout_has_the_gpus_that_are_set_aside():
     assert all(parsed["rollout_gpus"] == 2 for parsed in read("areal").values())
 
 
@@ -452,8 +450,8 @@ def test_areals_rollout_has_the_gpus_that_are_set_aside() -> None:
     ],
 )
 def test_a_name_that_a_trainer_does_not_have_is_refused_by_its_parser(
-    target: Target, name: str, wrong: str, tmp_path: Path
-) -> None:
+    target, name, wrong, tmp_path
+):
     folder, *_ = recommended(target, CASES["past the native length"])
     written(target, CASES["past the native length"])
     shutil.copytree(
@@ -468,7 +466,7 @@ def test_a_name_that_a_trainer_does_not_have_is_refused_by_its_parser(
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_version_that_is_installed_is_the_one_that_is_named(target: Target) -> None:
+def test_the_version_that_is_installed_is_the_one_that_is_named(target):
     _, emitted = written(target, CASES["within the native length"])
     package = {"trinity": "trinity-rft"}.get(target, target)
     command = f"import importlib.metadata as each; print(each.version({package!r}))"

@@ -65,14 +65,14 @@ def tried(model: Path, length: int, *, base: Mapping[str, Any] | None = None, **
     return result, list(logged_steps(Path(result.log_path).read_text()))
 
 
-def test_sft_trains_on_exactly_the_length(model: Path) -> None:
+def test_sft_trains_on_exactly_the_length(model):
     result, steps = tried(model, 1021, sequences_per_micro_batch=2, steps=2)
     assert result.outcome is Outcome.FIT, result.reason
     assert [step["num_tokens"] for step in steps] == ["4084", "8168"]  # 2 x 2 x 1021 a step
     assert result.ranks[0].memory.peak_data_segment_bytes
 
 
-def test_the_users_own_fields_stay_and_packed_rows_are_whole_documents(model: Path) -> None:
+def test_the_users_own_fields_stay_and_packed_rows_are_whole_documents(model):
     base = {"learning_rate": 3e-4, "lr_scheduler_type": "constant", "packing": True}
     base |= {"max_length": 64, "max_steps": 500, "dataset_name": "org/nowhere"}
     result, steps = tried(model, 515, base=base)
@@ -81,7 +81,7 @@ def test_the_users_own_fields_stay_and_packed_rows_are_whole_documents(model: Pa
     assert [step["num_tokens"] for step in steps] == ["1030", "2060"]
 
 
-def test_grpo_generates_exactly_the_rest_of_the_length(model: Path) -> None:
+def test_grpo_generates_exactly_the_rest_of_the_length(model):
     base = {"num_generations": 2, "max_completion_length": 40}
     result, steps = tried(model, 100, base=base, objective="grpo")
     assert result.outcome is Outcome.FIT, result.reason
@@ -91,7 +91,7 @@ def test_grpo_generates_exactly_the_rest_of_the_length(model: Path) -> None:
     assert len(steps) == 2
 
 
-def test_want_of_memory_is_told_from_every_other_end(model: Path) -> None:
+def test_want_of_memory_is_told_from_every_other_end(model):
     result: TrialResult = highwater.run_trial(str(model), 8192, **settings(memory=NARROW))
     assert result.outcome is Outcome.OUT_OF_MEMORY, result.reason
     assert "allocate" in result.reason
@@ -103,7 +103,7 @@ def test_want_of_memory_is_told_from_every_other_end(model: Path) -> None:
     assert "no_such_optimizer" in result.reason
 
 
-def test_find_finds_the_capacity_of_trl(model: Path) -> None:
+def test_find_finds_the_capacity_of_trl(model):
     asked = settings(memory=NARROW, start_length=2048, resolution=4096, max_length=10240)
     study = highwater.find(str(model), steps=2, study="trl.jsonl", **asked)
     (answer,) = study.answers
@@ -117,7 +117,7 @@ def test_find_finds_the_capacity_of_trl(model: Path) -> None:
     assert len(again.trials) == len(study.trials), "a study goes on where it was"
 
 
-def test_what_trl_cannot_be_told_is_refused_before_anything_starts(model: Path) -> None:
+def test_what_trl_cannot_be_told_is_refused_before_anything_starts(model):
     for others, said in (
         ({"ulysses": 2, "gpus": 2}, "nothing on the CPU|Ulysses"),
         ({"mlp_tiles": 4}, "mlp tiles"),
@@ -133,10 +133,10 @@ def test_what_trl_cannot_be_told_is_refused_before_anything_starts(model: Path) 
 
 
 @pytest.mark.parametrize("phase", ["preparing", "starting"])
-def test_a_trial_that_is_ended_leaves_nothing(model: Path, tmp_path: Path, phase: str) -> None:
+def test_a_trial_that_is_ended_leaves_nothing(model, tmp_path, phase):
     ended = Event()
     request = request_from({"model": str(model), **settings(memory=ROOMY)})
-    spec = highwater.api.prepare_trial(request, 4096)
+    spec = highwater.api.search.prepare_trial(request, 4096)
     launcher = ForeignLauncher(log_directory=tmp_path / "logs", timeout_s=600)
 
     def on_phase(told: str) -> None:
@@ -149,7 +149,7 @@ def test_a_trial_that_is_ended_leaves_nothing(model: Path, tmp_path: Path, phase
     assert [path.suffix for path in left] == [".log"]
 
 
-def test_the_model_is_prepared_once(model: Path) -> None:
+def test_the_model_is_prepared_once(model):
     assert load_model(str(model)).shape.layers == 2
     for _ in range(2):
         result, _ = tried(model, 64)

@@ -27,8 +27,8 @@ LONG = 16384
 
 
 def test_find_finds_the_capacity_of_a_script_that_accelerate_launches(
-    mark: str, wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    mark, wide, tmp_path, monkeypatch
+):
     assert mark
     program = tmp_path / "accelerate"  # as pip makes it, of the Python that runs this
     program.write_text(f"#!{sys.executable}\n{PROGRAM}")
@@ -80,9 +80,7 @@ def test_find_finds_the_capacity_of_a_script_that_accelerate_launches(
         ),
     ],
 )
-def test_accelerate_reads_what_a_trial_on_gpus_writes(
-    tiny: Path, tmp_path: Path, settings: Settings, layout: Layout, read: dict[str, object]
-) -> None:
+def test_accelerate_reads_what_a_trial_on_gpus_writes(tiny, tmp_path, settings, layout, read):
     launch = import_module("accelerate.commands.launch")  # slow: it opens torch
     model = load_model(str(tiny))
     spec = trial_of(tiny, layout=layout, settings=settings)

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ sys.path.append(str(Path(__file__).parents[1] / "numeric"))
 from processes import wait_until
 from run_folders import are_equal, numbers_of, state, step_of, training
 
-from highwater.engine.data.data_files import check_files, read_manifest
+from highwater.engine.data.store import check_files, read_manifest
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.training.run_checkpoints import RunCheckpoints
 from highwater.units import parse_bytes
@@ -35,8 +34,8 @@ SPREAD_S = 0.2
 
 
 def test_a_run_that_is_killed_with_9_anywhere_goes_on_as_if_it_never_was(
-    mark: str, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+    mark, tmp_path, record_property
+):
     moments = random.Random(0)
     folder, saved, partial = tmp_path / "run", 0, 0
     (folder / "checkpoints").mkdir(parents=True)
@@ -92,7 +91,7 @@ REFUSED_FIRST, FULL_IN_THE_MIDDLE = -4096, 16384
 more than the second."""
 
 
-def test_a_full_disk_is_said_and_the_checkpoint_before_is_whole(mark: str, tmp_path: Path) -> None:
+def test_a_full_disk_is_said_and_the_checkpoint_before_is_whole(mark, tmp_path):
     (tmp_path / "disk").mkdir()
     alone = ("unshare", "--user", "--map-root-user", "--mount")
     refused = subprocess.run(

@@ -68,24 +68,22 @@ def saving(mark: str, tiny: Path) -> Saving:
     return saving
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.parametrize(
     ("data", "outcome", "kinds"),
     [
         (None, Outcome.FIT, ["hf", "sharded", "hf"]),
         ("crashing_in_rank_1", Outcome.CRASHED, ["hf"]),
-        pytest.param("allocating_in_rank_1", Outcome.OUT_OF_MEMORY, ["hf"], marks=pytest.mark.slow),
+        ("allocating_in_rank_1", Outcome.OUT_OF_MEMORY, ["hf"]),
     ],
 )
 def test_a_trials_own_files_are_gone_when_it_is_over_and_a_users_are_not(
-    saving: Saving,
-    users_files: dict[Path, str],
-    tmp_path: Path,
-    data: str | None,
-    outcome: Outcome,
-    kinds: list[str],
-) -> None:
+    saving,
+    users_files,
+    tmp_path,
+    data,
+    outcome,
+    kinds,
+):
     result = saving(data, checkpoint_dir=MINE)
     assert result.outcome is outcome, result.reason
     saves = next(rank.saves for rank in result.ranks if rank.rank == (1 if data else 0))
@@ -99,7 +97,7 @@ def test_a_trials_own_files_are_gone_when_it_is_over_and_a_users_are_not(
     }
 
 
-def test_rank_0_writes_the_weights_and_every_rank_its_shards(saving: Saving) -> None:
+def test_rank_0_writes_the_weights_and_every_rank_its_shards(saving):
     result = saving(None)
     hf = [rank.saves[0].written_bytes for rank in result.ranks]
     sharded = [rank.saves[1].written_bytes for rank in result.ranks]
@@ -111,10 +109,7 @@ def test_rank_0_writes_the_weights_and_every_rank_its_shards(saving: Saving) -> 
     assert sorted(beside) == [".jsonl", ".log"]
 
 
-@pytest.mark.slow
-def test_a_worker_killed_with_9_after_a_save_leaves_no_file(
-    saving: Saving, users_files: dict[Path, str], tmp_path: Path
-) -> None:
+def test_a_worker_killed_with_9_after_a_save_leaves_no_file(saving, users_files, tmp_path):
     result = saving("killed_in_rank_1", checkpoint_dir=MINE)
     assert result.outcome is Outcome.CRASHED
     assert "SIGKILL" in result.reason
@@ -122,8 +117,8 @@ def test_a_worker_killed_with_9_after_a_save_leaves_no_file(
 
 
 def test_a_search_killed_with_9_leaves_no_file_of_the_trial_that_was_running(
-    mark: str, tiny: Path, users_files: dict[Path, str], tmp_path: Path
-) -> None:
+    mark, tiny, users_files, tmp_path
+):
     (tmp_path / "pause").write_text("32")
     words = ["highwater", "try", "tiny", "--length", "32", "--device", "cpu", "--memory", "1GiB"]
     words += ["--save-hf", "always", "--checkpoint-dir", MINE, "--data", "faulty_batches:paused"]
@@ -169,16 +164,16 @@ def on_a_small_disk(mark: str, tmp_path: Path) -> Callable[..., "subprocess.Comp
 @pytest.mark.parametrize(
     "saved",
     [
-        pytest.param(("--save-hf", "last"), marks=pytest.mark.slow),
+        ("--save-hf", "last"),
         ("--checkpoint", "sharded", "--gpus", "2"),
     ],
 )
 def test_a_disk_that_fills_up_under_a_save_is_a_crash_that_says_so(
-    on_a_small_disk: Callable[..., "subprocess.CompletedProcess[str]"],
-    tiny: Path,
-    tmp_path: Path,
-    saved: tuple[str, ...],
-) -> None:
+    on_a_small_disk,
+    tiny,
+    tmp_path,
+    saved,
+):
     words = [
         "highwater",
         "try",
@@ -203,8 +198,8 @@ def test_a_disk_that_fills_up_under_a_save_is_a_crash_that_says_so(
 
 
 def test_a_disk_that_is_too_small_is_refused_first_and_each_hint_works(
-    on_a_small_disk: Callable[..., "subprocess.CompletedProcess[str]"], wide: Path, tmp_path: Path
-) -> None:
+    on_a_small_disk, wide, tmp_path
+):
     """4.9 million parameters: 55.7 MiB of shards and 18.6 MiB of weights, and 64 MiB that have to
     stay free, on 72.
     """

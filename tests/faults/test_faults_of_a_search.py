@@ -112,8 +112,8 @@ def complete(search: "subprocess.Popen[str]") -> str:
 
 
 def test_a_search_killed_with_9_leaves_no_orphan_and_resumes_without_repeating_a_trial(
-    hanging: "subprocess.Popen[str]", start: Start, mark: str, tmp_path: Path
-) -> None:
+    hanging, start, mark, tmp_path
+):
     study = tmp_path / "study.jsonl"
     before = finished(study)
     hanging.send_signal(signal.SIGKILL)
@@ -134,17 +134,17 @@ def test_a_search_killed_with_9_leaves_no_orphan_and_resumes_without_repeating_a
     ("number", "code"),
     [
         pytest.param(signal.SIGINT, 130, id="Ctrl-C"),
-        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow, id="SIGTERM"),
+        pytest.param(signal.SIGTERM, 143, id="SIGTERM"),
     ],
 )
 def test_a_search_told_to_stop_keeps_what_is_finished_ends_the_rest_and_says_how_to_go_on(
-    hanging: "subprocess.Popen[str]",
-    start: Start,
-    mark: str,
-    tmp_path: Path,
-    number: signal.Signals,
-    code: int,
-) -> None:
+    hanging,
+    start,
+    mark,
+    tmp_path,
+    number,
+    code,
+):
     study = tmp_path / "study.jsonl"
     os.killpg(hanging.pid, number)
     answer, talk = hanging.communicate(timeout=ENDS_S)
@@ -163,8 +163,8 @@ def test_a_search_told_to_stop_keeps_what_is_finished_ends_the_rest_and_says_how
 
 
 def test_a_second_search_on_a_study_is_refused_at_once_and_the_first_is_not_disturbed(
-    hanging: "subprocess.Popen[str]", start: Start, tmp_path: Path
-) -> None:
+    hanging, start, tmp_path
+):
     study = tmp_path / "study.jsonl"
     before = study.read_bytes()
     answer, talk = start(*PAUSED).communicate(timeout=ENDS_S)
@@ -181,8 +181,8 @@ def test_a_second_search_on_a_study_is_refused_at_once_and_the_first_is_not_dist
 
 
 def test_a_study_that_is_deleted_in_mid_search_stops_it_and_the_search_goes_on_from_what_was_kept(
-    hanging: "subprocess.Popen[str]", start: Start, mark: str, tmp_path: Path
-) -> None:
+    hanging, start, mark, tmp_path
+):
     study, kept = tmp_path / "study.jsonl", tmp_path / "study-2.jsonl"
     study.unlink()
     (tmp_path / "pause").unlink()
@@ -201,9 +201,7 @@ def test_a_study_that_is_deleted_in_mid_search_stops_it_and_the_search_goes_on_f
     )
 
 
-def test_a_journal_cut_in_mid_line_is_resumed_from_what_is_whole(
-    start: Start, tmp_path: Path
-) -> None:
+def test_a_journal_cut_in_mid_line_is_resumed_from_what_is_whole(start, tmp_path):
     study, uncut = tmp_path / "study.jsonl", (*FIND, "--dry-run")
     first, _ = start(*uncut).communicate(timeout=ENDS_S)
     content = study.read_bytes()
@@ -219,9 +217,7 @@ def test_a_journal_cut_in_mid_line_is_resumed_from_what_is_whole(
     ]
 
 
-def test_a_journal_of_a_newer_schema_is_refused_untouched_and_the_hint_works(
-    start: Start, tmp_path: Path
-) -> None:
+def test_a_journal_of_a_newer_schema_is_refused_untouched_and_the_hint_works(start, tmp_path):
     study, dry = tmp_path / "study.jsonl", (*FIND, "--dry-run")
     start(*dry).communicate(timeout=ENDS_S)
     newer = study.read_bytes().replace(b'"schema_version":3', b'"schema_version":4', 1)
@@ -248,8 +244,8 @@ cp study.jsonl ../resumed.jsonl
 
 
 def test_a_disk_that_fills_up_in_mid_trial_ends_the_search_in_order_and_with_room_it_goes_on(
-    start: Start, tmp_path: Path
-) -> None:
+    start, tmp_path
+):
     (tmp_path / "disk").mkdir()
     alone = ("unshare", "--user", "--map-root-user", "--mount")
     mounting = start(*alone, "mount", "-t", "tmpfs", "-o", "size=72m", "none", "disk")
@@ -275,8 +271,8 @@ def test_a_disk_that_fills_up_in_mid_trial_ends_the_search_in_order_and_with_roo
 
 
 def test_what_a_search_leaves_that_is_killed_with_its_reaper_the_next_start_removes(
-    hanging: "subprocess.Popen[str]", start: Start, mark: str, tmp_path: Path
-) -> None:
+    hanging, start, mark, tmp_path
+):
     (reaper,) = (
         child
         for child in psutil.Process(hanging.pid).children()
@@ -296,19 +292,15 @@ def test_what_a_search_leaves_that_is_killed_with_its_reaper_the_next_start_remo
     assert list(tmp_path.glob("highwater-*")) == []
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.parametrize(
     "signals",
     [
-        pytest.param((signal.SIGTERM,), marks=pytest.mark.slow, id="told to end"),
+        pytest.param((signal.SIGTERM,), id="told to end"),
         pytest.param((signal.SIGINT, signal.SIGINT), id="impatient"),
         pytest.param((signal.SIGHUP,), id="its terminal closed"),
     ],
 )
-def test_nothing_is_left_of_a_search_however_it_is_ended(
-    hanging: "subprocess.Popen[str]", mark: str, tmp_path: Path, signals: tuple[signal.Signals, ...]
-) -> None:
+def test_nothing_is_left_of_a_search_however_it_is_ended(hanging, mark, tmp_path, signals):
     for number in signals:
         hanging.send_signal(number)
         assert wait_until(partial(is_arrived, hanging.pid, number), within_s=ENDS_S)

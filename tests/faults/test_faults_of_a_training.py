@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import highwater
-from highwater.engine.data.data_files import check_files, read_manifest, record_of, write_manifest
+from highwater.engine.data.store import check_files, read_manifest, record_of, write_manifest
 from highwater.errors import EXIT_ANSWERED, EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_TERMINATED
 from highwater.nouns.request import request_from
 from highwater.nouns.training import TrainingResult, training_request_from
@@ -194,9 +194,7 @@ def flag_in(hint: str, flag: str) -> str:
     return found[1]
 
 
-def test_whatever_ends_a_run_it_goes_on_as_if_it_never_was(
-    trained: Trained, mark: str, tmp_path: Path
-) -> None:
+def test_whatever_ends_a_run_it_goes_on_as_if_it_never_was(trained, mark, tmp_path):
     run = tmp_path / "run"
 
     killed = frozen(trained, mark, run)
@@ -247,8 +245,8 @@ def test_whatever_ends_a_run_it_goes_on_as_if_it_never_was(
 
 
 def test_a_run_whose_terminal_closes_leaves_a_checkpoint_and_one_that_nobody_hears_goes_on(
-    trained: Trained, mark: str, tmp_path: Path
-) -> None:
+    trained, mark, tmp_path
+):
     run = tmp_path / "closed"
     pid, terminal = pty.fork()
     if pid == 0:
@@ -278,9 +276,7 @@ def _read_on(terminal: int) -> None:
             pass
 
 
-def test_a_run_goes_on_with_two_processes_and_has_the_same_curve(
-    trained: Trained, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_with_two_processes_and_has_the_same_curve(trained, tmp_path):
     run = Path(shutil.copytree(trained.run, tmp_path / "two"))
     result = trained.train(run, gpus=(2,), rows=None, resume_from=BEST)
     assert result.status == "done"
@@ -289,9 +285,7 @@ def test_a_run_goes_on_with_two_processes_and_has_the_same_curve(
     assert result.model_directory == str(run / f"model-{STEPS}")
 
 
-def test_a_run_without_a_checkpoint_begins_anew_and_so_do_its_statistics(
-    trained: Trained, tmp_path: Path
-) -> None:
+def test_a_run_without_a_checkpoint_begins_anew_and_so_do_its_statistics(trained, tmp_path):
     run = Path(shutil.copytree(trained.run, tmp_path / "run"))
     shutil.rmtree(run / "checkpoints")
     shutil.rmtree(run / "model")
@@ -300,7 +294,7 @@ def test_a_run_without_a_checkpoint_begins_anew_and_so_do_its_statistics(
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
 
 
-def test_the_best_evaluation_is_of_what_is_held_out_now(trained: Trained, tmp_path: Path) -> None:
+def test_the_best_evaluation_is_of_what_is_held_out_now(trained, tmp_path):
     (tmp_path / "worse.jsonl").write_text(json.dumps({"text": "|<>|" * 12}))
     run = Path(shutil.copytree(trained.run, tmp_path / "run"))
     best = json.loads((run / "checkpoints" / BEST / "state.json").read_text())["best_loss"]
@@ -310,8 +304,6 @@ def test_the_best_evaluation_is_of_what_is_held_out_now(trained: Trained, tmp_pa
     assert result.best_step == min(since, key=lambda each: each[1])[0]
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -323,9 +315,7 @@ def test_the_best_evaluation_is_of_what_is_held_out_now(trained: Trained, tmp_pa
         pytest.param({"steps": 8}, f"has done {STEPS} steps", id="steps"),
     ],
 )
-def test_another_training_than_the_folders_is_refused_and_named(
-    trained: Trained, tmp_path: Path, changes: dict[str, Any], named: str
-) -> None:
+def test_another_training_than_the_folders_is_refused_and_named(trained, tmp_path, changes, named):
     (tmp_path / "more.jsonl").write_text(trained.data.read_text() + '{"text": "one more"}\n')
     before = sorted(trained.run.rglob("*"))
     with pytest.raises(highwater.HighwaterError, match=named) as refused:
@@ -334,9 +324,7 @@ def test_another_training_than_the_folders_is_refused_and_named(
     assert sorted(trained.run.rglob("*")) == before
 
 
-def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(
-    trained: Trained, tmp_path: Path
-) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(trained, tmp_path):
     run = Path(shutil.copytree(trained.run, tmp_path / "run"))
     (shard,) = (run / "checkpoints" / LAST / "model").glob("*.distcp")
     numbers = bytearray(shard.read_bytes())
@@ -370,9 +358,7 @@ def corpus(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return cache / Path(decided["corpus"]["directory"]).relative_to(trained.cache)
 
 
-def test_tokens_that_somebody_changed_are_made_anew_and_that_is_said(
-    trained: Trained, corpus: Path, tmp_path: Path
-) -> None:
+def test_tokens_that_somebody_changed_are_made_anew_and_that_is_said(trained, corpus, tmp_path):
     ids = corpus / "ids.bin"
     ids.write_bytes(bytes(byte ^ (at % 2 == 0) for at, byte in enumerate(ids.read_bytes())))
     done = subprocess.run(
@@ -388,8 +374,8 @@ def test_tokens_that_somebody_changed_are_made_anew_and_that_is_said(
 
 
 def test_ids_that_the_model_does_not_know_are_refused_before_the_first_step(
-    trained: Trained, corpus: Path, tmp_path: Path
-) -> None:
+    trained, corpus, tmp_path
+):
     ids = corpus / "ids.bin"
     ids.write_bytes(ids.read_bytes()[:-2] + (259).to_bytes(2, "little"))
     files = read_manifest(corpus).files
@@ -400,9 +386,7 @@ def test_ids_that_the_model_does_not_know_are_refused_before_the_first_step(
     assert trained.train(tmp_path / "run", steps=1).losses[0] == trained.losses[0]
 
 
-def test_a_loss_that_is_no_number_names_its_step_and_document(
-    trained: Trained, tmp_path: Path
-) -> None:
+def test_a_loss_that_is_no_number_names_its_step_and_document(trained, tmp_path):
     model = tmp_path / "granite"
     config = json.loads((trained.model / "config.json").read_text())
     granite = AutoConfig.for_model(**config | {"model_type": "granite", "embedding_multiplier": 12})
@@ -432,8 +416,8 @@ def test_a_loss_that_is_no_number_names_its_step_and_document(
 
 
 def test_a_model_with_weights_that_are_no_numbers_is_refused_before_the_first_step(
-    trained: Trained, tmp_path: Path
-) -> None:
+    trained, tmp_path
+):
     model = Path(shutil.copytree(trained.run / "model", tmp_path / "model"))
     weights = load_file(model / "model.safetensors")
     weights["model.embed_tokens.weight"][ord(SIGN)] = float("inf")
@@ -444,10 +428,7 @@ def test_a_model_with_weights_that_are_no_numbers_is_refused_before_the_first_st
     assert not latest_of(tmp_path / "run")
 
 
-@pytest.mark.slow
-def test_a_learning_rate_that_breaks_the_weights_is_said_with_one_that_does_not(
-    trained: Trained, tmp_path: Path
-) -> None:
+def test_a_learning_rate_that_breaks_the_weights_is_said_with_one_that_does_not(trained, tmp_path):
     run = tmp_path / "run"
     with pytest.raises(highwater.HighwaterError, match="of step 2 is nan: the step had") as broken:
         trained.train(run, learning_rate=1e30, steps=3)
@@ -469,9 +450,7 @@ status=$?; cp -r disk kept; exit $status
 """Somebody else fills the disk once there is a checkpoint."""
 
 
-def test_on_a_full_disk_the_last_checkpoint_stays_and_with_room_it_goes_on(
-    trained: Trained, tmp_path: Path
-) -> None:
+def test_on_a_full_disk_the_last_checkpoint_stays_and_with_room_it_goes_on(trained, tmp_path):
     (tmp_path / "disk").mkdir()
     alone = ("unshare", "--user", "--map-root-user", "--mount")
     refused = subprocess.run(
@@ -498,8 +477,8 @@ def test_on_a_full_disk_the_last_checkpoint_stays_and_with_room_it_goes_on(
 
 
 def test_a_disk_without_room_for_the_checkpoints_is_refused_with_a_place_that_has_it(
-    trained: Trained, tmp_path: Path
-) -> None:
+    trained, tmp_path
+):
     (tmp_path / "disk").mkdir()
     small = 'mount -t tmpfs -o size=64m none disk || exit 99\nexec "$@"'
     words = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", small, "sh")
@@ -512,9 +491,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused_with_a_place_that_ha
     assert Path(flag_in(done.stderr, "--output")).parent.is_dir()
 
 
-def test_the_rows_of_a_step_take_no_more_than_is_predicted_of_them(
-    trained: Trained, tmp_path: Path
-) -> None:
+def test_the_rows_of_a_step_take_no_more_than_is_predicted_of_them(trained, tmp_path):
     """The peaks of steps of 2 and of 64 rows, which differ by what waits for its turn."""
     config = json.loads((trained.model / "config.json").read_text()) | {"intermediate_size": 64}
     (tmp_path / "small").mkdir()
@@ -540,8 +517,8 @@ def test_the_rows_of_a_step_take_no_more_than_is_predicted_of_them(
 
 
 def test_a_length_that_is_predicted_not_to_fit_is_refused_with_settings_that_do(
-    trained: Trained,
-) -> None:
+    trained,
+):
     machine = probe()
 
     def chosen(**settings: Any) -> object:

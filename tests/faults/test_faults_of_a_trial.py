@@ -61,7 +61,7 @@ def log_of(result: TrialResult) -> str:
     return Path(result.log_path).read_text()
 
 
-def test_a_worker_that_is_killed_with_9_is_a_crash_that_names_the_signal(attempt: Attempt) -> None:
+def test_a_worker_that_is_killed_with_9_is_a_crash_that_names_the_signal(attempt):
     result = attempt("killed_in_rank_1", gpus=2)
     assert "MemoryError" in log_of(result)
     told = (Outcome.CRASHED, "rank 1 was ended by signal 9 (SIGKILL)")
@@ -69,8 +69,8 @@ def test_a_worker_that_is_killed_with_9_is_a_crash_that_names_the_signal(attempt
 
 
 def test_an_exception_in_one_rank_is_a_crash_with_its_text_not_with_what_its_peers_saw_of_it(
-    attempt: Attempt,
-) -> None:
+    attempt,
+):
     result = attempt("crashing_in_rank_1", gpus=2)
     assert result.outcome is Outcome.CRASHED
     assert result.reason.startswith("rank 1, data: ")
@@ -78,8 +78,8 @@ def test_an_exception_in_one_rank_is_a_crash_with_its_text_not_with_what_its_pee
 
 
 def test_of_an_exception_without_end_beginning_and_end_are_kept_and_no_token_in_study_or_log(
-    mark: str, tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+    mark, tiny, tmp_path, capfd
+):
     study = highwater.find(
         str(tiny),
         device="cpu",
@@ -110,21 +110,21 @@ def test_of_an_exception_without_end_beginning_and_end_are_kept_and_no_token_in_
 
 
 def test_exit_status_1_with_a_traceback_in_the_log_is_a_crash_with_its_text(
-    attempt: Attempt,
-) -> None:
+    attempt,
+):
     result = attempt("leaving_with_1")
     assert result.outcome is Outcome.CRASHED
     assert result.exit_code == 1
     assert "the disk is on fire" in result.reason
 
 
-def test_exit_status_0_without_a_result_is_no_fit(attempt: Attempt) -> None:
+def test_exit_status_0_without_a_result_is_no_fit(attempt):
     result = attempt("leaving_with_0")
     assert (result.outcome, result.exit_code) == (Outcome.CRASHED, 0)
     assert "left no report" in result.reason
 
 
-def test_a_good_trial_with_tracebacks_in_its_log_fits(attempt: Attempt) -> None:
+def test_a_good_trial_with_tracebacks_in_its_log_fits(attempt):
     result = attempt("noisy")
     assert "Traceback" in log_of(result)
     assert "CUDA out of memory" in log_of(result)
@@ -132,9 +132,7 @@ def test_a_good_trial_with_tracebacks_in_its_log_fits(attempt: Attempt) -> None:
     assert len(result.ranks[0].losses) == 2
 
 
-def test_a_hang_that_no_signal_but_9_ends_is_a_timeout_and_no_process_is_left(
-    attempt: Attempt, tmp_path: Path
-) -> None:
+def test_a_hang_that_no_signal_but_9_ends_is_a_timeout_and_no_process_is_left(attempt, tmp_path):
     for limit_s in HANGS_S:
         result = attempt("hanging", timeout=f"{limit_s}s")
         if (tmp_path / "hangs").exists():
@@ -144,26 +142,22 @@ def test_a_hang_that_no_signal_but_9_ends_is_a_timeout_and_no_process_is_left(
     assert result.wall_s >= limit_s
 
 
-def test_a_length_whose_logits_exceed_the_limit_is_out_of_memory(
-    attempt: Attempt, wide: Path
-) -> None:
+def test_a_length_whose_logits_exceed_the_limit_is_out_of_memory(attempt, wide):
     result = attempt(None, model=wide, length=4096)
     assert result.outcome is Outcome.OUT_OF_MEMORY
     assert result.reason.startswith("rank 0, forward: ")
 
 
-def test_memory_that_one_rank_alone_exhausts_is_out_of_memory_for_all(attempt: Attempt) -> None:
+def test_memory_that_one_rank_alone_exhausts_is_out_of_memory_for_all(attempt):
     result = attempt("allocating_in_rank_1", gpus=2)
     assert result.outcome is Outcome.OUT_OF_MEMORY
     assert result.reason.startswith("rank 1, data: ")
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        pytest.param("asking_for_a_tebibyte", "rank 0, data: MemoryError", marks=pytest.mark.slow),
+        ("asking_for_a_tebibyte", "rank 0, data: MemoryError"),
         ("raising_bad_alloc", "rank 0, data: RuntimeError: std::bad_alloc"),
         (
             "aborting_for_bad_alloc",
@@ -171,22 +165,18 @@ def test_memory_that_one_rank_alone_exhausts_is_out_of_memory_for_all(attempt: A
         ),
     ],
 )
-def test_out_of_memory_spelled_differently_is_out_of_memory(
-    attempt: Attempt, data: str, reason: str
-) -> None:
+def test_out_of_memory_spelled_differently_is_out_of_memory(attempt, data, reason):
     result = attempt(data)
     assert result.outcome is Outcome.OUT_OF_MEMORY
     assert result.reason.startswith(reason)
 
 
-def test_a_data_source_that_does_not_exist_is_the_users_to_mend(attempt: Attempt) -> None:
+def test_a_data_source_that_does_not_exist_is_the_users_to_mend(attempt):
     with pytest.raises(highwater.HighwaterError, match="'faulty_batches:nothing'"):
         attempt("nothing")
 
 
-def test_nobody_beyond_this_machine_can_reach_a_process_of_a_trial(
-    attempt: Attempt, tmp_path: Path
-) -> None:
+def test_nobody_beyond_this_machine_can_reach_a_process_of_a_trial(attempt, tmp_path):
     result = attempt("telling_who_listens", gpus=2)
     assert result.outcome is Outcome.FIT, result.reason
     listening = json.loads((tmp_path / "listening").read_text())
@@ -194,8 +184,6 @@ def test_nobody_beyond_this_machine_can_reach_a_process_of_a_trial(
     assert len(listening) <= 2 * 2, "gloo alone listens, once for each rank and group"
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.parametrize(
     ("data", "gpus", "reason"),
     [
@@ -203,14 +191,12 @@ def test_nobody_beyond_this_machine_can_reach_a_process_of_a_trial(
         ("segmentation_fault_after_a_handled_error", 2, "rank 1 was ended by signal 11 (SIGSEGV)"),
     ],
 )
-def test_what_only_looks_like_out_of_memory_is_a_crash(
-    attempt: Attempt, data: str, gpus: int, reason: str
-) -> None:
+def test_what_only_looks_like_out_of_memory_is_a_crash(attempt, data, gpus, reason):
     result = attempt(data, gpus=gpus)
     assert (result.outcome, result.reason) == (Outcome.CRASHED, reason)
 
 
-def test_an_error_that_is_no_text_keeps_its_reason(attempt: Attempt) -> None:
+def test_an_error_that_is_no_text_keeps_its_reason(attempt):
     result = attempt("raising_what_is_no_text")
     assert result.outcome is Outcome.CRASHED
     assert result.reason.endswith(r" \udcff\udcfe.txt")
@@ -235,17 +221,13 @@ print(to_json(highwater.run_trial({str(model)!r}, 32, **words)))
     return from_json(done.stdout, TrialResult)
 
 
-def test_a_rank_that_the_kernel_kills_for_want_of_memory_ran_out_of_it(
-    mark: str, groups: Callable[[int], Path], tiny: Path
-) -> None:
+def test_a_rank_that_the_kernel_kills_for_want_of_memory_ran_out_of_it(mark, groups, tiny):
     result = attempt_in(groups(GROUP_BYTES), tiny, "filling_the_control_group", 2)
     assert result.outcome is Outcome.OUT_OF_MEMORY
     assert "the kernel killed rank 1" in result.reason
 
 
-def test_a_rank_that_is_killed_while_others_run_out_of_memory_did_not(
-    mark: str, groups: Callable[[int], Path], tiny: Path, tmp_path: Path
-) -> None:
+def test_a_rank_that_is_killed_while_others_run_out_of_memory_did_not(mark, groups, tiny, tmp_path):
     (tmp_path / "group").write_text(str(groups(16 * 2**20)))
     before = _kills_on_this_machine()
     result = attempt_in(groups(GROUP_BYTES * 4), tiny, "killed_while_another_group_runs_out", 1)

@@ -133,7 +133,7 @@ GOOD = {
 
 
 @pytest.mark.parametrize("code", GOOD.values(), ids=GOOD)
-def test_a_trainer_that_did_its_steps_fits(judge: Judge, code: str) -> None:
+def test_a_trainer_that_did_its_steps_fits(judge, code):
     result = judge(code)
     assert result.outcome is Outcome.FIT, result.reason
 
@@ -199,7 +199,7 @@ OUT_OF_MEMORY = {
 
 
 @pytest.mark.parametrize("code", OUT_OF_MEMORY.values(), ids=OUT_OF_MEMORY)
-def test_a_trainer_whose_last_error_is_an_allocators_does_not_fit(judge: Judge, code: str) -> None:
+def test_a_trainer_whose_last_error_is_an_allocators_does_not_fit(judge, code):
     result = judge(code)
     assert result.outcome is Outcome.OUT_OF_MEMORY, result.reason
     assert result.wall_s < LIMIT_S
@@ -286,19 +286,19 @@ NEITHER = {
 
 
 @pytest.mark.parametrize("code", NEITHER.values(), ids=NEITHER)
-def test_what_proves_neither_says_nothing_about_memory(judge: Judge, code: str) -> None:
+def test_what_proves_neither_says_nothing_about_memory(judge, code):
     result = judge(code)
     assert result.outcome is Outcome.CRASHED, result.reason
     assert result.reason
 
 
-def test_host_memory_that_runs_out_on_a_gpu_is_the_hosts(judge: Judge) -> None:
+def test_host_memory_that_runs_out_on_a_gpu_is_the_hosts(judge):
     code = "step(1)\nbytearray(2**62)"
     assert judge(code).outcome is Outcome.HOST_OUT_OF_MEMORY
     assert judge(code, device="cpu").outcome is Outcome.OUT_OF_MEMORY
 
 
-def test_a_hang_without_an_error_is_a_timeout_that_says_how_far_it_came(judge: Judge) -> None:
+def test_a_hang_without_an_error_is_a_timeout_that_says_how_far_it_came(judge):
     result = judge("step(1)\ntime.sleep(600)", timeout_s=3 * SILENT_S)
     assert result.outcome is Outcome.TIMEOUT
     assert "1 of 2 steps" in result.reason
@@ -319,9 +319,7 @@ for number in (1, 2):
 """
 
 
-def test_real_steps_on_the_cpu_fit_below_a_limit_and_run_out_of_it(
-    judge: Judge, tmp_path: Path
-) -> None:
+def test_real_steps_on_the_cpu_fit_below_a_limit_and_run_out_of_it(judge, tmp_path):
     words = (sys.executable, str(tmp_path / "train.py"), "{length}")
     fits = judge(REAL, device="cpu", words=words)
     assert fits.outcome is Outcome.FIT, fits.reason
@@ -342,9 +340,7 @@ dist.barrier()
 """
 
 
-def test_a_rank_of_torchruns_that_runs_out_is_found_among_what_its_peers_say(
-    judge: Judge, tmp_path: Path
-) -> None:
+def test_a_rank_of_torchruns_that_runs_out_is_found_among_what_its_peers_say(judge, tmp_path):
     run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     for tee in ((), ("--tee", "3")):
         words = (sys.executable, *run, *tee, str(tmp_path / "train.py"))
@@ -352,9 +348,7 @@ def test_a_rank_of_torchruns_that_runs_out_is_found_among_what_its_peers_say(
         assert result.outcome is Outcome.OUT_OF_MEMORY, result.reason
 
 
-def test_a_process_that_the_kernel_kills_for_want_of_memory_is_found(
-    mark: str, groups: Callable[[int], Path], tiny: Path, tmp_path: Path
-) -> None:
+def test_a_process_that_the_kernel_kills_for_want_of_memory_is_found(mark, groups, tiny, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("pages = bytearray(2**30)\npages[::4096] = b'1' * len(pages[::4096])\n")
     code = f"""
@@ -409,9 +403,7 @@ LOST_LOGS = {
 
 @pytest.mark.parametrize("ending", ["fits", "crashes"])
 @pytest.mark.parametrize("how", LOST_LOGS)
-def test_a_trainer_that_loses_its_log_is_judged_by_what_it_wrote(
-    how: str, ending: str, judge: Judge
-) -> None:
+def test_a_trainer_that_loses_its_log_is_judged_by_what_it_wrote(how, ending, judge):
     last = "" if ending == "fits" else "{}['labels']"
     result = judge(f"""
         log = os.readlink("/proc/self/fd/1")
@@ -425,7 +417,7 @@ def test_a_trainer_that_loses_its_log_is_judged_by_what_it_wrote(
     assert ending == "fits" or "KeyError" in result.reason
 
 
-def test_a_log_that_is_cut_is_judged_by_what_is_left(judge: Judge) -> None:
+def test_a_log_that_is_cut_is_judged_by_what_is_left(judge):
     result = judge("""
         step(1), step(2)
         os.truncate(os.readlink("/proc/self/fd/1"), 0)
@@ -434,9 +426,7 @@ def test_a_log_that_is_cut_is_judged_by_what_is_left(judge: Judge) -> None:
     assert result.outcome is Outcome.CRASHED, result.reason
 
 
-def test_what_is_ended_leaves_no_process_and_no_folder(
-    mark: str, tiny: Path, tmp_path: Path
-) -> None:
+def test_what_is_ended_leaves_no_process_and_no_folder(mark, tiny, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(PREAMBLE + "subprocess.Popen(['sleep', '600'])\ntime.sleep(600)\n")
     launcher = ForeignLauncher(log_directory=tmp_path / "logs", timeout_s=LIMIT_S)

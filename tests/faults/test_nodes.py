@@ -187,7 +187,6 @@ def test_a_machine_that_dies_in_a_trial_says_nothing_about_the_length_and_the_se
     assert "64 tokens" in answer
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_a_search_that_is_killed_leaves_nothing_on_any_machine(
     machines: tuple[Machine, Machine], mark: str, tmp_path: Path
@@ -267,7 +266,6 @@ def test_two_machines_train_a_model_as_one_does_and_whoever_is_told_to_stop_stop
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_a_training_whose_machine_is_lost_ends_and_says_from_which_step_it_goes_on(
     machines: tuple[Machine, Machine], mark: str, tmp_path: Path

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from processes import marked, wait_until
@@ -38,24 +37,18 @@ def under_reaper(mark: str) -> UnderReaper:
 @pytest.mark.parametrize(
     ("script", "status"), [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", 137), ("kill -6 $$", 134)]
 )
-def test_the_status_of_the_command_comes_through_as_a_shell_gives_it(
-    under_reaper: UnderReaper, script: str, status: int
-) -> None:
+def test_the_status_of_the_command_comes_through_as_a_shell_gives_it(under_reaper, script, status):
     assert under_reaper(f"ulimit -c 0; {script}").wait(ENDS_S) == status
 
 
-def test_what_the_command_left_behind_is_gone_when_the_reaper_is(
-    under_reaper: UnderReaper, mark: str, tmp_path: Path
-) -> None:
+def test_what_the_command_left_behind_is_gone_when_the_reaper_is(under_reaper, mark, tmp_path):
     assert under_reaper(f"{DAEMONS}; exit 3").wait(ENDS_S) == 3
     assert (tmp_path / "started-3").exists()
     assert marked(mark) == []
 
 
 @pytest.mark.parametrize("times", [1, 50])
-def test_a_reaper_that_is_told_to_end_takes_everything_with_it(
-    under_reaper: UnderReaper, mark: str, tmp_path: Path, times: int
-) -> None:
+def test_a_reaper_that_is_told_to_end_takes_everything_with_it(under_reaper, mark, tmp_path, times):
     reaper = under_reaper(f"{DAEMONS}; {DEAF}")
     assert wait_until((tmp_path / "started-0").exists, within_s=ENDS_S)
     assert len(marked(mark)) >= 6
@@ -65,9 +58,7 @@ def test_a_reaper_that_is_told_to_end_takes_everything_with_it(
     assert marked(mark) == []
 
 
-def test_an_owner_killed_with_9_takes_everything_under_its_reaper_with_it(
-    mark: str, tmp_path: Path
-) -> None:
+def test_an_owner_killed_with_9_takes_everything_under_its_reaper_with_it(mark, tmp_path):
     code = (
         "import os, subprocess, sys; subprocess.Popen([*sys.argv[1:4], str(os.getpid()), "
         "*sys.argv[4:]]).wait()"
@@ -85,9 +76,7 @@ def test_an_owner_killed_with_9_takes_everything_under_its_reaper_with_it(
 @pytest.mark.parametrize(
     "script", ["exit 0", "kill -9 $$", f"{DAEMONS}; {DEAF}"], ids=["done", "killed", "told to end"]
 )
-def test_a_directory_that_was_made_for_the_command_goes_with_it(
-    mark: str, tmp_path: Path, script: str
-) -> None:
+def test_a_directory_that_was_made_for_the_command_goes_with_it(mark, tmp_path, script):
     own = tmp_path / "mine" / "own"
     own.mkdir(parents=True)
     (tmp_path / "mine" / "kept").touch()
@@ -102,9 +91,7 @@ def test_a_directory_that_was_made_for_the_command_goes_with_it(
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["kept"]
 
 
-def test_an_owner_that_died_before_the_reaper_was_ready_is_noticed(
-    mark: str, tmp_path: Path
-) -> None:
+def test_an_owner_that_died_before_the_reaper_was_ready_is_noticed(mark, tmp_path):
     long_gone = subprocess.Popen(["true"])
     long_gone.wait()
     reaper = subprocess.Popen([*REAPER, str(long_gone.pid), "touch", "ran"])

@@ -62,8 +62,8 @@ FIND = (
 
 @pytest.mark.usefixtures("tiny")
 def test_a_search_of_two_trials_at_a_time_that_is_killed_with_9_leaves_nothing_and_goes_on(
-    mark: str, tmp_path: Path
-) -> None:
+    mark, tmp_path
+):
     (tmp_path / "pause").write_text("32")
     words = (*FIND[:-2], "--gpus", "1", "2", *FIND[-2:])
     search = subprocess.Popen(words, start_new_session=True, stderr=subprocess.DEVNULL)

@@ -7,7 +7,7 @@ import pytest
 from processes import marked
 
 import highwater
-from highwater.api import prepare_trial
+from highwater.api.search import prepare_trial
 from highwater.nouns.profiling import Profiling
 from highwater.nouns.request import request_from
 from highwater.nouns.trial import Outcome, TrialResult
@@ -62,12 +62,8 @@ def just_ran_out(model: Path, *, from_mib: int) -> TrialResult:
     return found[max(found)]
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
-def test_each_rank_that_ran_out_says_what_lives_and_what_had_no_room(
-    wordy: Path, strategy: str
-) -> None:
+def test_each_rank_that_ran_out_says_what_lives_and_what_had_no_room(wordy, strategy):
     result = ran_out(wordy, "560MiB", gpus=2, strategy=strategy)
     whole = 4 * (result.ranks[0].parameters or 0)
     failed = [rank.failure for rank in result.ranks if rank.failure and rank.failure.alive]
@@ -83,7 +79,7 @@ def test_each_rank_that_ran_out_says_what_lives_and_what_had_no_room(
         assert (alive.requested_by or "").startswith("highwater/engine/models/loss.py:")
 
 
-def test_logits_that_are_alive_are_told_by_the_losss_frames(wordy: Path) -> None:
+def test_logits_that_are_alive_are_told_by_the_losss_frames(wordy):
     (rank,) = just_ran_out(wordy, from_mib=980).ranks
     assert rank.failure is not None
     assert rank.failure.phase in ("forward", "backward")
@@ -92,9 +88,7 @@ def test_logits_that_are_alive_are_told_by_the_losss_frames(wordy: Path) -> None
     assert rank.failure.layer is None  # the loss is in no layer
 
 
-def test_a_rank_that_was_killed_is_named_among_those_without_a_snapshot(
-    mark: str, tiny: Path
-) -> None:
+def test_a_rank_that_was_killed_is_named_among_those_without_a_snapshot(mark, tiny):
     asked = {
         "device": "cpu",
         "memory": "1GiB",

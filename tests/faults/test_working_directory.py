@@ -63,13 +63,13 @@ def done(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_trial_runs_nothing_that_lies_in_the_working_directory(sprung: Path) -> None:
+def test_a_trial_runs_nothing_that_lies_in_the_working_directory(sprung):
     tried = done(*TRIAL)
     assert tried.returncode == 0, tried.stderr
     assert not sprung.exists(), sprung.read_text()
 
 
-def test_a_trace_runs_nothing_that_lies_in_the_working_directory(sprung: Path) -> None:
+def test_a_trace_runs_nothing_that_lies_in_the_working_directory(sprung):
     predicted = done(
         "highwater",
         "predict",
@@ -89,7 +89,7 @@ def test_a_trace_runs_nothing_that_lies_in_the_working_directory(sprung: Path) -
     assert not sprung.exists(), sprung.read_text()
 
 
-def test_batches_of_the_working_directory_are_found_after_every_library(sprung: Path) -> None:
+def test_batches_of_the_working_directory_are_found_after_every_library(sprung):
     Path("own.py").write_text(OWN)
     tried = done(*TRIAL, "--data", "own:good")
     assert tried.returncode == 0, tried.stderr

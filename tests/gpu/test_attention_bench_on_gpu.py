@@ -33,7 +33,7 @@ def longest(document: dict[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
-def test_every_attention_of_one_gpu_is_right_and_fits(tmp_path: Path) -> None:
+def test_every_attention_of_one_gpu_is_right_and_fits(tmp_path):
     words = (
         "--lengths",
         "4k",
@@ -59,7 +59,7 @@ def test_every_attention_of_one_gpu_is_right_and_fits(tmp_path: Path) -> None:
         assert row["peak_reserved_bytes"][0] >= row["peak_allocated_bytes"][0]
 
 
-def test_memory_that_runs_out_is_real_and_linear_before(tmp_path: Path) -> None:
+def test_memory_that_runs_out_is_real_and_linear_before(tmp_path):
     """Under 1 GiB of a big card, dense attention of the published setting."""
     words = ("--dtype", "fp16", "--same-qkv", "--only", "forward", "--implementations", "dense")
     document = bench(tmp_path, *words, "--memory", "1GiB", "--timeout", "30s")
@@ -73,7 +73,7 @@ def test_memory_that_runs_out_is_real_and_linear_before(tmp_path: Path) -> None:
     assert estimate["fit"]["bytes_per_pair"] == 0, "memory of a fused kernel is linear"
 
 
-def test_the_gpu_is_free_again_when_it_has_ended(tmp_path: Path) -> None:
+def test_the_gpu_is_free_again_when_it_has_ended(tmp_path):
     import pynvml
 
     bench(tmp_path, "--lengths", "4k", "--implementations", "dense", "--only", "forward")

@@ -60,9 +60,7 @@ def exact_products() -> Iterator[None]:
         *((torch.float16, 1, length) for length in (129, 4096)),
     ],
 )
-def test_flex_is_block_gather(
-    pattern_type: PatternType, dtype: torch.dtype, groups: int, length: int
-) -> None:
+def test_flex_is_block_gather(pattern_type, dtype, groups, length):
     sizes = ProofSizes(groups, length, 64, dtype, torch.device("cuda"))
     found = list(deviations(config(pattern_type), sizes))
     names = ("output", "log-sum-exp", "query", "key", "value")
@@ -71,13 +69,13 @@ def test_flex_is_block_gather(
 
 
 @pytest.mark.parametrize("pattern_type", EVERY)
-def test_a_proof_passes_and_flex_is_what_runs(pattern_type: PatternType) -> None:
+def test_a_proof_passes_and_flex_is_what_runs(pattern_type):
     query = torch.zeros(1, 8, 4096, 128, device="cuda", dtype=torch.bfloat16)
     assert obstacle(config(pattern_type), 4, 128, torch.bfloat16, query.device) is None
     assert attend_table_of("auto", config(pattern_type), query, 2) is attend_by_flex
 
 
-def test_packed_documents_are_what_each_is_alone() -> None:
+def test_packed_documents_are_what_each_is_alone():
     lengths = (700, 700, 3001, 1, 90)
     shape = (1, sum(lengths), 4, 64)
     q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
@@ -90,7 +88,7 @@ def test_packed_documents_are_what_each_is_alone() -> None:
     assert (packed - expected).norm() < DIGITS * torch.finfo(q.dtype).eps * expected.norm()
 
 
-def test_a_million_tokens_take_little_beside_what_goes_in_and_out() -> None:
+def test_a_million_tokens_take_little_beside_what_goes_in_and_out():
     """The published setting: 2 heads of 32, 16 bits, q = k = v; forward alone."""
     length = 2**20
     pattern = SparsePatternConfig(sparsity_ratio="adaptive", block_size=256)
@@ -116,8 +114,8 @@ def test_a_million_tokens_take_little_beside_what_goes_in_and_out() -> None:
 
 
 def test_a_layer_that_is_recomputed_has_the_same_kernel_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     module = BlockSparseAttention(config("strided"))
     q, k, v = (
         torch.randn(1, 2048, heads, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -137,7 +135,7 @@ def test_a_layer_that_is_recomputed_has_the_same_kernel_again(
         assert (mine - theirs).norm() < DIGITS * torch.finfo(q.dtype).eps * theirs.norm()
 
 
-def test_the_published_example_runs_in_data_parallel() -> None:
+def test_the_published_example_runs_in_data_parallel():
     length = 8192
     model = BlockSparseRingDilatedAttention(
         segment_lengths=[length // 2, length],

@@ -3,7 +3,6 @@ Face's loss curve.
 """
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,9 +17,7 @@ TOLERANCE = 1e-3
 """Norm-relative, in bfloat16: both round activations to 8 bits, at different places."""
 
 
-def test_two_hundred_steps_in_bfloat16_have_hugging_faces_loss_curve(
-    tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+def test_two_hundred_steps_in_bfloat16_have_hugging_faces_loss_curve(tmp_path, record_property):
     gpu = torch.device("cuda", 0)
     directory = save_model(tmp_path / "model")
     with alone(gpu):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.layers import Step
 from highwater.memory.trace.replay import replay
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
@@ -38,7 +39,7 @@ SETTINGS = Settings(loss="chunked", allocator="expandable")
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", FEWER)
-def test_a_trial_takes_what_formula_and_trace_say(name: str, tmp_path: Path) -> None:
+def test_a_trial_takes_what_formula_and_trace_say(name, tmp_path):
     config = json.loads((SHAPES / name / "config.json").read_text()) | FEWER[name]
     directory = tmp_path / name
     directory.mkdir()
@@ -50,7 +51,7 @@ def test_a_trial_takes_what_formula_and_trace_say(name: str, tmp_path: Path) -> 
     result = LocalRunner(EngineLauncher(log_directory=tmp_path, timeout_s=280)).run(spec)
     assert result.outcome is Outcome.FIT, result.reason
     peak = result.ranks[0].memory.peak_allocated_bytes
-    found = footprint(model.shape, SETTINGS, Layout(), length_tokens=spec.length_tokens)
+    found = footprint(Step(model.shape, SETTINGS, Layout(), length_tokens=spec.length_tokens))
     assert found.allocated_bytes == pytest.approx(peak, rel=FORMULA_TOLERANCE), found.peak.name
     with CachedTracer(tmp_path / "traces", kernel="cudnn") as tracer:
         log = tracer(spec)

@@ -49,7 +49,7 @@ def test_branches_are_what_gathered_keys_give(
     assert max(found) < DIGITS * torch.finfo(dtype).eps, dict(zip(names, found, strict=True))
 
 
-def test_the_module_is_what_it_is_in_double_precision() -> None:
+def test_the_module_is_what_it_is_in_double_precision():
     """In the backward pass too, which runs in a thread of PyTorch's own."""
     length = 8192
     model = BlockSparseRingDilatedAttention(

@@ -63,16 +63,14 @@ def alone() -> Iterator[None]:
         yield
 
 
-def test_offloaded_gradients_are_those_of_the_gpu(model: Path) -> None:
+def test_offloaded_gradients_are_those_of_the_gpu(model):
     expected, found = (run(model, offload=offload).gradients for offload in (False, True))
     assert expected.keys() == found.keys()
     for name, gradient in expected.items():
         assert float((found[name] - gradient).norm() / gradient.norm()) < GRADIENT_TOLERANCE, name
 
 
-def test_adding_up_beside_the_gpu_costs_it_nothing_and_few_pinned_blocks(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adding_up_beside_the_gpu_costs_it_nothing_and_few_pinned_blocks(model, monkeypatch):
     run(model, offload=True)  # compiles kernels and makes workspaces
     ours = run(model, offload=True)
     monkeypatch.setattr(step, "adding_up", lambda _: nullcontext())

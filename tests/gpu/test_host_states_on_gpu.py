@@ -120,7 +120,7 @@ def assert_same(one: Decoder, other: Decoder, *optimizers: torch.optim.Optimizer
 
 
 @pytest.mark.parametrize("piece", [STREAMED, 5 * VECTOR * 4099, 1 << 16])
-def test_parameters_and_moments_are_those_of_adamw_on_the_gpu(directory: Path, piece: int) -> None:
+def test_parameters_and_moments_are_those_of_adamw_on_the_gpu(directory, piece):
     """Also of small pieces, of which many are on their way at once."""
     host, resident = model_of(directory), model_of(directory)
     streamed = optimizer_of(host, on_host=True, piece=piece)
@@ -131,7 +131,7 @@ def test_parameters_and_moments_are_those_of_adamw_on_the_gpu(directory: Path, p
         assert_same(host, resident, streamed, beside)
 
 
-def test_moments_are_pinned_and_parameters_on_the_gpu(directory: Path) -> None:
+def test_moments_are_pinned_and_parameters_on_the_gpu(directory):
     gc.collect()
     torch._C._host_emptyCache()
     before_bytes = torch.cuda.host_memory_stats()["allocated_bytes.current"]
@@ -153,7 +153,7 @@ def test_moments_are_pinned_and_parameters_on_the_gpu(directory: Path) -> None:
     assert predicted == pytest.approx(pinned, rel=0.01), "norms aside"
 
 
-def test_a_step_takes_its_buffers_of_the_gpu_and_leaves_nothing(directory: Path) -> None:
+def test_a_step_takes_its_buffers_of_the_gpu_and_leaves_nothing(directory):
     model = model_of(directory)
     optimizer = optimizer_of(model, on_host=True)
     step(model, optimizer, 0)
@@ -172,9 +172,7 @@ def test_a_step_takes_its_buffers_of_the_gpu_and_leaves_nothing(directory: Path)
 
 @pytest.mark.parametrize("loads_on_host", [False, True])
 @pytest.mark.parametrize("saves_on_host", [False, True])
-def test_training_goes_on_from_what_either_saved(
-    directory: Path, tmp_path: Path, saves_on_host: bool, loads_on_host: bool
-) -> None:
+def test_training_goes_on_from_what_either_saved(directory, tmp_path, saves_on_host, loads_on_host):
     went_on = model_of(directory)
     optimizer = optimizer_of(went_on, on_host=saves_on_host)
     for number in range(STEPS):
@@ -200,9 +198,7 @@ def test_training_goes_on_from_what_either_saved(
     assert_same(went_on, resumed, optimizer, fresh)
 
 
-def test_a_step_takes_about_as_long_as_the_copies_alone(
-    directory: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_takes_about_as_long_as_the_copies_alone(directory, capsys):
     """Printed, not asserted: links differ."""
     model = model_of(directory)
     streamed = optimizer_of(model, on_host=True)

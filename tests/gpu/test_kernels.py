@@ -36,8 +36,8 @@ TRANSFORMS = {
 @pytest.mark.parametrize("dtype", list(ROW_TOLERANCE))
 @pytest.mark.parametrize(("rows", "vocabulary"), [(1, 1), (3, 4095), (5, 4097), (129, 151_936)])
 def test_row_kernels_equal_float64_and_touch_nothing_beside_their_rows(
-    dtype: "torch.dtype", kind: str, rows: int, vocabulary: int
-) -> None:
+    dtype, kind, rows, vocabulary
+):
     transform = TRANSFORMS[kind]
     torch.manual_seed(0)
     wide = torch.full((rows + 2, vocabulary + 64), float("nan"), device="cuda", dtype=dtype)
@@ -60,11 +60,11 @@ def test_row_kernels_equal_float64_and_touch_nothing_beside_their_rows(
 
 
 @pytest.mark.parametrize("kind", list(TRANSFORMS))
-def test_row_kernels_are_proven_before_a_model_is_trained(kind: str) -> None:
+def test_row_kernels_are_proven_before_a_model_is_trained(kind):
     prove_rows(TRANSFORMS[kind], torch.device("cuda"))
 
 
-def test_capped_logits_of_minus_infinity_are_minus_the_cap_and_make_no_nan() -> None:
+def test_capped_logits_of_minus_infinity_are_minus_the_cap_and_make_no_nan():
     logits = torch.randn(2, 9000, device="cuda")
     logits[:, :8192] = float("-inf")
     labels, transform = torch.tensor([8500, 8999], device="cuda"), LogitTransform(soft_cap=2.0)
@@ -80,7 +80,7 @@ def test_capped_logits_of_minus_infinity_are_minus_the_cap_and_make_no_nan() -> 
 
 @pytest.mark.parametrize("dtype", list(ROW_TOLERANCE))
 @pytest.mark.parametrize("shape", [(1, 1), (3, 683), (129, 3072), (700_000, 3072)])
-def test_gate_kernels_equal_float64(shape: tuple[int, int], dtype: "torch.dtype") -> None:
+def test_gate_kernels_equal_float64(shape, dtype):
     torch.manual_seed(0)
     gate, up, gradient = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(3))
     rows = slice(
@@ -103,9 +103,7 @@ def test_gate_kernels_equal_float64(shape: tuple[int, int], dtype: "torch.dtype"
 @pytest.mark.parametrize(
     "shape", [(1, 1, 4), (5, 3, 12), (1031, 16, 128), (77, 64, 80), (560_000, 32, 128)]
 )
-def test_rotary_kernels_equal_float64(
-    shape: tuple[int, int, int], has_norm: bool, dtype: "torch.dtype"
-) -> None:
+def test_rotary_kernels_equal_float64(shape, has_norm, dtype):
     torch.manual_seed(0)
     tokens, heads, size = shape
     x = torch.randn(shape, device="cuda", dtype=dtype)
@@ -131,11 +129,11 @@ def test_rotary_kernels_equal_float64(
         assert deviation(weight_gradient, wanted_weight) < ROW_TOLERANCE[dtype]
 
 
-def test_one_layers_backward_pass_costs_what_it_is_said_to_cost() -> None:
+def test_one_layers_backward_pass_costs_what_it_is_said_to_cost():
     assert measure_layer("Qwen3-0.6B", device="cuda")["layer_bytes_per_token"] < LAYER_BYTES
 
 
-def test_logits_of_minus_infinity_have_probability_zero_and_make_no_nan() -> None:
+def test_logits_of_minus_infinity_have_probability_zero_and_make_no_nan():
     logits = torch.randn(2, 9000, device="cuda")
     logits[:, :8192] = float("-inf")
     labels = torch.tensor([8500, 8999], device="cuda")
@@ -152,7 +150,7 @@ def test_logits_of_minus_infinity_have_probability_zero_and_make_no_nan() -> Non
 
 
 @pytest.mark.parametrize("name", list(CONTENDERS))
-def test_losses_equal_float64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_equal_float64(name, monkeypatch):
     monkeypatch.setitem(
         loss_module.CHUNK_BYTES, "cuda", 1
     )  # the smallest chunk: 1031 tokens make nine
@@ -163,7 +161,7 @@ def test_losses_equal_float64(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     ("name", "most"),
     [("full", 4.2), ("chunked", 0.05), ("full + entropy", 6.2), ("chunked + entropy", 0.05)],
 )
-def test_the_gradient_of_a_loss_is_what_it_is_said_to_be(name: str, most: float) -> None:
+def test_the_gradient_of_a_loss_is_what_it_is_said_to_be(name, most):
     logprob_gradient = measure(name, CONTENDERS[name])["bytes_per_token_vocabulary"]
     assert isinstance(logprob_gradient, float)
     assert logprob_gradient <= most
@@ -178,9 +176,7 @@ def test_the_gradient_of_a_loss_is_what_it_is_said_to_be(name: str, most: float)
     ],
 )
 @pytest.mark.parametrize(("query_heads", "kv_heads"), [(16, 8), (4, 4), (4, 1)])
-def test_packed_attention_equals_the_textbook(
-    document_lengths: tuple[int, ...], query_heads: int, kv_heads: int
-) -> None:
+def test_packed_attention_equals_the_textbook(document_lengths, query_heads, kv_heads):
     torch.manual_seed(0)
     device, size, tokens = torch.device("cuda"), 128, sum(document_lengths)
     kernel = select_kernel(

@@ -2,9 +2,6 @@
 profile.
 """
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -13,7 +10,7 @@ from highwater.engine import Trainer
 from highwater.memory.snapshot.memory_profile import memory_profile
 
 
-def test_anybodys_loop_leaves_a_snapshot_out_of_memory_or_not(tmp_path: Path) -> None:
+def test_anybodys_loop_leaves_a_snapshot_out_of_memory_or_not(tmp_path):
     weight = torch.zeros(1024, 1024, device="cuda", requires_grad=True)
     with MemoryProfiler(tmp_path / "one") as profiler:
         profiler.enter("forward")
@@ -47,8 +44,8 @@ ANSWERS = [
     ],
 )
 def test_a_trainer_leaves_a_snapshot_of_each_step_that_is_named_and_of_one_that_runs_out(
-    settings: dict[str, Any], tmp_path: Path
-) -> None:
+    settings, tmp_path
+):
     recorded = {"memory_profiler": "1", "log_dir": str(tmp_path)}
     settings |= {"sequences_per_micro_batch": 2, "device": "cuda"}
     with Trainer("tiny", length=8, **settings, **recorded) as trainer:

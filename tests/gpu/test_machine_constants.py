@@ -13,7 +13,7 @@ from highwater.trials.probe import probe
 from highwater.units import GIB, MIB
 
 
-def test_one_gpu_has_a_context_and_a_workspace_and_no_nccl() -> None:
+def test_one_gpu_has_a_context_and_a_workspace_and_no_nccl():
     found = read_constants(1)
     names = [reading.name for reading in found.readings]
     assert names[:2] == ["context", "cuBLAS"]
@@ -24,7 +24,7 @@ def test_one_gpu_has_a_context_and_a_workspace_and_no_nccl() -> None:
     assert sum(workspaces) in range(8 * MIB, 129 * MIB)
 
 
-def test_two_gpus_have_communicators_whose_all_to_all_costs_more() -> None:
+def test_two_gpus_have_communicators_whose_all_to_all_costs_more():
     if len(probe().gpus) < 2:
         pytest.skip("needs 2 GPUs")
     found = read_constants(2)
@@ -32,7 +32,7 @@ def test_two_gpus_have_communicators_whose_all_to_all_costs_more() -> None:
     assert found.outside_bytes("NCCL all-to-all") > 64 * MIB
 
 
-def test_the_command_prints_a_document() -> None:
+def test_the_command_prints_a_document():
     command = [sys.executable, "-m", "highwater.cli.app", "doctor", "--measure", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -96,9 +96,7 @@ def memory_of(make_step: Callable[[], Callable[[], None]]) -> tuple[list[int], i
 @pytest.mark.parametrize("kernel", kernels())
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("lengths", PACKINGS)
-def test_pieces_allocate_what_whole_documents_do(
-    kernel: Kernel, heads: tuple[int, int], lengths: tuple[int, ...]
-) -> None:
+def test_pieces_allocate_what_whole_documents_do(kernel, heads, lengths):
     assert (pieces(lengths[0], "cuda") or 1) > 1
     whole_sizes, whole_allocated, whole_reserved = memory_of(
         partial(step, lengths, heads, kernel, in_pieces=False)
@@ -123,9 +121,7 @@ def trial(
 
 
 @pytest.mark.parametrize(("loss", "allocator"), [("full", "native"), ("chunked", "expandable")])
-def test_a_memory_only_trial_has_the_peak_of_a_full_one(
-    tmp_path: Path, loss: Loss, allocator: Allocator
-) -> None:
+def test_a_memory_only_trial_has_the_peak_of_a_full_one(tmp_path, loss, allocator):
     full, memory_only = (trial(tmp_path, 32_768, loss, allocator, depth) for depth in (None, 1))
     assert full.outcome is Outcome.FIT, full.reason
     assert memory_only.outcome is Outcome.MEMORY_ONLY_FIT, memory_only.reason

@@ -58,8 +58,8 @@ def alone(model: Path) -> dict[Objective, RankReport]:
 @pytest.mark.parametrize("objective", ["sft", "grpo"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_ranks_that_share_a_trial_s_sequences_or_states_train_what_one_does(
-    layout: Layout, objective: Objective, model: Path, alone: dict[Objective, RankReport]
-) -> None:
+    layout, objective, model, alone
+):
     together, single = trained(model, layout, objective), alone[objective]
     assert together.losses == pytest.approx(single.losses, rel=TOLERANCE, abs=NOTHING)
     assert together.gradient_norms == pytest.approx(single.gradient_norms, rel=TOLERANCE)

@@ -55,8 +55,8 @@ def check_names(profile: MemoryProfile) -> None:
 
 
 def test_every_step_that_was_asked_for_has_a_snapshot_that_names_what_was_alive(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     spec, result = recorded(tmp_path, 8192)
     assert result.outcome is Outcome.FIT, result.reason
     profiles = profiles_of(result)
@@ -70,8 +70,8 @@ def test_every_step_that_was_asked_for_has_a_snapshot_that_names_what_was_alive(
 
 
 def test_out_of_memory_leaves_a_snapshot_that_names_the_request_and_the_logits(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     _, result = recorded(tmp_path, 64 * 1024)
     assert result.outcome is Outcome.OUT_OF_MEMORY, result.reason
     (profile,) = profiles_of(result).values()
@@ -82,9 +82,7 @@ def test_out_of_memory_leaves_a_snapshot_that_names_the_request_and_the_logits(
 
 
 @pytest.mark.parametrize("loss", ["full", "chunked"])
-def test_out_of_memory_says_what_was_alive_without_any_profiling(
-    tmp_path: Path, loss: Loss
-) -> None:
+def test_out_of_memory_says_what_was_alive_without_any_profiling(tmp_path, loss):
     spec = trial_of(
         "Qwen3-0.6B", loss=loss, length_tokens=256 * 1024, memory_budget_bytes=parse_bytes("20GiB")
     )
@@ -114,9 +112,7 @@ def batches(*, length_tokens, **_):
 """
 
 
-def test_a_rank_that_was_killed_is_named_and_leaves_what_it_had_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_was_killed_is_named_and_leaves_what_it_had_written(tmp_path, monkeypatch):
     (tmp_path / "killed_batches.py").write_text(KILLED_IN_THE_SECOND_STEP)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     spec, result = recorded(tmp_path, 1024, data="killed_batches:batches")
@@ -129,8 +125,8 @@ def test_a_rank_that_was_killed_is_named_and_leaves_what_it_had_written(
 
 
 def test_a_search_repeats_its_first_out_of_memory_once_with_its_memory_recorded(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     asked = {
         "memory": "20GiB",
         "loss": "full",

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from highwater.engine.attention.block_attention import Block
-from highwater.engine.tracer.kernel_workspaces import WORKSPACES
+from highwater.engine.tracer.allocation_recorder import WORKSPACES
 from highwater.nouns.hardware import Kernel
 
 SCALING = 0.11
@@ -45,9 +45,7 @@ def block(
 @pytest.mark.parametrize("kernel", kernels())
 @pytest.mark.parametrize(("heads", "size"), [((8, 2), 128), ((4, 4), 64), ((4, 1), 40)])
 @pytest.mark.parametrize(("queries", "keys"), [(130, 130), (130, 65), (65, 130), (2, 1), (1, 2)])
-def test_a_block_equals_float64(
-    kernel: Kernel, heads: tuple[int, int], size: int, queries: int, keys: int
-) -> None:
+def test_a_block_equals_float64(kernel, heads, size, queries, keys):
     ours = block(kernel, heads, size, queries, keys)
     exact = [tensor.double().requires_grad_() for tensor in ours[:3]]
     repeats = heads[0] // heads[1]
@@ -72,9 +70,7 @@ def test_a_block_equals_float64(
 @pytest.mark.parametrize("kernel", kernels())
 @pytest.mark.parametrize("heads", [(32, 8), (8, 8)])
 @pytest.mark.parametrize(("queries", "keys"), [(16384, 16384), (16384, 8192), (8192, 16384)])
-def test_a_block_takes_what_a_trace_has_for_it(
-    kernel: Kernel, heads: tuple[int, int], queries: int, keys: int
-) -> None:
+def test_a_block_takes_what_a_trace_has_for_it(kernel, heads, queries, keys):
     ours = block(kernel, heads, 128, queries, keys, documents=1)
     output, log_sums = ours.forward()
     operator = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention_backward").default
@@ -92,8 +88,8 @@ def test_a_block_takes_what_a_trace_has_for_it(
 @pytest.mark.parametrize("kernel", kernels())
 @pytest.mark.parametrize("processes", [2, 3])
 def test_a_ring_of_processes_equals_float64_and_is_as_exact_as_one_kernel(
-    kernel: Kernel, processes: int, tmp_path: Path
-) -> None:
+    kernel, processes, tmp_path
+):
     ranks = [
         subprocess.Popen(
             [sys.executable, Path(__file__).with_name("ring_on_one_gpu.py"), kernel, tmp_path],

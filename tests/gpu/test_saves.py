@@ -1,7 +1,5 @@
 """What saving adds to a trial on one GPU: the bytes on disk, and nothing at the peak."""
 
-from pathlib import Path
-
 import msgspec
 import pytest
 
@@ -17,7 +15,7 @@ BYTES_TOLERANCE = 0.01
 
 
 @pytest.mark.timeout(600)
-def test_a_save_takes_its_bytes_on_the_disk_and_adds_nothing_to_the_peak(tmp_path: Path) -> None:
+def test_a_save_takes_its_bytes_on_the_disk_and_adds_nothing_to_the_peak(tmp_path):
     plain = trial_of(
         "Qwen3-0.6B", allocator="expandable", length_tokens=8192, memory_budget_bytes=20 * GIB
     )

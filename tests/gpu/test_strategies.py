@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from highwater.nouns.layout import Layout
-from highwater.nouns.settings import Objective, Settings, Strategy
+from highwater.nouns.settings import Settings, Strategy
 from highwater.nouns.trial import Outcome, RankReport
 from highwater.trials.engine_trial import EngineLauncher
 from highwater.trials.local import LocalRunner
@@ -37,8 +37,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("gpus", GPUS)
 def test_every_strategy_trains_the_same_and_offload_empties_the_gpu_as_far_as_it_says(
-    gpus: int, model: Path, tmp_path: Path
-) -> None:
+    gpus, model, tmp_path
+):
     plain = trained(model, tmp_path, gpus, "fsdp2", offload=False)
     state_bytes = (plain.parameters or 0) / gpus
     for strategy, offload, saved in (("fsdp", False, 0), ("fsdp2", True, 16), ("fsdp", True, 12)):
@@ -59,9 +59,7 @@ def test_every_strategy_trains_the_same_and_offload_empties_the_gpu_as_far_as_it
 
 @pytest.mark.parametrize("objective", ["sft", "grpo"])
 @pytest.mark.parametrize("degree", GPUS[1:])
-def test_gpus_that_share_a_sequence_train_what_one_gpu_trains(
-    degree: int, objective: Objective, model: Path, tmp_path: Path
-) -> None:
+def test_gpus_that_share_a_sequence_train_what_one_gpu_trains(degree, objective, model, tmp_path):
     settings = Settings(objective=objective, loss="chunked", sequences_per_micro_batch=2)
     alone = report(model, tmp_path, Layout(), settings)
     together = report(model, tmp_path, Layout(gpus=degree, ulysses_degree=degree), settings)

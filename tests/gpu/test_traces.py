@@ -2,8 +2,6 @@
 peaks.
 """
 
-from pathlib import Path
-
 import pytest
 
 from highwater.memory.trace.replay import replay
@@ -32,7 +30,7 @@ GRPO = Settings(
     [Settings(loss="full"), Settings(loss="chunked", offload=True), GRPO],
     ids=lambda s: s.slug,
 )
-def test_a_trial_takes_what_its_trace_says(settings: Settings, tmp_path: Path) -> None:
+def test_a_trial_takes_what_its_trace_says(settings, tmp_path):
     spec = trial_of(
         "Qwen3-0.6B", settings=settings, length_tokens=16_384, memory_budget_bytes=60 * GIB
     )

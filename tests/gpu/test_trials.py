@@ -33,9 +33,7 @@ def trial(
 
 
 @pytest.mark.parametrize("allocator", ["native", "expandable"])
-def test_a_trial_that_fits_stays_within_its_budget_and_says_how_it_was_divided(
-    tmp_path: Path, allocator: Allocator
-) -> None:
+def test_a_trial_that_fits_stays_within_its_budget_and_says_how_it_was_divided(tmp_path, allocator):
     result = trial(tmp_path, 8192, allocator=allocator)
     assert result.outcome is Outcome.FIT, result.reason
     (rank,) = result.ranks
@@ -60,7 +58,7 @@ def test_a_trial_that_fits_stays_within_its_budget_and_says_how_it_was_divided(
     assert result.mfu is not None
 
 
-def test_what_does_not_fit_is_out_of_memory_and_fits_with_the_chunked_loss(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_out_of_memory_and_fits_with_the_chunked_loss(tmp_path):
     full = trial(tmp_path, 40_960, allocator="expandable")
     assert full.outcome is Outcome.OUT_OF_MEMORY, full.reason
     assert full.ranks[0].losses == (), (
@@ -70,7 +68,7 @@ def test_what_does_not_fit_is_out_of_memory_and_fits_with_the_chunked_loss(tmp_p
     assert chunked.outcome is Outcome.FIT, chunked.reason
 
 
-def test_a_gpu_that_others_use_is_reported_and_not_blamed_on_the_model(tmp_path: Path) -> None:
+def test_a_gpu_that_others_use_is_reported_and_not_blamed_on_the_model(tmp_path):
     hog = (
         "import sys, torch; x = torch.ones(1 << 30, device='cuda'); print('ready', flush=True); "
         "sys.stdin.read()"

@@ -12,8 +12,7 @@ from highwater.engine.attention.block_attention import WindowedBlock
 from highwater.engine.attention.kernel_proof import computes_windows
 from highwater.engine.attention.patterned import Documents, Pattern, attend_in_pattern
 from highwater.engine.attention.plain_block import PlainBlock
-from highwater.engine.tracer.kernel_workspaces import WORKSPACES
-from highwater.nouns.hardware import Kernel
+from highwater.engine.tracer.allocation_recorder import WORKSPACES
 
 SCALING = 0.11
 TOLERANCE = 1e-2
@@ -36,16 +35,14 @@ def tensors(
 
 
 @pytest.mark.parametrize("size", sorted({size for _, size in HEADS}))
-def test_the_window_is_proven_here(size: int) -> None:
+def test_the_window_is_proven_here(size):
     assert computes_windows(torch.device("cuda"), torch.bfloat16, size)
     assert not computes_windows(torch.device("cuda"), torch.float32, size)
 
 
 @pytest.mark.parametrize(("heads", "size"), HEADS)
 @pytest.mark.parametrize(("length", "window"), [(130, 1), (333, 100), (257, 256), (1025, 128)])
-def test_flash_and_the_plain_path_equal_float64(
-    heads: tuple[int, int], size: int, length: int, window: int
-) -> None:
+def test_flash_and_the_plain_path_equal_float64(heads, size, length, window):
     own = tensors(heads, size, length, documents=2)
     exact = PlainBlock(*(t.double() for t in own), SCALING, window)
     upstream = torch.randn_like(own[0])
@@ -68,8 +65,8 @@ def test_flash_and_the_plain_path_equal_float64(
 @pytest.mark.parametrize("window", [77, None])
 @pytest.mark.parametrize("lengths", [(700,), (300, 300, 90, 1, 5), (64, 2000)])
 def test_packed_documents_and_sinks_take_the_kernels_and_equal_the_plain_path(
-    lengths: tuple[int, ...], window: int | None, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    lengths, window, kernel, monkeypatch
+):
     if kernel == "cudnn" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("cuDNN's attention is for Hopper here")
     own = [t.requires_grad_() for t in tensors((8, 2), 128, sum(lengths))]
@@ -94,7 +91,7 @@ def test_packed_documents_and_sinks_take_the_kernels_and_equal_the_plain_path(
 
 
 @pytest.mark.parametrize(("heads", "size"), HEADS)
-def test_the_kernel_takes_what_a_trace_says(heads: tuple[int, int], size: int) -> None:
+def test_the_kernel_takes_what_a_trace_says(heads, size):
     own = tensors(heads, size, 4096)
     block = WindowedBlock(*own, SCALING, 512)
     output, log_sums = block.forward()

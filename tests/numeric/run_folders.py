@@ -10,7 +10,7 @@ from tiny_training import trained
 from torch import Tensor
 
 from highwater.engine.data.batches import Document, pack
-from highwater.engine.data.data_files import MANIFEST_FILE, record_of, write_manifest
+from highwater.engine.data.store import MANIFEST_FILE, record_of, write_manifest
 from highwater.engine.training.optimizers import make_optimizer
 from highwater.engine.training.run_checkpoints import RunCheckpoints
 from highwater.engine.training.step import Training, train_step

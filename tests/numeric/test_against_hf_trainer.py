@@ -157,9 +157,7 @@ def theirs(directory: Path, output: Path) -> tuple[Tensor, Tensor, float, Any]:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_loop_of_steps_has_the_curve_and_the_weights_of_transformers_trainer(
-    family: str, tmp_path: Path
-) -> None:
+def test_a_loop_of_steps_has_the_curve_and_the_weights_of_transformers_trainer(family, tmp_path):
     start = _save_model(CONFIGS[family], tmp_path / "model")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # products this small are slower on several

@@ -19,9 +19,7 @@ PACKINGS = [(1,), (33,), (7, 7, 7), (5, 5, 1, 13), (1, 1, 1), (64, 3, 3)]
 
 @pytest.mark.parametrize("document_lengths", PACKINGS)
 @pytest.mark.parametrize(("query_heads", "kv_heads"), [(4, 4), (4, 2), (6, 1), (7, 1)])
-def test_packed_attention_equals_the_textbook(
-    document_lengths: tuple[int, ...], query_heads: int, kv_heads: int
-) -> None:
+def test_packed_attention_equals_the_textbook(document_lengths, query_heads, kv_heads):
     torch.manual_seed(0)
     tokens, size = sum(document_lengths), 8
     q, k, v = (
@@ -44,7 +42,7 @@ def test_packed_attention_equals_the_textbook(
         )
 
 
-def test_a_document_does_not_see_the_one_before_it() -> None:
+def test_a_document_does_not_see_the_one_before_it():
     q, k, v = (torch.randn(1, 2, 12, 4, dtype=torch.float64) for _ in range(3))
     before = attend(q, k, v, document_lengths=(5, 7), scaling=1.0, kernel="flash")
     k[:, :, :5], v[:, :, :5] = 100.0, -100.0
@@ -53,13 +51,13 @@ def test_a_document_does_not_see_the_one_before_it() -> None:
     assert not torch.equal(before[:, :5], after[:, :5])
 
 
-def test_a_kernel_that_cannot_run_is_an_error_and_not_the_quadratic_one() -> None:
+def test_a_kernel_that_cannot_run_is_an_error_and_not_the_quadratic_one():
     q = torch.randn(1, 2, 5, 4)
     with pytest.raises(RuntimeError, match=r"No available kernel|No viable backend"):
         attend(q, q, q, document_lengths=(5,), scaling=1.0, kernel="cudnn")
 
 
-def test_the_kernel_of_a_cpu_is_flash() -> None:
+def test_the_kernel_of_a_cpu_is_flash():
     assert (
         select_kernel(torch.device("cpu"), torch.float32, query_heads=4, kv_heads=2, head_dim=16)
         == "flash"
@@ -75,7 +73,7 @@ def test_the_kernel_of_a_cpu_is_flash() -> None:
         ({"dropout": 0.1}, "dropout"),
     ],
 )
-def test_what_is_not_computed_is_refused(arguments: dict[str, object], said: str) -> None:
+def test_what_is_not_computed_is_refused(arguments, said):
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     interface = ALL_ATTENTION_FUNCTIONS[register("flash").name]

@@ -140,7 +140,7 @@ def rows(lines: list[BenchLine]) -> list[tuple[object, ...]]:
     ]
 
 
-def test_whoever_is_named_can_take_part_and_the_other_way_round() -> None:
+def test_whoever_is_named_can_take_part_and_the_other_way_round():
     assert list(CONTENDERS) == list(IMPLEMENTATIONS)
     own = {name for name in IMPLEMENTATIONS if name != "block_sparse"}
     assert set(implementations_named(())) == own, "that one has the pattern of flags"
@@ -149,7 +149,7 @@ def test_whoever_is_named_can_take_part_and_the_other_way_round() -> None:
     )
 
 
-def test_the_formula_that_judges_is_the_reference_where_each_key_counts_once() -> None:
+def test_the_formula_that_judges_is_the_reference_where_each_key_counts_once():
     torch.manual_seed(0)
     q, k, v = (torch.randn(heads, 37, 5, dtype=torch.float64) for heads in (4, 2, 2))
     found = naive_attention(q, k, v, torch.ones(37, 37).tril(), 0.3)
@@ -159,7 +159,7 @@ def test_the_formula_that_judges_is_the_reference_where_each_key_counts_once() -
     torch.testing.assert_close(found, expected.transpose(0, 1), rtol=1e-12, atol=1e-12)
 
 
-def test_the_formula_counts_a_key_as_often_as_it_is_met_and_gives_zeros_for_none() -> None:
+def test_the_formula_counts_a_key_as_often_as_it_is_met_and_gives_zeros_for_none():
     q, k, v = torch.zeros(1, 2, 1), torch.zeros(1, 2, 1), torch.tensor([[[3.0], [9.0]]])
     counts = torch.tensor([[0.0, 0.0], [2.0, 1.0]])
     assert naive_attention(q, k, v, counts, 1.0).flatten().tolist() == [0.0, 5.0]
@@ -168,7 +168,7 @@ def test_the_formula_counts_a_key_as_often_as_it_is_met_and_gives_zeros_for_none
 @pytest.mark.parametrize(
     "name", [name for name, each in IMPLEMENTATIONS.items() if "single" in each.modes]
 )
-def test_each_equals_the_formula_with_grouped_heads(name: str) -> None:
+def test_each_equals_the_formula_with_grouped_heads(name):
     contender, conditions = CONTENDERS[name], conditions_of(name)
     if contender.obstacle(conditions) is not None:
         assert name == "dense_flex", "all others run on the CPU"
@@ -182,9 +182,7 @@ BRANCHES = (((), (1, 2)), ((7, 100), (1, 3)), ((16, 32, 300), (1, 2, 4)))
 
 @pytest.mark.parametrize("branches", BRANCHES)
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1)])
-def test_what_a_token_meets_is_told_by_the_definition_of_segments_and_blocks(
-    branches: tuple[tuple[int, ...], tuple[int, ...]], heads: tuple[int, int]
-) -> None:
+def test_what_a_token_meets_is_told_by_the_definition_of_segments_and_blocks(branches, heads):
     """The formula judges by counts; here they are counted by another, of its own test."""
     name, blocks = "block_sparse_ring_dilated", SparsePatternConfig("dilated_sparse", 0.4, BLOCK)
     order = {
@@ -201,7 +199,7 @@ def test_what_a_token_meets_is_told_by_the_definition_of_segments_and_blocks(
             assert found.equal(meetings(length, heads[0], of_length, kept).float())
 
 
-def test_the_benchmarks_headline_attention_has_blocks_of_256() -> None:
+def test_the_benchmarks_headline_attention_has_blocks_of_256():
     pattern = IMPLEMENTATIONS["block_sparse_ring_dilated"].pattern
     assert pattern is not None
     assert (pattern.block_size, pattern.sparsity_ratio) == (256, "adaptive")
@@ -219,9 +217,7 @@ def test_the_benchmarks_headline_attention_has_blocks_of_256() -> None:
         SparsePatternConfig("global_local", block_size=16, local_window_size=40, global_tokens=5),
     ],
 )
-def test_sparse_blocks_in_dilated_segments_equal_the_formula_in_float64(
-    pattern: SparsePatternConfig | None, branches: tuple[tuple[int, ...], tuple[int, ...]]
-) -> None:
+def test_sparse_blocks_in_dilated_segments_equal_the_formula_in_float64(pattern, branches):
     name = "block_sparse_ring_dilated"
     conditions = conditions_of(
         name,
@@ -236,7 +232,7 @@ def test_sparse_blocks_in_dilated_segments_equal_the_formula_in_float64(
 
 
 @pytest.mark.parametrize("is_typed", [False, True])
-def test_a_ring_of_two_equals_the_formula_in_float64(tmp_path: Path, is_typed: bool) -> None:
+def test_a_ring_of_two_equals_the_formula_in_float64(tmp_path, is_typed):
     path, name = tmp_path / "order.json", "block_sparse_ring_dilated"
     order = BenchOrder(device="cpu", implementations=(name,), gpus=2, heads=4, head_dim=8)
     if is_typed:
@@ -252,7 +248,7 @@ def test_a_ring_of_two_equals_the_formula_in_float64(tmp_path: Path, is_typed: b
     assert len(done.stdout.splitlines()) == 3
 
 
-def test_the_share_that_is_kept_is_what_the_formula_counts() -> None:
+def test_the_share_that_is_kept_is_what_the_formula_counts():
     """Of what several heads meet, as often as they meet it."""
     name, length = "block_sparse_ring_dilated", 301
     for each in (name, "dilated"):
@@ -263,7 +259,7 @@ def test_the_share_that_is_kept_is_what_the_formula_counts() -> None:
         assert share == pytest.approx(float(counts(conditions, length).sum()) / pairs)
 
 
-def test_a_fused_kernel_runs_on_the_cpu() -> None:
+def test_a_fused_kernel_runs_on_the_cpu():
     assert fused_kernel(CPU) == "flash"
 
 
@@ -279,9 +275,7 @@ def test_a_fused_kernel_runs_on_the_cpu() -> None:
         ("output = output * float('nan')", "output is no number"),
     ],
 )
-def test_a_wrong_attention_has_no_number_and_the_others_theirs(
-    tmp_path: Path, how: str, said: str
-) -> None:
+def test_a_wrong_attention_has_no_number_and_the_others_theirs(tmp_path, how, said):
     lines = run(tmp_path, how=how, implementations=("dense", "block_sparse_5"))
     (red, *others) = [line.check for line in lines if line.check is not None]
     assert said in red.reason
@@ -315,9 +309,7 @@ def test_a_wrong_attention_has_no_number_and_the_others_theirs(
         ),
     ],
 )
-def test_a_case_that_fails_is_told_by_how_and_ends_no_other(
-    tmp_path: Path, how: str, result: str, reason: str
-) -> None:
+def test_a_case_that_fails_is_told_by_how_and_ends_no_other(tmp_path, how, result, reason):
     lines = run(
         tmp_path,
         how=how,
@@ -332,7 +324,7 @@ def test_a_case_that_fails_is_told_by_how_and_ends_no_other(
     assert reason in failed.reason
 
 
-def test_what_a_case_has_started_ends_with_it(tmp_path: Path) -> None:
+def test_what_a_case_has_started_ends_with_it(tmp_path):
     """As the workers of a compiler do, which stay for the next program."""
     pids = tmp_path / "pids"
     how = (
@@ -354,7 +346,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_memory_is_a_limit_that_binds_and_the_longest_within_it_is_found(tmp_path: Path) -> None:
+def test_memory_is_a_limit_that_binds_and_the_longest_within_it_is_found(tmp_path):
     """Of eight heads the formula takes 54 MiB at 512 tokens, and four times as much at 1,024."""
     (machine,) = [line.machine for line in run(tmp_path) if line.machine is not None]
     lines = run(
@@ -377,7 +369,7 @@ def test_memory_is_a_limit_that_binds_and_the_longest_within_it_is_found(tmp_pat
         assert row.peak_reserved_bytes[0] <= machine.outside_bytes + 160 * MIB
 
 
-def test_memory_too_small_for_anything_is_refused_with_what_would_do(tmp_path: Path) -> None:
+def test_memory_too_small_for_anything_is_refused_with_what_would_do(tmp_path):
     (line,) = run(tmp_path, memory_bytes=64 * MIB)
     assert line.refusal is not None
     assert "PyTorch itself takes" in line.refusal.problem
@@ -386,8 +378,8 @@ def test_memory_too_small_for_anything_is_refused_with_what_would_do(tmp_path: P
 
 
 def test_bytes_are_those_of_the_tensors_and_a_peak_is_above_what_it_is_made_of(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 16}
     lines = run(tmp_path, lengths=(512,), implementations=("dense", "block_sparse_5"), **sizes)
     shared = run(tmp_path, lengths=(512,), heads=4, kv_heads=4, head_dim=16, same_qkv=True)
@@ -400,7 +392,7 @@ def test_bytes_are_those_of_the_tensors_and_a_peak_is_above_what_it_is_made_of(
         assert row.after_qkv_bytes == (query,), "one tensor is counted once"
 
 
-def test_the_kept_share_is_measured(tmp_path: Path) -> None:
+def test_the_kept_share_is_measured(tmp_path):
     lines = run(
         tmp_path,
         lengths=(2560,),
@@ -420,7 +412,7 @@ def test_the_kept_share_is_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_two_processes_share_a_sequence_or_have_one_each(tmp_path: Path) -> None:
+def test_two_processes_share_a_sequence_or_have_one_each(tmp_path):
     lines = run(
         tmp_path,
         gpus=2,
@@ -452,7 +444,7 @@ def test_two_processes_share_a_sequence_or_have_one_each(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["dense_flex", "block_sparse_5", "block_sparse_ring_dilated"])
-def test_what_threads_cannot_compile_is_not_measured_in_data_parallel(name: str) -> None:
+def test_what_threads_cannot_compile_is_not_measured_in_data_parallel(name):
     whole = replace(conditions_of(name), device=torch.device("cuda"), dtype=torch.bfloat16)
     parallel = replace(whole, mode="data parallel", ranks=2)
     assert CONTENDERS[name].obstacle(whole) is None
@@ -460,14 +452,14 @@ def test_what_threads_cannot_compile_is_not_measured_in_data_parallel(name: str)
     assert CONTENDERS["dense"].obstacle(parallel) is None
 
 
-def test_heads_that_ulysses_cannot_share_are_told_and_the_ring_runs(tmp_path: Path) -> None:
+def test_heads_that_ulysses_cannot_share_are_told_and_the_ring_runs(tmp_path):
     lines = run(tmp_path, gpus=2, heads=3, kv_heads=3, implementations=("ring", "ulysses"))
     (not_run,) = [line.not_run for line in lines if line.not_run is not None]
     assert (not_run.implementation, not_run.reason) == ("ulysses", "2 GPUs do not divide 3 heads")
     assert {row[0] for row in rows(lines)} == {"ring"}
 
 
-def test_a_rank_that_fails_ends_the_others_at_once(tmp_path: Path) -> None:
+def test_a_rank_that_fails_ends_the_others_at_once(tmp_path):
     how = (
         "import torch.distributed as dist\n"
         "        if query.shape[2] == 300 and dist.is_initialized() and dist.get_rank():\n"
@@ -482,7 +474,7 @@ def test_a_rank_that_fails_ends_the_others_at_once(tmp_path: Path) -> None:
     ]
 
 
-def test_several_sequences_are_measured_where_lengths_have_them(tmp_path: Path) -> None:
+def test_several_sequences_are_measured_where_lengths_have_them(tmp_path):
     lines = run(
         tmp_path,
         lengths=(16_384,),

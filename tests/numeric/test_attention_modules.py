@@ -89,8 +89,8 @@ def assert_equal(module: nn.Module, inputs: list[Tensor], count: Tensor, **setti
 @pytest.mark.parametrize("length", [1, 37, 64])
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (6, 2)])
 def test_dilated_and_block_sparse_are_one_softmax_over_the_keys_that_both_keep(
-    branches: tuple[tuple[int, ...], tuple[int, ...]], length: int, heads: tuple[int, int]
-) -> None:
+    branches, length, heads
+):
     config = SparsePatternConfig(sparsity_ratio=0.4, block_size=BLOCK)
     module = BlockSparseRingDilatedAttention(*branches, config)
     assert_equal(module, tensors(length, heads), meetings(length, heads[0], branches, 0.4))
@@ -99,9 +99,7 @@ def test_dilated_and_block_sparse_are_one_softmax_over_the_keys_that_both_keep(
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("length", [64, 61])
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (4, 1)])
-def test_one_sequence_of_whole_blocks_is_trained_as_any_other(
-    heads: tuple[int, int], length: int, batch: int
-) -> None:
+def test_one_sequence_of_whole_blocks_is_trained_as_any_other(heads, length, batch):
     module = BlockSparseAttention(SparsePatternConfig(sparsity_ratio=0.4, block_size=BLOCK))
     count = kept_blocks(length, 0.4).double().expand(heads[0], length, length)
     assert_equal(module, tensors(length, heads, batch), count)
@@ -110,8 +108,8 @@ def test_one_sequence_of_whole_blocks_is_trained_as_any_other(
 @pytest.mark.parametrize("is_fused", [True, False])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_dilated_attention_has_no_pattern_whether_a_kernel_is_fused_or_not(
-    is_causal: bool, is_fused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    is_causal, is_fused, monkeypatch
+):
     monkeypatch.setattr(modules, "is_fused", lambda query: is_fused)
     branches = ((7, 20), (1, 2))
     count = meetings(37, 4, branches, 1.0)
@@ -120,7 +118,7 @@ def test_dilated_attention_has_no_pattern_whether_a_kernel_is_fused_or_not(
     assert_equal(module, tensors(37, (4, 2)), count, is_causal=is_causal)
 
 
-def test_block_sparse_attention_keeps_what_its_pattern_keeps() -> None:
+def test_block_sparse_attention_keeps_what_its_pattern_keeps():
     module = BlockSparseAttention(SparsePatternConfig(sparsity_ratio=0.4, block_size=BLOCK))
     count = kept_blocks(37, 0.4).double()
     assert_equal(module, tensors(37, (4, 2)), count.expand(4, 37, 37))
@@ -134,14 +132,14 @@ def test_block_sparse_attention_keeps_what_its_pattern_keeps() -> None:
         BlockSparseAttention(SparsePatternConfig(pattern_type="block_top_k", block_size=BLOCK)),
     ],
 )
-def test_weights_add_up_to_one(module: nn.Module) -> None:
+def test_weights_add_up_to_one(module):
     q, k, v = tensors(61, (5, 1))
     assert (module(q, k, torch.ones_like(v)) - 1).abs().max() < TOLERANCE
 
 
 def test_memory_of_segments_and_patterns_is_linear_in_the_length(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """Four times the tokens, of which each row keeps as many, take four times the memory, forward
     and backward: some thirty times what the queries are, and no scores of all rows.
     """
@@ -169,7 +167,7 @@ def peak_bytes(module: nn.Module, length: int) -> int:
 
 
 @pytest.mark.parametrize("pattern_type", ["strided", "global_local", "block_top_k"])
-def test_packed_documents_are_what_each_is_alone(pattern_type: str) -> None:
+def test_packed_documents_are_what_each_is_alone(pattern_type):
     lengths = (5, 5, 31, 1, 5, 22)
     config = SparsePatternConfig(
         pattern_type=pattern_type, block_size=BLOCK, local_window_size=6, global_tokens=3
@@ -191,7 +189,7 @@ def test_packed_documents_are_what_each_is_alone(pattern_type: str) -> None:
         assert (mine - theirs).norm() <= TOLERANCE * theirs.norm()
 
 
-def test_the_share_of_packed_documents_is_of_the_pairs_within_them() -> None:
+def test_the_share_of_packed_documents_is_of_the_pairs_within_them():
     q, k, v = (t.transpose(1, 2) for t in tensors(16 + 16 + 32, (2, 2)))
     config = SparsePatternConfig(sparsity_ratio=1.0, block_size=BLOCK)
     found = block_sparse_attention(
@@ -201,7 +199,7 @@ def test_the_share_of_packed_documents_is_of_the_pairs_within_them() -> None:
 
 
 @pytest.mark.parametrize("parallel", [False, True])
-def test_the_published_example_runs_with_its_import_changed(parallel: bool) -> None:
+def test_the_published_example_runs_with_its_import_changed(parallel):
     """Its lines, at a length for the CPU, whose autocast has bfloat16."""
     length, num_heads, head_dim = 2048, 2, 32
     sparse_config = SparsePatternConfig(
@@ -231,7 +229,7 @@ def test_the_published_example_runs_with_its_import_changed(parallel: bool) -> N
         BlockSparseRingDilatedAttention([16, 32], [1, 2], SparsePatternConfig(block_size=BLOCK)),
     ],
 )
-def test_autocast_rounds_inputs_and_nothing_else(module: nn.Module) -> None:
+def test_autocast_rounds_inputs_and_nothing_else(module):
     """As PyTorch's own attention: forward and backward are those of the rounded inputs."""
     inputs = [t.detach().float().requires_grad_() for t in tensors(64, (4, 2))]
     upstream = torch.randn_like(inputs[0]).bfloat16()
@@ -246,7 +244,7 @@ def test_autocast_rounds_inputs_and_nothing_else(module: nn.Module) -> None:
         assert (mine - theirs).norm() < 4 * torch.finfo(torch.bfloat16).eps * theirs.norm()
 
 
-def test_replicas_in_threads_do_not_disturb_each_other() -> None:
+def test_replicas_in_threads_do_not_disturb_each_other():
     """As DataParallel's replicas: copies of one module, at once, of other lengths each."""
     module = BlockSparseRingDilatedAttention(
         [16, 32], [1, 2], SparsePatternConfig(pattern_type="random", block_size=BLOCK)
@@ -310,13 +308,13 @@ def test_replicas_in_threads_do_not_disturb_each_other() -> None:
         ),
     ],
 )
-def test_what_is_not_computed_is_refused(make: object, said: str) -> None:
+def test_what_is_not_computed_is_refused(make, said):
     assert callable(make)
     with pytest.raises(UsageError, match=said):
         make()
 
 
-def test_a_pattern_takes_the_published_fields_in_their_order_with_their_defaults() -> None:
+def test_a_pattern_takes_the_published_fields_in_their_order_with_their_defaults():
     pattern = SparsePatternConfig("global_local", None, 64, 256, 32)
     assert pattern == SparsePatternConfig(
         pattern_type="global_local", block_size=64, local_window_size=256, global_tokens=32
@@ -338,7 +336,7 @@ def tiny_llama(attention: str, **settings: object) -> nn.Module:
     return LlamaForCausalLM(config).double()
 
 
-def test_a_llama_that_keeps_all_has_eager_logits_and_gradients() -> None:
+def test_a_llama_that_keeps_all_has_eager_logits_and_gradients():
     name = register_block_sparse(SparsePatternConfig(sparsity_ratio=1.0, block_size=BLOCK))
     assert name == "highwater_block_sparse"
     eager, ours = tiny_llama("eager"), tiny_llama(name)
@@ -352,7 +350,7 @@ def test_a_llama_that_keeps_all_has_eager_logits_and_gradients() -> None:
 
 
 @pytest.mark.parametrize("told_by", ["positions", "cumulative lengths"])
-def test_packed_documents_of_a_llama_are_what_each_is_alone(told_by: str) -> None:
+def test_packed_documents_of_a_llama_are_what_each_is_alone(told_by):
     config = SparsePatternConfig(pattern_type="strided", sparsity_ratio=0.3, block_size=BLOCK)
     model = tiny_llama(register_block_sparse(config, name="highwater_strided"))
     lengths = (5, 31, 1, 22)
@@ -368,7 +366,7 @@ def test_packed_documents_of_a_llama_are_what_each_is_alone(told_by: str) -> Non
     assert (packed - alone).norm() <= TOLERANCE * alone.norm()
 
 
-def test_sequences_of_other_documents_each_are_told_apart() -> None:
+def test_sequences_of_other_documents_each_are_told_apart():
     model = tiny_llama(register_block_sparse(SparsePatternConfig(block_size=BLOCK)))
     ids = torch.randint(64, (2, 12))
     positions = torch.tensor([[*range(5), *range(7)], [*range(9), *range(3)]])
@@ -388,15 +386,13 @@ def test_sequences_of_other_documents_each_are_told_apart() -> None:
         ({}, {"is_causal": False}, "no causal order"),
     ],
 )
-def test_what_a_model_asks_for_beyond_is_refused(
-    settings: dict[str, object], inputs: dict[str, object], said: str
-) -> None:
+def test_what_a_model_asks_for_beyond_is_refused(settings, inputs, said):
     model = tiny_llama(register_block_sparse(), **settings)
     with pytest.raises(ModelError, match=said):
         model(input_ids=torch.ones(1, 6, dtype=torch.int64), **inputs)
 
 
-def test_a_cache_of_earlier_keys_is_refused() -> None:
+def test_a_cache_of_earlier_keys_is_refused():
     model = tiny_llama(register_block_sparse()).eval()
     begun = model(input_ids=torch.ones(1, 6, dtype=torch.int64), use_cache=True)
     with pytest.raises(ModelError, match="a cache of earlier keys"):

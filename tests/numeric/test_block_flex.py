@@ -24,6 +24,7 @@ from highwater.engine.attention.block_gather import attend_by_gather
 from highwater.engine.attention.block_table import BlockTable, block_tables
 from highwater.engine.attention.registry import register
 from highwater.nouns.sparse_pattern import PatternType, SparsePatternConfig
+from tables import deep
 
 CPU = torch.device("cpu")
 BLOCK = 32
@@ -72,7 +73,7 @@ def entries(numbers: Tensor, indices: Tensor) -> set[tuple[int, int]]:
 
 @pytest.mark.parametrize("pattern_type", EVERY)
 @pytest.mark.parametrize("length", [1, 40, 1000, 2113])
-def test_masks_keep_what_the_tables_keep(pattern_type: PatternType, length: int) -> None:
+def test_masks_keep_what_the_tables_keep(pattern_type, length):
     for table in tables_of(pattern_type, length):
         mask = block_mask(table)
         part = entries(mask.kv_num_blocks, mask.kv_indices)
@@ -96,7 +97,7 @@ def test_masks_keep_what_the_tables_keep(pattern_type: PatternType, length: int)
 
 
 @pytest.mark.parametrize("pattern_type", ["dilated_sparse", "strided", "random"])
-def test_masks_are_a_small_part_of_what_is_attended(pattern_type: PatternType) -> None:
+def test_masks_are_a_small_part_of_what_is_attended(pattern_type):
     """The format's rows are of one width, so that they take more than what is kept; of all pairs of
     blocks they have a small part, and of queries, keys, values and outputs less than a hundredth.
     """
@@ -111,19 +112,15 @@ def test_masks_are_a_small_part_of_what_is_attended(pattern_type: PatternType) -
     assert taken < 0.01 * length * 4 * 2 * 32 * 2, "two heads of 32, in 16 bits"
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.parametrize(
     ("pattern_type", "groups"),
     [
         ("dilated_sparse", 3),
         ("global_local", 1),
-        *(pytest.param(other, 2, marks=pytest.mark.slow) for other in EVERY[1:4]),
+        *deep(*((other, 2) for other in EVERY[1:4])),
     ],
 )
-def test_the_kernel_attends_to_what_block_gather_does(
-    pattern_type: PatternType, groups: int
-) -> None:
+def test_the_kernel_attends_to_what_block_gather_does(pattern_type, groups):
     length = 531
     torch.manual_seed(0)
     query = torch.randn(2, groups, length, 16)
@@ -134,7 +131,7 @@ def test_the_kernel_attends_to_what_block_gather_does(
         assert (found - expected).norm() < 8 * torch.finfo(torch.float32).eps * expected.norm()
 
 
-def test_nothing_is_compiled_on_the_cpu_in_threads_or_for_content() -> None:
+def test_nothing_is_compiled_on_the_cpu_in_threads_or_for_content():
     query = torch.zeros(1, 4, 256, 16)
     pattern = SparsePatternConfig(block_size=128)
     assert attend_table_of("auto", pattern, query, 2) is attend_by_gather
@@ -147,7 +144,7 @@ def test_nothing_is_compiled_on_the_cpu_in_threads_or_for_content() -> None:
     assert found == [attend_by_gather]
 
 
-def test_threads_of_pytorchs_own_compile_and_those_that_python_started_do_not() -> None:
+def test_threads_of_pytorchs_own_compile_and_those_that_python_started_do_not():
     """A backward pass on a GPU runs in one of the former, and recomputes layers there."""
     found: dict[str, bool] = {}
     done = threading.Event()
@@ -166,7 +163,7 @@ def test_threads_of_pytorchs_own_compile_and_those_that_python_started_do_not() 
     assert found == {"Python's": False, "another's": True, "first": True}
 
 
-def test_replicas_of_data_parallel_gather_in_every_pass() -> None:
+def test_replicas_of_data_parallel_gather_in_every_pass():
     module = torch.nn.Module()
     assert kernel_of(module, "auto") == "auto"
     module._is_replica = True  # as torch.nn.parallel.replicate marks it
@@ -177,7 +174,7 @@ def test_replicas_of_data_parallel_gather_in_every_pass() -> None:
     ]
 
 
-def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_is_wrong_is_not_used(monkeypatch):
     """Block-gather in its place proves itself; with other values it does not."""
     pattern = SparsePatternConfig(pattern_type="strided", block_size=16)
     where = (2, 8, torch.float32, CPU)
@@ -206,9 +203,7 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_a_proof_within_a_recomputed_layer_leaves_no_trace(
-    monkeypatch: pytest.MonkeyPatch, keeps: bool
-) -> None:
+def test_a_proof_within_a_recomputed_layer_leaves_no_trace(monkeypatch, keeps):
     pattern = SparsePatternConfig(pattern_type="strided", block_size=16)
     monkeypatch.setattr(block_flex, "attend_by_flex", attend_by_gather)
     block_flex.obstacle.cache_clear()

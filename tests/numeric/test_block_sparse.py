@@ -54,11 +54,11 @@ def dense(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scaling: floa
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (5, 1)])
 def test_a_pattern_equals_a_dense_masked_softmax(
-    pattern_type: PatternType,
-    length: int,
-    heads: tuple[int, int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    pattern_type,
+    length,
+    heads,
+    monkeypatch,
+):
     # several rows at a time, but never all of them
     monkeypatch.setattr(block_gather, "SCORES_AT_HAND", 3 * 4 * BLOCK**2 * 2 * heads[0])
     pattern = config(pattern_type, sparsity_ratio=None if pattern_type in WINDOWED else 0.3)
@@ -75,7 +75,7 @@ def test_a_pattern_equals_a_dense_masked_softmax(
 
 
 @pytest.mark.parametrize("pattern_type", EVERY)
-def test_weights_add_up_to_one(pattern_type: PatternType) -> None:
+def test_weights_add_up_to_one(pattern_type):
     q, k, v = tensors(203, (4, 2))
     ours = block_sparse_attention(
         q, k, torch.ones_like(v), pattern=config(pattern_type), scaling=0.4
@@ -84,7 +84,7 @@ def test_weights_add_up_to_one(pattern_type: PatternType) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_any_dtype_is_as_exact_as_its_digits(dtype: torch.dtype) -> None:
+def test_any_dtype_is_as_exact_as_its_digits(dtype):
     exact = tensors(203, (4, 2))
     rounded = [tensor.detach().to(dtype).requires_grad_() for tensor in exact]
     pattern = config("global_local")
@@ -103,7 +103,7 @@ def test_any_dtype_is_as_exact_as_its_digits(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("pattern_type", BY_RATIO)
 @pytest.mark.parametrize("ratio", [0.01, 0.05, 0.1, 0.5, 1.0])
-def test_a_ratio_is_what_is_kept(pattern_type: PatternType, ratio: float) -> None:
+def test_a_ratio_is_what_is_kept(pattern_type, ratio):
     length = 65_536
     pattern = SparsePatternConfig(pattern_type=pattern_type, sparsity_ratio=ratio)
     tables = block_tables(pattern, length, CPU)
@@ -117,7 +117,7 @@ def test_a_ratio_is_what_is_kept(pattern_type: PatternType, ratio: float) -> Non
     assert set(range(rows)) == set(row[columns == row].tolist()), "each row has its own block"
 
 
-def test_a_window_says_what_is_kept_and_a_ratio_that_contradicts_it_is_refused() -> None:
+def test_a_window_says_what_is_kept_and_a_ratio_that_contradicts_it_is_refused():
     (table,) = block_tables(config("local_window"), 4096, CPU)
     share = table.kept_pairs() / causal_pairs(4096)
     assert share == pytest.approx(2 * 19 / 4096, rel=0.01)
@@ -126,7 +126,7 @@ def test_a_window_says_what_is_kept_and_a_ratio_that_contradicts_it_is_refused()
         block_tables(config("local_window", sparsity_ratio=0.1), 4096, CPU)
 
 
-def test_adaptive_keeps_less_of_longer_sequences() -> None:
+def test_adaptive_keeps_less_of_longer_sequences():
     pattern = config("random", sparsity_ratio="adaptive")
     shares = [pattern.ratio_at(length) for length in (65_536, 65_537, 131_072, 131_073)]
     assert shares == [0.05, 0.02, 0.02, 0.01]
@@ -136,19 +136,19 @@ def test_adaptive_keeps_less_of_longer_sequences() -> None:
     "settings",
     [{"sparsity_ratio": 0.0}, {"sparsity_ratio": 1.5}, {"block_size": 0}, {"global_tokens": -1}],
 )
-def test_numbers_that_cannot_be_are_refused(settings: dict[str, float]) -> None:
+def test_numbers_that_cannot_be_are_refused(settings):
     with pytest.raises(UsageError, match=next(iter(settings))):
         SparsePatternConfig(**settings)
 
 
-def test_tables_of_a_million_tokens_take_two_numbers_for_each_pair_of_blocks() -> None:
+def test_tables_of_a_million_tokens_take_two_numbers_for_each_pair_of_blocks():
     (table,) = block_tables(SparsePatternConfig(sparsity_ratio="adaptive"), 2**20, CPU)
     kept_blocks = table.columns.shape[1]
     assert table.starts.nbytes + table.columns.nbytes <= 2 * kept_blocks * 4
     assert table.rows**2 > 50 * kept_blocks
 
 
-def test_memory_is_linear_in_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_linear_in_the_length(monkeypatch):
     """Four times the tokens, of which a row keeps as many blocks, take four times the memory: some
     ten times what the queries are, and no scores of all rows.
     """

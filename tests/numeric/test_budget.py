@@ -17,9 +17,7 @@ BUDGET = MemoryBudget(
 @pytest.mark.parametrize(
     ("used_mib", "reserved_mib"), [(None, 900), (1000, 850), (1000, 858), (900, 700)]
 )
-def test_a_trial_within_its_budget_has_nothing_to_say(
-    used_mib: int | None, reserved_mib: int
-) -> None:
+def test_a_trial_within_its_budget_has_nothing_to_say(used_mib, reserved_mib):
     used = None if used_mib is None else used_mib * MIB
     assert (
         past_budget(
@@ -36,7 +34,7 @@ def test_a_trial_within_its_budget_has_nothing_to_say(
         (860, "whole pages, with which it passed its cap by 10.0 MiB"),
     ],
 )
-def test_a_trial_past_its_budget_says_who_took_it(reserved_mib: int, why: str) -> None:
+def test_a_trial_past_its_budget_says_who_took_it(reserved_mib, why):
     said = past_budget(
         RankMemory(device_used_bytes=1012 * MIB, peak_reserved_bytes=reserved_mib * MIB), BUDGET
     )

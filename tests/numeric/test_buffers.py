@@ -8,7 +8,7 @@ transformers = pytest.importorskip("transformers")
 from highwater.engine.models.fill import fill_buffers
 
 
-def test_the_activation_of_apertus_has_the_numbers_that_its_class_gives_it() -> None:
+def test_the_activation_of_apertus_has_the_numbers_that_its_class_gives_it():
     config = transformers.ApertusConfig(
         vocab_size=32,
         hidden_size=16,

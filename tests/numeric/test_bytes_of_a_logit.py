@@ -43,13 +43,11 @@ logits, and 6.13 are 6: that peak comes before the weight's gradient (0.125) is 
 
 
 @pytest.mark.parametrize(("spelling", "bytes_a_logit"), SPELLINGS.items())
-def test_a_spelling_of_the_loss_takes_the_published_bytes_a_logit(
-    spelling: str, bytes_a_logit: float
-) -> None:
+def test_a_spelling_of_the_loss_takes_the_published_bytes_a_logit(spelling, bytes_a_logit):
     assert measured()[spelling] == pytest.approx(bytes_a_logit, abs=1e-3)
 
 
-def test_a_division_costs_the_same_without_entropy() -> None:
+def test_a_division_costs_the_same_without_entropy():
     assert measured()["divided in place through a view, no entropy"] == pytest.approx(8, abs=1e-3)
 
 

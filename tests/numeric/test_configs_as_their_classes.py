@@ -76,12 +76,10 @@ OWN_ROPE = ("ministral3", "phi3", "phimoe")
 """Families whose class takes one scaling, by fields of its own."""
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns(days=3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_switch_window_and_layer_types_are_read_as_the_class_reads_them_or_refused(
-    family: str, mesh: dist.DeviceMesh, tmp_path: Path
-) -> None:
+    family, mesh, tmp_path
+):
     """The window that is predicted is one that changes the loss."""
     save_tiny(family, tmp_path, window=WINDOW)
     model = Tiny(tmp_path / family, mesh)
@@ -108,12 +106,8 @@ def test_switch_window_and_layer_types_are_read_as_the_class_reads_them_or_refus
     assert trained >= 4
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns(days=3)
 @pytest.mark.parametrize("family", [each for each in FAMILIES if each not in WITHOUT_ROPE])
-def test_a_rope_that_transformers_knows_is_trained_and_any_other_refused(
-    family: str, mesh: dist.DeviceMesh, tmp_path: Path
-) -> None:
+def test_a_rope_that_transformers_knows_is_trained_and_any_other_refused(family, mesh, tmp_path):
     save_tiny(family, tmp_path)
     model = Tiny(tmp_path / family, mesh)
     new_fields = family in ROPE_BY_LAYER or family == "cohere2_moe"

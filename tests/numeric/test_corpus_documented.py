@@ -21,14 +21,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def test_each_objective_has_examples() -> None:
+def test_each_objective_has_examples():
     assert {objective for objective, _ in EXAMPLES} == {"sft", "rw", "dpo", "grpo", "ppo"}
 
 
 @pytest.mark.parametrize(("objective", "block"), EXAMPLES)
-def test_an_example_of_the_page_is_trained(
-    objective: str, block: str, tokenizer: Path, tmp_path: Path
-) -> None:
+def test_an_example_of_the_page_is_trained(objective, block, tokenizer, tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text(block, encoding="utf-8")
     corpus = made(tmp_path, data, tokenizer=tokenizer, objective=objective)

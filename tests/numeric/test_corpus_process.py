@@ -21,9 +21,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "highwater" / "corpora"
 
 
-def test_a_corpus_is_made_in_the_cache_by_a_process_that_says_what_it_does(
-    cache: Path, tmp_path: Path
-) -> None:
+def test_a_corpus_is_made_in_the_cache_by_a_process_that_says_what_it_does(cache, tmp_path):
     data = write_lines(tmp_path / "d.jsonl", [{"text": "été"}, {"text": "b"}])
     told: list[str] = []
     summary = tokenised(order(data), on_phase=told.append)
@@ -33,7 +31,7 @@ def test_a_corpus_is_made_in_the_cache_by_a_process_that_says_what_it_does(
     assert told
 
 
-def test_what_it_refuses_is_raised_as_it_was_said(cache: Path, tmp_path: Path) -> None:
+def test_what_it_refuses_is_raised_as_it_was_said(cache, tmp_path):
     data = write_lines(tmp_path / "d.jsonl", [{"text": "a"}, {"text": 7}])
     with pytest.raises(UsageError, match=r"^d\.jsonl:2: `text` is not a text: 7") as refused:
         tokenised(order(data))
@@ -41,9 +39,7 @@ def test_what_it_refuses_is_raised_as_it_was_said(cache: Path, tmp_path: Path) -
     assert not list(cache.iterdir())
 
 
-def test_what_a_users_function_raises_is_told_with_the_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_users_function_raises_is_told_with_the_record(tmp_path, monkeypatch):
     (tmp_path / "strict_judge.py").write_text("def judge(**_):\n    raise RuntimeError('no')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     data = write_lines(tmp_path / "d.jsonl", [{"prompt": "a", "response": "b"}])
@@ -53,7 +49,7 @@ def test_what_a_users_function_raises_is_told_with_the_record(
         tokenised(order(data, objective="ppo", reward="strict_judge:judge"))
 
 
-def test_nothing_is_left_of_one_that_is_ended(cache: Path, tmp_path: Path) -> None:
+def test_nothing_is_left_of_one_that_is_ended(cache, tmp_path):
     data = write_lines(tmp_path / "d.jsonl", [{"text": "a" * 99}] * 400_000)
     ended = threading.Event()
     others = psutil.Process().children(recursive=True)
@@ -69,7 +65,7 @@ def test_nothing_is_left_of_one_that_is_ended(cache: Path, tmp_path: Path) -> No
     assert not [each for each in left if each.is_running()]
 
 
-def test_a_process_that_is_killed_without_a_word_is_told_by_its_signal(tmp_path: Path) -> None:
+def test_a_process_that_is_killed_without_a_word_is_told_by_its_signal(tmp_path):
     data = write_lines(tmp_path / "d.jsonl", [{"text": "a" * 99}] * 100_000)
 
     def kill_soon(phase: str) -> None:
@@ -84,9 +80,7 @@ def test_a_process_that_is_killed_without_a_word_is_told_by_its_signal(tmp_path:
     assert "free -h" in refused.value.hint
 
 
-def test_a_cache_that_cannot_be_written_is_the_machines(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_cannot_be_written_is_the_machines(cache, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(MachineError, match="no corpus can be made in") as refused:
@@ -94,6 +88,6 @@ def test_a_cache_that_cannot_be_written_is_the_machines(
     assert "export XDG_CACHE_HOME" in refused.value.hint
 
 
-def test_corpora_lie_where_the_environment_says() -> None:
+def test_corpora_lie_where_the_environment_says():
     assert corpus_directory({"XDG_CACHE_HOME": "/x"}) == Path("/x/highwater/corpora")
     assert corpus_directory({}) == Path.home() / ".cache" / "highwater" / "corpora"

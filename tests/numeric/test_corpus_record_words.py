@@ -27,9 +27,10 @@ from corpora import (
 from pyarrow import parquet
 from transformers import AutoTokenizer
 
-from highwater.engine.data import readers
+from highwater.engine.data import data_files as readers
 from highwater.engine.data.store import OpenCorpus
 from highwater.errors import UsageError
+from tables import table
 
 DATA = Path(__file__).parents[1] / "data" / "own_data"
 
@@ -154,7 +155,7 @@ def tell(tmp_path: Path, tokenizers: dict[str | None, Path]) -> Telling:
     return Telling(tmp_path, tokenizers)
 
 
-def test_calls_of_sharegpt_are_trained_and_what_tools_return_is_read(tell: Telling) -> None:
+def test_calls_of_sharegpt_are_trained_and_what_tools_return_is_read(tell):
     ((text, trained),) = tell(DATA / "sharegpt_tools.jsonl")
     assert trained == (
         f'<call>get_weather {{"city": "Oslo"}}</call>{END_TURN}\nIt is 3 degrees.{END_TURN}\n'
@@ -164,67 +165,27 @@ def test_calls_of_sharegpt_are_trained_and_what_tools_return_is_read(tell: Telli
         assert f"<|im_start|>{turn}<|im_end|>\n" in text
 
 
-def test_what_was_thought_is_trained(tell: Telling) -> None:
+def test_what_was_thought_is_trained(tell):
     ((_, trained),) = tell(DATA / "thinking.jsonl")
     assert trained == f"<think>hmm think</think>3{END_TURN}\n"
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        {"role": "assistant", "function_call": CALL["function"]},
-        {"role": "assistant", "function_call": {"name": "weather", "arguments": '{"city":"Oslo"}'}},
-        {"role": "assistant", "content": None, "tool_calls": json.dumps([CALL])},
-        {"role": "tool_call", "content": '{"name": "weather", "arguments": {"city": "Oslo"}}'},
-        {"from": "function_call", "value": '[{"name": "weather", "arguments": {"city": "Oslo"}}]'},
-        {"role": "assistant", "content": "", "tool_calls": [CALL["function"]]},
-        {"from": "function_call", "value": '{"name": "weather", "parameters": {"city": "Oslo"}}'},
-        {"role": "tool_call", "content": '[{"name": "weather", "args": {"city": "Oslo"}}]'},
-        {"role": "assistant", "function_call": {"name": "weather", "input": {"city": "Oslo"}}},
-        {"role": "assistant", "function_call": {"name": "weather", "args": '{"city": "Oslo"}'}},
-        {
-            "role": "assistant",
-            "tool_calls": [{"function": {"name": "weather", "parameters": {"city": "Oslo"}}}],
-        },
-        {"role": "assistant", "tool_calls": [{"id": "a", "name": "weather", "args": CITY}]},
-        {"role": "assistant", "tool_calls": [{"type": "function", "index": 0, "function": CITED}]},
-    ],
-)
+@pytest.mark.parametrize("answer", table("record_words", "calls"))
 @pytest.mark.parametrize("template", [TOOLED, CONCATENATED, PRINTED, NULL_CALLS])
-def test_a_call_in_anybodys_words_is_one_call(
-    answer: dict[str, Any], template: str, tell: Telling
-) -> None:
+def test_a_call_in_anybodys_words_is_one_call(answer, template, tell):
     messages = [ASKED, answer, {"role": "function", "content": "3", "name": "weather"}, ANSWERED]
     ((text, trained),) = tell({"messages": messages}, template)
     assert trained == (f'<call>weather {{"city": "Oslo"}}</call>{END_TURN}\nIt is 3.{END_TURN}\n')
     assert "<|im_start|>tool\n3<|im_end|>\n" in text
 
 
-UNWRITTEN: list[tuple[str, list[dict[str, Any]], int, str]] = [
-    (CHATML, [ASKED, {**ANSWERED, "reasoning_content": "Cold."}], 2, "reasoning_content"),
-    (CHATML, [ASKED, {**ANSWERED, "reasoning": "It"}], 2, "reasoning"),
-    (CHATML, [ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}], 2, "tool_calls"),
-    (FOUR_ROLES, [ASKED, RETURNED, {**ANSWERED, "content": "3 and 3."}], 2, "content"),
-    (FOUR_ROLES, [ASKED, {**ANSWERED, "tool_calls": [CALL]}], 2, "tool_calls"),
-    (LATE_SYSTEM, [{"role": "system", "content": "user"}, ASKED, ANSWERED], 1, "content"),
-    (CALL_ALONE, [ASKED, {**CALLED, "content": "Oslo"}, RETURNED, ANSWERED], 2, "content"),
-    (CAREFUL, [ASKED, {**ANSWERED, "reasoning_content": "3"}, ASKED, ANSWERED], 2, "reasoning_c"),
-    (TOOLED, [ASKED, {**ANSWERED, "annotations": [{"quote": "It is"}]}], 2, "annotations"),
-    (TOOLED, [ASKED, {**CALLED, "tool_calls": [{**CALL, "thought": "In Oslo?"}]}], 2, "thought"),
-    (TOOLED, [ASKED, {**CALLED, "tool_calls": [{"name": "weather", "kwargs": CITY}]}], 2, "kwargs"),
-    (TOOLED, [ASKED, {"role": "assistant", "function_call": {"name": "f", "q": "Oslo"}}], 2, "q"),
-    (TOOLED, [ASKED, {**CALLED, "tool_calls": [{**CALL, "arguments": CITY}]}], 2, "arguments"),
-    (TOOLED, [{**ASKED, "name": "Alice Smith"}, ANSWERED], 1, "name"),
-    (TOOLED, [{**ASKED, "name": "爱丽丝"}, ANSWERED], 1, "name"),
-    (TOOLED, [{**ASKED, "source": "Guten Tag"}, ANSWERED], 1, "source"),
-    (TOOLED, [ASKED, {**ANSWERED, "loss_mask": "0"}], 2, "loss_mask"),
-]
+UNWRITTEN: list[tuple[str, list[dict[str, Any]], int, str]] = table("record_words", "unwritten")
 
 
 @pytest.mark.parametrize(("template", "messages", "number", "field"), UNWRITTEN)
 def test_what_a_template_does_not_write_is_refused_by_message_and_field(
-    template: str, messages: list[dict[str, Any]], number: int, field: str, tell: Telling
-) -> None:
+    template, messages, number, field, tell
+):
     error = tell.refusal({"messages": messages}, template)
     assert error.problem.startswith("d.jsonl:1: ")
     assert f"`{field}" in error.problem
@@ -242,9 +203,7 @@ def test_what_a_template_does_not_write_is_refused_by_message_and_field(
         {"name": "f", "args": [1]},
     ],
 )
-def test_a_call_whose_arguments_are_not_told_is_refused_and_not_without_any(
-    call: dict[str, Any], tell: Telling
-) -> None:
+def test_a_call_whose_arguments_are_not_told_is_refused_and_not_without_any(call, tell):
     for message in (
         {"role": "assistant", "tool_calls": [call]},
         {"role": "assistant", "function_call": call},
@@ -254,14 +213,14 @@ def test_a_call_whose_arguments_are_not_told_is_refused_and_not_without_any(
         assert "message 2 of `messages`: `" in error.problem
 
 
-def test_a_call_in_a_role_and_another_in_a_field_are_refused(tell: Telling) -> None:
+def test_a_call_in_a_role_and_another_in_a_field_are_refused(tell):
     message = {"role": "tool_call", "content": json.dumps(CALL["function"]), "tool_calls": [CALL]}
     assert "`tool_calls`" in tell.refusal({"messages": [ASKED, message]}, TOOLED).problem
 
 
 def test_a_name_that_a_template_writes_is_trained_and_one_of_one_word_may_be_left_out(
-    tell: Telling,
-) -> None:
+    tell,
+):
     named = {"messages": [{**ASKED, "name": "alice_1"}, ANSWERED]}
     assert tell(named) == tell({"messages": [ASKED, ANSWERED]})
     named["messages"][0]["name"] = "Alice Smith"
@@ -269,9 +228,7 @@ def test_a_name_that_a_template_writes_is_trained_and_one_of_one_word_may_be_lef
     assert tell(named, writing)[0][0].startswith("<|im_start|>Alice Smith\n")
 
 
-def test_thoughts_of_earlier_turns_are_trained_in_records_of_their_own(
-    tell: Telling, tmp_path: Path
-) -> None:
+def test_thoughts_of_earlier_turns_are_trained_in_records_of_their_own(tell, tmp_path):
     thinking = {**ANSWERED, "reasoning_content": "Cold."}
     error = tell.refusal({"messages": [ASKED, thinking, ASKED, thinking]}, CAREFUL)
     assert "a record for each answer" in error.hint
@@ -281,7 +238,7 @@ def test_thoughts_of_earlier_turns_are_trained_in_records_of_their_own(
     assert told[1][1] == f"It is 3.{END_TURN}\n{told[0][1]}"
 
 
-def test_tools_that_a_template_does_not_write_are_refused(tell: Telling) -> None:
+def test_tools_that_a_template_does_not_write_are_refused(tell):
     tools = [{"name": "weather", "parameters": {}}]
     for record in ({"messages": [ASKED, ANSWERED]}, {"prompt": [ASKED], "completion": [ANSWERED]}):
         assert "`tools`" in tell.refusal({**record, "tools": tools}, CHATML).problem
@@ -289,14 +246,14 @@ def test_tools_that_a_template_does_not_write_are_refused(tell: Telling) -> None
         assert tell({**record, "tools": ""}) == tell({**record, "tools": []}) == tell(record)
 
 
-def test_a_developer_is_the_system_where_a_template_knows_of_none(tell: Telling) -> None:
+def test_a_developer_is_the_system_where_a_template_knows_of_none(tell):
     record = {"messages": [{"role": "developer", "content": "Be kind."}, ASKED, ANSWERED]}
     assert "<|im_start|>system\nBe kind." in tell(record)[0][0]
     knowing = "{# developer #}" + TOOLED
     assert "<|im_start|>developer\nBe kind." in tell(record, knowing)[0][0]
 
 
-def test_an_unknown_role_is_refused_with_those_that_are_known(tell: Telling) -> None:
+def test_an_unknown_role_is_refused_with_those_that_are_known(tell):
     for role in ("narrator", "Bard", "function"):
         turns = [{"from": "human", "value": "Hi"}, {"from": role, "value": "Yes"}]
         error = tell.refusal({"conversations": turns}, TOOLED)
@@ -306,38 +263,11 @@ def test_an_unknown_role_is_refused_with_those_that_are_known(tell: Telling) -> 
 
 
 TURN = "<|im_start|>{}\n{}<|im_end|>\n".format
-PROMPTS: list[tuple[dict[str, Any], list[tuple[str, str]]]] = [
-    ({"instruction": "Add", "input": "1", "output": "2"}, [("user", "Add\n1")]),
-    ({"instruction": "Hi", "input": "", "output": "2"}, [("user", "Hi")]),
-    ({"input": "Hi", "response": "2"}, [("user", "Hi")]),
-    ({"question": "Hi", "answer": "2"}, [("user", "Hi")]),
-    ({"query": "Hi", "response": "2", "system": "S"}, [("system", "S"), ("user", "Hi")]),
-    (
-        {"system_prompt": "S", "question": "Hi", "response": "2"},
-        [("system", "S"), ("user", "Hi")],
-    ),
-    ({"prompt": "Hi", "completion": [{"from": "gpt", "value": "2"}]}, [("user", "Hi")]),
-    ({"prompt": "Hi", "completion": "2", "system": "S"}, [("system", "S"), ("user", "Hi")]),
-    (
-        {"prompt": "Hi", "completion": "2", "history": [{"from": "human", "value": "Q"}]},
-        [("user", "Q"), ("user", "Hi")],
-    ),
-    (
-        {"prompt": [{"role": "user", "content": "Hi"}], "completion": "2", "system": "S"},
-        [("system", "S"), ("user", "Hi")],
-    ),
-    (
-        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "2"}]}
-        | {"system": "S"},
-        [("system", "S"), ("user", "Hi")],
-    ),
-]
+PROMPTS: list[tuple[dict[str, Any], list[tuple[str, str]]]] = table("record_words", "prompts")
 
 
 @pytest.mark.parametrize(("record", "prompt"), PROMPTS)
-def test_whatever_asks_is_the_prompt_of_a_conversation(
-    record: dict[str, Any], prompt: list[tuple[str, str]], tell: Telling
-) -> None:
+def test_whatever_asks_is_the_prompt_of_a_conversation(record, prompt, tell):
     begun = "".join(TURN(*turn) for turn in prompt)
     assert tell(record) == [(begun + TURN("assistant", "2"), f"2{END_TURN}\n")]
     name = next(iter(record))
@@ -346,7 +276,7 @@ def test_whatever_asks_is_the_prompt_of_a_conversation(
         assert f"`{name}`" in error.problem
 
 
-def test_a_system_and_a_history_beside_them_are_read(tell: Telling) -> None:
+def test_a_system_and_a_history_beside_them_are_read(tell):
     ((text, trained),) = tell(DATA / "sharegpt_system.jsonl")
     assert text.startswith(TURN("system", "Answer only in French."))
     assert trained == f"Bonjour{END_TURN}\n"
@@ -357,7 +287,7 @@ def test_a_system_and_a_history_beside_them_are_read(tell: Telling) -> None:
     assert trained == f"earlier a{END_TURN}\nHello{END_TURN}\n"
 
 
-def test_two_systems_that_differ_are_refused(tell: Telling) -> None:
+def test_two_systems_that_differ_are_refused(tell):
     messages = [{"role": "system", "content": "A"}, ASKED, ANSWERED]
     assert tell({"messages": messages, "system": "A"}) == tell({"messages": messages})
     error = tell.refusal({"messages": messages, "system": "B"}, TOOLED)
@@ -378,9 +308,7 @@ PAIRS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("objective", ["dpo", "rw"])
 @pytest.mark.parametrize(("asked", "begun"), PAIRS)
-def test_a_pair_has_its_prompt_whatever_asks(
-    asked: dict[str, Any], begun: str, objective: str, tell: Telling
-) -> None:
+def test_a_pair_has_its_prompt_whatever_asks(asked, begun, objective, tell):
     expected = [(begun + TURN("assistant", text), f"{text}{END_TURN}\n") for text in ("Yes", "No")]
     for form in (
         lambda text: text,
@@ -391,13 +319,13 @@ def test_a_pair_has_its_prompt_whatever_asks(
         assert tell({**asked, **pair}, objective=objective) == expected
 
 
-def test_a_pair_of_alpaca_has_its_instruction(tell: Telling) -> None:
+def test_a_pair_of_alpaca_has_its_instruction(tell):
     chosen, rejected = tell(DATA / "dpo_alpaca.jsonl", objective="dpo")
     assert chosen[0].startswith(TURN("user", "Capital of France?"))
     assert (chosen[1], rejected[1]) == (f"Paris.{END_TURN}\n", f"Rome.{END_TURN}\n")
 
 
-def test_a_rollout_has_its_system_and_history(tell: Telling) -> None:
+def test_a_rollout_has_its_system_and_history(tell):
     asked = {"prompt": "Hi", "system": "S", "history": [["Q", "A"]]}
     ((text, trained),) = tell({**asked, "response": "Yes", "reward": 1}, objective="ppo")
     turns = [("system", "S"), ("user", "Q"), ("assistant", "A"), ("user", "Hi")]
@@ -406,46 +334,18 @@ def test_a_rollout_has_its_system_and_history(tell: Telling) -> None:
     assert trained == f"Yes{END}"
 
 
-UNREAD: list[tuple[str, dict[str, Any], str]] = [
-    ("sft", {"text": "a", "context": "b"}, "context"),
-    ("sft", {"prompt": "a", "completion": "b", "persona": {"name": "c"}}, "persona"),
-    ("sft", {"messages": [ASKED, ANSWERED], "documents": ["Oslo is cold."]}, "documents"),
-    ("sft", {"input_ids": [1, 2], "text": "a"}, "text"),
-    ("sft", {"input_ids": [1, 2], "loss_mask": [0, 1]}, "loss_mask"),
-    ("sft", {"instruction": "a", "context": "b", "response": "c"}, "context"),
-    ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c", "hint": "d"}, "hint"),
-    ("dpo", {"chosen": [ASKED, ANSWERED], "rejected": [ASKED, WRONG], "prompt": "a"}, "prompt"),
-    ("rw", {"chosen": "a b", "rejected": "a c", "system": "d"}, "system"),
-    ("ppo", {"prompt": "a", "response": "b", "reward": 1, "solution": "c"}, "solution"),
-    ("grpo", {"prompt": "a", "responses": ["b"], "rewards": [1], "answer": "c"}, "answer"),
-    ("sft", {"prompt": "Translate:", "source": "Guten Tag", "completion": "Good day"}, "source"),
-    ("sft", {"prompt": "Translate:", "Source": "你好，世界", "completion": "Hello"}, "Source"),
-    ("sft", {"prompt": "What?", "file": "def f():\n    pass", "completion": "f"}, "file"),
-    ("sft", {"instruction": "Write on:", "topic": "the sea", "output": "Blue."}, "topic"),
-    ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c", "origin": ["New York"]}, "origin"),
-    ("sft", {"prompt": "a", "completion": "b", "passage": "Oslo"}, "passage"),
-    ("sft", {"messages": [ASKED, ANSWERED], "label": False}, "label"),
-    ("sft", {"messages": [ASKED, ANSWERED], "loss_weight": 0}, "loss_weight"),
-    ("sft", {"text": "a", "ignore": True}, "ignore"),
-    ("sft", {"text": "a", "weight": 0.5}, "weight"),
-    ("sft", {"text": "a", "train": "no"}, "train"),
-    ("sft", {"prompt": "a", "completion": "b", "labels": [-100, 3]}, "labels"),
-    ("sft", {"messages": [ASKED, ANSWERED], "train_mask": [[False], [True]]}, "train_mask"),
-    ("sft", {"input_ids": [1, 2], "Trainable": False}, "Trainable"),
-    ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c", "is_masked": 1}, "is_masked"),
-    ("ppo", {"prompt": "a", "response": "b", "reward": 1, "advantage": 0}, "advantage"),
-]
+UNREAD: list[tuple[str, dict[str, Any], str]] = table("record_words", "unread")
 
 
 @pytest.mark.parametrize(("objective", "record", "field"), UNREAD)
 def test_a_text_that_nobody_read_is_refused_and_the_hint_leaves_it_out(
-    objective: str,
-    record: dict[str, Any],
-    field: str,
-    tell: Telling,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    objective,
+    record,
+    field,
+    tell,
+    tmp_path,
+    monkeypatch,
+):
     beside = {"id": "a-1", "source": "b", "Language": "en", "doc_id": "c", "turns": 2, "ok": True}
     beside |= {"tokenCount": 3, "weight": 1, "masked": False, "url": "https://a.b/c?d=e%20f"}
     given = {name: value for name, value in record.items() if name != field}
@@ -463,9 +363,7 @@ def test_a_text_that_nobody_read_is_refused_and_the_hint_leaves_it_out(
 
 
 @pytest.mark.parametrize("kind", ["parquet", "saved", "arrow"])
-def test_the_hint_leaves_a_column_out_of_a_table(
-    kind: str, tell: Telling, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_hint_leaves_a_column_out_of_a_table(kind, tell, tmp_path, monkeypatch):
     rows = [{"text": "a", "note": "b"}, {"text": "c", "note": None}]
     place = tmp_path / f"d.{kind}"
     if kind == "parquet":
@@ -482,9 +380,7 @@ def test_the_hint_leaves_a_column_out_of_a_table(
     assert [text for text, _ in tell(without, None)] == [f"a{END}", f"c{END}"]
 
 
-def test_a_function_that_gives_rewards_reads_the_whole_record(
-    tell: Telling, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_that_gives_rewards_reads_the_whole_record(tell, tmp_path, monkeypatch):
     (tmp_path / "exact_judge.py").write_text(
         "def same(*, response, record, **_):\n    return float(response == record['solution'])\n"
     )
@@ -493,7 +389,7 @@ def test_a_function_that_gives_rewards_reads_the_whole_record(
     assert len(tell(record, objective="ppo", reward="exact_judge:same")) == 1
 
 
-def test_what_says_again_what_was_read_is_no_other_text(tell: Telling) -> None:
+def test_what_says_again_what_was_read_is_no_other_text(tell):
     whole = [ASKED, ANSWERED]
     asked = {"prompt": ASKED["content"], "prompt_id": "a"}
     assert tell({"messages": whole, **asked}) == tell({"messages": whole})
@@ -518,9 +414,7 @@ MASKS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("template", [TOOLED, MARKED])
 @pytest.mark.parametrize("mask", MASKS)
-def test_a_turn_that_is_masked_is_not_trained(
-    mask: dict[str, Any], template: str, tell: Telling
-) -> None:
+def test_a_turn_that_is_masked_is_not_trained(mask, template, tell):
     messages = [ASKED, {**ANSWERED, **mask}, ASKED, ANSWERED]
     ((text, trained),) = tell({"messages": messages}, template)
     assert text.count("It is 3.") == 2
@@ -529,51 +423,25 @@ def test_a_turn_that_is_masked_is_not_trained(
     assert everything == text.replace(f"It is 3.{END_TURN}\n", "", 1)
 
 
-def test_the_wrong_answer_of_openais_example_is_not_trained(tell: Telling) -> None:
+def test_the_wrong_answer_of_openais_example_is_not_trained(tell):
     ((_, trained),) = tell(DATA / "weight0.jsonl")
     assert trained == f"Four.{END_TURN}\n"
 
 
-def test_a_masked_user_is_not_trained_with_everything_else(tell: Telling) -> None:
+def test_a_masked_user_is_not_trained_with_everything_else(tell):
     messages = [{**ASKED, "weight": 0}, ANSWERED]
     ((_, trained),) = tell({"messages": messages}, trained="all")
     assert trained == TURN("assistant", "It is 3.")
 
 
-@pytest.mark.parametrize(
-    ("message", "field"),
-    [
-        ({**ANSWERED, "weight": 0.5}, "weight"),
-        ({**ANSWERED, "weight": "0"}, "weight"),
-        ({**ANSWERED, "train": "no"}, "train"),
-        ({**ANSWERED, "loss": 2}, "loss"),
-        ({**ANSWERED, "train_detail": [{"begin_offset": 0}]}, "train_detail"),
-        ({**ASKED, "train": True}, "train"),
-        ({**ANSWERED, "loss_scale": 0}, "loss_scale"),
-        ({**ANSWERED, "loss_weight": 0.0}, "loss_weight"),
-        ({**ANSWERED, "trainable": False}, "trainable"),
-        ({**ANSWERED, "loss_mask": 0}, "loss_mask"),
-        ({**ANSWERED, "Train_On": False}, "Train_On"),
-        ({**ANSWERED, "ignore": True}, "ignore"),
-        ({**ANSWERED, "no_loss": 1}, "no_loss"),
-        ({**ANSWERED, "tokens_mask": [0, 1]}, "tokens_mask"),
-        ({**ANSWERED, "content": [{"type": "text", "text": "a", "train": False}]}, "content"),
-        ({**ANSWERED, "content": [{"type": "text", "text": "a", "weight": 0}]}, "content"),
-        ({**ANSWERED, "content": [{"type": "text", "text": "a", "mask": 1}]}, "mask"),
-        ({**ANSWERED, "content": {"type": "text", "text": "a", "citations": ["b"]}}, "content"),
-        ({**CALLED, "tool_calls": [{**CALL, "weight": 0}]}, "weight"),
-        ({**CALLED, "tool_calls": [{"name": "f", "arguments": {}, "train": False}]}, "train"),
-    ],
-)
-def test_a_mask_that_is_no_yes_or_no_is_refused(
-    message: dict[str, Any], field: str, tell: Telling
-) -> None:
+@pytest.mark.parametrize(("message", "field"), table("record_words", "masks"))
+def test_a_mask_that_is_no_yes_or_no_is_refused(message, field, tell):
     error = tell.refusal({"messages": [ASKED, ANSWERED, message]}, TOOLED)
     assert f"`{field}`" in error.problem
     assert "message 3" in error.problem
 
 
-def test_what_is_about_a_message_or_a_part_masks_nothing(tell: Telling) -> None:
+def test_what_is_about_a_message_or_a_part_masks_nothing(tell):
     part = {"type": "text", "text": ANSWERED["content"], "id": 3, "train": True, "annotations": []}
     about = {"id": 7, "turn": 1, "token_count": 3, "rating": 0, "model": "a-1", "weight": 1}
     told = tell({"messages": [ASKED, {**ANSWERED, "content": [part], **about}]})
@@ -595,8 +463,8 @@ MASKED: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("objective", "record", "field"), MASKED)
 def test_a_record_that_says_that_it_is_not_trained_is_refused(
-    objective: str, record: dict[str, Any], field: str, tell: Telling, tmp_path: Path
-) -> None:
+    objective, record, field, tell, tmp_path
+):
     without = {name: value for name, value in record.items() if name != field}
     data = write_lines(tmp_path / "two.jsonl", [without, record])
     error = tell.refusal(data, TOOLED, objective=objective)
@@ -604,8 +472,8 @@ def test_a_record_that_says_that_it_is_not_trained_is_refused(
 
 
 def test_a_masked_record_is_refused_beside_a_function_that_gives_rewards(
-    tell: Telling, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tell, tmp_path, monkeypatch
+):
     (tmp_path / "kind_judge.py").write_text("def one(**_):\n    return 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     record = {"prompt": "p", "response": "b", "difficulty": 3, "hint": "c", "train": False}
@@ -614,14 +482,12 @@ def test_a_masked_record_is_refused_beside_a_function_that_gives_rewards(
     assert len(tell({**record, "train": True}, **how)) == 1
 
 
-def test_a_response_of_a_pair_cannot_be_masked_in_part(tell: Telling) -> None:
+def test_a_response_of_a_pair_cannot_be_masked_in_part(tell):
     pair = {"chosen": [ASKED, {**ANSWERED, "weight": 0}], "rejected": [ASKED, ANSWERED]}
     assert "`weight`" in tell.refusal(pair, TOOLED, objective="dpo").hint
 
 
-def test_a_table_gives_the_tokens_of_the_lines_that_it_was_made_of(
-    tell: Telling, tmp_path: Path
-) -> None:
+def test_a_table_gives_the_tokens_of_the_lines_that_it_was_made_of(tell, tmp_path):
     lines, table = (tell(DATA / name) for name in ("tools_lines.jsonl", "tools.parquet"))
     assert table == lines
     assert not any("null" in text for text, _ in table)
@@ -632,27 +498,27 @@ def test_a_table_gives_the_tokens_of_the_lines_that_it_was_made_of(
     assert tell(tmp_path / "saved") == lines
 
 
-def test_a_null_in_a_text_of_json_is_the_makers_own(tell: Telling) -> None:
+def test_a_null_in_a_text_of_json_is_the_makers_own(tell):
     for arguments, written in (({"unit": None}, "{}"), ('{"unit": null}', '{"unit": null}')):
         call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
         record = {"messages": [ASKED, {**CALLED, "tool_calls": [call]}, RETURNED, ANSWERED]}
         assert f"<call>weather {written}</call>" in tell(record)[0][1]
 
 
-def test_arguments_that_are_text_are_not_encoded_twice(tell: Telling) -> None:
+def test_arguments_that_are_text_are_not_encoded_twice(tell):
     ((text, trained),) = tell(DATA / "openai_args.jsonl")
     assert '<call>get_weather {"city": "Oslo"}</call>' in trained
     assert "\\" not in text
 
 
 @pytest.mark.parametrize("arguments", ['["Oslo"]', "Oslo", '"Oslo"', 3])
-def test_arguments_that_are_no_object_are_refused(arguments: Any, tell: Telling) -> None:
+def test_arguments_that_are_no_object_are_refused(arguments, tell):
     call = {"function": {"name": "weather", "arguments": arguments}}
     error = tell.refusal({"messages": [ASKED, {**CALLED, "tool_calls": [call]}]}, TOOLED)
     assert "message 2 of `messages`: `arguments`" in error.problem
 
 
-def test_contents_in_parts_are_their_texts(tell: Telling) -> None:
+def test_contents_in_parts_are_their_texts(tell):
     assert tell(DATA / "parts.jsonl") == [
         (TURN("user", "What is 1+1?") + TURN("assistant", "Two."), f"Two.{END_TURN}\n")
     ]
@@ -662,12 +528,12 @@ def test_contents_in_parts_are_their_texts(tell: Telling) -> None:
 
 
 @pytest.mark.parametrize("part", [{"type": "image", "url": "a"}, {"text": "a"}, "a", 3])
-def test_a_part_that_is_no_text_is_refused(part: Any, tell: Telling) -> None:
+def test_a_part_that_is_no_text_is_refused(part, tell):
     error = tell.refusal({"messages": [{**ASKED, "content": [part]}, ANSWERED]}, TOOLED)
     assert "message 1 of `messages`: `content`" in error.problem
 
 
-def test_roles_of_sharegpt_by_any_name_are_trained(tell: Telling) -> None:
+def test_roles_of_sharegpt_by_any_name_are_trained(tell):
     first, second = tell(DATA / "sharegpt_roles.jsonl")
     assert first[1] == f"Hi there{END_TURN}\nGoodbye{END_TURN}\n"
     assert second[1] == f"Two{END_TURN}\n"
@@ -678,7 +544,7 @@ def test_roles_of_sharegpt_by_any_name_are_trained(tell: Telling) -> None:
         ]
 
 
-def test_a_file_that_is_one_list_is_read(tell: Telling, tmp_path: Path) -> None:
+def test_a_file_that_is_one_list_is_read(tell, tmp_path):
     told = tell(DATA / "alpaca.json")
     assert [trained for _, trained in told] == [f"2{END_TURN}\n", f"Hi{END_TURN}\n"]
     rows = [{"text": "été"}, {"text": "b", "meta": {"a": None}}]
@@ -702,16 +568,12 @@ def test_a_file_that_is_one_list_is_read(tell: Telling, tmp_path: Path) -> None:
         ("[]", "d.json has no record"),
     ],
 )
-def test_a_list_is_refused_by_the_record_that_cannot_be_read(
-    text: str, problem: str, tell: Telling, tmp_path: Path
-) -> None:
+def test_a_list_is_refused_by_the_record_that_cannot_be_read(text, problem, tell, tmp_path):
     (tmp_path / "d.json").write_text(text)
     assert tell.refusal(tmp_path / "d.json", None).problem.startswith(problem)
 
 
-def test_a_list_that_is_too_long_for_memory_is_made_lines_by_the_hint(
-    tell: Telling, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_list_that_is_too_long_for_memory_is_made_lines_by_the_hint(tell, tmp_path, monkeypatch):
     (tmp_path / "d.json").write_text(json.dumps([{"text": "a" * 999}] * 2999))
     monkeypatch.setattr(readers, "_LIST_BYTES", 1 << 20)
     error = tell.refusal(tmp_path / "d.json", None)

@@ -22,11 +22,11 @@ from corpora import (
 )
 from transformers import AutoTokenizer
 
-from highwater.engine.data.data_files import data_files
-from highwater.engine.data.readers import records
+from highwater.engine.data.data_files import data_files, records
 from highwater.engine.data.rendering import PlacedRecord, Rendering, rendered, supervised
 from highwater.engine.data.text_tokens import Tokenizer
 from highwater.errors import UsageError
+from tables import table
 
 CHAT = [
     {"role": "system", "content": "Answer questions."},
@@ -50,9 +50,7 @@ def plain(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def test_a_text_is_trained_whole_with_an_end_and_no_tokenizer_cuts_or_pads_it(
-    chatml: Path, tmp_path: Path
-) -> None:
+def test_a_text_is_trained_whole_with_an_end_and_no_tokenizer_cuts_or_pads_it(chatml, tmp_path):
     text = "the cat sat on the mat and the dog ran after the cat over the hill"
     corpus = made(tmp_path, write_lines(tmp_path / "d.jsonl", [{"text": text}]), tokenizer=chatml)
     tokenizer = opened(chatml)
@@ -61,14 +59,14 @@ def test_a_text_is_trained_whole_with_an_end_and_no_tokenizer_cuts_or_pads_it(
     assert ids_of(corpus) == trained_of(corpus) == [expected]
 
 
-def test_a_text_that_ends_with_the_end_gets_no_other(chatml: Path, tmp_path: Path) -> None:
+def test_a_text_that_ends_with_the_end_gets_no_other(chatml, tmp_path):
     texts = [{"text": f"the cat{END}"}, {"text": "the cat"}]
     corpus = made(tmp_path, write_lines(tmp_path / "d.jsonl", texts), tokenizer=chatml)
     first, second = ids_of(corpus)
     assert first == second
 
 
-def test_what_a_tokenizer_puts_before_a_text_is_there_and_its_end_once(tmp_path: Path) -> None:
+def test_what_a_tokenizer_puts_before_a_text_is_there_and_its_end_once(tmp_path):
     directory = write_tokenizer(tmp_path / "tokenizer", begins=True)
     records = [{"text": "the cat"}, {"prompt": "the cat", "completion": " sat"}]
     corpus = made(tmp_path, write_lines(tmp_path / "d.jsonl", records), tokenizer=directory)
@@ -80,9 +78,7 @@ def test_what_a_tokenizer_puts_before_a_text_is_there_and_its_end_once(tmp_path:
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["prefixes", "marks"])
-def test_a_conversation_is_what_the_chat_template_makes_of_it(
-    template: str, tmp_path: Path
-) -> None:
+def test_a_conversation_is_what_the_chat_template_makes_of_it(template, tmp_path):
     directory = write_tokenizer(tmp_path / "tokenizer", template)
     data = write_lines(tmp_path / "d.jsonl", [{"messages": CHAT}])
     corpus = made(tmp_path, data, tokenizer=directory)
@@ -90,7 +86,7 @@ def test_a_conversation_is_what_the_chat_template_makes_of_it(
     assert ids_of(corpus) == [expected]
 
 
-def test_marked_turns_are_those_of_transformers_own_mask(tmp_path: Path) -> None:
+def test_marked_turns_are_those_of_transformers_own_mask(tmp_path):
     directory = write_tokenizer(tmp_path / "tokenizer", MARKED)
     data = write_lines(tmp_path / "d.jsonl", [{"messages": CHAT}])
     corpus = made(tmp_path, data, tokenizer=directory)
@@ -103,9 +99,7 @@ def test_marked_turns_are_those_of_transformers_own_mask(tmp_path: Path) -> None
     assert trained_of(corpus) == [trained]
 
 
-def test_turns_found_by_prefixes_are_the_answers_with_their_ends(
-    chatml: Path, tmp_path: Path
-) -> None:
+def test_turns_found_by_prefixes_are_the_answers_with_their_ends(chatml, tmp_path):
     data = write_lines(tmp_path / "d.jsonl", [{"messages": CHAT}])
     corpus = made(tmp_path, data, tokenizer=chatml)
     tokenizer = opened(chatml)
@@ -114,7 +108,7 @@ def test_turns_found_by_prefixes_are_the_answers_with_their_ends(
     )
 
 
-def test_turns_are_found_where_the_template_writes_the_last_one_otherwise(tmp_path: Path) -> None:
+def test_turns_are_found_where_the_template_writes_the_last_one_otherwise(tmp_path):
     directory = write_tokenizer(tmp_path / "tokenizer", THINKING)
     data = write_lines(tmp_path / "d.jsonl", [{"messages": CHAT}])
     corpus = made(tmp_path, data, tokenizer=directory)
@@ -124,8 +118,8 @@ def test_turns_are_found_where_the_template_writes_the_last_one_otherwise(tmp_pa
 
 
 def test_a_template_whose_turns_cannot_be_proven_is_refused_and_the_hint_works(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     directory = write_tokenizer(tmp_path / "tokenizer", COUNTING)
     data = write_lines(tmp_path / "d.jsonl", [{"messages": CHAT}])
     with pytest.raises(UsageError, match=r"^d\.jsonl:1: where message 3") as refused:
@@ -136,7 +130,7 @@ def test_a_template_whose_turns_cannot_be_proven_is_refused_and_the_hint_works(
     assert ids_of(corpus)[0] == opened(directory).apply_chat_template(CHAT)["input_ids"]
 
 
-def test_sharegpt_conversations_are_the_same_as_messages(chatml: Path, tmp_path: Path) -> None:
+def test_sharegpt_conversations_are_the_same_as_messages(chatml, tmp_path):
     names = {"system": "system", "user": "human", "assistant": "gpt"}
     told = [{"from": names[each["role"]], "value": each["content"]} for each in CHAT]
     data = write_lines(tmp_path / "d.jsonl", [{"messages": CHAT}, {"conversations": told}])
@@ -145,9 +139,7 @@ def test_sharegpt_conversations_are_the_same_as_messages(chatml: Path, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["completion", "response"])
-def test_of_a_prompt_and_its_completion_the_completion_is_trained(
-    name: str, chatml: Path, tmp_path: Path
-) -> None:
+def test_of_a_prompt_and_its_completion_the_completion_is_trained(name, chatml, tmp_path):
     texts = {"prompt": "What is one and one?", name: " It is two."}
     messages = {"prompt": CHAT[:2], name: CHAT[2:3]}
     data = write_lines(tmp_path / "d.jsonl", [texts, messages])
@@ -163,8 +155,8 @@ def test_of_a_prompt_and_its_completion_the_completion_is_trained(
 
 
 def test_a_prompt_is_what_a_model_is_given_even_where_a_token_would_reach_out_of_it(
-    chatml: Path, tmp_path: Path
-) -> None:
+    chatml, tmp_path
+):
     data = write_lines(tmp_path / "d.jsonl", [{"prompt": "over th", "completion": "e hill"}])
     corpus = made(tmp_path, data, tokenizer=chatml)
     tokenizer = opened(chatml)
@@ -176,8 +168,8 @@ def test_a_prompt_is_what_a_model_is_given_even_where_a_token_would_reach_out_of
 
 
 def test_a_tokenizer_that_adds_a_space_is_cut_where_its_tokens_end_or_refused(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     directory = write_tokenizer(tmp_path / "tokenizer", None, words=True)
     tokenizer = opened(directory)
     good = write_lines(tmp_path / "good.jsonl", [{"prompt": "the cat", "completion": " sat on"}])
@@ -191,14 +183,14 @@ def test_a_tokenizer_that_adds_a_space_is_cut_where_its_tokens_end_or_refused(
     assert ids_of(everything)[0][:-1] == plain(tokenizer, "over the hill")
 
 
-def test_a_conversation_of_which_a_template_writes_nothing_is_refused(tmp_path: Path) -> None:
+def test_a_conversation_of_which_a_template_writes_nothing_is_refused(tmp_path):
     directory = write_tokenizer(tmp_path / "tokenizer", "{{ '' }}")
     data = write_lines(tmp_path / "d.jsonl", [{"text": "the cat"}, {"messages": CHAT[:2]}])
     with pytest.raises(UsageError, match=r"^d\.jsonl:2: .* `content` of message 1"):
         made(tmp_path, data, tokenizer=directory)
 
 
-def test_a_prompt_that_is_no_beginning_of_its_answer_is_refused_in_pairs(tmp_path: Path) -> None:
+def test_a_prompt_that_is_no_beginning_of_its_answer_is_refused_in_pairs(tmp_path):
     directory = write_tokenizer(tmp_path / "tokenizer", COUNTING)
     pair = {"chosen": CHAT[:3], "rejected": [*CHAT[:2], CHAT[4]]}
     data = write_lines(tmp_path / "d.jsonl", [pair])
@@ -207,7 +199,7 @@ def test_a_prompt_that_is_no_beginning_of_its_answer_is_refused_in_pairs(tmp_pat
     assert "as texts" in refused.value.hint
 
 
-def test_ids_and_labels_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_ids_and_labels_are_taken_as_they_are(tmp_path):
     records = [{"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]}, {"input_ids": [1, 2]}]
     corpus = made(tmp_path, write_lines(tmp_path / "d.jsonl", records))
     assert ids_of(corpus) == [[5, 6, 7, 8], [1, 2]]
@@ -215,7 +207,7 @@ def test_ids_and_labels_are_taken_as_they_are(tmp_path: Path) -> None:
     assert trained_of(corpus)[1] == [1, 2]
 
 
-def test_bytes_are_tokens_where_there_is_no_tokenizer(tmp_path: Path) -> None:
+def test_bytes_are_tokens_where_there_is_no_tokenizer(tmp_path):
     records = [{"text": "été"}, {"prompt": "a", "completion": "b"}]
     corpus = made(tmp_path, write_lines(tmp_path / "d.jsonl", records), vocab_size=257)
     assert ids_of(corpus) == [[*"été".encode(), 256], [97, 98, 256]]
@@ -226,9 +218,7 @@ def test_bytes_are_tokens_where_there_is_no_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("objective", ["rw", "dpo"])
-def test_a_pair_is_chosen_then_rejected_with_the_prompt_untrained(
-    objective: str, chatml: Path, tmp_path: Path
-) -> None:
+def test_a_pair_is_chosen_then_rejected_with_the_prompt_untrained(objective, chatml, tmp_path):
     texts = {"prompt": "Why?", "chosen": " Because.", "rejected": " It is two."}
     messages = {
         "prompt": CHAT[:2],
@@ -248,7 +238,7 @@ def test_a_pair_is_chosen_then_rejected_with_the_prompt_untrained(
     assert corpus.summary.units == 4
 
 
-def test_two_whole_texts_train_from_where_they_differ(chatml: Path, tmp_path: Path) -> None:
+def test_two_whole_texts_train_from_where_they_differ(chatml, tmp_path):
     pair = {"chosen": "What is one? It is two.", "rejected": "What is one? Because."}
     data = write_lines(tmp_path / "d.jsonl", [pair])
     corpus = made(tmp_path, data, tokenizer=chatml, objective="dpo")
@@ -263,7 +253,7 @@ def test_two_whole_texts_train_from_where_they_differ(chatml: Path, tmp_path: Pa
     ]
 
 
-def test_rollouts_in_one_record_or_in_several_are_the_same(chatml: Path, tmp_path: Path) -> None:
+def test_rollouts_in_one_record_or_in_several_are_the_same(chatml, tmp_path):
     together = [
         {"prompt": "Why?", "responses": [" Because.", " It is two."], "rewards": [1.0, 0.25]},
         {"prompt": CHAT[:2], "responses": ["It is two.", "Why?"], "rewards": [2, -1]},
@@ -299,7 +289,7 @@ def test_rollouts_in_one_record_or_in_several_are_the_same(chatml: Path, tmp_pat
     assert ids_of(corpora[0])[2][: len(begun)] == begun
 
 
-def test_sampled_ids_and_their_logprobs_are_kept_to_the_bit(chatml: Path, tmp_path: Path) -> None:
+def test_sampled_ids_and_their_logprobs_are_kept_to_the_bit(chatml, tmp_path):
     record = {
         "prompt": "Why?",
         "response_ids": [[7, 8], [9]],
@@ -320,9 +310,7 @@ def test_sampled_ids_and_their_logprobs_are_kept_to_the_bit(chatml: Path, tmp_pa
     assert corpus.summary.notes[0].endswith("its advantage is its reward / (1 + 1e-6)")
 
 
-def test_a_function_gives_the_rewards_and_ppo_has_units_of_one(
-    chatml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_gives_the_rewards_and_ppo_has_units_of_one(chatml, tmp_path, monkeypatch):
     (tmp_path / "judge_of_tests.py").write_text(
         "def shortness(*, prompt, response, record):\n"
         "    return record['weight'] / (len(prompt) + len(response))\n"
@@ -340,46 +328,13 @@ def test_a_function_gives_the_rewards_and_ppo_has_units_of_one(
     assert corpus.units.tolist() == [0]
 
 
-HOSTILE: list[tuple[str, dict[str, Any], str]] = [
-    ("sft", {"id": 3}, "no `text` among its fields: id"),
-    ("sft", {"text": 7}, "`text` is not a text: 7"),
-    ("sft", {"messages": []}, "`messages` is not a list of messages"),
-    ("sft", {"messages": [{"content": "hi"}]}, "a `role` and a `content`"),
-    ("sft", {"messages": "hi"}, "`messages` is not a list of messages"),
-    ("sft", {"prompt": "a", "completion": CHAT[1:2]}, "`completion` has no message of the assis"),
-    ("sft", {"input_ids": [1, 2.5]}, "not a list of whole numbers"),
-    ("sft", {"input_ids": [True, False]}, "not a list of numbers"),
-    ("sft", {"input_ids": [[1], [2, 3]]}, "not a list of numbers"),
-    ("sft", {"input_ids": [1, 512]}, "has 512, and the model knows the ids 0 to 511"),
-    ("sft", {"input_ids": [1, -1]}, "has -1, and the model"),
-    ("sft", {"input_ids": [1, 2**70]}, "`input_ids` is not a list of"),
-    ("sft", {"input_ids": [1, 2], "labels": [1]}, "`labels` are neither -100 nor"),
-    ("sft", {"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "`labels` are neither -100 nor"),
-    ("dpo", {"prompt": "a", "chosen": "b"}, "no `rejected` among its fields: prompt, chosen"),
-    ("dpo", {"chosen": "b", "rejected": CHAT}, "one is a text and one is messages"),
-    ("dpo", {"chosen": CHAT[:1], "rejected": CHAT[1:2]}, "no message in common"),
-    ("grpo", {"prompt": "a", "response": "b", "reward": 1.0}, "no `group`"),
-    ("grpo", {"prompt": "a", "response": "b", "group": 1}, "a response without a reward"),
-    ("grpo", {"prompt": "a", "responses": ["b"], "rewards": [1, 2]}, "has 2 values for 1 resp"),
-    ("grpo", {"prompt": "a", "responses": ["b"], "rewards": ["1"]}, "`reward` is not a finite"),
-    ("grpo", {"responses": ["b"], "rewards": [1]}, "no `prompt` among its fields"),
-    (
-        "ppo",
-        {"prompt": "a", "response": "b", "reward": 1, "logprobs": [-1.0]},
-        "`logprobs` without the tokens",
-    ),
-    (
-        "ppo",
-        {"prompt": "a", "response_ids": [4, 5], "reward": 1, "logprobs": [-1.0]},
-        "1 `logprobs` for 2 tokens",
-    ),
-]
+HOSTILE: list[tuple[str, dict[str, Any], str]] = table("record_rendering", "hostile")
 
 
 @pytest.mark.parametrize(("objective", "record", "problem"), HOSTILE)
 def test_a_record_that_cannot_be_trained_is_refused_by_its_line(
-    objective: str, record: dict[str, Any], problem: str, chatml: Path, tmp_path: Path
-) -> None:
+    objective, record, problem, chatml, tmp_path
+):
     data = write_lines(tmp_path / "d.jsonl", [record])
     with pytest.raises(UsageError) as refused:
         made(tmp_path, data, tokenizer=chatml, objective=objective)
@@ -388,9 +343,7 @@ def test_a_record_that_cannot_be_trained_is_refused_by_its_line(
     assert refused.value.hint
 
 
-def test_messages_without_a_template_and_a_foreign_tokenizer_are_refused(
-    chatml: Path, tmp_path: Path
-) -> None:
+def test_messages_without_a_template_and_a_foreign_tokenizer_are_refused(chatml, tmp_path):
     data = write_lines(tmp_path / "d.jsonl", [{"messages": CHAT}])
     with pytest.raises(UsageError, match="no tokenizer, whose chat template"):
         made(tmp_path, data)
@@ -410,8 +363,8 @@ def test_messages_without_a_template_and_a_foreign_tokenizer_are_refused(
     ],
 )
 def test_a_users_function_that_gives_no_reward_is_refused_by_its_name(
-    source: str, problem: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    source, problem, hint, tmp_path, monkeypatch
+):
     (tmp_path / "harsh_judge.py").write_text(
         "def judge(**_):\n    raise RuntimeError('no')\n"
         "def praise(**_):\n    return 'good'\n"
@@ -439,9 +392,7 @@ def rendered_by(processes: int, data: Path, tokenizer: Path) -> list[tuple[str, 
     ]
 
 
-def test_any_number_of_processes_renders_the_same_in_the_same_order(
-    chatml: Path, tmp_path: Path
-) -> None:
+def test_any_number_of_processes_renders_the_same_in_the_same_order(chatml, tmp_path):
     chats = [
         {"messages": [*CHAT[:2], {"role": "assistant", "content": "a" * n}]} for n in range(99)
     ]
@@ -450,8 +401,8 @@ def test_any_number_of_processes_renders_the_same_in_the_same_order(
 
 
 def test_of_several_refusals_the_first_in_the_data_is_told_by_any_number_of_processes(
-    chatml: Path, tmp_path: Path
-) -> None:
+    chatml, tmp_path
+):
     texts = [{"text": "the cat"}] * 70
     data = write_lines(tmp_path / "d.jsonl", [*texts, {"text": 7}, *texts, {"text": 8}])
     with data.open("a") as stream:

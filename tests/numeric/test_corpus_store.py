@@ -17,9 +17,8 @@ import pytest
 from corpora import ids_of, made, order, trained_of, write_lines, write_tokenizer
 from pyarrow import parquet
 
-from highwater.engine.data.data_files import data_files, read_manifest, write_manifest
-from highwater.engine.data.readers import records
-from highwater.engine.data.store import CorpusWriter, open_corpus
+from highwater.engine.data.data_files import data_files, records
+from highwater.engine.data.store import CorpusWriter, open_corpus, read_manifest, write_manifest
 from highwater.engine.data.text_tokens import BYTE_VOCABULARY
 from highwater.engine.data.tokenise import tokenise
 from highwater.errors import HighwaterError, MachineError, UsageError
@@ -84,7 +83,7 @@ KINDS: dict[str, Callable[[Path, list[dict[str, Any]]], Path]] = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_kind_of_file_gives_the_same_corpus(name: str, tmp_path: Path) -> None:
+def test_every_kind_of_file_gives_the_same_corpus(name, tmp_path):
     told = made(tmp_path, write_lines(tmp_path / "told.jsonl", RECORDS))
     corpus = made(tmp_path, KINDS[name](tmp_path / name, RECORDS))
     assert ids_of(corpus) == ids_of(told)
@@ -92,7 +91,7 @@ def test_every_kind_of_file_gives_the_same_corpus(name: str, tmp_path: Path) -> 
     assert corpus.lengths.tolist() == told.lengths.tolist()
 
 
-def test_messages_of_a_table_are_those_of_lines(tmp_path: Path) -> None:
+def test_messages_of_a_table_are_those_of_lines(tmp_path):
     tokenizer = write_tokenizer(tmp_path / "tokenizer")
     chats = [
         *CHATS,
@@ -106,7 +105,7 @@ def test_messages_of_a_table_are_those_of_lines(tmp_path: Path) -> None:
     assert trained_of(lines) == trained_of(table) == trained_of(saved)
 
 
-def test_texts_are_a_document_a_file_in_order_of_their_names(tmp_path: Path) -> None:
+def test_texts_are_a_document_a_file_in_order_of_their_names(tmp_path):
     folder = tmp_path / "texts"
     (folder / "b").mkdir(parents=True)
     (folder / "b" / "1.md").write_bytes(b"\xef\xbb\xbfsecond\r\n")
@@ -122,13 +121,13 @@ def test_texts_are_a_document_a_file_in_order_of_their_names(tmp_path: Path) -> 
     assert corpus.summary.empty == 1
 
 
-def test_texts_beside_records_are_named_and_not_trained(tmp_path: Path) -> None:
+def test_texts_beside_records_are_named_and_not_trained(tmp_path):
     corpus = made(tmp_path, save_folder(tmp_path / "data", RECORDS))
     assert corpus.summary.documents == len(RECORDS)
     assert "data/README.md" in corpus.summary.notes[0]
 
 
-def test_a_document_knows_its_file_and_line(tmp_path: Path) -> None:
+def test_a_document_knows_its_file_and_line(tmp_path):
     path = tmp_path / "d.jsonl"
     path.write_text('\ufeff{"text": "a"}\n\n{"text": ""}\n{"text": "b"}', encoding="utf-8")
     corpus = made(tmp_path, path)
@@ -136,7 +135,7 @@ def test_a_document_knows_its_file_and_line(tmp_path: Path) -> None:
     assert corpus.summary.empty == 1
 
 
-def test_files_of_one_name_are_named_whole(tmp_path: Path) -> None:
+def test_files_of_one_name_are_named_whole(tmp_path):
     paths = []
     for folder in ("one", "other"):
         (tmp_path / folder).mkdir()
@@ -145,7 +144,7 @@ def test_files_of_one_name_are_named_whole(tmp_path: Path) -> None:
     assert [corpus.name_of(number) for number in range(2)] == [f"{path}:1" for path in paths]
 
 
-def test_long_documents_are_cut_split_or_refused_and_counted(tmp_path: Path) -> None:
+def test_long_documents_are_cut_split_or_refused_and_counted(tmp_path):
     data = write_lines(tmp_path / "d.jsonl", [{"text": "abcdefgh"}, {"text": "xy"}])
     cut = made(tmp_path, data, length_tokens=4)
     assert ids_of(cut) == [[*b"abcd"], [*b"xy", 256]]
@@ -162,8 +161,8 @@ def test_long_documents_are_cut_split_or_refused_and_counted(tmp_path: Path) -> 
 
 
 def test_a_pair_or_a_rollout_is_cut_each_and_a_pair_without_a_response_left_out(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     pairs = [
         {"prompt": "ab", "chosen": "cdefgh", "rejected": "x"},
         {"prompt": "abcdefgh", "chosen": "i", "rejected": "j"},
@@ -179,9 +178,7 @@ def test_a_pair_or_a_rollout_is_cut_each_and_a_pair_without_a_response_left_out(
 
 
 @pytest.mark.parametrize("objective", ["sft", "dpo"])
-def test_where_nothing_is_left_to_train_the_hint_says_what_leaves_some(
-    objective: str, tmp_path: Path
-) -> None:
+def test_where_nothing_is_left_to_train_the_hint_says_what_leaves_some(objective, tmp_path):
     answers = {"sft": {"completion": "i"}, "dpo": {"chosen": "i", "rejected": "j"}}
     data = write_lines(tmp_path / "d.jsonl", [{"prompt": "abcdefgh", **answers[objective]}])
     with pytest.raises(UsageError, match="nothing to train on") as refused:
@@ -197,15 +194,13 @@ def test_where_nothing_is_left_to_train_the_hint_says_what_leaves_some(
 
 
 @pytest.mark.parametrize("objective", ["grpo", "ppo", "dpo", "rw"])
-def test_only_supervised_documents_are_split_or_trained_whole(
-    objective: str, tmp_path: Path
-) -> None:
+def test_only_supervised_documents_are_split_or_trained_whole(objective, tmp_path):
     for choices in ({"long_documents": "split"}, {"trained": "all"}):
         with pytest.raises(UsageError):
             order(tmp_path, objective=objective, **choices)
 
 
-def test_the_same_order_is_made_once_and_another_is_another(tmp_path: Path) -> None:
+def test_the_same_order_is_made_once_and_another_is_another(tmp_path):
     data = write_lines(tmp_path / "d.jsonl", RECORDS)
     first = made(tmp_path, data)
     written = (Path(first.summary.directory) / "ids.bin").stat()
@@ -228,7 +223,7 @@ def test_the_same_order_is_made_once_and_another_is_another(tmp_path: Path) -> N
     assert len({*others, first.summary.digest}) == len(others) + 1
 
 
-def test_large_vocabularies_have_larger_ids(tmp_path: Path) -> None:
+def test_large_vocabularies_have_larger_ids(tmp_path):
     records = [{"input_ids": [1, 99_999, 65_536]}]
     data = write_lines(tmp_path / "d.jsonl", records)
     corpus = made(tmp_path, data, vocab_size=100_000)
@@ -263,9 +258,7 @@ def put_a_pipe_there(file: Path) -> None:
         *("files.bin", "rows.bin", "corpus.json", "names.json", "manifest.json"),
     ],
 )
-def test_a_damaged_corpus_is_not_opened_and_is_made_anew(
-    name: str, harm: Callable[[Path], None], tmp_path: Path
-) -> None:
+def test_a_damaged_corpus_is_not_opened_and_is_made_anew(name, harm, tmp_path):
     ids = {"prompt_ids": [1, 2], "response_ids": [3, 4]}
     rollouts = [{"prompt": "a", **ids, "logprobs": [-0.5, -0.25], "reward": 1.0}] * 3
     data = write_lines(tmp_path / "d.jsonl", rollouts)
@@ -286,7 +279,7 @@ def test_a_damaged_corpus_is_not_opened_and_is_made_anew(
     assert ids_of(again) == ids == [[1, 2, 3, 4]] * 3
 
 
-def test_a_corpus_of_before_there_were_checksums_is_made_anew(tmp_path: Path) -> None:
+def test_a_corpus_of_before_there_were_checksums_is_made_anew(tmp_path):
     data = write_lines(tmp_path / "d.jsonl", RECORDS)
     folder = Path(made(tmp_path, data).summary.directory)
     (folder / "manifest.json").unlink()
@@ -294,7 +287,7 @@ def test_a_corpus_of_before_there_were_checksums_is_made_anew(tmp_path: Path) ->
     assert max(map(max, ids_of(made(tmp_path, data)))) < BYTE_VOCABULARY
 
 
-def test_a_file_that_the_manifest_does_not_name_is_never_mapped(tmp_path: Path) -> None:
+def test_a_file_that_the_manifest_does_not_name_is_never_mapped(tmp_path):
     data = write_lines(tmp_path / "d.jsonl", RECORDS)
     folder = Path(made(tmp_path, data).summary.directory)
     manifest = read_manifest(folder)
@@ -303,7 +296,7 @@ def test_a_file_that_the_manifest_does_not_name_is_never_mapped(tmp_path: Path) 
         open_corpus(folder)
 
 
-def test_nothing_is_left_of_a_corpus_that_could_not_be_made(tmp_path: Path) -> None:
+def test_nothing_is_left_of_a_corpus_that_could_not_be_made(tmp_path):
     data = write_lines(tmp_path / "d.jsonl", [*RECORDS, {"text": 7}])
     with pytest.raises(UsageError):
         made(tmp_path, data)
@@ -311,7 +304,7 @@ def test_nothing_is_left_of_a_corpus_that_could_not_be_made(tmp_path: Path) -> N
     assert not list((tmp_path / "scratch-0").iterdir())
 
 
-def test_a_full_disk_is_the_machines_refusal(tmp_path: Path) -> None:
+def test_a_full_disk_is_the_machines_refusal(tmp_path):
     """``/dev/full`` is a disk that is full: the first of its files that is written there fails."""
     writer = CorpusWriter(tmp_path / "corpus", vocab_size=300)
     corpus = made(tmp_path, write_lines(tmp_path / "d.jsonl", RECORDS))
@@ -327,7 +320,7 @@ def test_a_full_disk_is_the_machines_refusal(tmp_path: Path) -> None:
     assert not (tmp_path / "corpus").exists()
 
 
-def test_two_that_make_the_same_corpus_at_once_have_one(tmp_path: Path) -> None:
+def test_two_that_make_the_same_corpus_at_once_have_one(tmp_path):
     data = write_lines(tmp_path / "d.jsonl", RECORDS)
 
     def another_is_faster(phase: str) -> None:
@@ -371,8 +364,8 @@ HOSTILE: list[tuple[str, bytes, str, str]] = [
 
 @pytest.mark.parametrize(("name", "content", "problem", "hint"), HOSTILE)
 def test_a_file_that_cannot_be_read_is_refused_by_name_and_line(
-    name: str, content: bytes, problem: str, hint: str, tmp_path: Path
-) -> None:
+    name, content, problem, hint, tmp_path
+):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(UsageError) as refused:
@@ -392,9 +385,7 @@ def commands_in(error: HighwaterError) -> list[str]:
         ("d.jsonl.gz", gzip.compress('{"text": "été"}\n{"text": "b"}\n'.encode("latin1"), mtime=0)),
     ],
 )
-def test_what_the_hint_writes_can_be_read(
-    name: str, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_hint_writes_can_be_read(name, content, tmp_path, monkeypatch):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(UsageError) as refused:
@@ -407,7 +398,7 @@ def test_what_the_hint_writes_can_be_read(
     assert ids_of(made(tmp_path, written)) == [[*"été".encode(), 256], [98, 256]]
 
 
-def test_paths_that_hold_nothing_are_refused(tmp_path: Path) -> None:
+def test_paths_that_hold_nothing_are_refused(tmp_path):
     with pytest.raises(UsageError, match="no data at"):
         made(tmp_path, tmp_path / "nowhere.jsonl")
     (tmp_path / "empty").mkdir()
@@ -423,10 +414,10 @@ def test_paths_that_hold_nothing_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "package"), [("d.parquet", "pyarrow"), ("saved", "datasets")])
 def test_a_package_that_is_missing_is_named_with_what_installs_it(
-    name: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name, package, tmp_path, monkeypatch
+):
     path = KINDS[name](tmp_path / name, RECORDS)
-    from highwater.engine.data import readers
+    from highwater.engine.data import data_files as readers
 
     def found(asked: str) -> object | None:
         return None if asked == package else object()
@@ -437,7 +428,7 @@ def test_a_package_that_is_missing_is_named_with_what_installs_it(
     assert commands_in(refused.value) == [f"pip install {package}"]
 
 
-def test_a_table_is_read_a_few_rows_at_a_time(tmp_path: Path) -> None:
+def test_a_table_is_read_a_few_rows_at_a_time(tmp_path):
     rows = [{"text": "x" * 1000, "number": number} for number in range(3000)]
     (file,) = data_files([str(write_parquet(tmp_path / "d.parquet", rows))]).files
     read = records(file)

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,7 @@ from corpora import made, order, write_lines, write_tokenizer
 
 from highwater.engine.data import conversations
 from highwater.engine.data import rendering as render_processes
-from highwater.engine.data.data_files import data_files
-from highwater.engine.data.readers import records
+from highwater.engine.data.data_files import data_files, records
 from highwater.errors import MachineError, UsageError
 from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.protocols import REFUSED_FILE, Refused
@@ -48,9 +46,7 @@ def dangling(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["d.jsonl", "d.json", "d.txt", "d.jsonl.gz", "d.parquet"])
 @pytest.mark.parametrize("irregular", [pipe, link_to_a_pipe, zeros])
-def test_data_that_is_no_file_is_refused_and_never_waited_for(
-    irregular: Callable[[Path], None], name: str, tmp_path: Path
-) -> None:
+def test_data_that_is_no_file_is_refused_and_never_waited_for(irregular, name, tmp_path):
     data = tmp_path / name
     irregular(data)
     with pytest.raises(UsageError, match=f"{name} cannot be read: it is no regular file") as said:
@@ -60,8 +56,8 @@ def test_data_that_is_no_file_is_refused_and_never_waited_for(
 
 @pytest.mark.parametrize("irregular", [pipe, link_to_a_pipe, zeros, dangling])
 def test_what_is_no_file_within_a_folder_of_data_is_refused_and_not_passed_over(
-    irregular: Callable[[Path], None], tmp_path: Path
-) -> None:
+    irregular, tmp_path
+):
     folder = tmp_path / "data"
     folder.mkdir()
     write_lines(folder / "a.jsonl", [{"text": "a"}])
@@ -70,7 +66,7 @@ def test_what_is_no_file_within_a_folder_of_data_is_refused_and_not_passed_over(
         made(tmp_path / "made", folder)
 
 
-def test_a_file_that_becomes_a_pipe_after_it_was_found_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_file_that_becomes_a_pipe_after_it_was_found_is_not_waited_for(tmp_path):
     data = write_lines(tmp_path / "d.jsonl", [{"text": "a"}])
     (found,) = data_files([str(data)]).files
     data.unlink()
@@ -79,13 +75,13 @@ def test_a_file_that_becomes_a_pipe_after_it_was_found_is_not_waited_for(tmp_pat
         list(records(found))
 
 
-def test_a_link_to_a_file_is_read_as_the_file(tmp_path: Path) -> None:
+def test_a_link_to_a_file_is_read_as_the_file(tmp_path):
     write_lines(tmp_path / "there.jsonl", [{"text": "a"}])
     (tmp_path / "d.jsonl").symlink_to("there.jsonl")
     assert made(tmp_path / "made", tmp_path / "d.jsonl").summary.documents == 1
 
 
-def test_a_tokenizers_file_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_tokenizers_file_that_is_a_pipe_is_not_waited_for(tmp_path):
     data = write_lines(tmp_path / "d.jsonl", [{"text": "a"}])
     folder = write_tokenizer(tmp_path / "tokenizer", "{{ messages[0]['content'] }}")
     for name in ("tokenizer.json", "config.json"):
@@ -114,8 +110,8 @@ ENDLESS = {
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_that_does_not_end_is_refused_with_its_record(
-    name: str, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name, processes, tmp_path, monkeypatch
+):
     monkeypatch.setattr(conversations, "LIMIT_S", 1.0)
     if processes > 1:
         monkeypatch.setattr(render_processes, "_WORTH_BYTES", 0)
@@ -131,7 +127,7 @@ def test_a_template_that_does_not_end_is_refused_with_its_record(
     assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
 
 
-def test_a_template_that_calls_itself_is_refused_with_its_record(tmp_path: Path) -> None:
+def test_a_template_that_calls_itself_is_refused_with_its_record(tmp_path):
     again = "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"
     tokenizer = write_tokenizer(tmp_path / "tokenizer", again)
     data = write_lines(tmp_path / "d.jsonl", [CHAT])
@@ -139,9 +135,7 @@ def test_a_template_that_calls_itself_is_refused_with_its_record(tmp_path: Path)
         made(tmp_path / "made", data, tokenizer=tokenizer)
 
 
-def test_all_that_a_template_writes_of_a_record_has_one_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_that_a_template_writes_of_a_record_has_one_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(conversations, "LIMIT_S", 0.5)
     slow = "{% for a in range(99) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
     write = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
@@ -171,9 +165,7 @@ GROWN = {
 
 
 @pytest.mark.parametrize("name", GROWN)
-def test_a_template_that_grows_is_refused_with_its_record_and_takes_no_memory(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_template_that_grows_is_refused_with_its_record_and_takes_no_memory(name, tmp_path):
     tokenizer = write_tokenizer(tmp_path / "tokenizer", GROWN[name])
     data = write_lines(tmp_path / "d.jsonl", [CHAT])
     order_file, answer = tmp_path / "order.json", tmp_path / "made" / "answer.json"
@@ -190,7 +182,7 @@ def test_a_template_that_grows_is_refused_with_its_record_and_takes_no_memory(
     assert "chat_template.jinja" in refused.hint
 
 
-def test_the_limit_of_a_templates_memory_ends_with_it(tmp_path: Path) -> None:
+def test_the_limit_of_a_templates_memory_ends_with_it(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_DATA)
     tokenizer = write_tokenizer(tmp_path / "tokenizer", GROWN["a text doubled 60 times"])
     with pytest.raises(UsageError):
@@ -198,7 +190,7 @@ def test_the_limit_of_a_templates_memory_ends_with_it(tmp_path: Path) -> None:
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
-def test_a_long_conversation_is_within_the_limit(tmp_path: Path) -> None:
+def test_a_long_conversation_is_within_the_limit(tmp_path):
     template = (
         "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"

@@ -6,7 +6,6 @@ import json
 import pickle
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +69,7 @@ def garbage(path: Path) -> None:
     path.write_bytes(b"\x00" * path.stat().st_size)
 
 
-def test_the_latest_and_the_best_are_kept_and_the_best_is_named(
-    run: tuple[Path, Any], own: Training
-) -> None:
+def test_the_latest_and_the_best_are_kept_and_the_best_is_named(run, own):
     folder, saved = run
     assert names(folder / "checkpoints") == {BEST, LATEST, "best.json"}
     best = json.loads((folder / "checkpoints" / "best.json").read_text())
@@ -87,12 +84,12 @@ def test_the_latest_and_the_best_are_kept_and_the_best_is_named(
 @pytest.mark.parametrize("damage", [half, without_last_byte, flipped, garbage, Path.unlink])
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_file_is_named_and_the_hint_goes_on_from_the_checkpoint_before(
-    run: tuple[Path, Any],
-    own: Training,
-    tmp_path: Path,
-    name: str,
-    damage: Callable[[Path], object],
-) -> None:
+    run,
+    own,
+    tmp_path,
+    name,
+    damage,
+):
     checkpoints = copied(run[0], tmp_path / "run")
     damage(checkpoints / LATEST / name)
     of_run = RunCheckpoints(tmp_path / "run")
@@ -111,9 +108,7 @@ def test_a_damaged_file_is_named_and_the_hint_goes_on_from_the_checkpoint_before
     assert names(checkpoints) == {BEST, LATEST, f"{LATEST}.set-aside", "best.json"}
 
 
-def test_where_no_checkpoint_is_whole_the_hint_begins_anew(
-    run: tuple[Path, Any], own: Training, tmp_path: Path
-) -> None:
+def test_where_no_checkpoint_is_whole_the_hint_begins_anew(run, own, tmp_path):
     checkpoints = copied(run[0], tmp_path / "run")
     for name in (BEST, LATEST):
         flipped(checkpoints / name / "model" / "index.json")
@@ -137,9 +132,7 @@ class Harmful:
         return Path.touch, (self.path,)
 
 
-def test_a_file_of_metadata_that_runs_code_runs_none(
-    run: tuple[Path, Any], own: Training, tmp_path: Path
-) -> None:
+def test_a_file_of_metadata_that_runs_code_runs_none(run, own, tmp_path):
     checkpoints = copied(run[0], tmp_path / "run")
     metadata = checkpoints / LATEST / "model" / ".metadata"
     metadata.write_bytes(pickle.dumps(Harmful(tmp_path / "harm")))
@@ -148,9 +141,7 @@ def test_a_file_of_metadata_that_runs_code_runs_none(
     assert not (tmp_path / "harm").exists()
 
 
-def test_a_shard_that_runs_code_is_refused_and_runs_none(
-    run: tuple[Path, Any], own: Training, tmp_path: Path
-) -> None:
+def test_a_shard_that_runs_code_is_refused_and_runs_none(run, own, tmp_path):
     checkpoints = copied(run[0], tmp_path / "run")
     folder = checkpoints / LATEST / "model"
     torch.save(Harmful(tmp_path / "harm"), folder / "__0_0.distcp")
@@ -167,9 +158,7 @@ def test_a_shard_that_runs_code_is_refused_and_runs_none(
 
 
 @pytest.mark.parametrize("outside", ["../../secret", "/etc/passwd", ".."])
-def test_an_index_that_names_a_file_elsewhere_is_refused(
-    run: tuple[Path, Any], own: Training, tmp_path: Path, outside: str
-) -> None:
+def test_an_index_that_names_a_file_elsewhere_is_refused(run, own, tmp_path, outside):
     checkpoints = copied(run[0], tmp_path / "run")
     index = checkpoints / LATEST / "model" / "index.json"
     index.write_text(index.read_text().replace("__0_0.distcp", outside))
@@ -178,9 +167,7 @@ def test_an_index_that_names_a_file_elsewhere_is_refused(
         RunCheckpoints(tmp_path / "run").resume(own)
 
 
-def test_a_state_that_is_none_is_refused_whatever_its_checksum(
-    run: tuple[Path, Any], own: Training, tmp_path: Path
-) -> None:
+def test_a_state_that_is_none_is_refused_whatever_its_checksum(run, own, tmp_path):
     checkpoints = copied(run[0], tmp_path / "run")
     path = checkpoints / LATEST / "state.json"
     for text in ("{}", "[]", '{"step": 3', path.read_text().replace('"step":3', '"step":4')):
@@ -190,9 +177,7 @@ def test_a_state_that_is_none_is_refused_whatever_its_checksum(
             RunCheckpoints(tmp_path / "run").resume(own)
 
 
-def test_shards_without_a_manifest_are_refused_where_they_are_cut_short(
-    own: Training, tmp_path: Path
-) -> None:
+def test_shards_without_a_manifest_are_refused_where_they_are_cut_short(own, tmp_path):
     how: Any = (own.policy, own.optimizer, tmp_path / "shards")
     save_sharded(*how, mesh=own.mesh)
     half(tmp_path / "shards" / "__0_0.distcp")
@@ -201,9 +186,7 @@ def test_shards_without_a_manifest_are_refused_where_they_are_cut_short(
 
 
 @pytest.mark.parametrize("lacking", ["model", "optimizer"])
-def test_another_models_checkpoint_is_refused(
-    run: tuple[Path, Any], own: Training, tmp_path: Path, lacking: str
-) -> None:
+def test_another_models_checkpoint_is_refused(run, own, tmp_path, lacking):
     checkpoints = copied(run[0], tmp_path / "run")
     index = checkpoints / LATEST / "model" / "index.json"
     content = json.loads(index.read_text())
@@ -215,9 +198,7 @@ def test_another_models_checkpoint_is_refused(
         RunCheckpoints(tmp_path / "run").resume(own)
 
 
-def test_what_a_killed_save_left_is_removed_and_a_users_files_never_are(
-    run: tuple[Path, Any], own: Training, tmp_path: Path
-) -> None:
+def test_what_a_killed_save_left_is_removed_and_a_users_files_never_are(run, own, tmp_path):
     checkpoints = copied(run[0], tmp_path / "run")
     of_run = RunCheckpoints(tmp_path / "run")
     for name in ("step-000004.partial", "step-000007.partial"):
@@ -246,9 +227,7 @@ def test_what_a_killed_save_left_is_removed_and_a_users_files_never_are(
     assert of_run.latest() == checkpoints / "step-000007"
 
 
-def test_losses_over_other_evaluation_data_do_not_compare(
-    run: tuple[Path, Any], own: Training, tmp_path: Path
-) -> None:
+def test_losses_over_other_evaluation_data_do_not_compare(run, own, tmp_path):
     copied(run[0], tmp_path / "run")
     of_run = RunCheckpoints(tmp_path / "run")
     of_run.resume(own)
@@ -259,9 +238,7 @@ def test_losses_over_other_evaluation_data_do_not_compare(
     assert names(of_run.folder) == {"step-000004", "best.json"}
 
 
-def test_a_step_is_saved_once_and_never_over_another_runs(
-    run: tuple[Path, Any], own: Training, tmp_path: Path
-) -> None:
+def test_a_step_is_saved_once_and_never_over_another_runs(run, own, tmp_path):
     checkpoints = copied(run[0], tmp_path / "run")
     of_run = RunCheckpoints(tmp_path / "run")
     of_run.resume(own)
@@ -277,9 +254,7 @@ def test_a_step_is_saved_once_and_never_over_another_runs(
     assert of_run.resume(own, checkpoint=refused.value.hint.split()[2].strip("`")) == state(3)
 
 
-def test_checkpoints_that_were_never_evaluated_leave_the_latest_alone(
-    own: Training, tmp_path: Path
-) -> None:
+def test_checkpoints_that_were_never_evaluated_leave_the_latest_alone(own, tmp_path):
     of_run = RunCheckpoints(tmp_path)
     assert (of_run.latest(), of_run.best(), of_run.resume(own)) == (None, None, None)
     for step in EVALUATIONS:

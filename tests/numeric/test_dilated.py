@@ -40,11 +40,11 @@ def meetings(
 @pytest.mark.parametrize("length", [1, 16, 37, 64])
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (5, 1)])
 def test_branches_are_one_softmax_over_the_keys_that_they_meet(
-    branches: tuple[tuple[int, ...], tuple[int, ...]],
-    is_causal: bool,
-    length: int,
-    heads: tuple[int, int],
-) -> None:
+    branches,
+    is_causal,
+    length,
+    heads,
+):
     q, k, v = tensors(length, heads)
     ours, log_sums = dilated_attention(
         q,
@@ -71,7 +71,7 @@ def test_branches_are_one_softmax_over_the_keys_that_they_meet(
     assert (log_sums[~finite] == -torch.inf).all()
 
 
-def test_the_published_branches_are_the_default() -> None:
+def test_the_published_branches_are_the_default():
     q, k, v = tensors(50, (4, 4))
     default = dilated_attention(q, k, v, scaling=0.3)[0]
     named = dilated_attention(
@@ -81,7 +81,7 @@ def test_the_published_branches_are_the_default() -> None:
 
 
 @pytest.mark.parametrize("heads", [4, 5, 7])
-def test_groups_of_heads_are_normalised_over_the_sequence(heads: int) -> None:
+def test_groups_of_heads_are_normalised_over_the_sequence(heads):
     """Written from the package's code, dilated-attention-pytorch 0.2.0."""
     q, k, v = tensors(64, (heads, heads))
     branches = ((16, 32, 64), (1, 2, 4))
@@ -129,7 +129,7 @@ def test_groups_of_heads_are_normalised_over_the_sequence(heads: int) -> None:
         ),
     ],
 )
-def test_branches_that_cannot_be_are_refused(settings: dict[str, object], said: str) -> None:
+def test_branches_that_cannot_be_are_refused(settings, said):
     q, k, v = tensors(16, (2, 2))
     with pytest.raises(UsageError, match=said):
         dilated_attention(q, k, v, scaling=1.0, **settings)

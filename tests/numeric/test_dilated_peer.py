@@ -59,11 +59,11 @@ def peer() -> type[nn.Module]:
     [((16,), (2,)), ((32, 64), (1, 2)), ((8, 16, 64), (1, 2, 4)), ((16, 16, 32), (3, 5, 7))],
 )
 def test_groups_are_those_of_the_package(
-    peer: type[nn.Module],
-    branches: tuple[tuple[int, ...], tuple[int, ...]],
-    heads: int,
-    is_causal: bool,
-) -> None:
+    peer,
+    branches,
+    heads,
+    is_causal,
+):
     torch.manual_seed(heads)
     inputs = [
         torch.randn(2, 64, heads, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)
@@ -80,7 +80,7 @@ def test_groups_are_those_of_the_package(
         assert (mine - other).norm() <= TOLERANCE * max(1.0, other.norm())
 
 
-def test_a_softmax_over_all_branches_is_another_convention(peer: type[nn.Module]) -> None:
+def test_a_softmax_over_all_branches_is_another_convention(peer):
     """What the two conventions share: one branch without dilation, before it is divided."""
     inputs = [torch.randn(1, 32, 4, 8, dtype=torch.float64) for _ in range(3)]
     softmax = DilatedAttention([16], [1])(*inputs, is_causal=True)

@@ -2,7 +2,6 @@
 those that it has alone.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,9 +59,7 @@ def dynamic() -> PreTrainedConfig:
         (PhimoeRope, PhimoeRotaryEmbedding, phimoe()),
     ],
 )
-def test_every_document_has_the_cosines_that_it_has_alone(
-    around: Any, kind: Any, config: PreTrainedConfig
-) -> None:
+def test_every_document_has_the_cosines_that_it_has_alone(around, kind, config):
     ours, x = around(kind(config)), torch.zeros(1, 1, dtype=torch.float64)
     for lengths in ((17, 16, 1, 40, 40, 15), (64,), (3, 16)):
         ours.parts = [Part(length, length) for length in lengths]
@@ -74,13 +71,13 @@ def test_every_document_has_the_cosines_that_it_has_alone(
             assert torch.equal(got, torch.cat(expected, dim=1)), lengths
 
 
-def test_a_ranks_share_knows_the_whole_documents() -> None:
+def test_a_ranks_share_knows_the_whole_documents():
     layout = SequenceLayout((5, 1, 6, 2), ulysses_degree=2)
     shares = [layout.share_of(rank).parts for rank in (0, 1)]
     assert shares == [(Part(5, 5), Part(1, 1), Part(6, 1)), (Part(6, 5), Part(2, 2))]
 
 
-def test_nothing_of_the_last_documents_is_left_in_the_module() -> None:
+def test_nothing_of_the_last_documents_is_left_in_the_module():
     rotary = Phi3RotaryEmbedding(phi3())
     before = {name: t.clone() for name, t in rotary.named_buffers()}
     ours = DocumentRope(rotary)
@@ -90,7 +87,7 @@ def test_nothing_of_the_last_documents_is_left_in_the_module() -> None:
     assert all(torch.equal(t, before[name]) for name, t in rotary.named_buffers())
 
 
-def test_yarn_that_is_asked_for_takes_the_place_of_a_models_own_scaling(tmp_path: Path) -> None:
+def test_yarn_that_is_asked_for_takes_the_place_of_a_models_own_scaling(tmp_path):
     phi3().save_pretrained(tmp_path)
     for rope, length, kind in (
         ("auto", 64, "longrope"),
@@ -105,7 +102,7 @@ def test_yarn_that_is_asked_for_takes_the_place_of_a_models_own_scaling(tmp_path
         assert kind == "longrope" or model.backbone.rotary_emb.rope_type == kind
 
 
-def test_other_rope_is_left_alone() -> None:
+def test_other_rope_is_left_alone():
     config = Qwen3Config(**SHAPE, head_dim=8, num_key_value_heads=2, max_position_embeddings=64)
     model = build_on_meta(
         config, attention=register("flash"), loss="full", master_dtype=torch.float32
@@ -113,7 +110,7 @@ def test_other_rope_is_left_alone() -> None:
     assert model.document_ropes == []
 
 
-def test_a_family_that_does_not_show_the_rope_that_its_config_asks_for_is_refused() -> None:
+def test_a_family_that_does_not_show_the_rope_that_its_config_asks_for_is_refused():
     class Silent(nn.Module):
         config = phi3()
 

@@ -70,7 +70,7 @@ def trained(
 
 @pytest.mark.parametrize("config", [FUNCTIONAL, MODULES])
 @pytest.mark.parametrize("recompute", ["layer", "all-but-attention"])
-def test_a_recomputed_layer_drops_what_it_dropped(config: PreTrainedConfig, recompute: str) -> None:
+def test_a_recomputed_layer_drops_what_it_dropped(config, recompute):
     plain_loss, plain = trained(built(config))
     loss, ours = trained(built(config, recompute=recompute))
     assert loss == plain_loss
@@ -78,7 +78,7 @@ def test_a_recomputed_layer_drops_what_it_dropped(config: PreTrainedConfig, reco
         assert torch.equal(mine, wanted)
 
 
-def test_a_step_draws_the_same_again_and_another_rank_step_or_seed_something_else() -> None:
+def test_a_step_draws_the_same_again_and_another_rank_step_or_seed_something_else():
     model = built(FUNCTIONAL)
     before = torch.get_rng_state()
     losses = [
@@ -93,8 +93,8 @@ def test_a_step_draws_the_same_again_and_another_rank_step_or_seed_something_els
 
 @pytest.mark.parametrize("config", [FUNCTIONAL, MODULES])
 def test_passes_without_a_gradient_drop_nothing_and_leave_the_model_in_training(
-    config: PreTrainedConfig,
-) -> None:
+    config,
+):
     model = built(config)
     first, second = (forward_batch(model, [batch()], device=CPU)[0] for _ in range(2))
     assert torch.equal(first, second)
@@ -102,7 +102,7 @@ def test_passes_without_a_gradient_drop_nothing_and_leave_the_model_in_training(
     assert trained(model)[0] != pytest.approx(-float(first.mean())), "which it does drop things in"
 
 
-def test_only_what_draws_is_drawn_again() -> None:
+def test_only_what_draws_is_drawn_again():
     assert not draws_in_training(built(NONE))
     assert not draws_in_training(nn.Dropout(0.0))
     assert draws_in_training(built(FUNCTIONAL).layers)

@@ -20,7 +20,7 @@ def training(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trainin
         yield trained(tmp_path, request.param)
 
 
-def test_no_micro_batches_are_refused_with_a_hint_that_works(training: Training) -> None:
+def test_no_micro_batches_are_refused_with_a_hint_that_works(training):
     with pytest.raises(UsageError, match="no micro-batches") as refused:
         evaluate(training, [])
     assert "`evaluate(training, [batch])`" in refused.value.hint

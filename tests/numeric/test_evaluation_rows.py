@@ -13,9 +13,7 @@ ROW_TOKENS = 100
 
 
 @given(lengths=st.lists(st.integers(2, 50), min_size=1, max_size=40), paired=st.booleans())
-def test_every_document_is_evaluated_once_and_beside_the_other_of_its_pair(
-    lengths: list[int], paired: bool
-) -> None:
+def test_every_document_is_evaluated_once_and_beside_the_other_of_its_pair(lengths, paired):
     lengths = [*lengths, *lengths] if paired else lengths
     units = [number // (2 if paired else 1) for number in range(len(lengths))]
     together = np.array(units) if paired else None

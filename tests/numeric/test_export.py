@@ -107,9 +107,7 @@ def deviation(a: "torch.Tensor", b: "torch.Tensor") -> float:
     return float((a - b).norm() / b.norm())
 
 
-def test_an_exported_model_loads_in_transformers_with_the_same_logits(
-    source: Path, tmp_path: Path
-) -> None:
+def test_an_exported_model_loads_in_transformers_with_the_same_logits(source, tmp_path):
     own, out = trained(source), tmp_path / "runs" / "model"
     before = told(own)
     written = export(own, out, source=source)
@@ -123,9 +121,7 @@ def test_an_exported_model_loads_in_transformers_with_the_same_logits(
     assert not (out / "notes.txt").exists()
 
 
-def test_weights_are_in_the_dtype_that_the_models_config_names(
-    source: Path, tmp_path: Path
-) -> None:
+def test_weights_are_in_the_dtype_that_the_models_config_names(source, tmp_path):
     config = json.loads((source / "config.json").read_text()) | {"dtype": "bfloat16"}
     (source / "config.json").write_text(json.dumps(config))
     own = trained(source)
@@ -137,7 +133,7 @@ def test_weights_are_in_the_dtype_that_the_models_config_names(
     assert deviation(read(model), told(own)) < BFLOAT16
 
 
-def test_a_reward_model_loads_as_a_sequence_classifier(source: Path, tmp_path: Path) -> None:
+def test_a_reward_model_loads_as_a_sequence_classifier(source, tmp_path):
     own = trained(source, objective="rw", sequences_per_micro_batch=2)
     export(own, tmp_path / "model", source=source)
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
@@ -145,8 +141,8 @@ def test_a_reward_model_loads_as_a_sequence_classifier(source: Path, tmp_path: P
 
 
 def test_adapters_load_in_peft_and_merged_ones_in_transformers_with_the_same_logits(
-    source: Path, tmp_path: Path
-) -> None:
+    source, tmp_path
+):
     peft = pytest.importorskip("peft", reason="adapters need the lora extra")
     own = trained(source, lora=4)
     export(own, tmp_path / "adapter", source=source)
@@ -161,7 +157,7 @@ def test_adapters_load_in_peft_and_merged_ones_in_transformers_with_the_same_log
     assert deviation(read(model), told(own)) < FLOAT32
 
 
-def test_another_tokenizer_goes_along_alone(source: Path, tmp_path: Path) -> None:
+def test_another_tokenizer_goes_along_alone(source, tmp_path):
     other = tmp_path / "tokenizer"
     other.mkdir()
     (other / "tokenizer.json").write_text("{}")
@@ -172,7 +168,7 @@ def test_another_tokenizer_goes_along_alone(source: Path, tmp_path: Path) -> Non
         assert not (tmp_path / "model" / name).exists()
 
 
-def test_nothing_is_written_over_and_each_hint_works(source: Path, tmp_path: Path) -> None:
+def test_nothing_is_written_over_and_each_hint_works(source, tmp_path):
     own, out = trained(source), tmp_path / "model"
     out.mkdir()
     export(own, out, source=source)  # over an empty one
@@ -198,8 +194,8 @@ def test_nothing_is_written_over_and_each_hint_works(source: Path, tmp_path: Pat
 
 
 def test_the_directory_that_the_model_came_from_is_never_written(
-    source: Path,
-) -> None:
+    source,
+):
     before = {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
     with pytest.raises(UsageError, match="is there already"):
         export(trained(source), source, source=source)

@@ -4,7 +4,6 @@ answers, also the second time.
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -76,13 +75,13 @@ def answers(mode: FakeTensorMode) -> dict[object, object]:
     return found
 
 
-def test_whatever_a_tensor_differs_in_it_is_answered_as_pytorch_answers() -> None:
+def test_whatever_a_tensor_differs_in_it_is_answered_as_pytorch_answers():
     assert answers(QuickFakeMode()) == answers(FakeTensorMode())
 
 
 def test_what_was_answered_once_is_found_by_the_shorter_key(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """Else this PyTorch no longer asks for it, and a trace takes half as long again."""
 
     def slow(*_: object) -> None:

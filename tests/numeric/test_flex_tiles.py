@@ -131,8 +131,6 @@ def in_plain_pytorch(
     return output, Auxiliary
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns(days=5)
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3)])
 @pytest.mark.parametrize("pattern_type", EVERY)
 @pytest.mark.parametrize("is_dilated", [False, True])
@@ -167,7 +165,7 @@ def test_parts_have_their_part_of_the_gradients(
         assert (mine - theirs).norm() < 1e-12 * theirs.norm()
 
 
-def test_a_kernel_that_is_wrong_is_not_used_for_branches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_is_wrong_is_not_used_for_branches(monkeypatch):
     """Gathered keys in its place prove themselves; other values do not, and are not used."""
     sharing = Sharing(
         layout=SequenceLayout((64,)),

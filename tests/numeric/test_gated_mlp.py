@@ -44,7 +44,6 @@ FAMILIES = {
 }
 
 
-@pytest.mark.corpus
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(
     ("tokens", "tiles"),
@@ -52,12 +51,12 @@ FAMILIES = {
 )
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_tiles_equal_the_familys_own(
-    family: str,
-    tokens: int,
-    tiles: int | None,
-    dtype: "torch.dtype",
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    family,
+    tokens,
+    tiles,
+    dtype,
+    monkeypatch,
+):
     monkeypatch.setitem(gated_mlp.TILE_BYTES, "cpu", 1)  # the smallest tile: 301 tokens make three
     torch.manual_seed(0)
     holder = nn.ModuleDict({"mlp": FAMILIES[family]()}).to(dtype)
@@ -78,7 +77,7 @@ def test_tiles_equal_the_familys_own(
         assert deviation(a, b) < TOLERANCE[dtype]
 
 
-def test_many_tiles_lose_nothing_that_one_would_keep() -> None:
+def test_many_tiles_lose_nothing_that_one_would_keep():
     torch.manual_seed(0)
     whole = nn.ModuleDict({"mlp": FAMILIES["qwen3"]()}).bfloat16()
     tiled, exact = copy.deepcopy(whole), copy.deepcopy(whole).double()
@@ -92,7 +91,7 @@ def test_many_tiles_lose_nothing_that_one_would_keep() -> None:
         assert deviation(many.grad, true.grad) < 1.05 * deviation(one.grad, true.grad)
 
 
-def test_an_mlp_of_another_activation_or_form_is_left_alone() -> None:
+def test_an_mlp_of_another_activation_or_form_is_left_alone():
     gelu = Gemma2MLP(Gemma2Config(**_SIZES))
     swapped = FAMILIES["qwen3"]()
     swapped.forward = lambda x: swapped.down_proj(
@@ -110,7 +109,7 @@ def test_an_mlp_of_another_activation_or_form_is_left_alone() -> None:
     assert model["gelu"] is gelu
 
 
-def test_tiles_that_are_asked_for_and_cannot_be_had_are_refused() -> None:
+def test_tiles_that_are_asked_for_and_cannot_be_had_are_refused():
     config = GemmaConfig(
         **_SIZES,
         num_hidden_layers=1,
@@ -128,8 +127,8 @@ def test_tiles_that_are_asked_for_and_cannot_be_had_are_refused() -> None:
 
 
 def test_nothing_but_the_input_is_kept_and_a_recomputation_ends_before_the_products(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     products: list[int] = []
     plain = gate_kernels.product_
     monkeypatch.setattr(
@@ -161,7 +160,7 @@ class _Block(nn.Module):
         return x + self.mlp(x)
 
 
-def test_a_whole_model_recomputed_in_tiles_has_the_gradients_of_the_plain_one() -> None:
+def test_a_whole_model_recomputed_in_tiles_has_the_gradients_of_the_plain_one():
     config = Qwen3Config(
         **_SIZES,
         num_hidden_layers=2,
@@ -183,7 +182,7 @@ def test_a_whole_model_recomputed_in_tiles_has_the_gradients_of_the_plain_one() 
         assert deviation(ours[name], parameter.grad) < TOLERANCE[torch.float64], name
 
 
-def test_a_tile_holds_what_its_bytes_allow() -> None:
+def test_a_tile_holds_what_its_bytes_allow():
     tokens = torch.empty(10_000, 8)
     rows = tile_rows(tokens, 96, tiles=None)
     assert rows % 128 == 0
@@ -191,7 +190,7 @@ def test_a_tile_holds_what_its_bytes_allow() -> None:
     assert tile_rows(tokens[:10], 96, tiles=3) == 4
 
 
-def test_no_token_gives_zero_gradients() -> None:
+def test_no_token_gives_zero_gradients():
     mlp = FAMILIES["qwen3"]()
     tiled = GatedMlp(
         {name: getattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")}, tiles=None
@@ -202,9 +201,7 @@ def test_no_token_gives_zero_gradients() -> None:
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("shape", [(1, 1, 24), (1, 37, 24), (1, 5, 4, 24)])
-def test_the_norm_of_a_cpu_equals_the_formula_in_blocks(
-    shape: tuple[int, ...], dtype: "torch.dtype", monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_norm_of_a_cpu_equals_the_formula_in_blocks(shape, dtype, monkeypatch):
     monkeypatch.setattr(fused_module, "BLOCK_BYTES", 8 * 4 * 24)
     torch.manual_seed(0)
     norm = RmsNorm(24, eps=1e-6, dtype=dtype)

@@ -67,9 +67,8 @@ NOT_OF_DEFAULTS = ("dots1", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")
 """Families whose class cannot be built of its own defaults; tests/dist builds them small."""
 
 
-@pytest.mark.corpus
 @pytest.mark.parametrize("family", sorted(TRAINED - set(NOT_OF_DEFAULTS)))
-def test_a_family_that_trains_is_proven(family: str) -> None:
+def test_a_family_that_trains_is_proven(family):
     model = on_meta(family)
     prove_head(model, transform_of(model))
 
@@ -88,9 +87,7 @@ def test_a_family_that_trains_is_proven(family: str) -> None:
         ("roberta", {}, "beside its backbone: lm_head"),
     ],
 )
-def test_the_proof_says_what_stands_beside_the_backbone_or_in_the_config(
-    family: str, fields: dict[str, object], said: str
-) -> None:
+def test_the_proof_says_what_stands_beside_the_backbone_or_in_the_config(family, fields, said):
     with pytest.raises(ModelError) as refusal:
         prove_head(on_meta(family, **fields))
     assert refusal.value.problem.startswith(f"{family} cannot be trained: its logits")
@@ -114,8 +111,8 @@ def test_the_proof_says_what_stands_beside_the_backbone_or_in_the_config(
     ],
 )
 def test_a_factor_or_a_cap_is_proven_as_it_is_read_and_not_without_it(
-    family: str, field: str, changes: float, neutral: float | None
-) -> None:
+    family, field, changes, neutral
+):
     for value in (changes, neutral):
         model = on_meta(family, **{field: value})
         transform = logit_transform_of({"model_type": family, field: value}, "config.json")
@@ -132,7 +129,7 @@ def transform_of_changed(family: str, field: str) -> LogitTransform:
     return logit_transform_of({"model_type": family, field: value}, "config.json")
 
 
-def test_a_field_that_a_family_does_not_read_changes_nothing() -> None:
+def test_a_field_that_a_family_does_not_read_changes_nothing():
     config = Qwen3Config(
         **SMALL,
         num_key_value_heads=2,
@@ -145,7 +142,7 @@ def test_a_field_that_a_family_does_not_read_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("loss", ["full", None])
-def test_what_is_built_is_proven_a_reward_models_backbone_too(loss: Any) -> None:
+def test_what_is_built_is_proven_a_reward_models_backbone_too(loss):
     with pytest.raises(ModelError, match="minicpm3 cannot be trained"):
         build_on_meta(
             on_meta("minicpm3").config,
@@ -183,20 +180,20 @@ class Adding(Qwen3ForCausalLM):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_a_model_is_proven_in_the_dtype_that_it_is_built_in(dtype: torch.dtype) -> None:
+def test_a_model_is_proven_in_the_dtype_that_it_is_built_in(dtype):
     config = Qwen3Config(**SMALL, num_key_value_heads=2, intermediate_size=48, head_dim=8)
     build_on_meta(config, attention=register("flash"), loss="full", master_dtype=dtype)
 
 
 @pytest.mark.parametrize("family", [Shifting, Remembering, Adding])
-def test_a_class_that_does_anything_else_is_refused(family: Any) -> None:
+def test_a_class_that_does_anything_else_is_refused(family):
     config = Qwen3Config(**SMALL, num_key_value_heads=2, intermediate_size=48, head_dim=8)
     with torch.device("meta"):
         model = family(config)
     assert not is_proven(model)
 
 
-def test_the_proof_leaves_the_model_and_the_random_numbers_of_others_as_they_were() -> None:
+def test_the_proof_leaves_the_model_and_the_random_numbers_of_others_as_they_were():
     model = on_meta("qwen3")
     before = {name: id(module) for name, module in model.named_modules()}, torch.get_rng_state()
     prove_head(model)

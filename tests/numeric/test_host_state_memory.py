@@ -10,6 +10,7 @@ import pytest
 from traces import alive_at, requested_bytes, traced, trial
 
 from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.layers import Step
 from highwater.memory.trace.replay import replay
 from highwater.model.footprint import device_state_bytes, gradient_bytes, update_bytes
 from highwater.model.model import load_model
@@ -78,25 +79,17 @@ def logs(
     return traced(specs, tmp_path_factory.mktemp("traces"))
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns(days=4)
 @pytest.mark.parametrize("name", TRIALS)
-def test_a_step_peaks_where_the_formula_says(
-    specs: dict[str, TrialSpec], logs: dict[str, EventLog], name: str
-) -> None:
+def test_a_step_peaks_where_the_formula_says(specs, logs, name):
     spec = specs[name]
     shape = load_model(spec.model_directory).shape
-    predicted = footprint(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens)
+    predicted = footprint(Step(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens))
     traced_bytes = replay(logs[name], allocator="expandable").peak_allocated_bytes
     assert predicted.allocated_bytes == pytest.approx(traced_bytes, rel=TOLERANCE)
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns(days=4)
 @pytest.mark.parametrize("name", TRIALS)
-def test_what_lasts_on_the_gpu_has_no_moments(
-    specs: dict[str, TrialSpec], logs: dict[str, EventLog], name: str
-) -> None:
+def test_what_lasts_on_the_gpu_has_no_moments(specs, logs, name):
     spec = specs[name]
     shape, shards = load_model(spec.model_directory).shape, spec.layout.shard_degree
     expected = device_state_bytes(shape, spec.settings, device="cuda", shards=shards)
@@ -107,12 +100,8 @@ def test_what_lasts_on_the_gpu_has_no_moments(
     assert lasting == pytest.approx(expected // shards, rel=0.01, abs=2**20)
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns(days=4)
 @pytest.mark.parametrize("name", TRIALS)
-def test_an_update_takes_its_buffers_and_leaves_nothing(
-    specs: dict[str, TrialSpec], logs: dict[str, EventLog], name: str
-) -> None:
+def test_an_update_takes_its_buffers_and_leaves_nothing(specs, logs, name):
     spec = specs[name]
     shape, shards = load_model(spec.model_directory).shape, spec.layout.shard_degree
     buffers = update_bytes(shape, spec.settings, shards=shards)

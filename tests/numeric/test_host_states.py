@@ -60,9 +60,7 @@ def same(one: nn.Module, other: nn.Module, *optimizers: torch.optim.Optimizer) -
     columns=st.integers(1, 70),
     seed=st.integers(0, 1000),
 )
-def test_pieces_of_any_size_give_adamws_numbers(
-    dtype: Any, vectors: int, rows: int, columns: int, seed: int
-) -> None:
+def test_pieces_of_any_size_give_adamws_numbers(dtype, vectors, rows, columns, seed):
     """Also where a piece does not divide a shard, and where a vector does not."""
     one, other = (model_of(seed, dtype, (columns, rows)) for _ in range(2))
     resident = make_optimizer(one, NUMBERS)
@@ -76,9 +74,7 @@ def test_pieces_of_any_size_give_adamws_numbers(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("loads_on_host", [False, True])
 @pytest.mark.parametrize("saves_on_host", [False, True])
-def test_either_goes_on_from_what_the_other_saved(
-    dtype: Any, saves_on_host: bool, loads_on_host: bool
-) -> None:
+def test_either_goes_on_from_what_the_other_saved(dtype, saves_on_host, loads_on_host):
     went_on, resumed = model_of(1, dtype), model_of(2, dtype)
     optimizer = make_optimizer(went_on, NUMBERS, on_host=saves_on_host)
     for number in range(3):
@@ -97,7 +93,7 @@ def test_either_goes_on_from_what_the_other_saved(
     assert same(went_on, resumed, optimizer, fresh)
 
 
-def test_what_is_loaded_is_a_copy_in_the_memory_that_was_there() -> None:
+def test_what_is_loaded_is_a_copy_in_the_memory_that_was_there():
     model = model_of(1, torch.float32)
     optimizer = make_optimizer(model, NUMBERS, on_host=True)
     places = [optimizer.state[model.weight][name].data_ptr() for name in MOMENTS]
@@ -109,7 +105,7 @@ def test_what_is_loaded_is_a_copy_in_the_memory_that_was_there() -> None:
     assert [optimizer.state[model.weight][name].data_ptr() for name in MOMENTS] == places
 
 
-def test_a_parameter_without_a_gradient_is_passed_by() -> None:
+def test_a_parameter_without_a_gradient_is_passed_by():
     models = [model_of(1, torch.float32) for _ in range(2)]
     optimizers = [
         make_optimizer(each, NUMBERS, on_host=on)
@@ -125,7 +121,7 @@ def test_a_parameter_without_a_gradient_is_passed_by() -> None:
     assert same(*models, *optimizers)
 
 
-def test_groups_keep_their_numbers_over_a_load() -> None:
+def test_groups_keep_their_numbers_over_a_load():
     model = model_of(1, torch.float32)
     optimizer = make_optimizer(model, NUMBERS, on_host=True)
     saved = optimizer.state_dict()

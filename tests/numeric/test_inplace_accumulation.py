@@ -54,16 +54,16 @@ by."""
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_a_traced_sum_is_in_place_where_it_is_on_plain_tensors(name: str) -> None:
+def test_a_traced_sum_is_in_place_where_it_is_on_plain_tensors(name):
     assert as_traced()[name] == on_plain_tensors(name)
 
 
-def test_the_graphs_have_sums_of_both_kinds() -> None:
+def test_the_graphs_have_sums_of_both_kinds():
     kinds = [kind for name in GRAPHS for kind in on_plain_tensors(name)]
     assert min(kinds.count("aten::add"), kinds.count("aten::add_")) > 5
 
 
-def test_a_sum_in_a_backward_formula_would_be_taken_for_the_engines_by_its_references() -> None:
+def test_a_sum_in_a_backward_formula_would_be_taken_for_the_engines_by_its_references():
     """Else nobody has to ask who called."""
     changed = as_traced("inplace_accumulation._is_the_engines = lambda: True")
     assert [name for name, kinds in as_traced().items() if kinds != changed[name]] == [
@@ -81,7 +81,7 @@ def test_a_sum_in_a_backward_formula_would_be_taken_for_the_engines_by_its_refer
         ("inplace_accumulation._Counts = lambda *_: 0", "does not show who holds a gradient"),
     ],
 )
-def test_a_pytorch_that_cannot_be_told_by_is_an_error(change: str, problem: str) -> None:
+def test_a_pytorch_that_cannot_be_told_by_is_an_error(change, problem):
     done = trace(change)
     assert done.returncode
     assert problem in done.stderr

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from highwater.engine.data.data_files import FileRecord, check_files, read_manifest, write_manifest
+from highwater.engine.data.store import FileRecord, check_files, read_manifest, write_manifest
 from highwater.engine.training.export import _dtype_of
 from highwater.engine.training.run_checkpoints import RunCheckpoints, read_state
 from highwater.engine.training.shard_reader import (
@@ -52,7 +52,7 @@ READ: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 @pytest.mark.parametrize("target", ["pipe", "/dev/zero"])
 @pytest.mark.parametrize("what", READ)
-def test_what_is_no_file_is_named_as_damage(what: str, target: str, tmp_path: Path) -> None:
+def test_what_is_no_file_is_named_as_damage(what, target, tmp_path):
     name, read = READ[what]
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
@@ -69,9 +69,7 @@ def test_what_is_no_file_is_named_as_damage(what: str, target: str, tmp_path: Pa
         ("config.json", lambda path: _dtype_of(path.parent)),
     ],
 )
-def test_what_is_no_file_beside_a_run_is_no_reason_to_wait(
-    name: str, read: Callable[[Path], object], tmp_path: Path
-) -> None:
+def test_what_is_no_file_beside_a_run_is_no_reason_to_wait(name, read, tmp_path):
     os.mkfifo(tmp_path / name)
     with pytest.raises(OSError, match="it is no regular file"):
         read(tmp_path / name)

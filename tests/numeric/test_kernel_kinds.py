@@ -40,18 +40,18 @@ RECORDS = sorted(RESULTS.glob("kernels-*.json"))
         ("_row_statistics_kernel", REST),
     ],
 )
-def test_a_kernels_kind_is_read_off_its_name(kernel: str, kind: str) -> None:
+def test_a_kernels_kind_is_read_off_its_name(kernel, kind):
     assert kind_of(kernel) == kind
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.stem)
-def test_the_page_has_the_table_of_each_record(record: Path) -> None:
+def test_the_page_has_the_table_of_each_record(record):
     printed = table(json.loads(record.read_text())["kernels"]).splitlines()
     assert len(printed) == 2 + len(KINDS) + 2
     assert "\n".join(printed) in (RESULTS / "README.md").read_text()
 
 
-def test_kinds_add_up_to_all() -> None:
+def test_kinds_add_up_to_all():
     cells = [
         line.split("|")
         for line in table(
@@ -62,5 +62,5 @@ def test_kinds_add_up_to_all() -> None:
     assert sum(float(row[2]) for row in cells[2:-1]) == 1.75
 
 
-def test_there_are_records() -> None:
+def test_there_are_records():
     assert RECORDS

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from highwater.engine.tracer.kernel_workspaces import WORKSPACES, aten, in_column_sums
+from highwater.engine.tracer.allocation_recorder import WORKSPACES, aten, in_column_sums
 
 H200, A100 = 132 * 2048, 108 * 2048
 """Threads at once."""
@@ -24,8 +24,8 @@ H200, A100 = 132 * 2048, 108 * 2048
     ],
 )
 def test_blocks_that_share_a_column_take_what_was_recorded(
-    rows: int, columns: int, partial_bytes: int, semaphore_bytes: int
-) -> None:
+    rows, columns, partial_bytes, semaphore_bytes
+):
     """Norms' weight gradients of Qwen3-0.6B, 1.7B, 4B and 14B;
     docs/results/lab/trinity_trials.py, torch 2.11.
     """
@@ -48,13 +48,11 @@ def test_blocks_that_share_a_column_take_what_was_recorded(
         *(((0, 64), [0]), ((), []), ((4096,), [0])),
     ],
 )
-def test_short_sums_and_those_of_a_row_take_nothing_that_counts(
-    shape: tuple[int, ...], over: list[int] | None
-) -> None:
+def test_short_sums_and_those_of_a_row_take_nothing_that_counts(shape, over):
     assert in_column_sums((torch.empty(shape, device="meta"), over), resident_threads=H200) == []
 
 
-def test_flash_attention_takes_a_number_a_row_and_cudnn_all_of_it_in_one() -> None:
+def test_flash_attention_takes_a_number_a_row_and_cudnn_all_of_it_in_one():
     query, key = (
         torch.empty(1, heads, 40_960, 128, dtype=torch.bfloat16, device="meta") for heads in (16, 8)
     )
@@ -68,7 +66,7 @@ def test_flash_attention_takes_a_number_a_row_and_cudnn_all_of_it_in_one() -> No
     assert cudnn == [sum(flash) + 256]
 
 
-def test_flash_attention_takes_heads_of_whole_32s() -> None:
+def test_flash_attention_takes_heads_of_whole_32s():
     query, key = (
         torch.empty(1, heads, 4096, 40, dtype=torch.bfloat16, device="meta") for heads in (4, 1)
     )

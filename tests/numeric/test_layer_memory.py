@@ -13,9 +13,7 @@ MEASURE = (
 """In a process of its own: it joins a process group."""
 
 
-def test_one_layers_backward_pass_holds_no_product_of_the_mlp_and_no_copy_of_the_attention() -> (
-    None
-):
+def test_one_layers_backward_pass_holds_no_product_of_the_mlp_and_no_copy_of_the_attention():
     row = measured("Qwen3-0.6B")
     hidden, queries, keys = 2 * 1024, 2 * 16 * 128, 2 * 8 * 128
     # q before and after its norm and rotation, the output, its gradient and q's; k and v, k before,

@@ -87,11 +87,11 @@ Life = tuple[str, int, str]
 ``lent`` until the GPU is done."""
 
 
-def test_a_gradient_that_is_handed_to_another_stream_is_free_when_the_gpu_is_done_there() -> None:
+def test_a_gradient_that_is_handed_to_another_stream_is_free_when_the_gpu_is_done_there():
     assert gradients("apart") == [("aten.mul.Tensor", COMPUTE, "lent")] * 2
 
 
-def test_a_sum_of_gradients_is_made_where_autograd_goes_on_with_it_and_its_parts_are_lent() -> None:
+def test_a_sum_of_gradients_is_made_where_autograd_goes_on_with_it_and_its_parts_are_lent():
     """As H200s recorded of a tied embedding's two gradients
     (docs/results/lab/trinity_trials.py).
     """
@@ -104,9 +104,7 @@ def test_a_sum_of_gradients_is_made_where_autograd_goes_on_with_it_and_its_parts
 @pytest.mark.parametrize(
     ("name", "wait"), [("side, waited for", "first wait"), ("side", "second wait")]
 )
-def test_what_a_stream_uses_is_free_at_the_wait_for_one_that_waited_for_it(
-    name: str, wait: str
-) -> None:
+def test_what_a_stream_uses_is_free_at_the_wait_for_one_that_waited_for_it(name, wait):
     assert list(dropwhile(lambda event: event != Enter(wait), logs()[name].events))[:2] == [
         Enter(wait),
         Free(1),
@@ -117,12 +115,12 @@ def test_what_a_stream_uses_is_free_at_the_wait_for_one_that_waited_for_it(
     ]
 
 
-def test_a_gradient_that_stays_on_its_stream_is_free_at_once() -> None:
+def test_a_gradient_that_stays_on_its_stream_is_free_at_once():
     assert gradients("together") == [("aten.mul.Tensor", SIDE, "freed")] * 2
 
 
 @pytest.mark.parametrize("name", ["apart", "used twice", "together"])
-def test_parts_are_put_together_on_the_stream_where_they_were_taken_apart(name: str) -> None:
+def test_parts_are_put_together_on_the_stream_where_they_were_taken_apart(name):
     log = logs()[name]
     kinds = [
         (log.operators[event.operator], event.bytes, event.stream)

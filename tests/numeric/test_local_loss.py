@@ -75,12 +75,10 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EventLog]:
     )
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns(days=5)
 @pytest.mark.parametrize(("name", "loss", "shared"), SHARED)
 def test_no_allocation_of_ranks_that_share_a_sequence_holds_gathered_logits(
-    name: str, loss: str, shared: str, logs: dict[str, EventLog]
-) -> None:
+    name, loss, shared, logs
+):
     sequences = TRIALS[name].get("sequences_per_micro_batch", 1)
     trained = TRAINED[shared, sequences]
     own_bytes = 2 * VOCABULARY * trained
@@ -95,7 +93,7 @@ def test_no_allocation_of_ranks_that_share_a_sequence_holds_gathered_logits(
 
 
 @pytest.mark.timeout(240)
-def test_gathering_logits_takes_more_memory_than_a_loss_that_stays_local() -> None:
+def test_gathering_logits_takes_more_memory_than_a_loss_that_stays_local():
     sizes = ("--tokens", "2048", "--vocabulary", "2003", "--hidden", "16", "--rounds", "1")
     done = subprocess.run(
         [sys.executable, str(BENCHMARK), "--device", "cpu", *sizes],
@@ -129,9 +127,7 @@ class HostReads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("objective", ["sft", "grpo", "ppo", "rw", "dpo"])
-def test_the_host_waits_for_no_number_of_a_micro_batch(
-    objective: Any, alone: None, tmp_path: Path
-) -> None:
+def test_the_host_waits_for_no_number_of_a_micro_batch(objective, alone, tmp_path):
     training = trained(tmp_path, objective)
     ids = torch.arange(40)
     untrained = torch.full_like(ids, -100)
@@ -145,7 +141,7 @@ def test_the_host_waits_for_no_number_of_a_micro_batch(
     assert host.reads == []
 
 
-def test_a_trace_holds_the_logits_of_every_token_but_those_of_a_prompt(tmp_path: Path) -> None:
+def test_a_trace_holds_the_logits_of_every_token_but_those_of_a_prompt(tmp_path):
     config = json.loads(Path(load_model("tiny").directory, "config.json").read_text())
     prompts = (0, 100, PROMPT_TOKENS)
     trials = {

@@ -14,6 +14,7 @@ pytest.importorskip("bitsandbytes", reason="a model in NF4 needs the qlora extra
 from traces import alive_at, traced, trial
 
 from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.layers import Step
 from highwater.memory.trace.replay import replay
 from highwater.model.footprint import device_state_bytes
 from highwater.model.model import load_model
@@ -97,28 +98,20 @@ def logs(
     return traced(specs, tmp_path_factory.mktemp("traces"))
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns(days=5)
 @pytest.mark.parametrize("name", TRIALS)
-def test_a_step_peaks_where_the_formula_says(
-    specs: dict[str, TrialSpec], logs: dict[str, EventLog], name: str
-) -> None:
+def test_a_step_peaks_where_the_formula_says(specs, logs, name):
     spec = specs[name]
     shape = load_model(spec.model_directory).shape
-    predicted = footprint(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens)
+    predicted = footprint(Step(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens))
     traced_bytes = replay(logs[name], allocator="expandable").peak_allocated_bytes
     assert predicted.allocated_bytes == pytest.approx(traced_bytes, rel=TOLERANCE)
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns(days=4)
 @pytest.mark.parametrize(
     "name",
     ["alone", "some", "fused projections", "nf4", "two", "offload", "moments", "two, moments"],
 )
-def test_what_lasts_is_the_frozen_model_and_the_adapters(
-    specs: dict[str, TrialSpec], logs: dict[str, EventLog], name: str
-) -> None:
+def test_what_lasts_is_the_frozen_model_and_the_adapters(specs, logs, name):
     spec = specs[name]
     shape = load_model(spec.model_directory).shape
     lasting = sum(alive_at(logs[name], "experience").values())

@@ -39,8 +39,8 @@ TRANSFORMS = {
 @pytest.mark.parametrize("kind", list(TRANSFORMS))
 @pytest.mark.parametrize(("tokens", "vocabulary"), [(1, 2), (127, 11), (128, 1009), (301, 1009)])
 def test_logprobs_and_entropies_equal_those_of_log_softmax(
-    dtype: str, path: str, kind: str, tokens: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    dtype, path, kind, tokens, vocabulary, monkeypatch
+):
     monkeypatch.setitem(
         loss_module.CHUNK_BYTES, "cpu", 1
     )  # the smallest chunk: 301 tokens make three
@@ -71,8 +71,8 @@ def test_logprobs_and_entropies_equal_those_of_log_softmax(
 @pytest.mark.parametrize("kind", list(TRANSFORMS))
 @pytest.mark.parametrize("tokens", [0, 1, 128, 301])
 def test_gradients_that_are_made_forward_are_those_of_going_backward_to_the_bit(
-    dtype: str, kind: str, tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    dtype, kind, tokens, monkeypatch
+):
     monkeypatch.setitem(loss_module.CHUNK_BYTES, "cpu", 1)
     torch.manual_seed(0)
     hidden = torch.randn(tokens, 16, dtype=getattr(torch, dtype), requires_grad=True)
@@ -95,9 +95,7 @@ def test_gradients_that_are_made_forward_are_those_of_going_backward_to_the_bit(
 
 
 @pytest.mark.parametrize("loss", ["full", "chunked"])
-def test_a_known_gradient_saves_computing_logits_twice(
-    loss: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_known_gradient_saves_computing_logits_twice(loss, monkeypatch):
     """``full`` has them once anyway."""
     monkeypatch.setitem(loss_module.CHUNK_BYTES, "cpu", 1)
     hidden, weight = torch.randn(256, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
@@ -115,7 +113,7 @@ def test_a_known_gradient_saves_computing_logits_twice(
     assert flops[0] - flops[1] == (logits if loss == "chunked" else 0)
 
 
-def test_sft_tells_its_loss_the_gradient_that_its_objective_has_and_no_other_does() -> None:
+def test_sft_tells_its_loss_the_gradient_that_its_objective_has_and_no_other_does():
     """Of all trained tokens, not of one micro-batch's."""
     batches = [pack([Document(ids, ids)]) for ids in (torch.arange(5), torch.arange(9))]
     for asked, logprob_gradient in (
@@ -157,7 +155,7 @@ class Listening(torch.nn.Module):
         )
 
 
-def test_entropies_of_a_loss_with_a_known_gradient_are_no_part_of_it() -> None:
+def test_entropies_of_a_loss_with_a_known_gradient_are_no_part_of_it():
     hidden, weight = torch.randn(3, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
     statistics = token_statistics(
         hidden, weight, torch.tensor([0, 5, 10]), loss="chunked", logprob_gradient=1.0
@@ -166,7 +164,7 @@ def test_entropies_of_a_loss_with_a_known_gradient_are_no_part_of_it() -> None:
     assert not statistics.entropies_N.requires_grad
 
 
-def test_what_was_made_forward_is_handed_over_once() -> None:
+def test_what_was_made_forward_is_handed_over_once():
     hidden, weight = torch.randn(3, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
     loss = token_statistics(
         hidden, weight, torch.tensor([0, 5, 10]), loss="chunked", logprob_gradient=1.0
@@ -177,7 +175,7 @@ def test_what_was_made_forward_is_handed_over_once() -> None:
 
 
 @pytest.mark.parametrize("trained_tokens", [0, 1, 3, 30_719, 1_000_003])
-def test_the_log_probability_gradient_of_sft_is_what_autograd_finds(trained_tokens: int) -> None:
+def test_the_log_probability_gradient_of_sft_is_what_autograd_finds(trained_tokens):
     for dtype in (torch.float32, torch.float64):
         logprobs = torch.randn(5, dtype=dtype, requires_grad=True)
         (found,) = torch.autograd.grad(sft(logprobs, trained_tokens=trained_tokens), logprobs)
@@ -186,7 +184,7 @@ def test_the_log_probability_gradient_of_sft_is_what_autograd_finds(trained_toke
         )
 
 
-def test_a_logit_of_minus_infinity_has_probability_zero_and_makes_no_nan() -> None:
+def test_a_logit_of_minus_infinity_has_probability_zero_and_makes_no_nan():
     logits = torch.tensor([[0.0, float("-inf"), 1.0], [2.0, 2.0, float("-inf")]])
     labels = torch.tensor([2, 0])
     of = row_kernels.statistics(logits, labels)
@@ -196,7 +194,7 @@ def test_a_logit_of_minus_infinity_has_probability_zero_and_makes_no_nan() -> No
     assert logits.isfinite().all()
 
 
-def test_a_capped_logit_of_minus_infinity_is_minus_the_cap_and_has_no_gradient() -> None:
+def test_a_capped_logit_of_minus_infinity_is_minus_the_cap_and_has_no_gradient():
     logits = torch.tensor([[0.0, float("-inf"), 1.0]], dtype=torch.float64)
     capped = torch.tensor([[0.0, -2.0, 2 * math.tanh(0.5)]], dtype=torch.float64)
     labels, transform = torch.tensor([2]), LogitTransform(soft_cap=2.0)
@@ -212,8 +210,8 @@ def test_a_capped_logit_of_minus_infinity_is_minus_the_cap_and_has_no_gradient()
 @pytest.mark.parametrize("logprob_gradient", [None, -1.0])
 @pytest.mark.parametrize("kind", list(TRANSFORMS))
 def test_the_range_is_that_of_the_logits_that_the_softmax_sees(
-    kind: str, logprob_gradient: float | None, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kind, logprob_gradient, path, monkeypatch
+):
     monkeypatch.setitem(loss_module.CHUNK_BYTES, "cpu", 1)
     torch.manual_seed(0)
     hidden, weight = torch.randn(301, 16, requires_grad=True), torch.randn(11, 16)
@@ -240,8 +238,8 @@ def test_the_range_is_that_of_the_logits_that_the_softmax_sees(
 
 @pytest.mark.parametrize("kind", list(TRANSFORMS))
 def test_logits_are_scaled_and_capped_without_a_second_buffer_as_wide_as_the_vocabulary(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kind, monkeypatch
+):
     """Blocks of rows aside: the largest tensor that either pass makes is one block."""
     monkeypatch.setattr(row_kernels, "_LOGITS_BYTES", 4 * 1009)
     logits, labels = torch.randn(64, 1009), torch.randint(1009, (64,))
@@ -267,7 +265,7 @@ class Widest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("path", ["full", "chunked"])
-def test_a_rank_without_a_trained_token_has_a_loss_of_zero_and_zero_gradients(path: str) -> None:
+def test_a_rank_without_a_trained_token_has_a_loss_of_zero_and_zero_gradients(path):
     hidden, weight = torch.randn(0, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
     loss = sft(
         token_statistics(hidden, weight, torch.zeros(0, dtype=torch.long), loss=path).logprobs_N,
@@ -280,7 +278,7 @@ def test_a_rank_without_a_trained_token_has_a_loss_of_zero_and_zero_gradients(pa
     assert torch.equal(weight.grad, torch.zeros_like(weight))
 
 
-def test_a_second_backward_of_full_is_an_error_and_not_a_wrong_gradient() -> None:
+def test_a_second_backward_of_full_is_an_error_and_not_a_wrong_gradient():
     hidden, weight = torch.randn(3, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
     loss = token_statistics(hidden, weight, torch.tensor([0, 5, 10]), loss="full").logprobs_N.sum()
     loss.backward(retain_graph=True)
@@ -288,7 +286,7 @@ def test_a_second_backward_of_full_is_an_error_and_not_a_wrong_gradient() -> Non
         loss.backward()
 
 
-def test_a_chunk_holds_what_its_bytes_allow() -> None:
+def test_a_chunk_holds_what_its_bytes_allow():
     weight = torch.empty(1000, 8)
     rows = chunk_rows(weight)
     assert rows % 128 == 0

@@ -78,7 +78,7 @@ def gradients_of(model: nn.Module, scale: float = 1.0) -> list[Tensor]:
     ]
 
 
-def test_eight_bits_are_torchaos_own() -> None:
+def test_eight_bits_are_torchaos_own():
     """Codes and scales bit by bit; parameters but for the corrections, which torchao has in
     float32.
     """
@@ -107,7 +107,7 @@ def test_eight_bits_are_torchaos_own() -> None:
 
 @pytest.mark.parametrize("name", LOSSY)
 @pytest.mark.parametrize("scale", [1.0, 1e-4])
-def test_an_update_is_within_its_bound_of_adamws(name: Any, scale: float) -> None:
+def test_an_update_is_within_its_bound_of_adamws(name, scale):
     exact, rounded = weights(), weights()
     judge, optimizer = optimizer_of(exact, "adamw"), optimizer_of(rounded, name)
     steps = 5
@@ -164,10 +164,8 @@ def wide(moment: Tensor) -> Tensor:
     return (moment.dequantize() if isinstance(moment, OptimState8bit) else moment).double()
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns
 @pytest.mark.parametrize("name", LOSSY)
-def test_a_mean_of_squares_shrinks_as_fast_as_gradients_do(name: Any) -> None:
+def test_a_mean_of_squares_shrinks_as_fast_as_gradients_do(name):
     """Rounded to the nearest one in bfloat16 would stay: a thousandth less is nearer to itself."""
     steps = 2000
     model = weights()
@@ -181,7 +179,7 @@ def test_a_mean_of_squares_shrinks_as_fast_as_gradients_do(name: Any) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSY)
-def test_a_parameter_in_bf16_moves_as_far_as_in_float32_on_average(name: Any) -> None:
+def test_a_parameter_in_bf16_moves_as_far_as_in_float32_on_average(name):
     """By updates of a hundredth of what lies between two numbers: to the nearest it would stay."""
     steps, rate = 500, 2**-7 / 100
     numbers = Hyperparameters(learning_rate=rate, weight_decay=0.0)
@@ -201,9 +199,7 @@ def test_a_parameter_in_bf16_moves_as_far_as_in_float32_on_average(name: Any) ->
 
 
 @pytest.mark.parametrize("name", LOSSY)
-def test_pieces_of_a_shard_are_updated_as_the_whole(
-    name: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_of_a_shard_are_updated_as_the_whole(name, monkeypatch):
     """But for the numbers that are drawn, and to which neighbour they round."""
     whole, cut = weights(), weights()
     whole_optimizer, cut_optimizer = optimizer_of(whole, name), optimizer_of(cut, name)
@@ -219,7 +215,7 @@ def test_pieces_of_a_shard_are_updated_as_the_whole(
 
 
 @pytest.mark.parametrize("name", LOSSY)
-def test_what_is_drawn_follows_from_the_step_and_leaves_other_draws_alone(name: Any) -> None:
+def test_what_is_drawn_follows_from_the_step_and_leaves_other_draws_alone(name):
     one, other = weights(), weights()
     optimizers = optimizer_of(one, name), optimizer_of(other, name)
     torch.manual_seed(2)
@@ -234,7 +230,7 @@ def test_what_is_drawn_follows_from_the_step_and_leaves_other_draws_alone(name: 
 
 
 @pytest.mark.parametrize("name", LOSSY)
-def test_what_was_alive_counts_codes_and_scales(name: Any) -> None:
+def test_what_was_alive_counts_codes_and_scales(name):
     model = weights(bias=True)
     optimizer = optimizer_of(model, name)
     for parameter in model.parameters():
@@ -248,7 +244,7 @@ def test_what_was_alive_counts_codes_and_scales(name: Any) -> None:
 
 @pytest.mark.parametrize("name", LOSSY)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_state_that_is_loaded_goes_on_bit_by_bit(name: Any, dtype: torch.dtype) -> None:
+def test_a_state_that_is_loaded_goes_on_bit_by_bit(name, dtype):
     went_on, resumed = weights(bias=True, dtype=dtype), weights(bias=True, dtype=dtype)
     optimizer = optimizer_of(went_on, name)
     for _ in range(3):

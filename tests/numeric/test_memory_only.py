@@ -24,6 +24,7 @@ from highwater.engine.parallel.sequence_layout import SequenceLayout
 from highwater.errors import ModelError
 from highwater.nouns import layout as working_sizes
 from highwater.nouns.corpus import pieces
+from tables import deep
 
 PACKINGS = [(4096,), (4096, 4096), (6000, 6000, 64), (3000, 1, 1, 5000), (1000,), (2049,)]
 HEADS = [(4, 4), (4, 2), (6, 1), (1, 1)]
@@ -120,11 +121,9 @@ def live_bytes(run: Callable[[], None]) -> list[int]:
 
 @pytest.mark.parametrize(
     ("lengths", "heads", "by_heads"),
-    [pytest.param(*case, marks=() if case in FEW else pytest.mark.slow) for case in EVERY],
+    [case for case in EVERY if case in FEW or deep(case)],
 )
-def test_every_allocation_is_that_of_whole_documents(
-    lengths: tuple[int, ...], heads: tuple[int, int], by_heads: bool
-) -> None:
+def test_every_allocation_is_that_of_whole_documents(lengths, heads, by_heads):
     whole, cut = (
         allocations(step(lengths, heads, in_pieces=flag, by_heads=by_heads))
         for flag in (False, True)
@@ -136,7 +135,7 @@ def test_every_allocation_is_that_of_whole_documents(
 
 
 @pytest.mark.parametrize("heads", HEADS)
-def test_the_live_bytes_rise_and_fall_as_those_of_whole_documents(heads: tuple[int, int]) -> None:
+def test_the_live_bytes_rise_and_fall_as_those_of_whole_documents(heads):
     whole, cut = (
         live_bytes(step((4096, 4096), heads, in_pieces=flag, by_heads=False))
         for flag in (False, True)
@@ -152,11 +151,11 @@ def test_the_live_bytes_rise_and_fall_as_those_of_whole_documents(heads: tuple[i
 @pytest.mark.parametrize("scores", [1, 2**14, 2**23])
 @pytest.mark.parametrize("lengths", [(301,), (300, 300), (200, 150)])
 def test_capped_scores_take_the_most_in_the_rows_that_a_memory_only_trial_computes(
-    lengths: tuple[int, ...],
-    scores: int,
-    window: int | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    lengths,
+    scores,
+    window,
+    monkeypatch,
+):
     """So does the tracer, whose steps compute no others."""
     monkeypatch.setattr(working_sizes, "SCORES_AT_HAND", scores)
     whole, few = (
@@ -171,8 +170,8 @@ def test_capped_scores_take_the_most_in_the_rows_that_a_memory_only_trial_comput
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("lengths", [(350, 250), (50, 550), (400, 50, 30, 40, 80)])
 def test_packed_documents_of_capped_scores_take_no_more_than_one_as_long(
-    lengths: tuple[int, ...], window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    lengths, window, monkeypatch
+):
     """Within 2 %: rows at hand are a whole number, and few of such small sizes."""
     monkeypatch.setattr(working_sizes, "SCORES_AT_HAND", 2**14)
     packed, one = (
@@ -202,7 +201,7 @@ def capped_step(
     return run
 
 
-def test_pieces_are_really_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_really_short(monkeypatch):
     lengths: list[int] = []
     kernel = torch.nn.functional.scaled_dot_product_attention
 
@@ -218,7 +217,7 @@ def test_pieces_are_really_short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_only_the_last_layers_attend_over_whole_documents(depth: int) -> None:
+def test_only_the_last_layers_attend_over_whole_documents(depth):
     from transformers import Qwen3Config
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -241,7 +240,7 @@ def test_only_the_last_layers_attend_over_whole_documents(depth: int) -> None:
         assert out.isfinite().all()
 
 
-def test_a_module_that_does_not_know_its_layer_is_refused() -> None:
+def test_a_module_that_does_not_know_its_layer_is_refused():
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     interface = ALL_ATTENTION_FUNCTIONS[register("flash", depth=1).name]

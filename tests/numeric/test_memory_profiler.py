@@ -2,8 +2,6 @@
 on one is in tests/gpu.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -19,7 +17,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
 
 
 @without_gpu
-def test_without_a_gpu_it_is_refused_and_makes_nothing(tmp_path: Path) -> None:
+def test_without_a_gpu_it_is_refused_and_makes_nothing(tmp_path):
     with pytest.raises(MachineError, match="without a GPU"):
         highwater.MemoryProfiler(tmp_path / "snapshots")
     order = SnapshotOrder(directory=str(tmp_path / "snapshots"), profiling=Profiling())
@@ -39,9 +37,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return told
 
 
-def test_a_snapshot_that_cannot_be_written_hides_no_error_of_the_loop(
-    tmp_path: Path, recorder: list[object], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_snapshot_that_cannot_be_written_hides_no_error_of_the_loop(tmp_path, recorder, capsys):
     (tmp_path / "file").touch()
     profiler = highwater.MemoryProfiler(tmp_path / "file")  # below which nothing can be written
     with pytest.raises(torch.OutOfMemoryError, match="the loop's own"), profiler:
@@ -67,8 +63,8 @@ class Layered(nn.Module):
 
 @pytest.mark.parametrize("recomputes", [True, False])
 def test_a_step_is_in_each_layer_of_both_passes_where_layers_are_recomputed(
-    recomputes: bool,
-) -> None:
+    recomputes,
+):
     model = Layered()
     if recomputes:
         recompute_layers(model.layers)

@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 from highwater.engine.attention.kept import kept_in_recompute
 from highwater.engine.attention.mixed_lengths import attend_mixed, calls_of, front_tokens
 from highwater.engine.attention.reference import reference_attention
-from highwater.nouns.hardware import Kernel
 
 TOLERANCE = 1e-12
 LONG = 32
@@ -23,8 +22,8 @@ ROWS = [(33, 5), (5, 33, 7), (40, 71, 3), (1, 64, 2, 2, 39), (7, 5, 3), (64, 32,
 @pytest.mark.parametrize(("query_heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("is_recomputed", [False, True])
 def test_output_and_gradients_equal_the_textbook(
-    kernel: Kernel, lengths: tuple[int, ...], query_heads: int, kv_heads: int, is_recomputed: bool
-) -> None:
+    kernel, lengths, query_heads, kv_heads, is_recomputed
+):
     torch.manual_seed(0)
     tokens, size = sum(lengths), 8
     rows = [
@@ -55,9 +54,7 @@ def test_output_and_gradients_equal_the_textbook(
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=30), st.sampled_from([None, 64, 4096]))
-def test_each_query_is_in_one_call_with_all_the_keys_before_it(
-    lengths: list[int], long_tokens: int | None
-) -> None:
+def test_each_query_is_in_one_call_with_all_the_keys_before_it(lengths, long_tokens):
     calls = calls_of(tuple(lengths), long_tokens=long_tokens)
     computed = [0] * sum(lengths)
     for front in calls.fronts:
@@ -76,7 +73,7 @@ def test_each_query_is_in_one_call_with_all_the_keys_before_it(
     assert computed == [1] * sum(lengths)
 
 
-def test_no_call_takes_more_for_itself_than_one_document_of_the_row() -> None:
+def test_no_call_takes_more_for_itself_than_one_document_of_the_row():
     lengths = (9000, 8200, 8192) + (3,) * 50 + (200,) * 20 + (9,) * 1000
     for call in calls_of(lengths, long_tokens=8192).shared:
         taken = sum(stop - start + 128 for start, stop in call.queries)
@@ -98,8 +95,8 @@ PACKINGS = [
 @pytest.mark.parametrize("long_tokens", [None, 8192])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(16, 8), (32, 8), (16, 16), (28, 4)])
 def test_a_backward_pass_takes_what_one_document_would_by_count(
-    lengths: tuple[int, ...], long_tokens: int | None, heads: int, kv_heads: int
-) -> None:
+    lengths, long_tokens, heads, kv_heads
+):
     assert sum(lengths) == ROW
     calls = calls_of(lengths, long_tokens=long_tokens)
     every_head = 4 * heads if heads > kv_heads else 0
@@ -130,17 +127,17 @@ def test_a_backward_pass_takes_what_one_document_would_by_count(
 
 
 @given(st.integers(8192, 2**20))
-def test_long_documents_are_of_sixteen_shapes_for_each_doubling(length: int) -> None:
+def test_long_documents_are_of_sixteen_shapes_for_each_doubling(length):
     front = front_tokens(length)
     assert 0 <= length - front <= length / 16
     assert front_tokens(front) == front
 
 
-def test_fronts_of_any_lengths_are_few() -> None:
+def test_fronts_of_any_lengths_are_few():
     assert len({front_tokens(length) for length in range(8192, 2**16)}) == 3 * 16
 
 
-def test_a_document_does_not_see_the_one_before_it() -> None:
+def test_a_document_does_not_see_the_one_before_it():
     q, k, v = (torch.randn(1, 2, 75, 4, dtype=torch.float64) for _ in range(3))
     how = {"scaling": 1.0, "kernel": "cudnn", "long_tokens": LONG, "document_lengths": (35, 40)}
     before = attend_mixed(q, k, v, **how)

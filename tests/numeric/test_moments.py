@@ -3,16 +3,15 @@ in turn, shared or kept, and nothing learned is of no family.
 """
 
 import json
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
-from learn_moments import SHARED_SIZE, UNGROUPED
 from traces import trace, trial
 
 from highwater.memory.formula.constants import WORKSPACES
 from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.layers import Step
 from highwater.memory.formula.moments import families
 from highwater.memory.trace.replay import replay
 from highwater.model.families import EXPERT_COUNTS, EXPERTS, EXPERTS_PER_TOKEN, WITH_CAPS
@@ -21,6 +20,8 @@ from highwater.nouns.events import TraceOrder
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.trials.tracing import fullest_rank
+from learn_moments import SHARED_SIZE, UNGROUPED
+from tables import deep
 
 LENGTH = 16_384
 TINY = json.loads(Path(load_model("tiny").directory, "config.json").read_text())
@@ -85,44 +86,20 @@ BY_HAND = ("granite_swa", "ministral3")
 """Families that have the formula's own terms, and no traces elsewhere."""
 
 
-def every() -> list[tuple[str, str]]:
-    """Each family in each case; without caps where it has some."""
-    return [
-        (family, case)
-        for family in sorted((*families(), *BY_HAND))
-        for case in CASES
-        if case != "uncapped" or family in WITH_CAPS
-    ]
-
-
-def today() -> list[tuple[str, str]]:
-    """A case of each family, another one tomorrow.
-
-    CI runs a fifth of them a day. Neither 11 nor 12 cases are a multiple of five: by and by a
-    family has them all.
+def asked() -> list[tuple[str, str]]:
+    """Each family in a case, in turn; `make test-all` has each in every, without caps where it has
+    some.
     """
-    cases = {family: [case for other, case in every() if other == family] for family, _ in every()}
-    return [
-        (family, cases[family][(date.today().toordinal() + number) % len(cases[family])])
-        for number, family in enumerate(sorted(cases))
-    ]
+    found: list[tuple[str, str]] = []
+    for number, family in enumerate(sorted((*families(), *BY_HAND))):
+        cases = [case for case in CASES if case != "uncapped" or family in WITH_CAPS]
+        found += ((family, case) for case in deep(*cases) or (cases[number % len(cases)],))
+    return found
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns(days=5)
-@pytest.mark.parametrize(("family", "case"), today())
-def test_a_step_peaks_where_the_formula_says(family: str, case: str, tmp_path: Path) -> None:
-    check(family, case, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "case"), every())
-def test_every_step_peaks_where_the_formula_says(family: str, case: str, tmp_path: Path) -> None:
-    check(family, case, tmp_path)
-
-
-def check(family: str, case: str, folder: Path) -> None:
-    asked: dict[str, Any] = {
+@pytest.mark.parametrize(("family", "case"), asked())
+def test_a_step_peaks_where_the_formula_says(family, case, tmp_path):
+    fields: dict[str, Any] = {
         "settings": Settings(loss="chunked"),
         "layout": Layout(),
         "length_tokens": LENGTH,
@@ -133,18 +110,18 @@ def check(family: str, case: str, folder: Path) -> None:
         "model_type": family,
         **(MIXTURE if family in EXPERTS else {}),
         **OF_FAMILY.get(family, {}),
-        **asked.pop("config", {}),
+        **fields.pop("config", {}),
     }
     config["ffn_dim"] = config["intermediate_size"]
     if family in SHARED_SIZE:
         config["hidden_size"] = config["num_attention_heads"] * config["head_dim"]
     if family in UNGROUPED:
         config["num_key_value_heads"] = config["num_attention_heads"]
-    spec = trial(folder / "model", config, **asked)
-    log = trace(TraceOrder(spec=spec, rank=fullest_rank(spec)), folder / "trace")
+    spec = trial(tmp_path / "model", config, **fields)
+    log = trace(TraceOrder(spec=spec, rank=fullest_rank(spec)), tmp_path / "trace")
     peak = replay(log, allocator="expandable", workspaces_bytes=()).peak_allocated_bytes
     shape = load_model(spec.model_directory).shape
-    found = footprint(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens)
+    found = footprint(Step(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens))
     expected = max(
         sum(term.bytes for term in phase.terms if term.name != WORKSPACES) for phase in found.phases
     )

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(512, 256), (96, 40), (43, 45), (2, 3), (1, 64)])
-def test_a_packed_weight_is_bitsandbytes(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_a_packed_weight_is_bitsandbytes(shape, dtype):
     weight = torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     codes, state = quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
     ours = packed(weight, scale_table(CPU))
@@ -26,8 +26,8 @@ def test_a_packed_weight_is_bitsandbytes(shape: tuple[int, int], dtype: torch.dt
 
 @pytest.mark.parametrize("shape", [(512, 256), (256, 128), (96, 40), (6, 5)])
 def test_halves_are_those_of_the_whole_and_as_small_where_blocks_allow(
-    shape: tuple[int, int],
-) -> None:
+    shape,
+):
     ours = packed(torch.randn(*shape), scale_table(CPU))
     for half, rows in zip(halves(ours), ours.whole().chunk(2), strict=True):
         assert isinstance(half, Nf4Weight)
@@ -36,7 +36,7 @@ def test_halves_are_those_of_the_whole_and_as_small_where_blocks_allow(
         assert half.codes.numel() == ours.codes.numel() // (2 if is_cut else 1)
 
 
-def test_a_packed_layer_has_the_gradient_of_its_input_and_keeps_nothing_whole() -> None:
+def test_a_packed_layer_has_the_gradient_of_its_input_and_keeps_nothing_whole():
     plain = nn.Linear(48, 32).requires_grad_(requires_grad=False)
     layer = Nf4Linear(plain)
     x = torch.randn(2, 5, 48, requires_grad=True)

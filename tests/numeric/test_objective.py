@@ -18,8 +18,8 @@ CLIPPED = {"low": 0.2, "high": 0.2, "dual": 3.0, "trained_tokens": 1}
 @pytest.mark.parametrize("log_ratio", [-1000.0, -90.0, -20.5, 20.5, 90.0, 1000.0])
 @pytest.mark.parametrize("advantage", [-2.0, 0.0, 2.0])
 def test_a_token_that_another_policy_sampled_has_a_finite_loss_and_no_gradient(
-    log_ratio: float, advantage: float
-) -> None:
+    log_ratio, advantage
+):
     loss, logprob_gradient = token(
         objectives.clip_loss, log_ratio, torch.tensor([advantage]), **CLIPPED
     )
@@ -45,9 +45,7 @@ def test_a_token_that_another_policy_sampled_has_a_finite_loss_and_no_gradient(
         (3.5, -2.0, 0, 7.0, 7.0),
     ],
 )
-def test_clipping_from_below_above_and_twice(
-    ratio: float, advantage: float, dual: float, loss: float, logprob_gradient: float
-) -> None:
+def test_clipping_from_below_above_and_twice(ratio, advantage, dual, loss, logprob_gradient):
     found = token(
         objectives.clip_loss, math.log(ratio), torch.tensor([advantage]), **CLIPPED | {"dual": dual}
     )
@@ -65,15 +63,15 @@ def test_clipping_from_below_above_and_twice(
     ],
 )
 def test_estimators_of_the_divergence_and_what_they_pull_with(
-    estimator: Any, log_ratio: float, loss: float, logprob_gradient: float
-) -> None:
+    estimator, log_ratio, loss, logprob_gradient
+):
     found = token(
         objectives.divergence, log_ratio, estimator=estimator, coefficient=2.0, trained_tokens=1
     )
     assert found == pytest.approx((2 * loss, 2 * logprob_gradient), rel=1e-6)
 
 
-def test_a_documents_log_ratio_is_summed_over_its_tokens_however_many_they_are() -> None:
+def test_a_documents_log_ratio_is_summed_over_its_tokens_however_many_they_are():
     documents = torch.tensor([0, 0, 2, 2, 2])
     ratios = torch.tensor([0.5, -1.5, 1.0, 2.0, 3.0], requires_grad=True)
     sums = objectives.document_sums(ratios, documents, documents=4)
@@ -86,7 +84,7 @@ def test_a_documents_log_ratio_is_summed_over_its_tokens_however_many_they_are()
 
 
 @pytest.mark.parametrize("margin", [-1000.0, -2.0, 0.0, 0.5, 1000.0])
-def test_a_preference_costs_the_logistic_loss_of_its_margin(margin: float) -> None:
+def test_a_preference_costs_the_logistic_loss_of_its_margin(margin):
     ratios = torch.tensor([3.0 + margin, 3.0, 1.0, 1.0], dtype=torch.float64, requires_grad=True)
     loss = objectives.preference(ratios, beta=0.4, pairs=2)
     logistic = max(0.0, -0.4 * margin) + math.log1p(math.exp(-abs(0.4 * margin)))
@@ -97,7 +95,7 @@ def test_a_preference_costs_the_logistic_loss_of_its_margin(margin: float) -> No
     assert ratios.grad.tolist() == pytest.approx(pulls, rel=1e-12)
 
 
-def test_a_reward_is_compared_with_its_group_and_alone_with_nothing() -> None:
+def test_a_reward_is_compared_with_its_group_and_alone_with_nothing():
     found = objectives.group_advantages([1.0, 5.0, 3.0, 7.0], [9, -1, 9, 4])
     assert found == pytest.approx([-math.sqrt(0.5), 5.0, math.sqrt(0.5), 7.0], rel=2e-6)
     assert objectives.group_advantages([2.0, 2.0], [0, 0]) == [0.0, 0.0]
@@ -105,7 +103,7 @@ def test_a_reward_is_compared_with_its_group_and_alone_with_nothing() -> None:
         assert objectives.group_advantages([reward], [0]) == [reward / (1 + 1e-6)]
 
 
-def test_documents_without_logprobs_leave_those_of_their_micro_batch_alone() -> None:
+def test_documents_without_logprobs_leave_those_of_their_micro_batch_alone():
     ids = torch.arange(4)
     known = torch.tensor([-0.1, -0.2, -0.3, -0.4])
     sampled, unknown = Document(ids, ids, old_logprobs_L=known), Document(ids[:2], ids[:2])

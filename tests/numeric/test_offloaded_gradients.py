@@ -53,9 +53,7 @@ def alone() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("recompute", ["layer", "none"])
-def test_sums_over_micro_batches_are_those_of_fsdp2_bit_by_bit(
-    recompute: str, tmp_path: Path
-) -> None:
+def test_sums_over_micro_batches_are_those_of_fsdp2_bit_by_bit(recompute, tmp_path):
     plain, offloaded = (
         training(tmp_path, offload=offload, recompute=recompute) for offload in (False, True)
     )
@@ -72,7 +70,7 @@ def test_sums_over_micro_batches_are_those_of_fsdp2_bit_by_bit(
     )
 
 
-def test_fsdp2_finds_no_gradient_and_leaves_a_few_layers_at_a_time(tmp_path: Path) -> None:
+def test_fsdp2_finds_no_gradient_and_leaves_a_few_layers_at_a_time(tmp_path):
     """Beside a gradient it would wait for every copy."""
     trained = training(tmp_path, offload=True)
     lasting = {name: parameter.grad for name, parameter in trained.policy.named_parameters()}
@@ -98,7 +96,7 @@ def test_fsdp2_finds_no_gradient_and_leaves_a_few_layers_at_a_time(tmp_path: Pat
     )
 
 
-def test_without_a_gradient_before_the_sum_is_in_memory_of_its_own(tmp_path: Path) -> None:
+def test_without_a_gradient_before_the_sum_is_in_memory_of_its_own(tmp_path):
     trained = training(tmp_path, offload=True)
     backward_of(trained, micro_batches())
     expected = gradients(trained)
@@ -114,8 +112,8 @@ def test_without_a_gradient_before_the_sum_is_in_memory_of_its_own(tmp_path: Pat
 
 
 def test_after_a_pass_that_fails_there_are_gradients_again_and_another_can_begin(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     trained = training(tmp_path, offload=True)
     backward_of(trained, micro_batches())
     layer = next(
@@ -134,7 +132,7 @@ def _out_of_memory(*_: object) -> None:
     raise torch.OutOfMemoryError("as an allocation in a backward pass ends")
 
 
-def test_a_parameter_that_no_micro_batch_trains_keeps_its_gradient(tmp_path: Path) -> None:
+def test_a_parameter_that_no_micro_batch_trains_keeps_its_gradient(tmp_path):
     trained = training(tmp_path, offload=True)
     frozen = "causal_lm.model.layers.2."
     for name, parameter in trained.policy.named_parameters():
@@ -145,9 +143,7 @@ def test_a_parameter_that_no_micro_batch_trains_keeps_its_gradient(tmp_path: Pat
         assert bool((gradient == 1).all()) == name.startswith(frozen), name
 
 
-def test_a_backward_pass_of_somebody_elses_is_fsdp2s(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backward_pass_of_somebody_elses_is_fsdp2s(tmp_path, monkeypatch):
     ours, theirs = training(tmp_path, offload=True), training(tmp_path, offload=True)
     backward_of(ours, micro_batches())
     monkeypatch.setattr(step, "adding_up", lambda _: nullcontext())
@@ -157,9 +153,7 @@ def test_a_backward_pass_of_somebody_elses_is_fsdp2s(
 
 
 @pytest.mark.parametrize(("size", "is_clipped"), [(1e-6, False), (1.0, True)])
-def test_offloaded_gradients_are_clipped_as_others_are(
-    size: float, is_clipped: bool, tmp_path: Path
-) -> None:
+def test_offloaded_gradients_are_clipped_as_others_are(size, is_clipped, tmp_path):
     trained = training(tmp_path, offload=True)
     for parameter in trained.policy.parameters():
         local_shard(parameter.grad).fill_(size)

@@ -54,7 +54,7 @@ def opened(source: Path, folder: Path, *, seed: int = 0) -> Path:
 @pytest.mark.parametrize(
     "family", ["qwen3", "llama", "gemma2", "gemma3_text", "phi3", "qwen3_moe", "mixtral", "gpt_oss"]
 )
-def test_transformers_opens_it_whole(family: str, tmp_path: Path) -> None:
+def test_transformers_opens_it_whole(family, tmp_path):
     made = opened(directory_of(family, tmp_path / family), tmp_path)
     assert missing_files(made) == MissingFiles(weights=False, tokenizer=False)
     model, info = AutoModelForCausalLM.from_pretrained(made, output_loading_info=True)
@@ -66,7 +66,7 @@ def test_transformers_opens_it_whole(family: str, tmp_path: Path) -> None:
     assert float(weights.std()) == pytest.approx(0.02, rel=0.05)
 
 
-def test_it_is_made_once_and_another_seed_is_another(tmp_path: Path) -> None:
+def test_it_is_made_once_and_another_seed_is_another(tmp_path):
     source = directory_of("qwen3", tmp_path / "qwen3")
     first = opened(source, tmp_path)
     weights = first / "model.safetensors"
@@ -77,7 +77,7 @@ def test_it_is_made_once_and_another_seed_is_another(tmp_path: Path) -> None:
     assert not list((tmp_path / "scratch").iterdir())
 
 
-def test_what_is_there_is_linked(tmp_path: Path) -> None:
+def test_what_is_there_is_linked(tmp_path):
     source = directory_of("qwen3", tmp_path / "qwen3")
     write_tokenizer(source, vocab_size=50)
     made = opened(source, tmp_path)
@@ -87,7 +87,7 @@ def test_what_is_there_is_linked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [2, 3, 100, 4097])
-def test_texts_are_exactly_as_long_with_their_end(length: int, tmp_path: Path) -> None:
+def test_texts_are_exactly_as_long_with_their_end(length, tmp_path):
     write_tokenizer(tmp_path, vocab_size=VOCABULARY)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
@@ -121,9 +121,7 @@ def byte_level(folder: Path, *, merges: list[tuple[str, str]], begins: bool) -> 
 
 @pytest.mark.parametrize("begins", [False, True])
 @pytest.mark.parametrize("merges", [[], [("Ġ", "a"), ("Ġ", "b"), ("Ġa", "b")]])
-def test_texts_are_exactly_as_long_by_any_tokenizer(
-    merges: list[tuple[str, str]], begins: bool, tmp_path: Path
-) -> None:
+def test_texts_are_exactly_as_long_by_any_tokenizer(merges, begins, tmp_path):
     tokenizer = byte_level(tmp_path, merges=merges, begins=begins)
     for length in (64, 65, 1000):
         for end in ("</s>", ""):
@@ -131,7 +129,7 @@ def test_texts_are_exactly_as_long_by_any_tokenizer(
             assert len(tokenizer(text=text + end)["input_ids"]) == length
 
 
-def test_a_length_that_no_text_has_is_refused(tmp_path: Path) -> None:
+def test_a_length_that_no_text_has_is_refused(tmp_path):
     tokenizer = byte_level(tmp_path, merges=[], begins=True)
     with pytest.raises(ModelError, match="exactly 2 tokens"):
         exact_texts(tokenizer, length_tokens=2, count=1, seed=0, end="</s>")

@@ -7,7 +7,6 @@ import torch
 from transformers import (
     LlamaConfig,
     OlmoConfig,
-    PreTrainedConfig,
     Qwen2Config,
     Qwen3MoeConfig,
     Starcoder2Config,
@@ -40,7 +39,7 @@ FAMILIES = [
 
 
 @pytest.mark.parametrize("config", FAMILIES, ids=[config.model_type for config in FAMILIES])
-def test_what_decays_is_what_transformers_trainer_lets_decay(config: PreTrainedConfig) -> None:
+def test_what_decays_is_what_transformers_trainer_lets_decay(config):
     model = build_on_meta(
         config, attention=register("flash"), loss="full", master_dtype=torch.float32
     ).to_empty(device="cpu")
@@ -54,16 +53,14 @@ def test_what_decays_is_what_transformers_trainer_lets_decay(config: PreTrainedC
     assert len(found) == sum(len(group["params"]) for group in optimizer.param_groups)
 
 
-def test_adamw_is_set_as_it_is_asked_for() -> None:
+def test_adamw_is_set_as_it_is_asked_for():
     asked = Hyperparameters(learning_rate=3e-4, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-6)
     for group in make_optimizer(torch.nn.Linear(2, 2), asked).param_groups:
         assert (group["lr"], group["betas"], group["eps"]) == (3e-4, (0.8, 0.95), 1e-6)
 
 
 @pytest.mark.parametrize(("most", "factor"), [(10.0, 1.0), (1.0, 0.2), (0.25, 0.05), (0.0, 1.0)])
-def test_a_gradient_is_clipped_to_the_norm_that_is_asked_for(
-    most: float, factor: float, alone: None
-) -> None:
+def test_a_gradient_is_clipped_to_the_norm_that_is_asked_for(most, factor, alone):
     model = torch.nn.Linear(2, 1, bias=False)
     model.weight.grad = torch.tensor([[3.0, 4.0]])
     norm = clip(model, mesh=process_mesh.shard_mesh(Layout(), torch.device("cpu")), max_norm=most)
@@ -71,7 +68,7 @@ def test_a_gradient_is_clipped_to_the_norm_that_is_asked_for(
     assert model.weight.grad.tolist()[0] == pytest.approx([3 * factor, 4 * factor], rel=1e-6)
 
 
-def test_the_norm_of_gradients_in_bf16_is_in_float32(alone: None) -> None:
+def test_the_norm_of_gradients_in_bf16_is_in_float32(alone):
     """In bfloat16, of 8 bits, it would be 64."""
     model = torch.nn.Linear(64, 65, bias=False, dtype=torch.bfloat16)
     model.weight.grad = torch.ones_like(model.weight)

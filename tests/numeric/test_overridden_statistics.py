@@ -16,7 +16,7 @@ from highwater.errors import UsageError
 from highwater.nouns.quantities import QUANTITIES, Quantity
 
 
-def test_a_mean_is_divided_by_the_sum_that_is_asked_for(mesh: DeviceMesh) -> None:
+def test_a_mean_is_divided_by_the_sum_that_is_asked_for(mesh):
     statistics = Statistics(mesh, None, denominators={"nll": "n_tokens"})
     for name, part in (("nll", 6.0), ("entropy", 6.0), ("n_valid_tokens", 3), ("n_tokens", 12)):
         statistics.add(name, part)
@@ -24,7 +24,7 @@ def test_a_mean_is_divided_by_the_sum_that_is_asked_for(mesh: DeviceMesh) -> Non
     assert (numbers["nll"], numbers["entropy"]) == (0.5, 2.0)
 
 
-def test_what_was_reset_is_in_no_export(mesh: DeviceMesh) -> None:
+def test_what_was_reset_is_in_no_export(mesh):
     statistics = Statistics(mesh, None)
     statistics.add("n_tokens", 5)
     statistics.reset()
@@ -32,7 +32,7 @@ def test_what_was_reset_is_in_no_export(mesh: DeviceMesh) -> None:
     assert statistics.export(most_documents=0)["n_tokens"] == 7
 
 
-def test_a_quantity_of_ones_own_is_declared_added_to_and_told(mesh: DeviceMesh) -> None:
+def test_a_quantity_of_ones_own_is_declared_added_to_and_told(mesh):
     statistics = Statistics(mesh, None, quantities={"my_metric": Quantity(how="sum")})
     statistics.add("my_metric", 2.5)
     statistics.add("my_metric", 4)
@@ -40,7 +40,7 @@ def test_a_quantity_of_ones_own_is_declared_added_to_and_told(mesh: DeviceMesh) 
     assert statistics.export(most_documents=0)["my_metric"] == 0, "nobody added anything"
 
 
-def test_a_name_that_nobody_declared_is_refused_with_those_that_are(mesh: DeviceMesh) -> None:
+def test_a_name_that_nobody_declared_is_refused_with_those_that_are(mesh):
     own = {"mine": Quantity(how="max")}
     with pytest.raises(UsageError, match="my_metric") as refusal:
         Statistics(mesh, None, quantities=own).add("my_metric", 1.0)
@@ -76,30 +76,24 @@ def told(mesh: DeviceMesh, how: Any, *values: Any, is_count: bool = False) -> An
         (math.nan,),
     ],
 )
-def test_a_nan_in_any_place_makes_a_number_nan(
-    mesh: DeviceMesh, how: str, values: tuple[Any, ...]
-) -> None:
+def test_a_nan_in_any_place_makes_a_number_nan(mesh, how, values):
     assert math.isnan(told(mesh, how, *values))
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf])
 @pytest.mark.parametrize("how", OVER)
-def test_an_infinity_that_was_added_is_told_and_is_not_nothing(
-    mesh: DeviceMesh, how: str, value: float
-) -> None:
+def test_an_infinity_that_was_added_is_told_and_is_not_nothing(mesh, how, value):
     assert told(mesh, how, value) == value
 
 
-def test_only_what_nobody_added_to_has_no_smallest_and_largest(mesh: DeviceMesh) -> None:
+def test_only_what_nobody_added_to_has_no_smallest_and_largest(mesh):
     assert [told(mesh, how) for how in OVER] == [0, None, None, 0]
     assert (told(mesh, "min", math.inf, 2), told(mesh, "max", -math.inf, 2)) == (2, 2)
     assert (told(mesh, "min", 0), told(mesh, "max", 0)) == (0, 0)
 
 
 @pytest.mark.parametrize(("divisor", "of"), [(math.nan, math.nan), (math.inf, 0.0), (0, None)])
-def test_a_mean_over_a_sum_that_is_not_finite_is_not_one_whose_sum_is_missing(
-    mesh: DeviceMesh, divisor: float, of: float | None
-) -> None:
+def test_a_mean_over_a_sum_that_is_not_finite_is_not_one_whose_sum_is_missing(mesh, divisor, of):
     own = {"size": Quantity(how="sum"), "mine": Quantity(how="mean", per="size")}
     statistics = Statistics(mesh, None, quantities=own)
     statistics.add("mine", 5)
@@ -107,7 +101,7 @@ def test_a_mean_over_a_sum_that_is_not_finite_is_not_one_whose_sum_is_missing(
     assert repr(statistics.export(most_documents=0)["mine"]) == repr(of)
 
 
-def test_a_mean_of_nan_over_nothing_is_nan(mesh: DeviceMesh) -> None:
+def test_a_mean_of_nan_over_nothing_is_nan(mesh):
     statistics = Statistics(mesh, None)
     statistics.add("nll", math.nan)
     statistics.add("n_valid_tokens", 0)
@@ -118,7 +112,7 @@ def test_a_mean_of_nan_over_nothing_is_nan(mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize(
     "value", [2.5, -0.1, math.nan, math.inf, 2**53 + 1, torch.tensor(2.5), np.float32(0.5)]
 )
-def test_a_count_takes_whole_numbers_alone(mesh: DeviceMesh, how: str, value: Any) -> None:
+def test_a_count_takes_whole_numbers_alone(mesh, how, value):
     with pytest.raises(UsageError, match="mine is a count") as refusal:
         told(mesh, how, value, is_count=True)
     assert "is_count" in refusal.value.hint
@@ -126,7 +120,7 @@ def test_a_count_takes_whole_numbers_alone(mesh: DeviceMesh, how: str, value: An
     assert (whole, type(whole)) == ({"sum": 9, "min": 1, "max": 3}[how], int)
 
 
-def test_a_count_past_what_float64_counts_is_refused_and_forgotten(mesh: DeviceMesh) -> None:
+def test_a_count_past_what_float64_counts_is_refused_and_forgotten(mesh):
     statistics = Statistics(mesh, None, quantities={"mine": Quantity(how="sum", is_count=True)})
     statistics.add("mine", 2**53)
     assert statistics.export(most_documents=0)["mine"] == 2**53
@@ -151,7 +145,7 @@ def test_a_count_past_what_float64_counts_is_refused_and_forgotten(mesh: DeviceM
     ],
 )
 @pytest.mark.parametrize("how", OVER)
-def test_what_is_no_number_is_refused(mesh: DeviceMesh, how: str, value: Any) -> None:
+def test_what_is_no_number_is_refused(mesh, how, value):
     with pytest.raises(UsageError, match="mine cannot take") as refusal:
         told(mesh, how, value)
     assert "add('mine', 1)" in refusal.value.hint
@@ -161,7 +155,7 @@ def test_what_is_no_number_is_refused(mesh: DeviceMesh, how: str, value: Any) ->
     "value",
     [3, 3.0, np.float32(3), np.array([3]), torch.tensor(3), torch.tensor([[3.0]]), np.int8(3)],
 )
-def test_any_one_number_is_added(mesh: DeviceMesh, value: Any) -> None:
+def test_any_one_number_is_added(mesh, value):
     assert told(mesh, "sum", value, True, np.True_, torch.tensor(True)) == 6
 
 
@@ -174,7 +168,7 @@ def test_any_one_number_is_added(mesh: DeviceMesh, value: Any) -> None:
         {None: Quantity(how="sum")},
     ],
 )
-def test_what_is_no_declaration_is_refused_with_one(mesh: DeviceMesh, quantities: Any) -> None:
+def test_what_is_no_declaration_is_refused_with_one(mesh, quantities):
     with pytest.raises(UsageError) as refusal:
         Statistics(mesh, None, quantities=quantities)
     typed = eval(refusal.value.hint.strip("`").removeprefix("quantities="), {"Quantity": Quantity})  # noqa: S307
@@ -186,9 +180,7 @@ def test_what_is_no_declaration_is_refused_with_one(mesh: DeviceMesh, quantities
 @pytest.mark.parametrize(
     "per", ["tokens", "loss", "nll", "model_flops", "step_time_s", ["n_tokens"]]
 )
-def test_a_denominator_that_cannot_be_is_refused_with_all_that_can(
-    mesh: DeviceMesh, per: Any
-) -> None:
+def test_a_denominator_that_cannot_be_is_refused_with_all_that_can(mesh, per):
     own = {"sizes": Quantity(how="sum"), "largest": Quantity(how="max")}
     with pytest.raises(UsageError, match="mine over") as refusal:
         Statistics(mesh, None, quantities={**own, "mine": Quantity(how="mean", per=per)})
@@ -207,9 +199,7 @@ def test_a_denominator_that_cannot_be_is_refused_with_all_that_can(
     ("groups", "denominators"),
     [({"loss": "all"}, {}), ({"tokens": "all"}, {}), ({}, {"loss": "n_tokens"})],
 )
-def test_what_an_override_offers_can_be_overridden(
-    mesh: DeviceMesh, groups: dict[str, Any], denominators: dict[str, str]
-) -> None:
+def test_what_an_override_offers_can_be_overridden(mesh, groups, denominators):
     with pytest.raises(UsageError) as refusal:
         Statistics(mesh, None, groups=groups, denominators=denominators)
     for name in refusal.value.hint.removeprefix("use one of ").split(", "):
@@ -224,9 +214,7 @@ def test_what_an_override_offers_can_be_overridden(
 @pytest.mark.parametrize(
     "added", [{"mine": 1.0}, {"mine": 1.0, "n_tokens": 5}, {"mine": 1.0, "nll": 1.0}]
 )
-def test_a_mean_without_its_denominator_is_refused_rather_than_told(
-    mesh: DeviceMesh, added: dict[str, float]
-) -> None:
+def test_a_mean_without_its_denominator_is_refused_rather_than_told(mesh, added):
     own = {"mine": Quantity(how="mean", per="n_documents")}
     statistics = Statistics(mesh, None, quantities=own)
     for name, value in added.items():
@@ -256,9 +244,7 @@ def test_a_mean_without_its_denominator_is_refused_rather_than_told(
         ("mine", Quantity(how="sum", group="node")),  # pyright: ignore[reportArgumentType]
     ],
 )
-def test_what_cannot_be_declared_is_refused_by_name(
-    mesh: DeviceMesh, name: str, declared: Quantity
-) -> None:
+def test_what_cannot_be_declared_is_refused_by_name(mesh, name, declared):
     with pytest.raises(UsageError) as refusal:
         Statistics(mesh, None, quantities={name: declared})
     assert {name, declared.per, declared.group} & set(
@@ -282,9 +268,7 @@ def test_what_cannot_be_declared_is_refused_by_name(
         ({}, {"n_tokens": "n_valid_tokens"}, "n_tokens over n_valid_tokens"),
     ],
 )
-def test_what_cannot_be_put_together_so_is_refused_by_name(
-    mesh: DeviceMesh, groups: dict[str, Any], denominators: dict[str, str], said: str
-) -> None:
+def test_what_cannot_be_put_together_so_is_refused_by_name(mesh, groups, denominators, said):
     with pytest.raises(UsageError, match=said) as refusal:
         Statistics(mesh, None, groups=groups, denominators=denominators)
     assert refusal.value.hint

@@ -21,7 +21,7 @@ def drawn(
     return parameter.detach()
 
 
-def test_they_are_normal_and_no_chunk_repeats_another() -> None:
+def test_they_are_normal_and_no_chunk_repeats_another():
     whole = drawn().flatten()
     assert ROWS * WIDTH > 2 * CHUNK_NUMBERS
     assert float(whole.mean()) == pytest.approx(0.0, abs=1e-4)
@@ -32,7 +32,7 @@ def test_they_are_normal_and_no_chunk_repeats_another() -> None:
 @pytest.mark.parametrize(
     ("first", "last"), [(0, 1), (0, ROWS), (700, 1400), (1048, 1049), (ROWS - 1, ROWS), (5, 5)]
 )
-def test_any_rows_are_those_of_the_whole(first: int, last: int) -> None:
+def test_any_rows_are_those_of_the_whole(first, last):
     rows = torch.full(((last - first) * WIDTH,), torch.nan)
     draw(
         rows,
@@ -45,25 +45,25 @@ def test_any_rows_are_those_of_the_whole(first: int, last: int) -> None:
     assert torch.equal(rows.view(-1, WIDTH), drawn()[first:last])
 
 
-def test_a_narrow_copy_is_the_wide_one_rounded() -> None:
+def test_a_narrow_copy_is_the_wide_one_rounded():
     assert torch.equal(drawn(dtype=torch.bfloat16), drawn().bfloat16())
     assert torch.equal(drawn(dtype=torch.float64), drawn().double())
 
 
-def test_another_seed_and_another_name_have_other_numbers() -> None:
+def test_another_seed_and_another_name_have_other_numbers():
     assert torch.equal(drawn(), drawn())
     assert not torch.equal(drawn(), drawn(seed=1))
     assert not torch.equal(drawn(), drawn("layers.1.weight"))
 
 
 @pytest.mark.parametrize(("name", "value"), [("norm.weight", 1.0), ("q_proj.bias", 0.0)])
-def test_norms_are_1_and_biases_0(name: str, value: float) -> None:
+def test_norms_are_1_and_biases_0(name, value):
     parameter = nn.Parameter(torch.full((8,), torch.nan))
     fill_random(name, parameter, std=0.02, seed=0, device=CPU)
     assert parameter.tolist() == [value] * 8
 
 
-def test_a_vector_of_another_name_is_drawn() -> None:
+def test_a_vector_of_another_name_is_drawn():
     """DiffLlama takes the exponential of such products: ones would overflow it."""
     parameter = nn.Parameter(torch.full((64,), torch.nan))
     fill_random("self_attn.lambda_q1", parameter, std=0.02, seed=0, device=CPU)

@@ -68,7 +68,7 @@ def run(layers: nn.ModuleList) -> tuple["torch.Tensor", list["torch.Tensor"], Co
 @pytest.mark.parametrize(("keep_attention", "times"), [(None, 1), (False, 2), (True, 1)])
 def test_the_kernel_runs_again_only_where_its_output_is_not_kept_and_the_gradients_are_the_same(
     keep_attention, times
-) -> None:
+):
     plain = run(layers_of())
     layers = layers_of()
     if keep_attention is not None:

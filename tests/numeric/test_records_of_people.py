@@ -128,9 +128,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
-def test_a_record_is_trained_as_its_page_says_or_refused(
-    case: dict[str, Any], tokenizers: dict[str | None, Path], tmp_path: Path
-) -> None:
+def test_a_record_is_trained_as_its_page_says_or_refused(case, tokenizers, tmp_path):
     directory = tokenizers[case["template"]]
     tokenizer = AutoTokenizer.from_pretrained(directory)
     for objective in ("dpo", "rw") if case["objective"] == "dpo" else (case["objective"],):
@@ -154,7 +152,7 @@ def is_refused(case: Mapping[str, Any]) -> bool:
     return case["must"] == "refuse" or case["id"] in REFUSED
 
 
-def test_of_two_hundred_records_of_thirty_formats_most_are_read() -> None:
+def test_of_two_hundred_records_of_thirty_formats_most_are_read():
     assert len(CASES) == 200
     assert len({case["format"] for case in CASES}) == 30
     assert {case["must"] for case in CASES if case["id"] in REFUSED} == {"either"}

@@ -47,13 +47,10 @@ FAMILIES = {
 FUSED = list(FAMILIES)[:5]
 
 
-@pytest.mark.corpus
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("tokens", [3, 37])
 @pytest.mark.parametrize("family", FUSED)
-def test_fused_attention_equals_the_familys_own(
-    family: str, tokens: int, dtype: "torch.dtype", monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fused_attention_equals_the_familys_own(family, tokens, dtype, monkeypatch):
     monkeypatch.setattr(rotary_kernels, "BLOCK_BYTES", 1024)  # 37 tokens make several blocks
     torch.manual_seed(0)
     model = small(family).to(dtype)
@@ -93,9 +90,7 @@ def test_fused_attention_equals_the_familys_own(
 @pytest.mark.parametrize("dtype", list(STORED_TOLERANCE))
 @pytest.mark.parametrize("has_norm", [True, False])
 @pytest.mark.parametrize(("tokens", "heads", "size"), [(1, 1, 2), (5, 3, 12), (300, 16, 128)])
-def test_one_pass_equals_norm_and_rotation_in_float64(
-    tokens: int, heads: int, size: int, has_norm: bool, dtype: "torch.dtype"
-) -> None:
+def test_one_pass_equals_norm_and_rotation_in_float64(tokens, heads, size, has_norm, dtype):
     torch.manual_seed(0)
     x, upstream = (torch.randn(heads, tokens, size).transpose(0, 1).to(dtype) for _ in range(2))
     weight = torch.randn(size).to(dtype) if has_norm else None
@@ -113,14 +108,14 @@ def test_one_pass_equals_norm_and_rotation_in_float64(
         assert deviation(mine, other) < STORED_TOLERANCE[dtype] * (20 if size == 2 else 1)
 
 
-def test_a_layer_without_positions_is_left_alone_and_its_neighbours_are_not() -> None:
+def test_a_layer_without_positions_is_left_alone_and_its_neighbours_are_not():
     model = small("SmolLM3")
     fuse_attentions(model)
     kinds = [isinstance(layer.self_attn, RotaryAttention) for layer in model.model.layers]
     assert kinds == [True, False, True, True]
 
 
-def test_every_layer_tells_the_attention_what_it_told_before() -> None:
+def test_every_layer_tells_the_attention_what_it_told_before():
     told: list[dict] = []
 
     def attend(
@@ -143,13 +138,13 @@ def test_every_layer_tells_the_attention_what_it_told_before() -> None:
 
 
 @pytest.mark.parametrize("family", ["Olmo2", "Glm", "Phi3", "Glm4Moe", "Nemotron", "Olmo"])
-def test_other_attentions_are_left_alone(family: str) -> None:
+def test_other_attentions_are_left_alone(family):
     model = small(family)
     fuse_norms(model)
     assert fuse_attentions(model) == 0
 
 
-def test_an_attention_that_does_something_of_its_own_is_left_alone() -> None:
+def test_an_attention_that_does_something_of_its_own_is_left_alone():
     plain = small("Qwen3").model.layers[0].self_attn
 
     class Scaled(type(plain)):
@@ -170,7 +165,7 @@ def test_an_attention_that_does_something_of_its_own_is_left_alone() -> None:
     assert isinstance(model[type(plain).__name__], RotaryAttention)
 
 
-def test_of_a_normed_projection_its_input_and_a_number_per_head_are_kept() -> None:
+def test_of_a_normed_projection_its_input_and_a_number_per_head_are_kept():
     model = small("Qwen3").bfloat16()
     fuse_norms(model)
     fuse_attentions(model)

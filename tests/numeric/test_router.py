@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -49,9 +48,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("family", list(CONFIGS))
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_of_each_document_it_is_transformers_own_and_so_are_its_gradients(
-    family: str, recomputed: bool
-) -> None:
+def test_of_each_document_it_is_transformers_own_and_so_are_its_gradients(family, recomputed):
     model = built(CONFIGS[family](router_aux_loss_coef=0.5))
     documents = [document(length) for length in LENGTHS]
     routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
@@ -79,9 +76,7 @@ def test_of_each_document_it_is_transformers_own_and_so_are_its_gradients(
 
 
 @pytest.mark.parametrize("objective", ["sft", "ppo"])
-def test_a_steps_loss_is_one_value_for_any_split_into_micro_batches(
-    objective: str, mesh: dist.DeviceMesh
-) -> None:
+def test_a_steps_loss_is_one_value_for_any_split_into_micro_batches(objective, mesh):
     documents = [document(length) for length in LENGTHS]
     found = []
     for size in (6, 3, 2, 1):
@@ -105,7 +100,7 @@ def test_a_steps_loss_is_one_value_for_any_split_into_micro_batches(
         assert float((its_gradient - gradient).norm() / gradient.norm()) < ROUNDING
 
 
-def test_padding_is_no_token_of_the_micro_batch() -> None:
+def test_padding_is_no_token_of_the_micro_batch():
     model = built(CONFIGS["qwen3_moe"]())
     whole = pack([document(7)])
     assert shard(whole, SequenceLayout(whole.document_lengths), rank=0).padding_tokens == 0
@@ -132,17 +127,17 @@ def test_padding_is_no_token_of_the_micro_batch() -> None:
     ],
     ids=["coefficient 0", "output_router_logits false", "no experts"],
 )
-def test_a_model_that_asks_for_no_auxiliary_loss_has_none(config: PreTrainedConfig) -> None:
+def test_a_model_that_asks_for_no_auxiliary_loss_has_none(config):
     assert forward(built(config), pack([document(4)])) is None
 
 
-def test_passes_that_record_no_gradient_have_none() -> None:
+def test_passes_that_record_no_gradient_have_none():
     model = built(CONFIGS["qwen3_moe"]())
     with torch.no_grad():
         assert forward(model, pack([document(4)])) is None
 
 
-def test_a_family_follows_its_config_as_transformers_does_or_is_refused() -> None:
+def test_a_family_follows_its_config_as_transformers_does_or_is_refused():
     sizes = {
         "num_hidden_layers": 1,
         "vocab_size": 64,

@@ -100,13 +100,13 @@ def assert_as_transformers_loads_it(directory: Path) -> Decoder:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_saved_weights_are_those_that_transformers_loads(tied: bool, tmp_path: Path) -> None:
+def test_saved_weights_are_those_that_transformers_loads(tied, tmp_path):
     assert assert_as_transformers_loads_it(saved(tmp_path, tied=tied)).weights == "saved"
 
 
 def test_a_tied_head_that_differs_in_the_files_is_trained_apart_as_transformers_does(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     saved(tmp_path, tied=True)
     change(tmp_path, **{HEAD: torch.randn(64, 32)})
     model = assert_as_transformers_loads_it(tmp_path)
@@ -119,8 +119,8 @@ def test_a_tied_head_that_differs_in_the_files_is_trained_apart_as_transformers_
 
 
 def test_a_tied_head_that_the_files_hold_twice_or_under_the_heads_name_alone_stays_tied(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     saved(tmp_path, tied=True)
     whole = load_file(tmp_path / FILE)[EMBEDDING]
     change(tmp_path, **{HEAD: whole.clone()})
@@ -133,7 +133,7 @@ def test_a_tied_head_that_the_files_hold_twice_or_under_the_heads_name_alone_sta
     "name",
     ["model.layers.0.self_attn.q_proj.bias", "lm_head.bias", "model.layers.2.mlp.up_proj.weight"],
 )
-def test_what_the_config_has_no_place_for_is_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_what_the_config_has_no_place_for_is_refused_by_name(name, tmp_path):
     """A tensor that transformers drops with a warning."""
     saved(tmp_path)
     change(tmp_path, **{name: torch.ones(32)})
@@ -141,7 +141,7 @@ def test_what_the_config_has_no_place_for_is_refused_by_name(name: str, tmp_path
         filled(tmp_path)
 
 
-def test_biases_that_the_config_has_are_read_as_the_hint_says(tmp_path: Path) -> None:
+def test_biases_that_the_config_has_are_read_as_the_hint_says(tmp_path):
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True))
     for name, parameter in model.named_parameters():
@@ -157,7 +157,7 @@ def test_biases_that_the_config_has_are_read_as_the_hint_says(tmp_path: Path) ->
     assert_as_transformers_loads_it(tmp_path)
 
 
-def test_what_follows_from_the_config_may_be_in_old_files(tmp_path: Path) -> None:
+def test_what_follows_from_the_config_may_be_in_old_files(tmp_path):
     saved(tmp_path)
     change(tmp_path, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
     assert_as_transformers_loads_it(tmp_path)
@@ -165,7 +165,7 @@ def test_what_follows_from_the_config_may_be_in_old_files(tmp_path: Path) -> Non
     assert_as_transformers_loads_it(tmp_path)
 
 
-def test_a_tensor_that_the_files_hold_under_two_names_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_that_the_files_hold_under_two_names_is_refused(tmp_path):
     Qwen3ForCausalLM(Qwen3Config(**SHAPE)).save_pretrained(tmp_path)
     change(tmp_path, **{"embed_tokens.weight": torch.randn(64, 32)})
     with pytest.raises(ModelError, match=r"embed_tokens\.weight"):
@@ -176,7 +176,7 @@ def test_a_tensor_that_the_files_hold_under_two_names_is_refused(tmp_path: Path)
 
 
 @pytest.mark.parametrize("rows", [63, 65])
-def test_another_vocabulary_is_refused_and_not_cut(rows: int, tmp_path: Path) -> None:
+def test_another_vocabulary_is_refused_and_not_cut(rows, tmp_path):
     saved(tmp_path)
     change(tmp_path, **{EMBEDDING: torch.randn(rows, 32)})
     with pytest.raises(
@@ -186,14 +186,14 @@ def test_another_vocabulary_is_refused_and_not_cut(rows: int, tmp_path: Path) ->
         filled(tmp_path)
 
 
-def test_files_that_hold_nothing_of_the_model_are_refused(tmp_path: Path) -> None:
+def test_files_that_hold_nothing_of_the_model_are_refused(tmp_path):
     saved(tmp_path)
     save_file({"other.weight": torch.ones(4)}, tmp_path / FILE)
     with pytest.raises(ModelError, match=r"lack model\.embed_tokens\.weight"):
         filled(tmp_path)
 
 
-def test_more_experts_than_the_config_has_are_refused(tmp_path: Path) -> None:
+def test_more_experts_than_the_config_has_are_refused(tmp_path):
     moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **moe)).save_pretrained(tmp_path)
     assert_as_transformers_loads_it(tmp_path)
@@ -209,8 +209,8 @@ def test_more_experts_than_the_config_has_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_models_weights_train_a_reward_model_whose_head_is_random_or_saved(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     saved(tmp_path)
     model = filled(tmp_path, gives_scalars=True)
     assert torch.equal(
@@ -241,9 +241,7 @@ def as_pickles(directory: Path, *, parts: int) -> None:
 
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("tied", [False, True])
-def test_pytorchs_own_files_are_read_as_transformers_reads_them(
-    tied: bool, parts: int, tmp_path: Path
-) -> None:
+def test_pytorchs_own_files_are_read_as_transformers_reads_them(tied, parts, tmp_path):
     saved(tmp_path, tied=tied)
     as_pickles(tmp_path, parts=parts)
     assert assert_as_transformers_loads_it(tmp_path).weights == "saved"
@@ -262,7 +260,7 @@ class Harmful:
 @pytest.mark.parametrize(
     "write", [torch.save, lambda content, path: path.write_bytes(pickle.dumps(content))]
 )
-def test_a_file_that_runs_code_is_refused_and_runs_none(write: Any, tmp_path: Path) -> None:
+def test_a_file_that_runs_code_is_refused_and_runs_none(write, tmp_path):
     saved(tmp_path)
     (tmp_path / FILE).unlink()
     write({EMBEDDING: Harmful(tmp_path / "harm")}, tmp_path / "pytorch_model.bin")
@@ -278,7 +276,7 @@ def test_a_file_that_runs_code_is_refused_and_runs_none(write: Any, tmp_path: Pa
         ({EMBEDDING: torch.ones(64, 32, dtype=torch.int8)}, "numbers of dtype I8"),
     ],
 )
-def test_a_file_of_something_else_is_refused(content: Any, said: str, tmp_path: Path) -> None:
+def test_a_file_of_something_else_is_refused(content, said, tmp_path):
     saved(tmp_path)
     (tmp_path / FILE).unlink()
     torch.save(content, tmp_path / "pytorch_model.bin")
@@ -305,7 +303,7 @@ def packed() -> tuple["torch.Tensor", "torch.Tensor"]:
     return blocks, scales
 
 
-def test_mxfp4_is_dequantised_as_transformers_does() -> None:
+def test_mxfp4_is_dequantised_as_transformers_does():
     blocks, scales = packed()
     expected = convert_moe_packed_tensors(blocks, scales)
     found = dequantised(blocks, scales)
@@ -324,7 +322,7 @@ def second_of_two() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("second_of_two")
-def test_a_rank_reads_and_dequantises_its_own_experts(tmp_path: Path) -> None:
+def test_a_rank_reads_and_dequantises_its_own_experts(tmp_path):
     blocks, scales = packed()
     name = "model.layers.0.mlp.experts.down_proj"
     save_file({f"{name}_blocks": blocks, f"{name}_scales": scales}, tmp_path / FILE)
@@ -363,7 +361,7 @@ def test_a_rank_reads_and_dequantises_its_own_experts(tmp_path: Path) -> None:
     assert read == [slice(2, 3), slice(2, 3)]
 
 
-def test_what_is_saved_of_a_dequantised_model_is_not_called_quantised(tmp_path: Path) -> None:
+def test_what_is_saved_of_a_dequantised_model_is_not_called_quantised(tmp_path):
     saved(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(

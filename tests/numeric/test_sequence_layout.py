@@ -16,7 +16,7 @@ DEGREES = st.integers(1, 5)
 
 
 @given(LENGTHS, DEGREES, DEGREES)
-def test_what_is_cut_is_whole_again(lengths: tuple[int, ...], ulysses: int, ring: int) -> None:
+def test_what_is_cut_is_whole_again(lengths, ulysses, ring):
     layout = SequenceLayout(lengths, ulysses, ring)
     held = [layout.share_of(rank).positions_T for rank in range(layout.degree)]
     assert {len(each) for each in held} == {layout.tokens_per_rank}
@@ -28,9 +28,7 @@ def test_what_is_cut_is_whole_again(lengths: tuple[int, ...], ulysses: int, ring
 
 
 @given(LENGTHS, DEGREES, DEGREES)
-def test_a_rank_knows_document_and_offset_of_every_token_that_it_holds(
-    lengths: tuple[int, ...], ulysses: int, ring: int
-) -> None:
+def test_a_rank_knows_document_and_offset_of_every_token_that_it_holds(lengths, ulysses, ring):
     layout = SequenceLayout(lengths, ulysses, ring)
     documents = [number for number, length in enumerate(lengths) for _ in range(length)]
     offsets = [offset for length in lengths for offset in range(length)]
@@ -51,15 +49,13 @@ def test_a_rank_knows_document_and_offset_of_every_token_that_it_holds(
 
 
 @given(LENGTHS, st.integers(2, 5))
-def test_over_a_ring_every_rank_has_the_same_causal_work(
-    lengths: tuple[int, ...], ring: int
-) -> None:
+def test_over_a_ring_every_rank_has_the_same_causal_work(lengths, ring):
     layout = SequenceLayout(lengths, ring_degree=ring)
     work = [int((layout.share_of(rank).offsets_T + 1).sum()) for rank in range(layout.degree)]
     assert len(set(work)) == 1
 
 
-def test_ranks_of_a_ring_hold_the_chunks_that_the_published_order_gives_them() -> None:
+def test_ranks_of_a_ring_hold_the_chunks_that_the_published_order_gives_them():
     layout = SequenceLayout((8, 4), ring_degree=2)
     assert layout.share_of(0).positions_T.tolist() == [0, 1, 6, 7, 8, 11]
     assert layout.share_of(1).positions_T.tolist() == [2, 3, 4, 5, 9, 10]
@@ -72,7 +68,7 @@ def test_ranks_of_a_ring_hold_the_chunks_that_the_published_order_gives_them() -
 
 def test_a_million_tokens_of_a_thousand_documents_are_cut_without_a_loop_over_them(
     record_property,
-) -> None:
+):
     layout = SequenceLayout((1049,) * 1000, ulysses_degree=2, ring_degree=3)
     began = time.perf_counter()
     together = torch.from_numpy(

@@ -44,7 +44,7 @@ def patterns(draw: st.DrawFn) -> SparsePatternConfig:
 
 
 @given(pattern=patterns(), length=st.integers(1, 700))
-def test_the_formula_counts_what_the_tables_keep(pattern: SparsePatternConfig, length: int) -> None:
+def test_the_formula_counts_what_the_tables_keep(pattern, length):
     tables = block_tables(pattern, length, CPU)
     assert sparse_costs.kept_pairs(pattern, length) == sum(t.kept_pairs() for t in tables)
     share = sparse_costs.kept_share(pattern, length)
@@ -52,7 +52,7 @@ def test_the_formula_counts_what_the_tables_keep(pattern: SparsePatternConfig, l
 
 
 @given(length=st.integers(1, 200), size=st.integers(1, 20), ratio=st.floats(0.01, 1.0))
-def test_the_formula_counts_what_content_keeps(length: int, size: int, ratio: float) -> None:
+def test_the_formula_counts_what_content_keeps(length, size, ratio):
     pattern = SparsePatternConfig(pattern_type="block_top_k", sparsity_ratio=ratio, block_size=size)
     table = top_k_table(pattern, torch.randn(3, length, 4), torch.randn(3, length, 4))
     assert sparse_costs.kept_pairs(pattern, length) == table.kept_pairs()
@@ -64,9 +64,7 @@ def test_the_formula_counts_what_content_keeps(length: int, size: int, ratio: fl
     heads=st.integers(1, 5),
     is_causal=st.booleans(),
 )
-def test_dilated_pairs_are_those_that_meet(
-    length: int, branches: list[tuple[int, int]], heads: int, is_causal: bool
-) -> None:
+def test_dilated_pairs_are_those_that_meet(length, branches, heads, is_causal):
     segments, rates = zip(*branches, strict=True)
     met = 0
     token, key = torch.arange(length)[:, None], torch.arange(length)
@@ -80,9 +78,7 @@ def test_dilated_pairs_are_those_that_meet(
 
 
 @given(length=st.integers(1, 90), ratio=st.floats(0.05, 1.0), segment=st.integers(1, 60))
-def test_dilated_pairs_of_a_pattern_are_those_of_each_row(
-    length: int, ratio: float, segment: int
-) -> None:
+def test_dilated_pairs_of_a_pattern_are_those_of_each_row(length, ratio, segment):
     pattern = SparsePatternConfig(sparsity_ratio=ratio, block_size=4)
     found = dilated_pairs((segment,), (2,), length, heads=3, pattern=pattern)
     expected = 0
@@ -94,7 +90,7 @@ def test_dilated_pairs_of_a_pattern_are_those_of_each_row(
     assert found == expected
 
 
-def test_a_ratio_that_a_window_contradicts_is_refused_without_a_table() -> None:
+def test_a_ratio_that_a_window_contradicts_is_refused_without_a_table():
     pattern = SparsePatternConfig(pattern_type="local_window", sparsity_ratio=0.5)
     with pytest.raises(UsageError, match="a window of 512 tokens keeps"):
         sparse_costs.kept_share(pattern, 8192)

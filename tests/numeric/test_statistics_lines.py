@@ -31,7 +31,7 @@ def training(tmp_path: Path) -> Iterator[Training]:
         yield trained(tmp_path, "sft")
 
 
-def test_rates_are_of_the_documents_that_there_were(training: Training, tmp_path: Path) -> None:
+def test_rates_are_of_the_documents_that_there_were(training, tmp_path):
     micro_batches = [pack([Document(torch.arange(n), torch.arange(n))]) for n in LENGTHS]
     line = written(training, micro_batches, tmp_path, step_time_s=0.25)
     shape = load_model(str(tmp_path)).shape
@@ -45,7 +45,7 @@ def test_rates_are_of_the_documents_that_there_were(training: Training, tmp_path
     assert "peak_data_segment_bytes" not in line
 
 
-def test_a_perplexity_past_all_numbers_is_null(training: Training, tmp_path: Path) -> None:
+def test_a_perplexity_past_all_numbers_is_null(training, tmp_path):
     ids = torch.arange(20)
     with torch.no_grad():
         training.policy.head.weight.mul_(1e6)
@@ -54,9 +54,7 @@ def test_a_perplexity_past_all_numbers_is_null(training: Training, tmp_path: Pat
     assert line["ppl_max"] is None
 
 
-def test_a_full_disk_stops_no_training(
-    training: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_stops_no_training(training, tmp_path, capsys):
     ids = torch.arange(20)
     log = StatisticsLog(
         spec(tmp_path), StatisticsFiles(path="/dev/full"), training, device_name="CPU"

@@ -39,9 +39,7 @@ def rows_of(made: StepPlan, steps: int) -> list[tuple[int, ...]]:
 
 
 @given(lengths=SIZES, rows=st.integers(1, 5), seed=st.integers(0, 3))
-def test_an_epoch_has_every_document_once_in_rows_that_hold_them(
-    lengths: list[int], rows: int, seed: int
-) -> None:
+def test_an_epoch_has_every_document_once_in_rows_that_hold_them(lengths, rows, seed):
     made = plan(lengths, list(range(len(lengths))), micro_batches=rows, seed=seed)
     for epochs in (1, 2, 3):
         steps = made.steps_of(epochs)
@@ -58,7 +56,7 @@ def test_an_epoch_has_every_document_once_in_rows_that_hold_them(
 
 
 @given(lengths=SIZES, seed=st.integers(0, 3))
-def test_rows_one_after_the_other_are_whole_epochs(lengths: list[int], seed: int) -> None:
+def test_rows_one_after_the_other_are_whole_epochs(lengths, seed):
     made = plan(lengths, list(range(len(lengths))), micro_batches=1, seed=seed)
     ends = [made.steps_of(epochs) for epochs in range(4)]
     for start, end in pairwise(ends):
@@ -67,7 +65,7 @@ def test_rows_one_after_the_other_are_whole_epochs(lengths: list[int], seed: int
 
 
 @given(lengths=PAIRS, seed=st.integers(0, 3))
-def test_a_pair_is_together_in_one_row_the_chosen_one_first(lengths: list[int], seed: int) -> None:
+def test_a_pair_is_together_in_one_row_the_chosen_one_first(lengths, seed):
     units = [number // 2 for number in range(len(lengths))]
     made = plan(lengths, units, seed=seed)
     for row in rows_of(made, made.epoch_steps):
@@ -77,9 +75,7 @@ def test_a_pair_is_together_in_one_row_the_chosen_one_first(lengths: list[int], 
 
 
 @given(groups=GROUPS, seed=st.integers(0, 3))
-def test_a_group_is_in_one_step_whole_and_no_row_is_empty(
-    groups: list[list[int]], seed: int
-) -> None:
+def test_a_group_is_in_one_step_whole_and_no_row_is_empty(groups, seed):
     lengths = list(chain(*groups))
     units = [number for number, group in enumerate(groups) for _ in group]
     made = plan(lengths, units, seed=seed, spread_units=True)
@@ -99,9 +95,7 @@ def test_a_group_is_in_one_step_whole_and_no_row_is_empty(
     groups=st.lists(st.lists(st.integers(1, ROW), min_size=1, max_size=3), min_size=1, max_size=12),
     rows=st.integers(1, 4),
 )
-def test_groups_that_are_smaller_than_a_steps_rows_are_planned_whole_or_refused(
-    groups: list[list[int]], rows: int
-) -> None:
+def test_groups_that_are_smaller_than_a_steps_rows_are_planned_whole_or_refused(groups, rows):
     lengths = list(chain(*groups))
     units = [number for number, group in enumerate(groups) for _ in group]
     made = None
@@ -119,9 +113,7 @@ def test_groups_that_are_smaller_than_a_steps_rows_are_planned_whole_or_refused(
 
 
 @given(lengths=SIZES, seed=st.integers(0, 100), number=st.integers(1, 40))
-def test_a_plan_is_the_same_from_wherever_it_is_asked(
-    lengths: list[int], seed: int, number: int
-) -> None:
+def test_a_plan_is_the_same_from_wherever_it_is_asked(lengths, seed, number):
     units = list(range(len(lengths)))
     one, other = plan(lengths, units, seed=seed), plan(lengths, units, seed=seed)
     for before in range(1, number):
@@ -130,12 +122,12 @@ def test_a_plan_is_the_same_from_wherever_it_is_asked(
     assert one.step(1) == other.step(1)
 
 
-def test_a_plan_is_this_one_on_every_machine() -> None:
+def test_a_plan_is_this_one_on_every_machine():
     made = plan([10, 20, 30, 40, 50, 60, 5, 15], list(range(8)), micro_batches=2, seed=7)
     assert [made.step(1), made.step(2), made.step(3)] == PLANNED
 
 
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+def test_epochs_and_seeds_have_orders_of_their_own():
     units = list(range(200))
     one, other = (plan([ROW] * 200, units, micro_batches=200, seed=seed) for seed in (0, 1))
     assert one.step(1) != one.step(2)
@@ -143,7 +135,7 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     assert one.step(1) != tuple((number,) for number in units)
 
 
-def test_rows_are_nearly_full_and_short_documents_are_not_kept_for_the_end() -> None:
+def test_rows_are_nearly_full_and_short_documents_are_not_kept_for_the_end():
     lengths = np.minimum(2048, np.random.default_rng(0).lognormal(5.5, 1.2, 20_000).astype(int) + 2)
     made = StepPlan(lengths, np.arange(20_000), row_tokens=2048, micro_batches=16, seed=0)
     assert made.efficiency > 0.98
@@ -153,7 +145,7 @@ def test_rows_are_nearly_full_and_short_documents_are_not_kept_for_the_end() -> 
     assert abs(first - second) < 0.1 * lengths.mean()
 
 
-def test_groups_fill_their_steps() -> None:
+def test_groups_fill_their_steps():
     lengths = np.minimum(2048, np.random.default_rng(0).lognormal(5.5, 1.2, 8_000).astype(int) + 2)
     made = StepPlan(
         lengths, np.arange(8_000) // 8, row_tokens=2048, micro_batches=16, seed=0, spread_units=True
@@ -181,9 +173,7 @@ def test_groups_fill_their_steps() -> None:
         ),
     ],
 )
-def test_what_cannot_be_planned_is_refused_with_what_can(
-    lengths: list[int], units: list[int], choices: dict[str, object], problem: str, hint: str
-) -> None:
+def test_what_cannot_be_planned_is_refused_with_what_can(lengths, units, choices, problem, hint):
     with pytest.raises(UsageError) as refused:
         plan(lengths, list(units), **choices)
     assert problem in refused.value.problem
@@ -193,8 +183,6 @@ def test_what_cannot_be_planned_is_refused_with_what_can(
 @pytest.mark.parametrize(
     ("lengths", "units", "rows"), [([1, 1], [0, 0], 2), ([60] * 4, [0] * 4, 4)]
 )
-def test_with_the_rows_of_the_hint_it_is_planned(
-    lengths: list[int], units: list[int], rows: int
-) -> None:
+def test_with_the_rows_of_the_hint_it_is_planned(lengths, units, rows):
     made = plan(lengths, units, micro_batches=rows, spread_units=True)
     assert sorted(chain(*made.step(1))) == list(range(len(lengths)))

@@ -13,7 +13,7 @@ from highwater.memory.trace.replay import Alive, replay
 from highwater.model.model import load_model
 from highwater.nouns.events import EventLog
 from highwater.nouns.layout import Layout
-from highwater.nouns.settings import Allocator, Settings
+from highwater.nouns.settings import Settings
 
 CONFIG = {
     **json.loads(Path(load_model("tiny").directory, "config.json").read_text()),
@@ -65,9 +65,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EventLog]:
 
 
 @pytest.mark.parametrize("larger", LARGER)
-def test_a_longer_sequence_and_a_larger_model_ask_for_more_in_every_phase(
-    logs: dict[str, EventLog], larger: str
-) -> None:
+def test_a_longer_sequence_and_a_larger_model_ask_for_more_in_every_phase(logs, larger):
     small, large = requested_bytes(logs["base"]), requested_bytes(logs[larger])
     assert small.keys() == large.keys()
     assert all(small[phase] <= large[phase] for phase in small)
@@ -75,9 +73,7 @@ def test_a_longer_sequence_and_a_larger_model_ask_for_more_in_every_phase(
 
 
 @pytest.mark.parametrize(("fewer", "more"), MORE_GPUS)
-def test_nothing_that_persists_or_is_saved_grows_with_the_gpus(
-    logs: dict[str, EventLog], fewer: str, more: str
-) -> None:
+def test_nothing_that_persists_or_is_saved_grows_with_the_gpus(logs, fewer, more):
     """States before the first forward pass; before the first backward pass these and all
     activations; each kind for itself.
     """
@@ -88,9 +84,7 @@ def test_nothing_that_persists_or_is_saved_grows_with_the_gpus(
 
 
 @pytest.mark.parametrize(("fewer", "more"), MORE_GPUS)
-def test_what_grows_with_the_gpus_is_named_at_the_peak(
-    logs: dict[str, EventLog], fewer: str, more: str
-) -> None:
+def test_what_grows_with_the_gpus_is_named_at_the_peak(logs, fewer, more):
     before, after = (replay(logs[name], allocator="expandable") for name in (fewer, more))
     sizes = {kind_of(alive): alive.bytes for alive in before.alive}
     grown = {kind_of(alive) for alive in after.alive if alive.bytes > sizes.get(kind_of(alive), 0)}
@@ -98,7 +92,7 @@ def test_what_grows_with_the_gpus_is_named_at_the_peak(
     assert grown or after.peak_allocated_bytes <= before.peak_allocated_bytes
 
 
-def test_there_is_growth_to_be_named(logs: dict[str, EventLog]) -> None:
+def test_there_is_growth_to_be_named(logs):
     """With the states in host memory, what reduces gradients is more than what is saved."""
     one, two = (
         replay(logs[name], allocator="expandable") for name in ("offloaded", "offloaded, 2 shards")
@@ -112,9 +106,7 @@ def kind_of(alive: Alive) -> Kind:
 
 @pytest.mark.parametrize("name", TRIALS)
 @pytest.mark.parametrize("allocator", ["native", "expandable"])
-def test_no_replay_of_a_trace_reports_less_reserved_than_allocated(
-    logs: dict[str, EventLog], name: str, allocator: Allocator
-) -> None:
+def test_no_replay_of_a_trace_reports_less_reserved_than_allocated(logs, name, allocator):
     free = replay(logs[name], allocator=allocator)
     assert (
         free.peak_reserved_bytes

@@ -16,6 +16,7 @@ from traces import alive_at, requested_bytes, traced, trial
 
 from highwater.engine.tracer.allocation_recorder import AllocationRecorder
 from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.layers import Step
 from highwater.memory.trace.replay import replay
 from highwater.model.footprint import device_state_bytes, gradient_bytes
 from highwater.model.model import ModelShape, load_model
@@ -23,6 +24,7 @@ from highwater.nouns.events import Allocate, Enter, EventLog, Free, GiveBack
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
+from tables import deep
 
 TINY = json.loads(Path(load_model("tiny").directory, "config.json").read_text()) | {
     "vocab_size": 20_000
@@ -215,22 +217,24 @@ CPU_TOLERANCE = 0.005
 """Relative: the CPU's norms and attention keep another few numbers per token."""
 REAL = [
     pytest.param("Qwen3-0.6B", 32_768, PAIRS, Layout(), id="rw"),
-    pytest.param(
-        "Qwen3-0.6B", 65_536, {**PREFERENCES, "loss": "chunked"}, Layout(gpus=4), id="dpo"
-    ),
-    pytest.param(
-        "Qwen3-0.6B",
-        131_072,
-        {"objective": "ppo", "critic": True, "loss": "chunked"},
-        Layout(),
-        id="ppo",
-    ),
-    pytest.param(
-        "Qwen3-30B-A3B",
-        131_072,
-        {"loss": "chunked"},
-        Layout(gpus=8, ulysses_degree=8),
-        id="experts",
+    *deep(
+        pytest.param(
+            "Qwen3-0.6B", 65_536, {**PREFERENCES, "loss": "chunked"}, Layout(gpus=4), id="dpo"
+        ),
+        pytest.param(
+            "Qwen3-0.6B",
+            131_072,
+            {"objective": "ppo", "critic": True, "loss": "chunked"},
+            Layout(),
+            id="ppo",
+        ),
+        pytest.param(
+            "Qwen3-30B-A3B",
+            131_072,
+            {"loss": "chunked"},
+            Layout(gpus=8, ulysses_degree=8),
+            id="experts",
+        ),
     ),
 ]
 REAL_TOLERANCE = 0.001
@@ -283,8 +287,6 @@ def logs(
     return traced(specs, tmp_path_factory.mktemp("traces"))
 
 
-@pytest.mark.corpus
-@pytest.mark.by_turns(days=4)
 @pytest.mark.parametrize(
     "name",
     [
@@ -293,17 +295,13 @@ def logs(
         *(name for name in TRIALS if name.startswith(("one micro-batch", "scaled", *LOSSY))),
     ],
 )
-def test_a_step_peaks_where_the_formula_says(
-    specs: dict[str, TrialSpec], logs: dict[str, EventLog], name: str
-) -> None:
+def test_a_step_peaks_where_the_formula_says(specs, logs, name):
     assert peak_bytes(logs[name]) == pytest.approx(
         formula_bytes(specs[name]), rel=FORMULA_TOLERANCE
     )
 
 
-def test_a_critic_has_parameters_gradients_and_moments_of_its_own(
-    specs: dict[str, TrialSpec], logs: dict[str, EventLog]
-) -> None:
+def test_a_critic_has_parameters_gradients_and_moments_of_its_own(specs, logs):
     shape = shape_of(specs["ppo"])
     critic = (
         shape.parameters + shape.hidden_size
@@ -317,8 +315,8 @@ def test_a_critic_has_parameters_gradients_and_moments_of_its_own(
 
 @pytest.mark.parametrize("name", [name for name in TRIALS if name.startswith("one micro-batch")])
 def test_gradients_of_one_micro_batch_are_there_from_its_backward_pass_to_its_update(
-    specs: dict[str, TrialSpec], logs: dict[str, EventLog], name: str
-) -> None:
+    specs, logs, name
+):
     shape, shards = shape_of(specs[name]), specs[name].layout.shard_degree
     trained = [shape.parameters] + (
         [shape.parameters + shape.hidden_size] if specs[name].settings.critic else []
@@ -334,9 +332,7 @@ def test_gradients_of_one_micro_batch_are_there_from_its_backward_pass_to_its_up
 
 
 @pytest.mark.parametrize("name", [name for name in TRIALS if name.startswith(LOSSY)])
-def test_moments_of_few_bits_take_what_is_counted(
-    specs: dict[str, TrialSpec], logs: dict[str, EventLog], name: str
-) -> None:
+def test_moments_of_few_bits_take_what_is_counted(specs, logs, name):
     """From the start; and an update makes little besides, a piece at a time."""
     spec, shape = specs[name], shape_of(specs[name])
     shards = spec.layout.shard_degree
@@ -362,9 +358,7 @@ def alive_at_each_entry(log: EventLog) -> dict[str, list[int]]:
     return found
 
 
-def test_a_reference_leaves_the_device_between_its_layers(
-    specs: dict[str, TrialSpec], logs: dict[str, EventLog]
-) -> None:
+def test_a_reference_leaves_the_device_between_its_layers(specs, logs):
     states = sum(alive_at(logs["dpo"], "rehearsal").values())
     assert states == pytest.approx(16 * shape_of(specs["dpo"]).parameters, rel=1e-3)
     beforehand = requested_bytes(logs["dpo"])["experience"]
@@ -372,9 +366,7 @@ def test_a_reference_leaves_the_device_between_its_layers(
     assert beforehand < requested_bytes(logs["dpo"])["forward"]
 
 
-def test_a_reward_model_has_states_and_no_logits(
-    specs: dict[str, TrialSpec], logs: dict[str, EventLog]
-) -> None:
+def test_a_reward_model_has_states_and_no_logits(specs, logs):
     shape = shape_of(specs["rw"])
     states = sum(alive_at(logs["rw"], "rehearsal").values())
     assert states == pytest.approx(16 * (shape.parameters + shape.hidden_size), rel=1e-3)
@@ -387,9 +379,7 @@ def test_a_reward_model_has_states_and_no_logits(
     assert pairs < ppo / 4
 
 
-def test_fsdp1s_offload_leaves_the_gpu_a_float32_gradient_until_the_backward_pass_ends(
-    specs: dict[str, TrialSpec], logs: dict[str, EventLog]
-) -> None:
+def test_fsdp1s_offload_leaves_the_gpu_a_float32_gradient_until_the_backward_pass_ends(specs, logs):
     parameters = shape_of(specs["fsdp, offload"]).parameters
     for name, gpus in (("fsdp, offload", 1), ("fsdp, offload, 2 shards", 2)):
         for phase in ("rehearsal", "experience", "optimizer"):
@@ -399,8 +389,8 @@ def test_fsdp1s_offload_leaves_the_gpu_a_float32_gradient_until_the_backward_pas
 
 
 def test_fsdp1s_gradients_are_gathered_where_their_parameters_were_taken_apart(
-    logs: dict[str, EventLog],
-) -> None:
+    logs,
+):
     """Autograd runs a node on the stream of its forward pass: so did H200s
     (docs/results/lab/trinity_trials.py). There, too, FSDP1 frees the unit, so that nothing is
     lent that the backward pass gathers.
@@ -441,8 +431,8 @@ def test_fsdp1s_gradients_are_gathered_where_their_parameters_were_taken_apart(
 
 
 def test_a_copy_to_the_host_that_is_waited_for_frees_what_other_streams_used(
-    logs: dict[str, EventLog],
-) -> None:
+    logs,
+):
     """On one GPU FSDP1 copies each unit's gradient to the host and waits: what it gave back is free
     before the next unit's is.
     """
@@ -463,9 +453,7 @@ def test_a_copy_to_the_host_that_is_waited_for_frees_what_other_streams_used(
     assert 1 <= most <= 4
 
 
-def test_experts_hold_copies_of_each_token_and_none_of_their_gradients(
-    specs: dict[str, TrialSpec], logs: dict[str, EventLog]
-) -> None:
+def test_experts_hold_copies_of_each_token_and_none_of_their_gradients(specs, logs):
     shape = shape_of(specs["experts"])
     hidden, width, chosen = shape.hidden_size, shape.intermediate_size, shape.experts_per_token
     # The copy, gate and up, the activation, its product with up, what comes out, its gradient, and
@@ -482,9 +470,7 @@ def test_experts_hold_copies_of_each_token_and_none_of_their_gradients(
     )
 
 
-def test_wide_experts_hold_their_products_and_one_gradient_of_each(
-    specs: dict[str, TrialSpec], logs: dict[str, EventLog]
-) -> None:
+def test_wide_experts_hold_their_products_and_one_gradient_of_each(specs, logs):
     """And what a GPU computes in one kernel is not taken apart because this PyTorch has none for
     it.
     """
@@ -500,19 +486,14 @@ def test_wide_experts_hold_their_products_and_one_gradient_of_each(
     "name",
     ["experts", "experts, longer", "balanced experts", "wide experts", "wide experts, longer"],
 )
-def test_experts_peak_where_the_formula_says(
-    specs: dict[str, TrialSpec], logs: dict[str, EventLog], name: str
-) -> None:
+def test_experts_peak_where_the_formula_says(specs, logs, name):
     assert peak_bytes(logs[name]) == pytest.approx(
         formula_bytes(specs[name]), rel=FORMULA_TOLERANCE
     )
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_experts_cost_a_token_what_they_cost_on_the_cpu_wherever_the_tokens_go(
-    specs: dict[str, TrialSpec], logs: dict[str, EventLog]
-) -> None:
+def test_experts_cost_a_token_what_they_cost_on_the_cpu_wherever_the_tokens_go(specs, logs):
     as_random, all_to_the_same = (
         measured_on_the_cpu(specs["experts"], factor) for factor in (1, 0)
     )
@@ -520,29 +501,23 @@ def test_experts_cost_a_token_what_they_cost_on_the_cpu_wherever_the_tokens_go(
     assert experts_bytes_per_token(logs) == pytest.approx(as_random, rel=CPU_TOLERANCE)
 
 
-@pytest.mark.slow
-def test_wide_experts_cost_a_token_what_they_cost_on_the_cpu(
-    specs: dict[str, TrialSpec], logs: dict[str, EventLog]
-) -> None:
+def test_wide_experts_cost_a_token_what_they_cost_on_the_cpu(specs, logs):
     """But for one of its hidden states, more or less; each of their products is six."""
     hidden = 2 * shape_of(specs["wide experts"]).hidden_size
     measured = measured_on_the_cpu(specs["wide experts"], 1)
     assert experts_bytes_per_token(logs, "wide experts") == pytest.approx(measured, abs=hidden)
 
 
-def test_a_quadratic_attention_is_an_error_and_a_router_is_none() -> None:
+def test_a_quadratic_attention_is_an_error_and_a_router_is_none():
     with FakeTensorMode(), AllocationRecorder():
         torch.softmax(torch.empty(64, 64), dim=-1)
         with pytest.raises(RuntimeError, match="tokens x tokens"):
             torch.softmax(torch.empty(1, 2, 64, 64), dim=-1)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("model", "length", "settings", "layout"), REAL)
-def test_real_models_peak_where_the_formula_says(
-    tmp_path: Path, model: str, length: int, settings: dict[str, Any], layout: Layout
-) -> None:
+def test_real_models_peak_where_the_formula_says(tmp_path, model, length, settings, layout):
     config = json.loads(Path(load_model(model).directory, "config.json").read_text())
     spec = trial(
         tmp_path / "model",
@@ -566,7 +541,7 @@ def experts_bytes_per_token(logs: dict[str, EventLog], name: str = "experts") ->
 
 def formula_bytes(spec: TrialSpec) -> int:
     return footprint(
-        shape_of(spec), spec.settings, spec.layout, length_tokens=spec.length_tokens
+        Step(shape_of(spec), spec.settings, spec.layout, length_tokens=spec.length_tokens)
     ).allocated_bytes
 
 

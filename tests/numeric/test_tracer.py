@@ -22,27 +22,30 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.trainer import TrainerName
 from highwater.nouns.trial import RankMemory, TrialResult, TrialSpec
 from highwater.units import GIB, MIB
+from tables import deep
 from trial_specs import trial_of
 
 STUDIES = Path(__file__).parents[2] / "docs" / "results" / "find"
 RESERVED_TOLERANCE_BYTES = 2 * MIB
 """Allocated bytes are equal; of reserved ones most are, others miss a small segment."""
 TRIALS = [
-    pytest.param("edge-0.6b-1-full-native", 204_800, marks=pytest.mark.slow),
-    pytest.param("edge-0.6b-1-full", 196_608, marks=pytest.mark.slow),
-    pytest.param("edge-1.7b-1-full-native", 8192, marks=pytest.mark.slow),
-    pytest.param("edge-1.7b-1-full-native", 114_688, marks=pytest.mark.slow),
-    pytest.param("edge-1.7b-1-full", 122_880, marks=pytest.mark.slow),
-    pytest.param("edge-4b-1-full-native", 32_768, marks=pytest.mark.slow),
-    pytest.param("edge-4b-1-full-native", 40_960, marks=pytest.mark.slow),
-    pytest.param("edge-4b-1-chunked", 57_344, marks=pytest.mark.slow),
-    pytest.param("grpo-0.6b-1-offload", 28_672, marks=pytest.mark.slow),
+    ("edge-0.6b-1-full-native", 204_800),
+    ("grpo-0.6b-1-offload", 28_672),
+    *deep(
+        ("edge-0.6b-1-full", 196_608),
+        ("edge-1.7b-1-full-native", 8192),
+        ("edge-1.7b-1-full-native", 114_688),
+        ("edge-1.7b-1-full", 122_880),
+        ("edge-4b-1-full-native", 32_768),
+        ("edge-4b-1-full-native", 40_960),
+        ("edge-4b-1-chunked", 57_344),
+    ),
 ]
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("study", "length"), TRIALS)
-def test_a_replayed_trace_has_the_peaks_that_were_measured(study: str, length: int) -> None:
+def test_a_replayed_trace_has_the_peaks_that_were_measured(study, length):
     spec, result = trial(study, length)
     (rank,) = result.ranks
     assert rank.budget is not None
@@ -55,7 +58,7 @@ def test_a_replayed_trace_has_the_peaks_that_were_measured(study: str, length: i
         check(ours, rank.memory)
 
 
-def test_ranks_that_share_a_sequence_are_traced_and_hold_less_the_more_they_are() -> None:
+def test_ranks_that_share_a_sequence_are_traced_and_hold_less_the_more_they_are():
     peaks = [
         replay(
             traced(small(Layout(gpus=gpus, ulysses_degree=gpus))), allocator="expandable"
@@ -65,10 +68,7 @@ def test_ranks_that_share_a_sequence_are_traced_and_hold_less_the_more_they_are(
     assert 0.4 * peaks[0] < peaks[1] < 0.8 * peaks[0]
 
 
-@pytest.mark.slow
-def test_offload_leaves_the_device_a_layers_states_and_grpo_keeps_its_reference_on_the_host() -> (
-    None
-):
+def test_offload_leaves_the_device_a_layers_states_and_grpo_keeps_its_reference_on_the_host():
     plain, offloaded, grpo = (
         replay(traced(small(Layout(), **settings)), allocator="expandable").peak_allocated_bytes
         for settings in ({}, {"offload": True}, {"objective": "grpo"})
@@ -78,9 +78,7 @@ def test_offload_leaves_the_device_a_layers_states_and_grpo_keeps_its_reference_
     assert abs(grpo - plain) < 0.2 * plain
 
 
-def test_the_reference_systems_step_allocates_the_same_at_any_length_on_lines_over_its_tokens() -> (
-    None
-):
+def test_the_reference_systems_step_allocates_the_same_at_any_length_on_lines_over_its_tokens():
     settings = Settings(
         strategy="fsdp", objective="grpo", entropy="full", sequences_per_micro_batch=2
     )
@@ -102,9 +100,7 @@ def test_the_reference_systems_step_allocates_the_same_at_any_length_on_lines_ov
 
 
 @pytest.mark.parametrize(("gpus", "layers_before", "never"), [(1, 0, 1), (2, 1, 0)])
-def test_the_reference_system_waits_in_every_layer_and_before_an_update(
-    gpus: int, layers_before: int, never: int
-) -> None:
+def test_the_reference_system_waits_in_every_layer_and_before_an_update(gpus, layers_before, never):
     """In a backward pass of several ranks the gradient of the layer before is held: the host waits
     for another stream. Alone it is free at the wait, as H200s recorded.
     """

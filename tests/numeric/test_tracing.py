@@ -40,8 +40,8 @@ def trial(**changes) -> TrialSpec:
 
 
 def test_a_trace_is_kept_for_whoever_asks_the_same_and_a_damaged_one_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     made: list[TrialSpec] = []
     tracer = CachedTracer(tmp_path, kernel="cudnn", on_trace=made.append)
     first = tracer(trial())
@@ -75,7 +75,7 @@ def test_a_trace_is_kept_for_whoever_asks_the_same_and_a_damaged_one_is_made_aga
     assert len(made) == 3
 
 
-def test_the_tracer_imports_nothing_that_its_key_does_not_name(tmp_path: Path) -> None:
+def test_the_tracer_imports_nothing_that_its_key_does_not_name(tmp_path):
     order, events = tmp_path / "order.json", tmp_path / "events.json"
     order.write_text(to_json(TraceOrder(spec=trial(), rank=0)))
     command = [sys.executable, "-X", "importtime", *("-m", tracing._TRACER, order, events)]
@@ -99,8 +99,8 @@ def test_the_tracer_imports_nothing_that_its_key_does_not_name(tmp_path: Path) -
 
 
 def test_trials_that_allocate_the_same_have_one_trace_also_when_they_are_asked_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     made: list[TrialSpec] = []
     tracer = CachedTracer(tmp_path, kernel="cudnn", on_trace=made.append)
 
@@ -147,9 +147,7 @@ def recorded(folder: Path, share: float) -> Path:
 
 
 @pytest.mark.timeout(300)
-def test_traces_learn_from_own_trials_each_traced_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_traces_learn_from_own_trials_each_traced_once(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     study, heard, made = recorded(tmp_path, 2.0), [], []
     asked = {
@@ -190,9 +188,7 @@ def test_traces_learn_from_own_trials_each_traced_once(
 
 
 @pytest.mark.timeout(120)
-def test_nothing_is_traced_any_more_once_a_calibration_is_interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_traced_any_more_once_a_calibration_is_interrupted(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     study, made = recorded(tmp_path, 2.0), []
     main = threading.main_thread().ident
@@ -222,20 +218,20 @@ def test_nothing_is_traced_any_more_once_a_calibration_is_interrupted(
     assert set(psutil.Process().children(recursive=True)) <= set(others)
 
 
-def test_a_tracer_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
+def test_a_tracer_that_fails_is_told_with_its_last_words(tmp_path):
     tracer = CachedTracer(tmp_path, kernel="cudnn")
     with pytest.raises(MachineError, match=r"exited with 1: .*nowhere"):
         tracer(trial(model_directory=str(tmp_path / "nowhere")))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_fullest_rank_has_no_prompt() -> None:
+def test_the_fullest_rank_has_no_prompt():
     assert [
         fullest_rank(trial(layout=Layout(gpus=4, ulysses_degree=degree))) for degree in (1, 2, 4)
     ] == [0, 1, 3]
 
 
-def test_a_trace_names_modules_and_pytorchs_own_viewer_reads_its_timeline(tmp_path: Path) -> None:
+def test_a_trace_names_modules_and_pytorchs_own_viewer_reads_its_timeline(tmp_path):
     from torch.cuda import _memory_viz
 
     log = CachedTracer(tmp_path, kernel="cudnn")(
@@ -253,11 +249,8 @@ def test_a_trace_names_modules_and_pytorchs_own_viewer_reads_its_timeline(tmp_pa
     assert text.count("free completed") == text.count("del ")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_capacities_are_predicted_by_traces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_capacities_are_predicted_by_traces(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     heard: list[int] = []
     prediction = highwater.predict(
@@ -267,8 +260,9 @@ def test_capacities_are_predicted_by_traces(
         exact=True,
         loss="full",
         start_length="16k",
-        resolution="16k",
-        max_length="512k",
+        resolution="64k",
+        max_length="256k",
+        allocator="expandable",
         on_trace=lambda spec: heard.append(spec.length_tokens),
     )
     assert prediction.method == "trace"

@@ -7,7 +7,6 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -48,7 +47,7 @@ SMALL = {
 }
 
 
-def test_master_parameters_are_float32_whatever_the_config_says() -> None:
+def test_master_parameters_are_float32_whatever_the_config_says():
     config = Qwen3Config(
         hidden_size=32, intermediate_size=48, num_hidden_layers=1, vocab_size=64, dtype="bfloat16"
     )
@@ -59,14 +58,14 @@ def test_master_parameters_are_float32_whatever_the_config_says() -> None:
     assert {p.device.type for p in model.parameters()} == {"meta"}
 
 
-def test_nothing_is_scaled_up_to_the_native_length() -> None:
+def test_nothing_is_scaled_up_to_the_native_length():
     config = Qwen3Config(max_position_embeddings=40_960)
     before = dict(config.rope_parameters)
     scale_rope(config, length_tokens=40_960, rope="auto")
     assert config.rope_parameters == before
 
 
-def test_past_the_native_length_yarn_has_the_factor_of_the_lengths_and_keeps_theta() -> None:
+def test_past_the_native_length_yarn_has_the_factor_of_the_lengths_and_keeps_theta():
     config = Qwen3Config(
         max_position_embeddings=40_960, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
     )
@@ -79,15 +78,13 @@ def test_past_the_native_length_yarn_has_the_factor_of_the_lengths_and_keeps_the
     }
 
 
-def test_a_model_keeps_its_own_scaling_up_to_its_maximum() -> None:
+def test_a_model_keeps_its_own_scaling_up_to_its_maximum():
     config = LlamaConfig(max_position_embeddings=131_072, rope_parameters=dict(LLAMA_3))
     scale_rope(config, length_tokens=131_072, rope="auto")
     assert config.rope_parameters["rope_type"] == "llama3"
 
 
-def test_past_its_maximum_a_model_with_its_own_scaling_is_refused_unless_yarn_is_asked_for() -> (
-    None
-):
+def test_past_its_maximum_a_model_with_its_own_scaling_is_refused_unless_yarn_is_asked_for():
     config = LlamaConfig(max_position_embeddings=131_072, rope_parameters=dict(LLAMA_3))
     with pytest.raises(UsageError) as refused:
         scale_rope(config, length_tokens=262_144, rope="auto")
@@ -97,7 +94,7 @@ def test_past_its_maximum_a_model_with_its_own_scaling_is_refused_unless_yarn_is
     assert config.rope_parameters["rope_theta"] == 500_000.0
 
 
-def test_yarn_asked_for_within_the_native_length_changes_nothing() -> None:
+def test_yarn_asked_for_within_the_native_length_changes_nothing():
     config = GPT2Config(n_positions=1024)
     scale_rope(config, length_tokens=1024, rope="yarn")
     qwen = Qwen3Config(max_position_embeddings=4096)
@@ -106,12 +103,12 @@ def test_yarn_asked_for_within_the_native_length_changes_nothing() -> None:
     assert qwen.rope_parameters == before
 
 
-def test_a_model_without_rope_is_refused_past_its_positions() -> None:
+def test_a_model_without_rope_is_refused_past_its_positions():
     with pytest.raises(HighwaterError, match="no RoPE"):
         scale_rope(GPT2Config(n_positions=1024), length_tokens=2048, rope="auto")
 
 
-def test_a_yarn_model_can_be_built(tmp_path: Path) -> None:
+def test_a_yarn_model_can_be_built(tmp_path):
     config = Qwen3Config(**{**SMALL, "num_hidden_layers": 1})
     config.save_pretrained(tmp_path)
     scaled = read_config(str(tmp_path), length_tokens=256, rope="auto")
@@ -130,9 +127,7 @@ def test_a_yarn_model_can_be_built(tmp_path: Path) -> None:
         ("minimax", "layers of linear_attention"),
     ],
 )
-def test_a_family_that_mixes_tokens_outside_attention_is_refused_by_name(
-    family: str, said: str, tmp_path: Path
-) -> None:
+def test_a_family_that_mixes_tokens_outside_attention_is_refused_by_name(family, said, tmp_path):
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": family, "num_hidden_layers": 8, "vocab_size": 64})
     )
@@ -141,7 +136,7 @@ def test_a_family_that_mixes_tokens_outside_attention_is_refused_by_name(
         build_on_meta(config, attention=register("flash"), loss="full", master_dtype=torch.float32)
 
 
-def test_two_models_in_one_process_keep_their_calls_apart() -> None:
+def test_two_models_in_one_process_keep_their_calls_apart():
     config = Qwen3Config(**SMALL)
     models = [
         build_on_meta(
@@ -158,7 +153,7 @@ def test_two_models_in_one_process_keep_their_calls_apart() -> None:
     assert [len(model.attention.callers) for model in models] == [2, 2]
 
 
-def test_layers_that_do_not_call_our_attention_are_an_error_and_not_a_loss() -> None:
+def test_layers_that_do_not_call_our_attention_are_an_error_and_not_a_loss():
     config = Qwen3Config(**SMALL)
     elsewhere = dataclasses.replace(register("flash"), name="sdpa")
     model = build_on_meta(
@@ -169,7 +164,7 @@ def test_layers_that_do_not_call_our_attention_are_an_error_and_not_a_loss() -> 
         model(ids, ids, ids[:1], ids[:1], (4,))
 
 
-def test_norms_are_fused_under_the_same_names_and_compute_the_same() -> None:
+def test_norms_are_fused_under_the_same_names_and_compute_the_same():
     config = Qwen3Config(**SMALL)
     torch.manual_seed(0)
     plain = Qwen3ForCausalLM(config)
@@ -187,7 +182,7 @@ def test_norms_are_fused_under_the_same_names_and_compute_the_same() -> None:
         assert float((ours.grad - theirs.grad).norm() / theirs.grad.norm()) < 5e-6, name
 
 
-def test_a_norm_that_computes_something_else_is_left_alone() -> None:
+def test_a_norm_that_computes_something_else_is_left_alone():
     from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 
     model = torch.nn.ModuleDict({"norm": GemmaRMSNorm(16)})
@@ -195,7 +190,7 @@ def test_a_norm_that_computes_something_else_is_left_alone() -> None:
     assert isinstance(model["norm"], GemmaRMSNorm)
 
 
-def test_packing_trains_no_first_token_and_counts_positions_anew() -> None:
+def test_packing_trains_no_first_token_and_counts_positions_anew():
     first, second = torch.tensor([5, 6, 7]), torch.tensor([8, 9])
     batch = pack([Document(first, first), Document(second, torch.tensor([8, UNTRAINED]))])
     assert batch.document_lengths == (3, 2)
@@ -205,16 +200,14 @@ def test_packing_trains_no_first_token_and_counts_positions_anew() -> None:
 
 
 @pytest.mark.parametrize(("length", "prompt"), [(2, 1), (101, 50), (4096, 2048), (10_000, 2048)])
-def test_a_synthetic_sequence_has_the_length_and_trains_the_response_alone(
-    length: int, prompt: int
-) -> None:
+def test_a_synthetic_sequence_has_the_length_and_trains_the_response_alone(length, prompt):
     batch = next(batches(spec(length_tokens=length), vocab_size=11, data_rank=0))
     assert len(batch.input_ids_T) == length
     assert len(batch.labels_N) == length - max(prompt, 1)
     assert int(batch.trained_positions_N[0]) == max(prompt, 1) - 1
 
 
-def test_a_trials_rewards_are_random_and_a_document_without_one_has_0() -> None:
+def test_a_trials_rewards_are_random_and_a_document_without_one_has_0():
     """With rewards of 0 each advantage is 0, and the policy's term would train nothing."""
     rewards = next(
         batches(spec(settings=Settings(sequences_per_micro_batch=8)), vocab_size=11, data_rank=0)
@@ -225,9 +218,7 @@ def test_a_trials_rewards_are_random_and_a_document_without_one_has_0() -> None:
 
 
 @pytest.mark.parametrize("objective", ["sft", "grpo", "ppo", "rw", "dpo"])
-def test_a_step_generates_nothing_each_model_goes_once_over_each_micro_batch(
-    objective: Any, tmp_path: Path
-) -> None:
+def test_a_step_generates_nothing_each_model_goes_once_over_each_micro_batch(objective, tmp_path):
     given = batches(
         spec(settings=Settings(sequences_per_micro_batch=2)), vocab_size=64, data_rank=0
     )
@@ -249,7 +240,7 @@ def test_a_step_generates_nothing_each_model_goes_once_over_each_micro_batch(
 
 
 @pytest.mark.parametrize(("sequences", "seed"), [(1, 0), (2, 7)])
-def test_a_step_has_the_same_sequences_on_any_number_of_ranks(sequences: int, seed: int) -> None:
+def test_a_step_has_the_same_sequences_on_any_number_of_ranks(sequences, seed):
     of_layouts = [
         [
             {(*row.tolist(), reward) for batch in step for row, reward in _sequences(batch)}
@@ -315,17 +306,15 @@ def _sequences(batch: Batch) -> list[tuple[torch.Tensor, float]]:
         ("no_function", "cannot be called with data_rank"),
     ],
 )
-def test_a_users_batches_that_cannot_be_trained_on_are_refused(
-    source: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_users_batches_that_cannot_be_trained_on_are_refused(source, said, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parent)
     with pytest.raises(UsageError, match=said):
         next(batches(spec(data=f"user_batches:{source}"), vocab_size=11, data_rank=0))
 
 
 def test_a_document_longer_than_a_sequence_is_refused_though_the_row_has_its_tokens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.syspath_prepend(Path(__file__).parent)
     packed = Settings(sequences_per_micro_batch=2)
     with pytest.raises(UsageError, match=r"128 tokens .* 64") as refusal:
@@ -342,8 +331,8 @@ def test_a_document_longer_than_a_sequence_is_refused_though_the_row_has_its_tok
 
 
 def test_documents_are_held_to_a_sliding_window_and_the_row_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.syspath_prepend(Path(__file__).parent)
     within, past = (
         batches(spec(data="user_batches:good"), vocab_size=11, data_rank=0, window_tokens=n)
@@ -357,7 +346,7 @@ def test_documents_are_held_to_a_sliding_window_and_the_row_is_not(
         next(past)
 
 
-def test_a_users_batches_are_trained_on_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_batches_are_trained_on_as_they_come(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parent)
     source = batches(spec(data="user_batches:good"), vocab_size=11, data_rank=0)
     assert next(source).document_lengths == (30, 34)
@@ -366,7 +355,7 @@ def test_a_users_batches_are_trained_on_as_they_come(monkeypatch: pytest.MonkeyP
     assert next(source).document_lengths == (30, 34), "a source that ends is read again"
 
 
-def test_what_the_first_tokens_logprob_is_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_first_tokens_logprob_is_does_not_matter(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parent)
     batch = next(
         batches(spec(data="user_batches:first_logprob_unknown"), vocab_size=11, data_rank=0)

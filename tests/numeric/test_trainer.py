@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from highwater.api import prepare_trial
+from highwater.api.search import prepare_trial
 from highwater.engine import Quantity, Trainer, train_step
 from highwater.engine.training.memory_profiler import TrialProfiler
 from highwater.engine.training.trainer_keywords import KEYWORDS, trial_of
@@ -57,7 +56,7 @@ def trainer(model: str) -> Iterator[Trainer]:
         yield made
 
 
-def test_a_step_takes_documents_that_are_shorter_than_the_length(trainer: Trainer) -> None:
+def test_a_step_takes_documents_that_are_shorter_than_the_length(trainer):
     assert (trainer.rank, trainer.data_rank, trainer.data_parallel_degree) == (0, 0, 1)
     assert trainer.device == torch.device("cpu")
     before = trainer.evaluate(ROWS)
@@ -70,7 +69,7 @@ def test_a_step_takes_documents_that_are_shorter_than_the_length(trainer: Traine
     assert trainer.steps_done == 3
 
 
-def test_what_a_step_cannot_be_of_is_refused_and_trains_nothing(trainer: Trainer) -> None:
+def test_what_a_step_cannot_be_of_is_refused_and_trains_nothing(trainer):
     before = trainer.evaluate(ROWS)
     for rows, said in (
         ([], "no micro-batches"),
@@ -90,7 +89,7 @@ def test_what_a_step_cannot_be_of_is_refused_and_trains_nothing(trainer: Trainer
     assert trainer.steps_done == 0
 
 
-def test_a_trainer_of_single_micro_batches_takes_one(model: str) -> None:
+def test_a_trainer_of_single_micro_batches_takes_one(model):
     with Trainer(model, length=8, device="cpu", micro_batches=1) as trainer:
         assert not trainer.training.keeps_gradients
         with pytest.raises(UsageError, match="adds up no gradients"):
@@ -115,9 +114,7 @@ def test_a_trainer_of_single_micro_batches_takes_one(model: str) -> None:
         ({"length": 1}, "a length of 1 token"),
     ],
 )
-def test_keywords_are_refused_by_name_before_anything_is_built(
-    settings: dict[str, Any], said: str, model: str
-) -> None:
+def test_keywords_are_refused_by_name_before_anything_is_built(settings, said, model):
     with pytest.raises(HighwaterError, match=said) as raised:
         Trainer(model, **{"length": 8, "device": "cpu", **settings})
     assert raised.value.hint
@@ -125,9 +122,7 @@ def test_keywords_are_refused_by_name_before_anything_is_built(
     assert not dist.is_initialized()
 
 
-def test_the_step_is_that_of_the_trial_that_the_same_keywords_try(
-    model: str, tmp_path: Path
-) -> None:
+def test_the_step_is_that_of_the_trial_that_the_same_keywords_try(model, tmp_path):
     settings = {"loss": "chunked", "offload": True, "objective": "grpo", "kl_estimator": "k3"}
     settings |= {"memory": "8GiB", "device": "cpu", "micro_batches": 3}
     asked = request_from(
@@ -137,15 +132,15 @@ def test_the_step_is_that_of_the_trial_that_the_same_keywords_try(
         assert trainer.spec == prepare_trial(asked, 8)
 
 
-def test_only_what_a_step_has_is_a_keyword() -> None:
+def test_only_what_a_step_has_is_a_keyword():
     assert {"ulysses", "ring", "copies", "loss", "lora", "dpo_beta", "memory"} <= set(KEYWORDS)
     assert not {"model", "gpus", "steps", "runner", "save_hf", "study", "headroom"} & set(KEYWORDS)
 
 
 @pytest.mark.parametrize("objective", ["sft", "dpo", "grpo", "ppo", "rw"])
 def test_on_the_cpu_which_keeps_no_history_a_profiler_is_refused_on_every_objective(
-    objective: str, model: str, tmp_path: Path
-) -> None:
+    objective, model, tmp_path
+):
     settings = {"objective": objective, "sequences_per_micro_batch": 2, "log_dir": str(tmp_path)}
     with pytest.raises(UsageError, match="PyTorch keeps none of the CPU's memory") as refused:
         Trainer(model, length=8, device="cpu", memory_profiler="0,1", **settings)
@@ -171,13 +166,13 @@ def test_on_the_cpu_which_keeps_no_history_a_profiler_is_refused_on_every_object
 )
 @pytest.mark.parametrize("objective", ["sft", "dpo", "grpo", "ppo", "rw"])
 def test_a_trainer_takes_the_profiler_that_trials_take(
-    objective: str,
-    asked: object,
-    meant: Profiling | None,
-    model: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    objective,
+    asked,
+    meant,
+    model,
+    tmp_path,
+    monkeypatch,
+):
     """On a machine that seems to have a GPU; what is recorded on one is in tests/gpu."""
     gpu = SimpleNamespace(total_memory=80 * GIB)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -222,9 +217,7 @@ def snapshots_in(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*.pickle"))
 
 
-def test_the_steps_that_are_named_are_recorded_and_leave_a_snapshot_each(
-    recorded: tuple[Trainer, list[str]], tmp_path: Path
-) -> None:
+def test_the_steps_that_are_named_are_recorded_and_leave_a_snapshot_each(recorded, tmp_path):
     trainer, told = recorded
     for _ in range(4):
         trainer.step(ROWS)
@@ -238,8 +231,8 @@ def test_the_steps_that_are_named_are_recorded_and_leave_a_snapshot_each(
 
 @pytest.mark.parametrize("fails", ["step", "evaluate"])
 def test_what_runs_out_of_memory_leaves_a_snapshot_whichever_step_it_is_in(
-    recorded: tuple[Trainer, list[str]], tmp_path: Path, fails: str
-) -> None:
+    recorded, tmp_path, fails
+):
     trainer, told = recorded
     trainer.step(ROWS)
     hook = trainer.training.policy.register_forward_pre_hook(_runs_out)
@@ -255,9 +248,7 @@ def test_what_runs_out_of_memory_leaves_a_snapshot_whichever_step_it_is_in(
     assert trainer.steps_done == 2, "a loop may go on"
 
 
-def test_a_step_that_is_refused_leaves_no_snapshot(
-    recorded: tuple[Trainer, list[str]], tmp_path: Path
-) -> None:
+def test_a_step_that_is_refused_leaves_no_snapshot(recorded, tmp_path):
     with suppress(UsageError):
         recorded[0].step([[[1] * 99]])
     assert not snapshots_in(tmp_path)
@@ -267,7 +258,7 @@ def _runs_out(*_: object) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory: the hook's own")
 
 
-def test_a_process_has_one_trainer_at_a_time(model: str) -> None:
+def test_a_process_has_one_trainer_at_a_time(model):
     with Trainer(model, length=8, device="cpu") as first:
         with pytest.raises(UsageError, match="in a process group already"):
             Trainer(model, length=8, device="cpu")
@@ -279,7 +270,7 @@ def test_a_process_has_one_trainer_at_a_time(model: str) -> None:
     assert not dist.is_initialized()
 
 
-def test_memory_is_bounded_where_it_is_named_until_the_end(model: str) -> None:
+def test_memory_is_bounded_where_it_is_named_until_the_end(model):
     before = resource.getrlimit(resource.RLIMIT_DATA)
     with Trainer(model, length=8, device="cpu"):
         assert resource.getrlimit(resource.RLIMIT_DATA) == before
@@ -289,7 +280,7 @@ def test_memory_is_bounded_where_it_is_named_until_the_end(model: str) -> None:
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
-def test_the_learning_rate_is_that_of_the_next_step_for_every_model(model: str) -> None:
+def test_the_learning_rate_is_that_of_the_next_step_for_every_model(model):
     settings = {"objective": "ppo", "critic": True, "weight_decay": 0.0, "device": "cpu"}
     rows = [[{"input_ids": [1, 2, 3, 4], "reward": 1.0}, {"input_ids": [4, 3, 2], "reward": -1.0}]]
     with Trainer(model, length=8, learning_rate=0.25, **settings) as trainer:
@@ -305,14 +296,14 @@ def test_the_learning_rate_is_that_of_the_next_step_for_every_model(model: str) 
             trainer.learning_rate = float("nan")
 
 
-def test_a_loss_that_is_not_finite_names_its_step(trainer: Trainer) -> None:
+def test_a_loss_that_is_not_finite_names_its_step(trainer):
     trainer.learning_rate = 1e30
     trainer.step(ROWS)
     with pytest.raises(FloatingPointError, match="of step 2 is"):
         trainer.step(ROWS)
 
 
-def test_a_step_is_train_step_of_its_batches(model: str) -> None:
+def test_a_step_is_train_step_of_its_batches(model):
     with Trainer(model, length=8, device="cpu", learning_rate=0.01) as trainer:
         told = [trainer.step(ROWS) for _ in range(2)]
     with Trainer(model, length=8, device="cpu", learning_rate=0.01) as trainer:
@@ -322,7 +313,7 @@ def test_a_step_is_train_step_of_its_batches(model: str) -> None:
     ]
 
 
-def test_a_loop_adds_to_numbers_of_its_own_which_are_told_with_the_steps(model: str) -> None:
+def test_a_loop_adds_to_numbers_of_its_own_which_are_told_with_the_steps(model):
     own = {
         "my_metric": Quantity(how="sum"),
         "share": Quantity(how="mean", per="n_valid_tokens"),
@@ -343,7 +334,7 @@ def test_a_loop_adds_to_numbers_of_its_own_which_are_told_with_the_steps(model: 
         assert trainer.statistics()["my_metric"] == 0, "each step's own"
 
 
-def test_only_what_a_loop_declared_is_added_to_and_to_one_step(model: str) -> None:
+def test_only_what_a_loop_declared_is_added_to_and_to_one_step(model):
     own = {"mine": Quantity(how="sum"), "longest": Quantity(how="max")}
     with Trainer(model, length=8, device="cpu", quantities=own) as trainer:
         for name, spelled in (("my_metric", "my_metric"), ("nll", "my_nll"), ("loss", "my_loss")):
@@ -364,7 +355,7 @@ def test_only_what_a_loop_declared_is_added_to_and_to_one_step(model: str) -> No
     assert not dist.is_initialized()
 
 
-def test_where_no_number_is_declared_an_addition_is_told_what_can_be(trainer: Trainer) -> None:
+def test_where_no_number_is_declared_an_addition_is_told_what_can_be(trainer):
     for name in ("my_metric", "n_tokens", "", None, ["m"]):
         with pytest.raises(UsageError, match="is no quantity") as refusal:
             trainer.add(name, 3)  # pyright: ignore[reportArgumentType]
@@ -379,13 +370,13 @@ def test_where_no_number_is_declared_an_addition_is_told_what_can_be(trainer: Tr
 
 
 @pytest.mark.parametrize("quantities", [["m"], [], {"m": "sum"}, {"": Quantity(how="sum")}])
-def test_what_is_no_declaration_leaves_no_trainer_behind(model: str, quantities: Any) -> None:
+def test_what_is_no_declaration_leaves_no_trainer_behind(model, quantities):
     with pytest.raises(UsageError, match=r"Quantity|mapping"):
         Trainer(model, length=8, device="cpu", quantities=quantities)
     assert not dist.is_initialized()
 
 
-def test_a_value_that_is_refused_is_in_no_statistic(model: str) -> None:
+def test_a_value_that_is_refused_is_in_no_statistic(model):
     own = {
         "mine": Quantity(how="sum", is_count=True),
         "share": Quantity(how="mean", per="n_tokens"),
@@ -416,9 +407,7 @@ def test_a_value_that_is_refused_is_in_no_statistic(model: str) -> None:
         ({"objective": "rw", "sequences_per_micro_batch": 2}, [[1, 2, 3], [1, 3]]),
     ],
 )
-def test_every_objective_tells_its_statistics(
-    model: str, settings: dict[str, Any], rows: list[Any]
-) -> None:
+def test_every_objective_tells_its_statistics(model, settings, rows):
     over = ("n_tokens", "n_valid_tokens", "prompt_tokens", "n_documents")
     own = {name: Quantity(how="mean", per=name, group="data") for name in over}
     own = {f"over_{name}": quantity for name, quantity in own.items()}
@@ -434,7 +423,7 @@ def test_every_objective_tells_its_statistics(
     assert told.get("critic_gradient_norm") == done.critic_gradient_norm
 
 
-def test_a_save_loads_and_replaces_nothing(trainer: Trainer, model: str, tmp_path: Path) -> None:
+def test_a_save_loads_and_replaces_nothing(trainer, model, tmp_path):
     source = load_file(Path(model, "model.safetensors"))
     trainer.step(ROWS)
     trainer.save(tmp_path / "saved")
@@ -452,7 +441,7 @@ def test_a_save_loads_and_replaces_nothing(trainer: Trainer, model: str, tmp_pat
     assert all(torch.equal(after[name], tensor) for name, tensor in source.items())
 
 
-def test_adapters_are_saved_for_peft_or_merged(model: str, tmp_path: Path) -> None:
+def test_adapters_are_saved_for_peft_or_merged(model, tmp_path):
     pytest.importorskip("peft", reason="LoRA needs the lora extra")
     with Trainer(model, length=8, device="cpu", lora=4, learning_rate=0.01) as trainer:
         trainer.step(ROWS)
@@ -465,7 +454,7 @@ def test_adapters_are_saved_for_peft_or_merged(model: str, tmp_path: Path) -> No
     assert float(loaded(row, labels=row).loss.detach()) == pytest.approx(expected, rel=1e-5)
 
 
-def test_random_weights_are_told(model: str, tmp_path: Path) -> None:
+def test_random_weights_are_told(model, tmp_path):
     (tmp_path / "config.json").write_bytes(Path(model, "config.json").read_bytes())
     with pytest.warns(UserWarning, match="random weights, of seed 7"):
         trainer = Trainer(tmp_path, length=8, device="cpu", seed=7)
@@ -473,7 +462,7 @@ def test_random_weights_are_told(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(280)
-def test_the_example_trains_the_same_on_one_process_and_on_two(model: str) -> None:
+def test_the_example_trains_the_same_on_one_process_and_on_two(model):
     ways = ([], ["-m", "highwater.engine.ranks", "--nproc", "2"])
     alone, together = (
         subprocess.run([sys.executable, *way, EXAMPLE, model], capture_output=True, text=True)
@@ -486,6 +475,6 @@ def test_the_example_trains_the_same_on_one_process_and_on_two(model: str) -> No
     assert losses[-1] < losses[0] - 0.1, "it learns"
 
 
-def test_the_page_of_the_library_quotes_the_example_as_it_is() -> None:
+def test_the_page_of_the_library_quotes_the_example_as_it_is():
     page = (ROOT / "docs" / "reference" / "library.md").read_text()
     assert f"```py\n{EXAMPLE.read_text()}```\n" in page

@@ -2,8 +2,6 @@
 curve; with moments or parameters of few bits it is near its own.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 from curve import STEPS, hugging_face_curve, our_curve, save_model
@@ -25,7 +23,7 @@ NEAR = 0.014
 
 
 @pytest.mark.timeout(240)
-def test_two_hundred_steps_on_real_text_have_hugging_faces_loss_curve(tmp_path: Path) -> None:
+def test_two_hundred_steps_on_real_text_have_hugging_faces_loss_curve(tmp_path):
     cpu = torch.device("cpu")
     directory = save_model(tmp_path / "model")
     threads = torch.get_num_threads()
@@ -42,7 +40,7 @@ def test_two_hundred_steps_on_real_text_have_hugging_faces_loss_curve(tmp_path: 
 
 
 @pytest.mark.timeout(240)
-def test_two_hundred_steps_with_few_bits_stay_near_the_curve_of_adamw(tmp_path: Path) -> None:
+def test_two_hundred_steps_with_few_bits_stay_near_the_curve_of_adamw(tmp_path):
     pytest.importorskip("torchao", reason="moments of few bits need the low-bit extra")
     cpu = torch.device("cpu")
     directory = save_model(tmp_path / "model")

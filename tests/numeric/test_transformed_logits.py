@@ -51,9 +51,7 @@ TRANSFORMS = (
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("how", ["full", "chunked", "known gradient"])
 @pytest.mark.parametrize("family", list(CASES))
-def test_a_familys_loss_and_every_gradient_are_its_own_classs(
-    family: str, how: str, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_familys_loss_and_every_gradient_are_its_own_classs(family, how, dtype, monkeypatch):
     monkeypatch.setitem(loss_module.CHUNK_BYTES, "cpu", 1)
     model = tiny(family, getattr(torch, dtype))
     ids = torch.randint(VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(1))
@@ -94,15 +92,13 @@ def tiny(family: str, dtype: "torch.dtype") -> Any:
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_rows_are_proven_where_they_are_right(transform: LogitTransform) -> None:
+def test_rows_are_proven_where_they_are_right(transform):
     prove_rows(transform, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("forgets", ["statistics", "backward_"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_rows_that_forget_the_transform_in_either_pass_are_refused(
-    transform: LogitTransform, forgets: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_forget_the_transform_in_either_pass_are_refused(transform, forgets, monkeypatch):
     """In float32, as of a GPU's kernels; what they are compared with is float64."""
     right = getattr(row_kernels, forgets)
 
@@ -116,7 +112,7 @@ def test_rows_that_forget_the_transform_in_either_pass_are_refused(
         prove_rows(transform, torch.device("cpu"))
 
 
-def test_rows_of_nan_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_nan_are_refused(monkeypatch):
     def nothing(logits_NV: "torch.Tensor", *_: Any) -> None:
         if logits_NV.dtype != torch.float64:
             logits_NV.fill_(float("nan"))

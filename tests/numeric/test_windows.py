@@ -107,12 +107,12 @@ def rows_at_hand(monkeypatch: pytest.MonkeyPatch, scores: int) -> None:
 @pytest.mark.parametrize("window", [1, 2, 5, 6, 13, 32])
 @pytest.mark.parametrize(("lengths", "heads"), CASES)
 def test_a_window_is_the_mask_that_it_says(
-    lengths: tuple[int, ...],
-    heads: tuple[int, int],
-    window: int,
-    scores: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    lengths,
+    heads,
+    window,
+    scores,
+    monkeypatch,
+):
     """With a row at a time, some, and all: documents past the window and within it in one row."""
     rows_at_hand(monkeypatch, scores)
     assert_as_by_hand(heads_of(heads, sum(lengths)), lengths, window=window)
@@ -121,11 +121,11 @@ def test_a_window_is_the_mask_that_it_says(
 @pytest.mark.parametrize("window", [None, 1, 6])
 @pytest.mark.parametrize(("lengths", "heads"), CASES)
 def test_a_sink_is_a_score_without_a_value(
-    lengths: tuple[int, ...],
-    heads: tuple[int, int],
-    window: int | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    lengths,
+    heads,
+    window,
+    monkeypatch,
+):
     """Of small sinks, of large ones, and of one that outweighs every key."""
     rows_at_hand(monkeypatch, 300)
     own = heads_of(heads, sum(lengths))
@@ -137,12 +137,12 @@ def test_a_sink_is_a_score_without_a_value(
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize(("lengths", "heads"), CASES)
 def test_a_cap_is_on_scores_and_not_on_sinks(
-    lengths: tuple[int, ...],
-    heads: tuple[int, int],
-    window: int | None,
-    cap: float,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    lengths,
+    heads,
+    window,
+    cap,
+    monkeypatch,
+):
     rows_at_hand(monkeypatch, 300)
     own = heads_of(heads, sum(lengths))
     assert_as_by_hand(own, lengths, window=window, cap=cap)
@@ -151,9 +151,7 @@ def test_a_cap_is_on_scores_and_not_on_sinks(
 
 
 @pytest.mark.parametrize(("lengths", "heads"), CASES)
-def test_a_window_that_holds_every_document_is_full_attention(
-    lengths: tuple[int, ...], heads: tuple[int, int]
-) -> None:
+def test_a_window_that_holds_every_document_is_full_attention(lengths, heads):
     own = [t[None] for t in heads_of(heads, sum(lengths))]
     windowed, full = (
         attend_in_pattern(
@@ -168,7 +166,7 @@ def test_a_window_that_holds_every_document_is_full_attention(
     assert torch.equal(windowed.log_sums_BHS, full.log_sums_BHS)
 
 
-def test_no_more_scores_are_at_hand_than_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_scores_are_at_hand_than_have_room(monkeypatch):
     """Of a sequence 64 times as long, too: what is at hand depends on the window alone."""
     rows_at_hand(monkeypatch, 2**12)
     for length in (256, 16_384):
@@ -182,7 +180,7 @@ def test_no_more_scores_are_at_hand_than_have_room(monkeypatch: pytest.MonkeyPat
         assert len(sizes) < length
 
 
-def test_bfloat16_is_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_is_summed_in_float32(monkeypatch):
     """Beside float64 on the same numbers no more is lost than the output's own rounding."""
     rows_at_hand(monkeypatch, 500)
     own = [t.detach().bfloat16() for t in heads_of((4, 2), 70)]
@@ -209,8 +207,8 @@ class Layer(nn.Module):
 
 @pytest.mark.parametrize("lengths", [(20, 20, 4), (4, 20)])
 def test_a_layer_that_keeps_its_attention_computes_it_once_and_changes_nothing(
-    lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    lengths, monkeypatch
+):
     passes: list[tuple[int, ...]] = []
     forward = PlainBlock.forward
 
@@ -244,7 +242,7 @@ def test_a_layer_that_keeps_its_attention_computes_it_once_and_changes_nothing(
         assert torch.equal(mine, theirs)
 
 
-def test_pieces_stand_for_no_document_that_a_window_cuts() -> None:
+def test_pieces_stand_for_no_document_that_a_window_cuts():
     """Its time is linear already, and it attends as it does in training."""
     lengths = (4096, 64)
     own = [t[None] for t in heads_of((2, 1), sum(lengths), dtype=torch.float32)]

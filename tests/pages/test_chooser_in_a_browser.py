@@ -8,11 +8,9 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Opened
 
 pytestmark = pytest.mark.pages
 CHOICES = ("model", "gpu", "gpus", "basis")
@@ -98,7 +96,7 @@ def recommended(*words: str) -> dict[str, Any]:
     return answer
 
 
-def test_every_answer_is_what_recommend_prints(small: Path, opened: Opened) -> None:
+def test_every_answer_is_what_recommend_prints(small, opened):
     page = opened(small)
     seen = 0
     for chosen in combinations(page):
@@ -125,7 +123,7 @@ def test_every_answer_is_what_recommend_prints(small: Path, opened: Opened) -> N
     assert seen > 40
 
 
-def test_the_tables_are_those_that_recommend_prints(small: Path, opened: Opened) -> None:
+def test_the_tables_are_those_that_recommend_prints(small, opened):
     page = opened(small)
     for length in ("4096", "65536", "131072"):
         page.locator("#choose-model").select_option("Qwen3-14B")
@@ -141,9 +139,7 @@ def test_the_tables_are_those_that_recommend_prints(small: Path, opened: Opened)
         assert len(cells) > 15
 
 
-def test_every_answer_from_trials_is_what_recommend_prints_with_the_study(
-    mixed: Path, opened: Opened
-) -> None:
+def test_every_answer_from_trials_is_what_recommend_prints_with_the_study(mixed, opened):
     page = opened(mixed)
     seen = 0
     for chosen in combinations(page):
@@ -156,7 +152,7 @@ def test_every_answer_from_trials_is_what_recommend_prints_with_the_study(
     assert seen > 8
 
 
-def test_what_was_chosen_stays_where_the_next_choice_has_it(mixed: Path, opened: Opened) -> None:
+def test_what_was_chosen_stays_where_the_next_choice_has_it(mixed, opened):
     page = opened(mixed)
     page.locator("#choose-model").select_option("Qwen3-8B")
     page.locator("#choose-gpu").select_option("A100-80GB")
@@ -167,9 +163,7 @@ def test_what_was_chosen_stays_where_the_next_choice_has_it(mixed: Path, opened:
     assert kept == ["A100-80GB", "4", "40960"]
 
 
-def test_it_opens_with_the_longest_length_and_so_it_does_for_every_model_and_gpu(
-    mixed: Path, opened: Opened
-) -> None:
+def test_it_opens_with_the_longest_length_and_so_it_does_for_every_model_and_gpu(mixed, opened):
     page = opened(mixed)
     seen = set()
     for _ in every_place(page):
@@ -183,7 +177,7 @@ def test_it_opens_with_the_longest_length_and_so_it_does_for_every_model_and_gpu
     assert len(seen) > 3
 
 
-def test_a_length_that_does_not_fit_elsewhere_says_so(mixed: Path, opened: Opened) -> None:
+def test_a_length_that_does_not_fit_elsewhere_says_so(mixed, opened):
     page = opened(mixed)
     page.locator("#choose-model").select_option("Qwen3-0.6B")
     page.locator("#choose-gpu").select_option("A100-80GB")
@@ -195,9 +189,7 @@ def test_a_length_that_does_not_fit_elsewhere_says_so(mixed: Path, opened: Opene
     assert page.locator("#choose-length").input_value() == "120k"
 
 
-def test_any_length_is_answered_by_the_next_longer_one_and_names_its_command(
-    small: Path, opened: Opened
-) -> None:
+def test_any_length_is_answered_by_the_next_longer_one_and_names_its_command(small, opened):
     page = opened(small)
     page.locator("#choose-model").select_option("Qwen3-14B")
     page.locator("#choose-gpus").select_option("4")
@@ -210,8 +202,8 @@ def test_any_length_is_answered_by_the_next_longer_one_and_names_its_command(
 
 
 def test_what_is_no_length_changes_nothing_and_a_longer_one_than_any_names_the_command(
-    small: Path, opened: Opened
-) -> None:
+    small, opened
+):
     page = opened(small)
     before, answer = page.locator("#choose-length").input_value(), said(page)
     ask(page, "long")
@@ -224,7 +216,7 @@ def test_what_is_no_length_changes_nothing_and_a_longer_one_than_any_names_the_c
     assert "--length 8388608" in page.locator("#beyond-command").inner_text()
 
 
-def test_published_answers_are_labelled_so(mixed: Path, opened: Opened) -> None:
+def test_published_answers_are_labelled_so(mixed, opened):
     page = opened(mixed)
     page.locator("#choose-model").select_option("Qwen3-8B")
     page.locator("#choose-gpu").select_option("A100-80GB")
@@ -242,7 +234,7 @@ def test_published_answers_are_labelled_so(mixed: Path, opened: Opened) -> None:
 
 
 @pytest.mark.parametrize("key", ["Enter", "Space"])
-def test_the_button_copies_what_emit_prints(configured: Path, opened: Opened, key: str) -> None:
+def test_the_button_copies_what_emit_prints(configured, opened, key):
     page = opened(configured)
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     copied = 0
@@ -259,9 +251,7 @@ def test_the_button_copies_what_emit_prints(configured: Path, opened: Opened, ke
     assert copied == 4
 
 
-def test_where_the_clipboard_is_closed_the_text_is_selected(
-    configured: Path, opened: Opened
-) -> None:
+def test_where_the_clipboard_is_closed_the_text_is_selected(configured, opened):
     page = opened(configured)
     page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
     page.locator("#copy-configuration").click()

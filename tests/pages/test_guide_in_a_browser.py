@@ -2,11 +2,9 @@
 keyboard and by screen reader.
 """
 
-from pathlib import Path
-
 import msgspec
 import pytest
-from conftest import SHOTS, WIDTHS, Opened, every_fold_open, serious
+from conftest import SHOTS, WIDTHS, every_fold_open, serious
 
 from highwater import guide
 from highwater.pages.guide.answers import places
@@ -18,9 +16,7 @@ pytestmark = pytest.mark.pages
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("screen", list(WIDTHS))
-def test_a_page_has_no_serious_finding_and_never_scrolls_sideways(
-    mixed: Path, opened: Opened, screen: str, scheme: str
-) -> None:
+def test_a_page_has_no_serious_finding_and_never_scrolls_sideways(mixed, opened, screen, scheme):
     page = opened(mixed, width=WIDTHS[screen], scheme=scheme)
     SHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=SHOTS / f"guide-{screen}-{scheme}.png", full_page=True)
@@ -32,7 +28,7 @@ def test_a_page_has_no_serious_finding_and_never_scrolls_sideways(
 
 
 @pytest.mark.parametrize("screen", list(WIDTHS))
-def test_bars_and_their_figures_are_on_the_screen(mixed: Path, opened: Opened, screen: str) -> None:
+def test_bars_and_their_figures_are_on_the_screen(mixed, opened, screen):
     page = opened(mixed, width=WIDTHS[screen])
     ends = page.locator(".bars span").evaluate_all(
         "each => each.map((span) => span.getBoundingClientRect().right)"
@@ -46,9 +42,7 @@ def test_bars_and_their_figures_are_on_the_screen(mixed: Path, opened: Opened, s
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_first_screen_of_a_phone_has_the_answer_and_the_length(
-    mixed: Path, opened: Opened, scheme: str
-) -> None:
+def test_the_first_screen_of_a_phone_has_the_answer_and_the_length(mixed, opened, scheme):
     page = opened(mixed, width=WIDTHS["phone"], scheme=scheme)
     SHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=SHOTS / f"guide-first-screen-{scheme}.png")
@@ -59,7 +53,7 @@ def test_the_first_screen_of_a_phone_has_the_answer_and_the_length(
         assert box["x"] + box["width"] <= WIDTHS["phone"], name
 
 
-def test_what_is_dark_is_dark(mixed: Path, opened: Opened) -> None:
+def test_what_is_dark_is_dark(mixed, opened):
     shades = {
         scheme: opened(mixed, scheme=scheme).evaluate(
             "getComputedStyle(document.body).backgroundColor"
@@ -69,9 +63,7 @@ def test_what_is_dark_is_dark(mixed: Path, opened: Opened) -> None:
     assert shades == {"light": "rgb(255, 255, 255)", "dark": "rgb(13, 17, 23)"}
 
 
-def test_without_script_a_page_says_what_to_do_instead_and_has_every_table(
-    mixed: Path, opened: Opened
-) -> None:
+def test_without_script_a_page_says_what_to_do_instead_and_has_every_table(mixed, opened):
     with_script, without = opened(mixed), opened(mixed, script=False)
     assert without.locator("#without-script").is_visible()
     assert not without.locator("#choosing").is_visible()
@@ -83,7 +75,7 @@ def test_without_script_a_page_says_what_to_do_instead_and_has_every_table(
     assert without.locator(static).count() == with_script.locator(static).count() > 20
 
 
-def test_paper_has_what_is_folded_and_no_buttons(mixed: Path, opened: Opened) -> None:
+def test_paper_has_what_is_folded_and_no_buttons(mixed, opened):
     page = opened(mixed)
     inside = page.locator("#answer-json")
     assert not inside.is_visible()
@@ -96,9 +88,7 @@ def test_paper_has_what_is_folded_and_no_buttons(mixed: Path, opened: Opened) ->
     page.pdf(path=SHOTS / "guide.pdf")
 
 
-def test_a_keyboard_reaches_every_choice_in_order_and_the_answer_follows(
-    mixed: Path, opened: Opened
-) -> None:
+def test_a_keyboard_reaches_every_choice_in_order_and_the_answer_follows(mixed, opened):
     page = opened(mixed)
     page.locator("#choose-model").focus()
     reached = []
@@ -112,7 +102,7 @@ def test_a_keyboard_reaches_every_choice_in_order_and_the_answer_follows(
     assert page.locator("#answer-said").get_attribute("role") == "status"
 
 
-def test_a_keyboard_sees_where_it_is(mixed: Path, opened: Opened) -> None:
+def test_a_keyboard_sees_where_it_is(mixed, opened):
     page = opened(mixed)
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"
@@ -121,7 +111,7 @@ def test_a_keyboard_sees_where_it_is(mixed: Path, opened: Opened) -> None:
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
 
 
-def test_text_from_outside_does_nothing_in_a_browser(opened: Opened, tmp_path: Path) -> None:
+def test_text_from_outside_does_nothing_in_a_browser(opened, tmp_path):
     hostile = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
     (table,) = guide(predict=["Qwen3-0.6B"], gpus=["1xA100-80GB"]).tables
     own = tuple(

@@ -6,7 +6,7 @@ import pickle
 from pathlib import Path
 
 import pytest
-from conftest import SHOTS, WIDTHS, Opened, every_fold_open, serious
+from conftest import SHOTS, WIDTHS, every_fold_open, serious
 
 from highwater.memory.snapshot.memory_profile import memory_profile
 from highwater.pages.profile.profile_page import profile_page
@@ -24,9 +24,7 @@ def drawn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("screen", list(WIDTHS))
-def test_a_profile_has_no_serious_finding_and_never_scrolls_sideways(
-    drawn: Path, opened: Opened, screen: str, scheme: str
-) -> None:
+def test_a_profile_has_no_serious_finding_and_never_scrolls_sideways(drawn, opened, screen, scheme):
     page = opened(drawn, width=WIDTHS[screen], scheme=scheme)
     SHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=SHOTS / f"{drawn.stem}-{screen}-{scheme}.png", full_page=True)
@@ -35,7 +33,7 @@ def test_a_profile_has_no_serious_finding_and_never_scrolls_sideways(
         assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[screen]
 
 
-def test_text_from_a_snapshot_does_nothing_on_its_page(opened: Opened, tmp_path: Path) -> None:
+def test_text_from_a_snapshot_does_nothing_on_its_page(opened, tmp_path):
     hostile = '"></title></svg><script>alert(1)</script><img src=x onerror=alert(2)>'
     frame = {"filename": f"/{hostile}.py", "line": 1, "name": hostile}
     entry = {"action": "alloc", "addr": 1, "size": 2**20, "frames": [frame] * 3}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from conftest import SHOTS, STUDY, WIDTHS, Opened, serious
+from conftest import SHOTS, STUDY, WIDTHS, serious
 
 from highwater import open_study, study_report, write_report
 
@@ -24,8 +24,8 @@ def reported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("screen", list(WIDTHS))
 def test_a_report_has_no_serious_finding_and_never_scrolls_sideways(
-    reported: Path, opened: Opened, screen: str, scheme: str
-) -> None:
+    reported, opened, screen, scheme
+):
     page = opened(reported, width=WIDTHS[screen], scheme=scheme)
     SHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=SHOTS / f"{reported.stem}-{screen}-{scheme}.png", full_page=True)
@@ -35,8 +35,8 @@ def test_a_report_has_no_serious_finding_and_never_scrolls_sideways(
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_first_screen_of_a_phone_has_the_answer_and_every_bar_is_whole(
-    reported: Path, opened: Opened, scheme: str
-) -> None:
+    reported, opened, scheme
+):
     page = opened(reported, width=WIDTHS["phone"], scheme=scheme)
     box = page.locator("#answer-said").bounding_box()
     assert box["y"] + box["height"] <= 844
@@ -46,9 +46,7 @@ def test_the_first_screen_of_a_phone_has_the_answer_and_every_bar_is_whole(
     assert max(ends) <= WIDTHS["phone"]
 
 
-def test_a_report_on_paper_has_every_table_and_no_navigation(
-    reported: Path, opened: Opened
-) -> None:
+def test_a_report_on_paper_has_every_table_and_no_navigation(reported, opened):
     page = opened(reported, width=720)
     page.emulate_media(media="print")
     tables = page.locator("table")
@@ -59,7 +57,7 @@ def test_a_report_on_paper_has_every_table_and_no_navigation(
     page.pdf(path=SHOTS / f"{reported.stem}.pdf")
 
 
-def test_text_from_outside_does_nothing_in_a_report(opened: Opened, tmp_path: Path) -> None:
+def test_text_from_outside_does_nothing_in_a_report(opened, tmp_path):
     hostile = '"></title><script>alert(1)</script><img src=x onerror=alert(2)>'
     study = open_study(STUDY)
     model = msgspec.structs.replace(study.question.model, name=hostile)

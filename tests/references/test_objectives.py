@@ -60,7 +60,7 @@ def sampled(model: nn.Module, step: list[Document], *, apart: float = 0.3) -> li
 
 
 @pytest.mark.parametrize("config", [dense, with_experts])
-def test_the_supervised_loss_is_hugging_faces_with_the_steps_number_of_tokens(config: type) -> None:
+def test_the_supervised_loss_is_hugging_faces_with_the_steps_number_of_tokens(config):
     model, step = language_model(config()), documents(LENGTHS)
     theirs = torch.zeros((), dtype=torch.float64)
     for one in step:
@@ -77,7 +77,7 @@ def test_the_supervised_loss_is_hugging_faces_with_the_steps_number_of_tokens(co
     assert_same_gradients(gradients(ours, model), gradients(theirs, model))
 
 
-def test_with_the_routers_loss_it_is_hugging_faces_too() -> None:
+def test_with_the_routers_loss_it_is_hugging_faces_too():
     model, (one,) = language_model(with_experts()), documents([19])
     with float32_casts_lifted():
         theirs = model(
@@ -93,7 +93,7 @@ def test_with_the_routers_loss_it_is_hugging_faces_too() -> None:
     assert_same_gradients(gradients(ours, model), gradients(theirs, model))
 
 
-def test_the_routers_loss_is_a_mean_over_documents_by_their_tokens() -> None:
+def test_the_routers_loss_is_a_mean_over_documents_by_their_tokens():
     model, step = language_model(with_experts()), documents(LENGTHS)
     each = [
         imbalance(predictions(model, one, router=True).router_logits, top_k=2).item()
@@ -106,13 +106,13 @@ def test_the_routers_loss_is_a_mean_over_documents_by_their_tokens() -> None:
     )
 
 
-def test_the_first_token_of_a_document_and_ignored_labels_are_not_trained() -> None:
+def test_the_first_token_of_a_document_and_ignored_labels_are_not_trained():
     ids = torch.arange(6)
     labels = torch.tensor([0, -100, 2, 3, -100, 5])
     assert Document(ids=ids, labels=labels).trained.tolist() == [2, 3, 5]
 
 
-def test_on_policy_the_gradient_is_that_of_advantage_times_log_probability() -> None:
+def test_on_policy_the_gradient_is_that_of_advantage_times_log_probability():
     model = language_model(dense())
     step = documents(LENGTHS, reward=[1.0, 0.0, 0.5, 2.0], group=[0, 0, 1, 1])
     loss = group_relative(model, model, step, numbers=NO_DIVERGENCE)
@@ -125,7 +125,7 @@ def test_on_policy_the_gradient_is_that_of_advantage_times_log_probability() -> 
         assert (ours - theirs).norm() <= 1e-5 * theirs.norm().item() + 1e-12  # the deviation's 1e-6
 
 
-def test_old_log_probabilities_that_are_the_current_ones_change_nothing() -> None:
+def test_old_log_probabilities_that_are_the_current_ones_change_nothing():
     model = language_model(dense())
     step = documents(LENGTHS, reward=[1.0, 0.0, 0.5, 2.0], group=[0, 1, 0, 1])
     known = sampled(model, step, apart=0.0)
@@ -136,7 +136,7 @@ def test_old_log_probabilities_that_are_the_current_ones_change_nothing() -> Non
     assert_same_gradients(gradients(without, model), gradients(given, model))
 
 
-def test_a_document_without_old_log_probabilities_leaves_those_of_the_others_in_use() -> None:
+def test_a_document_without_old_log_probabilities_leaves_those_of_the_others_in_use():
     model = language_model(dense())
     step = documents(LENGTHS, reward=[1.0, 0.0, 0.5, 2.0], group=[0, 1, 0, 1])
     known = sampled(model, step)
@@ -144,7 +144,7 @@ def test_a_document_without_old_log_probabilities_leaves_those_of_the_others_in_
     assert len({round(loss, 12) for loss in losses}) == 5
 
 
-def test_the_order_of_documents_is_of_no_consequence() -> None:
+def test_the_order_of_documents_is_of_no_consequence():
     model, reference = language_model(dense()), language_model(dense(), seed=3)
     known = sampled(model, documents(LENGTHS, reward=[1.0, 0.0, 0.5, 2.0], group=[0, 1, 0, 1]))
     shuffled = [known[index] for index in (2, 0, 3, 1)]
@@ -152,7 +152,7 @@ def test_the_order_of_documents_is_of_no_consequence() -> None:
     assert one.item() == pytest.approx(other.item(), rel=TIGHT)
 
 
-def test_the_reference_model_itself_diverges_by_nothing() -> None:
+def test_the_reference_model_itself_diverges_by_nothing():
     model = language_model(dense())
     step = documents(LENGTHS, reward=[1.0, 0.0, 0.5, 2.0], group=[0, 0, 1, 1])
     for estimator in ("k1", "k2", "k3"):
@@ -162,7 +162,7 @@ def test_the_reference_model_itself_diverges_by_nothing() -> None:
         assert apart.item() == 0.0
 
 
-def test_the_divergence_counts_by_its_coefficient() -> None:
+def test_the_divergence_counts_by_its_coefficient():
     model, reference = language_model(dense()), language_model(dense(), seed=3)
     step = documents(LENGTHS, reward=[1.0, 0.0, 0.5, 2.0], group=[0, 0, 1, 1])
     pairs = [
@@ -176,7 +176,7 @@ def test_the_divergence_counts_by_its_coefficient() -> None:
     assert (with_k2 - without).item() == pytest.approx(0.01 * k2, rel=1e-10)
 
 
-def test_an_even_distribution_has_the_entropy_of_its_vocabulary() -> None:
+def test_an_even_distribution_has_the_entropy_of_its_vocabulary():
     model = language_model(dense())
     nn.init.zeros_(model.lm_head.weight)
     step = documents(LENGTHS, reward=[1.0, 0.0, 0.5, 2.0])
@@ -191,7 +191,7 @@ def test_an_even_distribution_has_the_entropy_of_its_vocabulary() -> None:
         )
 
 
-def test_whitened_on_policy_the_loss_is_zero_and_its_gradient_is_not() -> None:
+def test_whitened_on_policy_the_loss_is_zero_and_its_gradient_is_not():
     model, critic = language_model(dense()), scoring_model(dense(), seed=2)
     loss, of_critic = proximal(model, critic, documents(LENGTHS, reward=[1.0, 0.0, 0.5, 2.0]))
     assert of_critic is not None
@@ -199,7 +199,7 @@ def test_whitened_on_policy_the_loss_is_zero_and_its_gradient_is_not() -> None:
     assert sum(gradient.norm().item() for gradient in gradients(loss, model)) > 0.1
 
 
-def test_the_critic_is_moved_by_half_the_squared_error_to_its_returns() -> None:
+def test_the_critic_is_moved_by_half_the_squared_error_to_its_returns():
     critic, step = scoring_model(dense(), seed=2), documents([8], reward=[1.5])
     _, loss = proximal(language_model(dense()), critic, step)
     assert loss is not None
@@ -214,14 +214,14 @@ def test_the_critic_is_moved_by_half_the_squared_error_to_its_returns() -> None:
     assert_same_gradients(gradients(loss, critic), gradients(plain, critic))
 
 
-def test_without_a_critic_there_is_no_loss_for_it() -> None:
+def test_without_a_critic_there_is_no_loss_for_it():
     assert (
         proximal(language_model(dense()), None, documents(LENGTHS, reward=[1.0, 0.0, 0.5, 2.0]))[1]
         is None
     )
 
 
-def test_equal_scores_cost_log_two_and_margins_their_logistic_loss() -> None:
+def test_equal_scores_cost_log_two_and_margins_their_logistic_loss():
     model = scoring_model(dense())
     a, b, c, d = documents(LENGTHS)
     assert pairwise(model, [(a, a)]).item() == pytest.approx(math.log(2), rel=TIGHT)
@@ -237,7 +237,7 @@ def test_equal_scores_cost_log_two_and_margins_their_logistic_loss() -> None:
     assert pairwise(model, [(a, b), (c, d)]).item() == pytest.approx(expected, rel=TIGHT)
 
 
-def test_a_policy_that_is_its_reference_prefers_nothing_and_is_pulled_by_half_of_beta() -> None:
+def test_a_policy_that_is_its_reference_prefers_nothing_and_is_pulled_by_half_of_beta():
     model = language_model(dense())
     a, b, c, d = documents(LENGTHS)
     loss = preference(model, model, [(a, b), (c, d)], numbers=Numbers(preference=0.4))
@@ -247,7 +247,7 @@ def test_a_policy_that_is_its_reference_prefers_nothing_and_is_pulled_by_half_of
     assert_same_gradients(gradients(loss, model), gradients(plain, model))
 
 
-def test_a_preference_is_the_logistic_loss_of_what_hugging_face_says_of_completions() -> None:
+def test_a_preference_is_the_logistic_loss_of_what_hugging_face_says_of_completions():
     policy, reference = language_model(dense()), language_model(dense(), seed=3)
     step = documents(LENGTHS)
     likelier = []
@@ -266,7 +266,7 @@ def test_a_preference_is_the_logistic_loss_of_what_hugging_face_says_of_completi
         assert found.item() == pytest.approx(expected, rel=TIGHT)
 
 
-def test_what_a_preference_is_about_are_completions_and_the_routers_loss_is_of_all_tokens() -> None:
+def test_what_a_preference_is_about_are_completions_and_the_routers_loss_is_of_all_tokens():
     policy, reference = language_model(with_experts()), language_model(with_experts(), seed=3)
     step = documents(LENGTHS)
     pairs = [(step[0], step[1]), (step[2], step[3])]

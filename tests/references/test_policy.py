@@ -37,13 +37,11 @@ def of_ratio(ratio: float, advantage: float) -> tuple[float, float]:
         (2.0, 0.0, 0.0, 0.0),
     ],
 )
-def test_the_clipped_loss_worked_out_by_hand(
-    ratio: float, advantage: float, loss: float, gradient: float
-) -> None:
+def test_the_clipped_loss_worked_out_by_hand(ratio, advantage, loss, gradient):
     assert of_ratio(ratio, advantage) == pytest.approx((loss, gradient), abs=1e-14)
 
 
-def test_within_the_dual_clip_it_is_the_minimum_of_the_paper() -> None:
+def test_within_the_dual_clip_it_is_the_minimum_of_the_paper():
     ratios = torch.rand(500, dtype=torch.float64) * 2.9 + 0.01
     advantages = torch.randn(500, dtype=torch.float64)
     paper = -torch.minimum(ratios * advantages, ratios.clamp(0.8, 1.2) * advantages)
@@ -54,9 +52,7 @@ def test_within_the_dual_clip_it_is_the_minimum_of_the_paper() -> None:
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("apart", [90.0, -90.0, 800.0])
-def test_far_apart_log_probabilities_give_finite_losses_and_no_gradient(
-    apart: float, advantage: float
-) -> None:
+def test_far_apart_log_probabilities_give_finite_losses_and_no_gradient(apart, advantage):
     logprob = torch.tensor([apart], dtype=torch.float64, requires_grad=True)
     loss = clipped(
         logprob, torch.zeros(1, dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64)
@@ -67,7 +63,7 @@ def test_far_apart_log_probabilities_give_finite_losses_and_no_gradient(
     assert logprob.grad.item() == 0.0
 
 
-def test_an_asymmetric_clip_has_two_sides() -> None:
+def test_an_asymmetric_clip_has_two_sides():
     ratios, ones = torch.tensor([0.7, 1.5], dtype=torch.float64), torch.ones(2, dtype=torch.float64)
     assert clipped(ratios.log(), 0 * ones, ones, low=0.2, high=0.28).tolist() == pytest.approx(
         [-0.7, -1.28]
@@ -86,7 +82,7 @@ def distributions() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_unbiased_estimators_average_to_the_divergence(estimator: str) -> None:
+def test_unbiased_estimators_average_to_the_divergence(estimator):
     policy, reference = distributions()
     exact = (policy.exp() * (policy - reference)).sum()
     torch.testing.assert_close(
@@ -97,7 +93,7 @@ def test_unbiased_estimators_average_to_the_divergence(estimator: str) -> None:
     )
 
 
-def test_the_gradient_of_k2_is_that_of_the_divergence_on_average() -> None:
+def test_the_gradient_of_k2_is_that_of_the_divergence_on_average():
     logits = torch.randn(30, dtype=torch.float64, requires_grad=True)
     _, reference = distributions()
     policy = logits.log_softmax(-1)
@@ -110,7 +106,7 @@ def test_the_gradient_of_k2_is_that_of_the_divergence_on_average() -> None:
     torch.testing.assert_close(sampled, exact, rtol=1e-11, atol=1e-14)
 
 
-def test_the_divergence_worked_out_by_hand() -> None:
+def test_the_divergence_worked_out_by_hand():
     policy, reference = (
         torch.tensor([0.0, -1.0], dtype=torch.float64),
         torch.tensor([-2.0, 0.0], dtype=torch.float64),
@@ -122,7 +118,7 @@ def test_the_divergence_worked_out_by_hand() -> None:
     )
 
 
-def test_k3_is_never_negative_and_held_at_ten() -> None:
+def test_k3_is_never_negative_and_held_at_ten():
     policy = torch.linspace(-40, 40, 801, dtype=torch.float64)
     k3 = divergence(policy, torch.zeros_like(policy), estimator="k3")
     assert k3.min() >= 0
@@ -130,12 +126,12 @@ def test_k3_is_never_negative_and_held_at_ten() -> None:
     assert k3[-1].item() == 10.0  # exp(-20) + 20 - 1 is above ten too
 
 
-def test_an_unknown_estimator_is_an_error() -> None:
+def test_an_unknown_estimator_is_an_error():
     with pytest.raises(ValueError, match="k4"):
         divergence(torch.zeros(1), torch.zeros(1), estimator="k4")
 
 
-def test_the_value_loss_worked_out_by_hand() -> None:
+def test_the_value_loss_worked_out_by_hand():
     values = torch.tensor([1.0, 2.0, 0.0], dtype=torch.float64, requires_grad=True)
     old = torch.tensor([1.0, 1.0, 1.0], dtype=torch.float64)
     returns = torch.tensor([3.0, 3.0, 0.0], dtype=torch.float64)

@@ -7,7 +7,7 @@ from references.tiny import dense, language_model
 from references.wide import float32_casts_lifted
 
 
-def test_a_norm_that_casts_to_float32_does_not() -> None:
+def test_a_norm_that_casts_to_float32_does_not():
     norm, x = LlamaRMSNorm(16).double(), torch.randn(5, 16, dtype=torch.float64)
     exact = x / (x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
     assert (norm(x) - exact).norm() > 1e-9 * exact.norm()
@@ -15,13 +15,13 @@ def test_a_norm_that_casts_to_float32_does_not() -> None:
         assert (norm(x) - exact).norm() < 1e-15 * exact.norm()
 
 
-def test_rotary_frequencies_are_those_of_the_formula() -> None:
+def test_rotary_frequencies_are_those_of_the_formula():
     frequencies = language_model(dense()).model.rotary_emb.inv_freq
     assert frequencies.dtype == torch.float64
     assert frequencies.tolist() == [10000.0 ** (-2 * index / 4) for index in range(2)]
 
 
-def test_a_loss_is_accurate_to_finite_differences() -> None:
+def test_a_loss_is_accurate_to_finite_differences():
     model, ids = language_model(dense()), torch.arange(11)
     weight = model.model.layers[0].self_attn.q_proj.weight
 

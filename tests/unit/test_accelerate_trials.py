@@ -66,9 +66,7 @@ def written(spec: TrialSpec, **base: Any) -> LauncherFile:
         ("-m package --len 3", "accelerate", ("-m", "package", "--len", "3")),
     ],
 )
-def test_a_command_is_a_script_or_the_whole_launch(
-    typed: str, program: str, words: tuple[str, ...]
-) -> None:
+def test_a_command_is_a_script_or_the_whole_launch(typed, program, words):
     assert launched_command(tuple(typed.split())) == (program, words)
 
 
@@ -85,7 +83,7 @@ def test_a_command_is_a_script_or_the_whole_launch(
         (None, "without a command"),
     ],
 )
-def test_what_is_no_launch_is_refused(typed: str | None, said: str) -> None:
+def test_what_is_no_launch_is_refused(typed, said):
     with pytest.raises(UsageError) as refused:
         question(command=typed)
     assert said in refused.value.problem
@@ -103,13 +101,13 @@ def test_what_is_no_launch_is_refused(typed: str | None, said: str) -> None:
         {"mlp_tiles": 4},
     ],
 )
-def test_what_belongs_in_the_script_is_refused_by_name(named: dict[str, Any]) -> None:
+def test_what_belongs_in_the_script_is_refused_by_name(named):
     with pytest.raises(UsageError) as refused:
         asked(**named)
     assert "say it in the command" in refused.value.hint
 
 
-def test_the_layout_need_not_be_in_the_command() -> None:
+def test_the_layout_need_not_be_in_the_command():
     found = question(gpus=[1, 2, 4], copies=[1], ring=[1, 2], strategy="fsdp2")
     assert {(c.layout.gpus, c.layout.ring_degree) for c in found.cells} == {
         *((1, 1), (2, 1), (4, 1)),
@@ -118,7 +116,7 @@ def test_the_layout_need_not_be_in_the_command() -> None:
     assert {cell.layout.gpus for cell in question().cells} == {1, 2, 4}
 
 
-def test_a_report_asks_the_same_again() -> None:
+def test_a_report_asks_the_same_again():
     found = question(gpus=[2], ring=[2], offload=True, recompute="none")
     again = request_of(parse(list(find_words(found))[1:]))
     assert plan(again, MACHINE).question.key == found.key
@@ -128,7 +126,7 @@ def test_a_report_asks_the_same_again() -> None:
         assert plan_trial(tried, MACHINE, 8192).key == spec.key
 
 
-def test_a_file_says_processes_shards_and_a_free_port() -> None:
+def test_a_file_says_processes_shards_and_a_free_port():
     values = written(trial(layout={"gpus": 4, "replicate_degree": 2}, offload=True)).values
     assert values["distributed_type"] == "FSDP"
     assert (values["num_processes"], values["num_machines"]) == (4, 1)
@@ -143,7 +141,7 @@ def test_a_file_says_processes_shards_and_a_free_port() -> None:
     assert first.notes == ()
 
 
-def test_the_users_other_fields_stay() -> None:
+def test_the_users_other_fields_stay():
     found = written(
         trial(),
         distributed_type="FSDP",
@@ -175,14 +173,14 @@ def test_the_users_other_fields_stay() -> None:
     )
 
 
-def test_a_setting_that_is_named_is_the_trials() -> None:
+def test_a_setting_that_is_named_is_the_trials():
     theirs = {"fsdp_version": 2, "fsdp_activation_checkpointing": True}
     found = written(trial(recompute="none", offload=True), fsdp_config=theirs)
     assert found.values["fsdp_config"]["fsdp_activation_checkpointing"] is False
     assert found.values["fsdp_config"]["fsdp_offload_params"] is True
 
 
-def test_fsdp1_in_the_users_file_is_told() -> None:
+def test_fsdp1_in_the_users_file_is_told():
     theirs = {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_activation_checkpointing": False}
     found = written(trial(), distributed_type="FSDP", fsdp_config=theirs)
     assert found.values["fsdp_config"]["fsdp_version"] == 2
@@ -190,7 +188,7 @@ def test_fsdp1_in_the_users_file_is_told() -> None:
     assert not written(trial(strategy="fsdp"), fsdp_config=theirs).notes
 
 
-def test_another_way_to_share_states_stays() -> None:
+def test_another_way_to_share_states_stays():
     found = written(trial(layout={"gpus": 2}), **DDP)
     assert found.values["distributed_type"] == "MULTI_GPU"
     assert found.values["mixed_precision"] == "fp16"
@@ -217,16 +215,14 @@ def test_another_way_to_share_states_stays() -> None:
         (trial(layout={"gpus": 2, "ring_degree": 2}, length=8190), {}, "4 pieces"),
     ],
 )
-def test_what_accelerate_cannot_be_told_is_refused(
-    spec: TrialSpec, base: dict[str, Any], said: str
-) -> None:
+def test_what_accelerate_cannot_be_told_is_refused(spec, base, said):
     with pytest.raises(UsageError) as refused:
         written(spec, **base)
     assert said in refused.value.problem
     assert refused.value.hint
 
 
-def test_on_the_cpu_one_process_trains() -> None:
+def test_on_the_cpu_one_process_trains():
     found = written(
         trial(device="cpu"),
         mixed_precision="bf16",
@@ -254,16 +250,14 @@ def prepared(tmp_path: Path, **changes: Any) -> tuple[list[str], dict[str, Any]]
     return list(command.words), yaml.safe_load((tmp_path / "accelerate.yaml").read_text())
 
 
-def test_accelerate_is_started_with_the_trials_file_and_the_users_words(tmp_path: Path) -> None:
+def test_accelerate_is_started_with_the_trials_file_and_the_users_words(tmp_path):
     words, values = prepared(tmp_path, command="/a/accelerate launch t.py {length} {gpus}")
     file = str(tmp_path / "accelerate.yaml")
     assert words == ["/a/accelerate", "launch", "--config_file", file, "t.py", "8192", "1"]
     assert values["num_processes"] == 1
 
 
-def test_a_directory_that_is_whole_is_opened_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_is_whole_is_opened_as_it_is(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     whole = tmp_path / "whole"
     whole.mkdir()
@@ -278,7 +272,7 @@ def test_a_directory_that_is_whole_is_opened_as_it_is(
     assert not (tmp_path / "cache").exists()
 
 
-def test_notes_say_what_is_trained_and_who_recomputes() -> None:
+def test_notes_say_what_is_trained_and_who_recomputes():
     found = question(gpus=[1])
     said = check_foreign(found.trial(cell, 8192) for cell in found.cells)
     assert len(said) == len(set(said)) == 3
@@ -289,8 +283,8 @@ def test_notes_say_what_is_trained_and_who_recomputes() -> None:
 
 
 def test_a_script_or_a_program_that_is_not_here_is_told_before_the_first_trial(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     program = tmp_path / "accelerate"
     program.write_text("#!/bin/sh\n")
@@ -310,7 +304,7 @@ def test_a_script_or_a_program_that_is_not_here_is_told_before_the_first_trial(
     assert "pip install accelerate" in refused.value.hint
 
 
-def test_a_node_needs_the_program_that_starts_and_no_length() -> None:
+def test_a_node_needs_the_program_that_starts_and_no_length():
     assert program_of(asked()) == "accelerate"
     assert program_of(asked(command="/a/accelerate launch t.py {length}")) == "/a/accelerate"
     trl = msgspec.structs.replace(asked(), trainer="trl", command="/a/bin/trl")

@@ -6,8 +6,7 @@ import pytest
 from highwater.nouns.request import request_from
 from highwater.nouns.training import TrainingRequest
 from highwater.nouns.trial import TrialSpec
-from highwater.recommendation.training_notes import adapter_notes
-from highwater.recommendation.training_settings import chosen_trial
+from highwater.recommendation.training_settings import adapter_notes, chosen_trial
 from highwater.trials.probe import probe
 
 NATIVE = 32_768
@@ -35,7 +34,7 @@ def trial(length_tokens: int, **settings: object) -> TrialSpec:
     ],
 )
 def test_adapters_that_are_trained_with_yarn_are_said_not_to_have_it(
-    length_tokens: int, settings: dict[str, object], is_noted: bool
-) -> None:
+    length_tokens, settings, is_noted
+):
     notes = adapter_notes(trial(length_tokens, **settings))
     assert any("the YaRN of factor 2 that" in note for note in notes) == is_noted

@@ -9,7 +9,7 @@ from highwater.errors import UsageError
 from highwater.nouns.hardware import gpu_catalog
 from highwater.nouns.refusals import MOST_GPUS_OF_A_MACHINE
 from highwater.pages.recommendation_tables import recommendation_tables
-from highwater.pages.text_table import plain_table
+from highwater.pages.text import plain_table
 from highwater.recommendation.recommend import recommend
 
 
@@ -86,9 +86,7 @@ def test_more_gpus_end_at_a_count_and_beyond_one_machine_nothing_is_offered_to_t
     ("gpus", "degrees"),
     [(4, {"ulysses": 4}), (4, {"ring": 2}), (4, {"copies": 2}), (3, {"ulysses": 1, "ring": 3})],
 )
-def test_more_gpus_are_those_that_the_named_degrees_make_a_layout_of(
-    gpus: int, degrees: dict[str, int]
-):
+def test_more_gpus_are_those_that_the_named_degrees_make_a_layout_of(gpus, degrees):
     asked: dict[str, Any] = {"length": "900k", **degrees}
     found = recommend("Qwen3-8B", gpus=f"{gpus}xA100-80GB", **asked)
     assert found.chosen is None
@@ -113,7 +111,7 @@ def test_a_ring_is_the_technique_where_heads_do_not_share_a_sequence_among_all_g
 
 
 @pytest.mark.parametrize("named", [{"copies": 2}, {"ring": 3, "ulysses": 1}])
-def test_a_degree_that_stands_in_the_way_is_the_technique(named: dict[str, int]):
+def test_a_degree_that_stands_in_the_way_is_the_technique(named):
     asked = {"gpus": "6xH200-141GB", "offload": False}
     length = next(
         tokens
@@ -166,7 +164,7 @@ def test_other_trainings_are_named_last_the_lossy_ones_before_adapters():
 
 
 @pytest.mark.parametrize("value", ["abc", "3.5", "0"])
-def test_a_number_of_sequences_that_is_none_is_refused(value: str):
+def test_a_number_of_sequences_that_is_none_is_refused(value):
     with pytest.raises(UsageError):
         recommend("Qwen3-8B", gpus="4xH20-96GB", length="64k", sequences_per_micro_batch=value)
 

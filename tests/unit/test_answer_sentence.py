@@ -17,7 +17,7 @@ from highwater.recommendation.recommend import what_would_fit
 from highwater.units import format_bytes, format_tokens
 
 
-def test_the_longest_length_comes_first_with_its_settings_and_what_is_left() -> None:
+def test_the_longest_length_comes_first_with_its_settings_and_what_is_left():
     found = highwater.predict("Qwen3-4B", gpus="1xH100-80GB")
     best = max(found.cells, key=lambda cell: cell.capacity_tokens)
     said = prediction_answer(found)
@@ -33,7 +33,7 @@ def test_the_longest_length_comes_first_with_its_settings_and_what_is_left() -> 
     assert said.endswith(f"With everything on the GPUs: {format_tokens(on_gpu)}.")
 
 
-def test_at_one_length_it_is_yes_with_the_simplest_settings() -> None:
+def test_at_one_length_it_is_yes_with_the_simplest_settings():
     found = highwater.predict("Qwen3-8B", gpus="4xA100-80GB", length="64k")
     first = next(cell for cell in found.cells if cell.capacity_tokens)
     said = prediction_answer(found)
@@ -41,7 +41,7 @@ def test_at_one_length_it_is_yes_with_the_simplest_settings() -> None:
     assert ("expandable segments" in said) == (first.cell.settings.allocator == "expandable")
 
 
-def test_where_nothing_fits_it_is_no_and_what_the_nearest_lacks() -> None:
+def test_where_nothing_fits_it_is_no_and_what_the_nearest_lacks():
     found = highwater.predict("Qwen3-32B", gpus="1xH100-80GB", length="64k", offload=False)
     assert not any(cell.capacity_tokens for cell in found.cells)
     least = min(cell.lacks_bytes for cell in found.cells)
@@ -67,13 +67,13 @@ def test_where_nothing_fits_it_is_no_and_what_the_nearest_lacks() -> None:
         ({"offload": True}, "all states in host memory"),
     ],
 )
-def test_settings_are_said_in_words(asked: dict[str, object], words: str) -> None:
+def test_settings_are_said_in_words(asked, words):
     plain = {"loss": "full", "allocator": "native"}
     found = highwater.predict("Qwen3-0.6B", gpus="1xH200-141GB", length=4096, **plain | asked)
     assert words in prediction_answer(found)
 
 
-def test_degrees_are_said_in_words() -> None:
+def test_degrees_are_said_in_words():
     asked = {"ulysses": [2], "ring": [2], "copies": [2], "length": 8192}
     said = prediction_answer(highwater.predict("Qwen3-4B", gpus="4xH200-141GB", **asked))
     assert (
@@ -81,7 +81,7 @@ def test_degrees_are_said_in_words() -> None:
     )
 
 
-def test_the_longest_that_may_fit_has_its_own_figures() -> None:
+def test_the_longest_that_may_fit_has_its_own_figures():
     """Where no length leaves the headroom, what is told is not of the shortest."""
     one: dict[str, Any] = {"loss": "full", "allocator": "native", "host_memory": "8GiB"}
     gpu: dict[str, Any] = {"gpus": 1, "gpu_memory": "12964MiB"}
@@ -95,7 +95,7 @@ def test_the_longest_that_may_fit_has_its_own_figures() -> None:
     assert " may train up to " in prediction_answer(found)
 
 
-def test_nothing_is_called_safe_that_leaves_less_than_was_asked_for() -> None:
+def test_nothing_is_called_safe_that_leaves_less_than_was_asked_for():
     found = highwater.predict(
         "Qwen3-8B", gpus="4xA100-80GB", length="150k", headroom="30GiB", offload=False
     )
@@ -105,7 +105,7 @@ def test_nothing_is_called_safe_that_leaves_less_than_was_asked_for() -> None:
     assert prediction_answer(found).startswith("No: ") == ("safe" not in fits)
 
 
-def test_what_would_fit_has_the_micro_batch_that_was_asked_for() -> None:
+def test_what_would_fit_has_the_micro_batch_that_was_asked_for():
     asked: dict[str, Any] = {"gpus": "1xA100-80GB", "sequences_per_micro_batch": 4}
     would = what_would_fit("Qwen3-8B", length_tokens=102_400, **asked)
     assert would
@@ -118,7 +118,7 @@ def test_what_would_fit_has_the_micro_batch_that_was_asked_for() -> None:
     assert "1 sequence a micro-batch" in recommendation_answer(lowered)
 
 
-def test_host_memory_that_was_read_or_named_is_not_called_assumed() -> None:
+def test_host_memory_that_was_read_or_named_is_not_called_assumed():
     usual = highwater.predict("Qwen3-8B", gpus="1xA100-80GB", offload=True)
     named = highwater.predict("Qwen3-8B", gpus="1xA100-80GB", offload=True, host_memory="144GiB")
     assert usual.memory_limit.usual_host is not None
@@ -132,7 +132,7 @@ def test_host_memory_that_was_read_or_named_is_not_called_assumed() -> None:
     assert "this machine's" in said
 
 
-def test_gpus_for_rollout_stand_beside_those_that_train() -> None:
+def test_gpus_for_rollout_stand_beside_those_that_train():
     for length in ("16k", "300k"):
         said = recommendation_answer(
             recommend("Qwen3-8B", gpus="4xA100-80GB", length=length, rollout_gpus=3)
@@ -140,14 +140,14 @@ def test_gpus_for_rollout_stand_beside_those_that_train() -> None:
         assert " on 1 x A100-80GB and 3 for rollout" in said
 
 
-def test_host_memory_that_nobody_said_is_named_as_such_where_states_live_there() -> None:
+def test_host_memory_that_nobody_said_is_named_as_such_where_states_live_there():
     said = prediction_answer(highwater.predict("Qwen3-235B-A22B", gpus="8xH20-96GB"))
     assert "of host memory (how much there is nobody said: `--host-memory`)" in said
     named = highwater.predict("Qwen3-235B-A22B", gpus="8xH20-96GB", host_memory="4TiB")
     assert "nobody said" not in prediction_answer(named)
 
 
-def test_what_trials_measured_is_neither_safe_nor_tight() -> None:
+def test_what_trials_measured_is_neither_safe_nor_tight():
     study = Path(__file__).parents[2] / "docs/results/find/qwen3-4b-card-full.jsonl"
     found = recommend("Qwen3-4B", gpus="1xH200-141GB", length="128k", studies=[study])
     assert found.chosen is not None

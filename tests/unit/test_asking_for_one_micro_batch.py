@@ -24,7 +24,7 @@ def test_the_question_of_one_micro_batch_is_another_one_whose_rungs_say_so():
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
-def test_the_commands_of_a_study_name_its_micro_batches_once(micro_batches: int):
+def test_the_commands_of_a_study_name_its_micro_batches_once(micro_batches):
     question = question_of(micro_batches=micro_batches)
     spec = question.trial(question.cells[0], 8192)
     for words in (find_words(question), try_words(spec, question.model)):

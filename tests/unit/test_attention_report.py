@@ -25,7 +25,7 @@ from highwater.pages.attention_report import (
     predicted_table,
     report_sections,
 )
-from highwater.pages.text_table import TextTable
+from highwater.pages.text import TextTable
 from highwater.recommendation.attention_summary import attention_summary
 from highwater.units import GIB, KIB, MIB
 
@@ -64,7 +64,7 @@ def compared(*, sparse_s: float, sparse_longest: int) -> AttentionBench:
     )
 
 
-def test_the_answer_is_the_longest_of_all_and_that_of_dense_attention() -> None:
+def test_the_answer_is_the_longest_of_all_and_that_of_dense_attention():
     assert answer(compared(sparse_s=1e-7, sparse_longest=262_144)) == (
         "block_sparse_5 holds 262,144 tokens, forward, in 26.21 ms; dense 65,536 in 65.54 ms"
     )
@@ -73,7 +73,7 @@ def test_the_answer_is_the_longest_of_all_and_that_of_dense_attention() -> None:
     )
 
 
-def test_of_two_at_the_longest_that_was_tried_the_faster_is_named_and_neither_is_an_end() -> None:
+def test_of_two_at_the_longest_that_was_tried_the_faster_is_named_and_neither_is_an_end():
     found = bench(
         [
             *measured("dense", LENGTHS, token_s=2e-6, token_bytes=1024),
@@ -84,18 +84,18 @@ def test_of_two_at_the_longest_that_was_tried_the_faster_is_named_and_neither_is
     assert "; dense ≥ 131,072 in " in answer(found)
 
 
-def test_nothing_that_fits_is_said_so() -> None:
+def test_nothing_that_fits_is_said_so():
     found = bench([row("dense", 16_384, result="ran out of memory")])
     assert answer(found) == "no attention held any length, forward"
 
 
-def test_ratios_are_times_of_dense_attention_at_the_same_length() -> None:
+def test_ratios_are_times_of_dense_attention_at_the_same_length():
     (table,) = tables(compared(sparse_s=1e-7, sparse_longest=262_144), "Ratio to dense")
     assert table.columns == ("implementation", "16,384", "32,768", "65,536")
     assert table.rows == (("block_sparse_5", "10", "10", "10"),)
 
 
-def test_memory_that_grows_with_the_square_has_bytes_per_pair() -> None:
+def test_memory_that_grows_with_the_square_has_bytes_per_pair():
     for power, factor, (token, pair) in ((1, 4096, ("4,096", "0")), (2, 4, ("0", "4"))):
         rows = [row("dense", length, 0.1, factor * length**power) for length in LENGTHS]
         table = tables(bench(rows), "Other GPUs, predicted")[-1]
@@ -103,7 +103,7 @@ def test_memory_that_grows_with_the_square_has_bytes_per_pair() -> None:
         assert table.rows[0][at : at + 2] == (token, pair)
 
 
-def test_a_red_attention_is_told_and_has_no_number_anywhere() -> None:
+def test_a_red_attention_is_told_and_has_no_number_anywhere():
     reason = "not equal to the reference, to 3e-02: output 4.1e-01 off"
     check = BenchCheck(
         implementation="dilated",
@@ -133,7 +133,7 @@ def test_a_red_attention_is_told_and_has_no_number_anywhere() -> None:
     assert re.findall(r"\d", told) == []
 
 
-def test_a_crash_is_no_answer_about_memory() -> None:
+def test_a_crash_is_no_answer_about_memory():
     found = bench(
         [
             *measured("dense", LENGTHS[:2], token_s=1e-6, token_bytes=1024),
@@ -169,7 +169,7 @@ def parallel(gain: float, *, ends: bool = False, token_bytes: int = 1024) -> Att
 
 
 @pytest.mark.parametrize("gain", [1.9, 0.7])
-def test_dataparallel_cannot_lengthen_a_sequence_whatever_it_brings(gain: float) -> None:
+def test_dataparallel_cannot_lengthen_a_sequence_whatever_it_brings(gain):
     (table,) = tables(parallel(gain), "Scaling efficiency")
     by_mode = {line[1]: line for line in table.rows}
     assert by_mode["data parallel"][table.columns.index("speedup")] == f"{gain:.3g}"
@@ -180,7 +180,7 @@ def test_dataparallel_cannot_lengthen_a_sequence_whatever_it_brings(gain: float)
     assert answer(parallel(gain)).startswith("ring over 2 GPUs holds ")
 
 
-def test_efficiency_is_the_speed_up_for_each_gpu() -> None:
+def test_efficiency_is_the_speed_up_for_each_gpu():
     by_mode = {each.mode: each for each in attention_summary(parallel(1.8)).efficiencies}
     assert by_mode["data parallel"].speedup == pytest.approx(1.8)
     assert by_mode["data parallel"].efficiency == pytest.approx(0.9)
@@ -190,7 +190,7 @@ def test_efficiency_is_the_speed_up_for_each_gpu() -> None:
     assert (ended.mode, ended.length_ratio) == ("ring", 2)
 
 
-def test_what_to_use_is_what_was_measured_to_hold_it_and_the_faster_of_two() -> None:
+def test_what_to_use_is_what_was_measured_to_hold_it_and_the_faster_of_two():
     slow = measured("dense_flex", LENGTHS, token_s=3e-6, token_bytes=1024)
     fast = measured("dense", LENGTHS, token_s=1e-6, token_bytes=1024)
     sparse = measured("window", (*LENGTHS, 262_144), token_s=1e-7, token_bytes=1024)
@@ -209,12 +209,12 @@ def test_what_to_use_is_what_was_measured_to_hold_it_and_the_faster_of_two() -> 
     assert [case.sparse for case in cases] == ["window"] * 4
 
 
-def test_lengths_that_one_gpu_does_not_hold_are_for_those_that_share_them() -> None:
+def test_lengths_that_one_gpu_does_not_hold_are_for_those_that_share_them():
     cases = attention_summary(parallel(1.8, ends=True)).use_cases
     assert [case.exact for case in cases] == ["dense", "dense", "dense", "ring"]
 
 
-def test_nothing_is_advised_of_what_was_not_measured() -> None:
+def test_nothing_is_advised_of_what_was_not_measured():
     found = bench(measured("dense", (1024, 2048, 4096), token_s=1e-6, token_bytes=1024))
     assert all(
         (case.exact, case.sparse) == (None, None) for case in attention_summary(found).use_cases
@@ -224,7 +224,7 @@ def test_nothing_is_advised_of_what_was_not_measured() -> None:
     assert all("none measured holds them" in line for line in lines)
 
 
-def test_other_gpus_are_predicted_by_the_formula_and_labelled() -> None:
+def test_other_gpus_are_predicted_by_the_formula_and_labelled():
     found = bench(measured("dense", LENGTHS, token_s=1e-6, token_bytes=16 * KIB))
     summary = attention_summary(found)
     (a100,) = [each for each in summary.predicted if each.gpu == "A100-80GB"]
@@ -238,7 +238,7 @@ def test_other_gpus_are_predicted_by_the_formula_and_labelled() -> None:
     assert table.footnotes[0].startswith("predicted from peaks on NVIDIA H100 80GB HBM3; nothing ")
 
 
-def test_nothing_is_predicted_far_past_what_was_measured() -> None:
+def test_nothing_is_predicted_far_past_what_was_measured():
     found = bench(
         [
             *measured("dense", LENGTHS, token_s=1e-6, token_bytes=64 * KIB),
@@ -255,8 +255,8 @@ def test_nothing_is_predicted_far_past_what_was_measured() -> None:
 
 @pytest.mark.parametrize("lengths", [(512, 1024), (512, 1024, 2048), (4096,), (256, 131_072)])
 def test_where_too_little_was_measured_a_report_says_so_and_has_no_row_of_least_lengths(
-    lengths: tuple[int, ...],
-) -> None:
+    lengths,
+):
     found = bench(measured("dense", lengths, token_s=1e-6, token_bytes=64))
     assert predicted_table(found, attention_summary(found), "forward").rows == ()
     sections = {section.title: section for section in report_sections(found)}
@@ -265,7 +265,7 @@ def test_where_too_little_was_measured_a_report_says_so_and_has_no_row_of_least_
     assert "| ≥" not in attention_markdown(found).partition("## Other GPUs")[2]
 
 
-def test_an_8_gb_card_is_predicted_with_what_it_cannot_do() -> None:
+def test_an_8_gb_card_is_predicted_with_what_it_cannot_do():
     found = bench(measured("dense", LENGTHS, token_s=1e-6, token_bytes=16 * KIB))
     summary = attention_summary(found)
     (card,) = [each for each in summary.predicted if each.gpu == "GTX-1080"]
@@ -276,7 +276,7 @@ def test_an_8_gb_card_is_predicted_with_what_it_cannot_do() -> None:
     assert [note for note in notes if note.startswith("GTX-1080 has no bf16 and no flash")]
 
 
-def test_other_gpus_have_a_column_of_dataparallel_which_lengthens_nothing() -> None:
+def test_other_gpus_have_a_column_of_dataparallel_which_lengthens_nothing():
     alone = bench(measured("dense", LENGTHS, token_s=1e-6, token_bytes=16 * KIB))
     on_gpus = parallel(1.8)
     on_the_cpu = replace(on_gpus, order=replace(on_gpus.order, device="cpu"))
@@ -289,7 +289,7 @@ def test_other_gpus_have_a_column_of_dataparallel_which_lengthens_nothing() -> N
         assert "whole sequences on each GPU, none longer than one holds" in line
 
 
-def test_a_table_says_the_pattern_and_the_segments_that_were_measured() -> None:
+def test_a_table_says_the_pattern_and_the_segments_that_were_measured():
     name = "block_sparse_ring_dilated"
     found = bench(measured(name, LENGTHS, token_s=1e-6, token_bytes=16 * KIB))
     assert "block_size=256" in found.order.what(name)
@@ -309,13 +309,13 @@ def test_a_table_says_the_pattern_and_the_segments_that_were_measured() -> None:
 @pytest.mark.parametrize(
     ("word", "near"), [("ring_dilated", "block_sparse_ring_dilated"), ("dens", "dense")]
 )
-def test_a_name_that_there_is_not_is_met_with_one_that_contains_it(word: str, near: str) -> None:
+def test_a_name_that_there_is_not_is_met_with_one_that_contains_it(word, near):
     with pytest.raises(UsageError, match="there is no implementation") as refused:
         implementations_named([word])
     assert refused.value.hint == f"use `--implementations {near}`"
 
 
-def test_a_ring_that_was_measured_is_predicted_beside_one_gpu() -> None:
+def test_a_ring_that_was_measured_is_predicted_beside_one_gpu():
     """Half the bytes a token on each of two GPUs: twice the length, but for its rounding."""
     tokens = {
         (each.implementation, each.gpus): each.tokens
@@ -326,7 +326,7 @@ def test_a_ring_that_was_measured_is_predicted_beside_one_gpu() -> None:
     assert tokens["ring", 2] == pytest.approx(2 * tokens["dense", 1], rel=0.125)
 
 
-def test_a_big_card_that_stands_in_for_a_small_one_is_labelled() -> None:
+def test_a_big_card_that_stands_in_for_a_small_one_is_labelled():
     rows = measured("dense", LENGTHS, token_s=1e-6, token_bytes=1024)
     (line,) = labels(bench(rows, memory_bytes=8 * GIB, machine=card("NVIDIA H200", 139 * GIB)))
     assert line == (
@@ -337,7 +337,7 @@ def test_a_big_card_that_stands_in_for_a_small_one_is_labelled() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_the_report_has_all_its_sections_in_order_however_much_was_measured(count: int) -> None:
+def test_the_report_has_all_its_sections_in_order_however_much_was_measured(count):
     found = bench(
         [
             each
@@ -354,7 +354,7 @@ def test_the_report_has_all_its_sections_in_order_however_much_was_measured(coun
     assert "not run: ring: it takes two GPUs" in labels(found)
 
 
-def test_every_measured_figure_is_in_the_tables() -> None:
+def test_every_measured_figure_is_in_the_tables():
     found = parallel(1.8)
     cases = tables(found, "Every implementation and mode")
     assert {table.columns for table in cases} == {
@@ -375,14 +375,14 @@ def test_every_measured_figure_is_in_the_tables() -> None:
     }
 
 
-def test_gpus_that_differ_are_told_each() -> None:
+def test_gpus_that_differ_are_told_each():
     sizes = (3 * GIB, 2 * GIB)
     rows = [row("ring", 512, 0.1, GIB, mode="ring", gpus=2, peak_allocated_bytes=sizes)]
     (table,) = tables(bench(rows, gpus=2), "Every implementation and mode")
     assert table.rows[0][table.columns.index("peak allocated")] == "3.00 GiB / 2.00 GiB"
 
 
-def test_the_document_has_rows_and_what_follows_from_them_with_units_in_its_keys() -> None:
+def test_the_document_has_rows_and_what_follows_from_them_with_units_in_its_keys():
     document = json.loads(to_json(bench_document(parallel(1.8))))
     assert document["schema_version"] == 1
     keys = {(row["implementation"], row["mode"], row["length_tokens"]) for row in document["rows"]}
@@ -395,7 +395,7 @@ def test_the_document_has_rows_and_what_follows_from_them_with_units_in_its_keys
     )
 
 
-def test_a_devices_name_stays_text() -> None:
+def test_a_devices_name_stays_text():
     evil = card("<script>alert(1)</script> | `x`", 80 * GIB)
     found = bench(measured("dense", LENGTHS, token_s=1e-6, token_bytes=1024), machine=evil)
     assert "<script>" not in attention_markdown(found)

@@ -4,7 +4,6 @@ is refused with a hint.
 
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from highwater.nouns.refusals import MOST_GPUS, MOST_LENGTHS
 from highwater.nouns.request import Request
 from highwater.units import parse_bytes, parse_seconds, parse_tokens
 from places import examples, question_of
+from tables import deep
 from tiny_models import write_model
 
 pytestmark = pytest.mark.timeout(60)
@@ -67,11 +67,11 @@ TOO_MANY = (
 
 @pytest.mark.parametrize("words", TOO_MANY, ids=lambda words: " ".join(words)[:40])
 def test_a_number_that_nobody_means_is_refused_at_once(
-    words: tuple[str, ...],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    words,
+    capsys,
+    tmp_path,
+    monkeypatch,
+):
     monkeypatch.chdir(tmp_path)
     assert main((*DRY, *words)) == 2
     said = capsys.readouterr().err
@@ -80,9 +80,7 @@ def test_a_number_that_nobody_means_is_refused_at_once(
     assert len(said) < 2000
 
 
-def test_the_finest_grid_that_is_read_is_searched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_finest_grid_that_is_read_is_searched(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert (
         main((*DRY, "--start-length", "2", "--resolution", "1", "--max-length", str(MOST_LENGTHS)))
@@ -113,9 +111,7 @@ def test_the_finest_grid_that_is_read_is_searched(
     objective=st.sampled_from(["sft", "rw", "dpo"]),
 )
 @settings(max_examples=examples(300))
-def test_the_least_packed_length_is_found_without_looking_at_each(
-    budget: int, start: int, step: int, objective: str
-) -> None:
+def test_the_least_packed_length_is_found_without_looking_at_each(budget, start, step, objective):
     if budget < 2 * start:
         return
     question = question_of(
@@ -136,14 +132,14 @@ def test_the_least_packed_length_is_found_without_looking_at_each(
 
 @pytest.mark.parametrize("parse", [parse_bytes, parse_tokens, parse_seconds])
 @pytest.mark.parametrize("text", [LONG, "1" + "0" * 5000, "9" * 30])
-def test_a_size_a_length_and_a_time_have_an_end(parse: Callable[[str], float], text: str) -> None:
+def test_a_size_a_length_and_a_time_have_an_end(parse, text):
     with pytest.raises(UsageError) as refusal:
         parse(text)
     assert len(refusal.value.problem) < 200
 
 
 @pytest.mark.parametrize("name", ["gpus", "ulysses_degree", "ring_degree", "replicate_degree"])
-def test_a_layout_of_more_than_any_job_is_none(name: str) -> None:
+def test_a_layout_of_more_than_any_job_is_none(name):
     Layout(**{"gpus": MOST_GPUS, name: MOST_GPUS})
     with pytest.raises(UsageError, match="is the most"):
         Layout(**{"gpus": MOST_GPUS, name: 4_000_000_007})
@@ -175,9 +171,7 @@ ODD_YAML = {
 
 
 @pytest.mark.parametrize("kind", ODD_YAML)
-def test_yaml_that_no_settings_need_is_refused(
-    kind: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_yaml_that_no_settings_need_is_refused(kind, capsys, tmp_path):
     path = tmp_path / "study.yaml"
     path.write_text(ODD_YAML[kind])
     assert main(("find", "--config", str(path), *DRY[2:])) == 2
@@ -187,9 +181,7 @@ def test_yaml_that_no_settings_need_is_refused(
     assert len(said) < 3000
 
 
-def test_a_date_stays_the_text_that_it_was_written_as(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_date_stays_the_text_that_it_was_written_as(capsys, tmp_path):
     (tmp_path / "study.yaml").write_text("model: 2026-01-01\n")
     assert main(("find", "--config", str(tmp_path / "study.yaml"))) == 2
     assert "no model '2026-01-01'" in capsys.readouterr().err
@@ -222,12 +214,12 @@ def _odd(kind: str, folder: Path) -> Path:
     ],
 )
 def test_a_file_without_an_end_is_refused_wherever_one_is_named(
-    command: str,
-    kind: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    command,
+    kind,
+    capsys,
+    tmp_path,
+    monkeypatch,
+):
     monkeypatch.chdir(tmp_path)
     path = _odd(kind, tmp_path)
     name, _, suffix = command.partition(".")
@@ -251,7 +243,7 @@ def test_a_file_without_an_end_is_refused_wherever_one_is_named(
     assert "hint: " in said
 
 
-def test_a_file_at_its_bound_is_read(tmp_path: Path) -> None:
+def test_a_file_at_its_bound_is_read(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"12345678")
     assert read_file(path, most_bytes=8) == b"12345678"
@@ -272,9 +264,7 @@ HEADER = "gpu,settings,gpus,sp,model,max_model_len"
         f"A100-80GB,vanilla,1,1,{'a/' * 70_000},8192",
     ],
 )
-def test_a_table_with_a_number_that_nobody_means_is_refused_at_once(
-    row: str, tmp_path: Path
-) -> None:
+def test_a_table_with_a_number_that_nobody_means_is_refused_at_once(row, tmp_path):
     path = tmp_path / "table.csv"
     path.write_text(f"{HEADER}\n{row}\n")
     for read in (read_capacity_table, table_capacities):
@@ -353,12 +343,9 @@ CSV_PIECES = (
 )
 
 
-@pytest.mark.parametrize(
-    "count", [300, pytest.param(15_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
-)
-def test_a_mutated_configuration_is_read_or_refused(
-    count: int, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("count", [300, *deep(15_000)])
+def test_a_mutated_configuration_is_read_or_refused(count, tmp_path, record_property):
     path, draw = tmp_path / "study.yaml", random.Random(20)
     whole = to_yaml(
         Request(
@@ -388,12 +375,9 @@ def test_a_mutated_configuration_is_read_or_refused(
     )
 
 
-@pytest.mark.parametrize(
-    "count", [300, pytest.param(15_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
-)
-def test_a_mutated_table_is_read_or_refused(
-    count: int, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("count", [300, *deep(15_000)])
+def test_a_mutated_table_is_read_or_refused(count, tmp_path, record_property):
     path, draw = tmp_path / "table.csv", random.Random(21)
     whole = f"{HEADER}\n" + "".join(
         f"A100-80GB,{rung},{gpus},1,Qwen3-0.6B,{8192 * gpus}\n"
@@ -413,15 +397,14 @@ def test_a_mutated_table_is_read_or_refused(
     )
 
 
-@pytest.mark.parametrize(
-    "count", [300, pytest.param(15_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
-)
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("count", [300, *deep(15_000)])
 def test_a_model_whose_numbers_are_mutated_is_read_or_refused(
-    count: int,
-    tmp_path: Path,
-    record_property: Callable[[str, object], None],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    count,
+    tmp_path,
+    record_property,
+    capsys,
+):
     """As far as a table's row goes: what a shape may be is tested beside shapes."""
     draw, refused = random.Random(22), 0
     directory = write_model(tmp_path / "mine")

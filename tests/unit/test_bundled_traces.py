@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from highwater.memory.formula.layers import Step
 from highwater.memory.trace.replay import replay
-from highwater.memory.trinity.bundled_traces import bundled_trace
-from highwater.memory.trinity.closed_form import tokens_of_a_gpu
+from highwater.memory.trinity import bundled_trace
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
@@ -47,14 +47,15 @@ def name(row: dict[str, Any]) -> str:
 
 @pytest.mark.corpus
 @pytest.mark.parametrize("row", TRIALS, ids=name)
-def test_a_step_on_gpus_ends_as_its_shipped_trace(row: dict[str, Any]) -> None:
+def test_a_step_on_gpus_ends_as_its_shipped_trace(row):
     settings = msgspec.structs.replace(SETTINGS, allocator=row["allocator"])
     cell = Cell(
         layout=Layout(gpus=row["gpus"], ulysses_degree=row["ulysses_degree"]), settings=settings
     )
-    lines = bundled_trace(load_model(row["model"]).shape, cell)
+    shape = load_model(row["model"]).shape
+    lines = bundled_trace(shape, cell)
     assert lines is not None
-    log = lines.at(tokens_of_a_gpu(settings, cell.layout, row["length_tokens"]))
+    log = lines.at(Step(shape, settings, cell.layout, row["length_tokens"]).tokens)
     ours = replay(
         log, allocator=row["allocator"], capacity_bytes=row["capacity_bytes"], is_share=True
     )

@@ -3,7 +3,6 @@ to be; studies that teach.
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -51,9 +50,7 @@ def learned(residuals: list[float], coverage: float = COVERAGE) -> Factors:
 
 
 @given(st.lists(SHARES, min_size=2, max_size=120), COVERAGES)
-def test_whichever_trial_comes_last_the_stated_share_of_them_is_covered(
-    residuals: list[float], coverage: float
-) -> None:
+def test_whichever_trial_comes_last_the_stated_share_of_them_is_covered(residuals, coverage):
     """Exchangeable: each was as likely to be the one that is predicted. So this is the coverage,
     counted, with no luck in it.
     """
@@ -74,17 +71,15 @@ def test_whichever_trial_comes_last_the_stated_share_of_them_is_covered(
 
 @given(st.lists(SHARES, min_size=1, max_size=60), COVERAGES, COVERAGES)
 def test_an_interval_never_shrinks_with_the_coverage_and_holds_the_prediction(
-    residuals: list[float], one: float, other: float
-) -> None:
+    residuals, one, other
+):
     narrow, wide = (learned(residuals, coverage) for coverage in sorted((one, other)))
     assert wide.lower <= narrow.lower <= 1 <= narrow.upper <= wide.upper
     assert narrow.lower >= 0
 
 
 @given(st.lists(SHARES, min_size=1, max_size=60), COVERAGES)
-def test_too_few_residuals_are_said_to_be_and_widened_beyond_the_extremes(
-    residuals: list[float], coverage: float
-) -> None:
+def test_too_few_residuals_are_said_to_be_and_widened_beyond_the_extremes(residuals, coverage):
     found = learned(residuals, coverage)
     assert found.residuals == len(residuals)
     assert found.is_widened == (len(residuals) < least_residuals(coverage))
@@ -93,40 +88,38 @@ def test_too_few_residuals_are_said_to_be_and_widened_beyond_the_extremes(
         assert found.lower <= max(0, min(residuals) - LEAST_WIDENING)
 
 
-def test_nineteen_trials_are_what_95_percent_take() -> None:
+def test_nineteen_trials_are_what_95_percent_take():
     assert least_residuals(0.95) == 19
     assert not learned([1.0] * 19).is_widened
     assert learned([1.0] * 18).is_widened
 
 
-def test_nothing_is_learned_from_nothing() -> None:
+def test_nothing_is_learned_from_nothing():
     assert factors_of([], "native") is None
 
 
 @given(st.lists(SHARES, min_size=1, max_size=30), st.integers(1, 200 * GIB))
-def test_the_largest_prediction_that_fits_is_the_one_whose_upper_end_does(
-    residuals: list[float], room_bytes: int
-) -> None:
+def test_the_largest_prediction_that_fits_is_the_one_whose_upper_end_does(residuals, room_bytes):
     factors = learned(residuals)
     most = most_predicted_bytes(room_bytes, factors)
     assert interval(most, factors).high_bytes <= room_bytes < interval(most + 1, factors).high_bytes
 
 
-def test_what_is_shipped_is_what_the_committed_results_say() -> None:
+def test_what_is_shipped_is_what_the_committed_results_say():
     made = script(RESULTS / "predict" / "residuals.py").text()
     assert (
         ROOT / "src" / "highwater" / "memory" / "interval" / "residuals.json"
     ).read_text() == made
 
 
-def test_no_trial_that_is_held_out_is_shipped() -> None:
+def test_no_trial_that_is_held_out_is_shipped():
     rows = json.loads((RESULTS / "predict" / "traced.json").read_text())
     bundled = {each.trial for each in bundled_residuals()}
     assert bundled <= {key.rpartition("/")[2] for key, row in rows.items() if not row["held_out"]}
     assert len(bundled) >= 18
 
 
-def test_the_intervals_hold_every_trial_that_they_were_learned_from() -> None:
+def test_the_intervals_hold_every_trial_that_they_were_learned_from():
     for method in ("formula", "trace"):
         for allocator in ("native", "expandable"):
             own = [
@@ -154,7 +147,7 @@ def another_gpu(folder: Path, share: float, **changes: str) -> Path:
     return path
 
 
-def test_own_trials_move_the_interval(tmp_path: Path) -> None:
+def test_own_trials_move_the_interval(tmp_path):
     asked = {"gpus": "1xH200-141GB", "allocator": "expandable", "loss": "full", "offload": False}
     alone = highwater.predict("Qwen3-0.6B", **asked)
     taught = highwater.predict("Qwen3-0.6B", calibrate_with=[another_gpu(tmp_path, 1.1)], **asked)
@@ -169,14 +162,14 @@ def test_own_trials_move_the_interval(tmp_path: Path) -> None:
     assert taught.cells[0].likely_tokens == alone.cells[0].likely_tokens
 
 
-def test_trials_that_come_along_teach_nothing_twice() -> None:
+def test_trials_that_come_along_teach_nothing_twice():
     asked = {"gpus": "1xH200-141GB"}
     alone = highwater.predict("Qwen3-0.6B", **asked)
     again = highwater.predict("Qwen3-0.6B", calibrate_with=[STUDY, STUDY], **asked)
     assert again.calibration == alone.calibration
 
 
-def test_a_trial_that_comes_along_counts_once_also_when_another_tracer_predicted_it() -> None:
+def test_a_trial_that_comes_along_counts_once_also_when_another_tracer_predicted_it():
     question, bundled = highwater.open_study(STUDY).question, bundled_residuals()
     again = [
         msgspec.structs.replace(each, predicted_bytes=each.predicted_bytes // 2) for each in bundled
@@ -186,7 +179,7 @@ def test_a_trial_that_comes_along_counts_once_also_when_another_tracer_predicted
     )
 
 
-def test_enough_own_trials_make_the_coverage_by_counting() -> None:
+def test_enough_own_trials_make_the_coverage_by_counting():
     (question,) = {highwater.open_study(STUDY).question}
     (example, *_) = study_residuals(highwater.open_study(STUDY))
     own = [
@@ -216,7 +209,7 @@ def ran_out(given_bytes: int) -> TrialResult:
     return TrialResult(outcome=Outcome.OUT_OF_MEMORY, reason="out of memory", ranks=(rank,))
 
 
-def test_a_trial_that_ran_out_counts_where_it_was_predicted_to_fit() -> None:
+def test_a_trial_that_ran_out_counts_where_it_was_predicted_to_fit():
     spec = highwater.open_study(STUDY).trials[0].spec
     missed = residual(spec, ran_out(80 * GIB), "formula", 78 * GIB)
     assert missed is not None
@@ -237,9 +230,7 @@ def test_a_trial_that_ran_out_counts_where_it_was_predicted_to_fit() -> None:
         (lambda folder: emptied(folder), "has no trial that says how much memory it used"),
     ],
 )
-def test_a_study_that_teaches_nothing_about_predictions_is_refused(
-    tmp_path: Path, make: Callable[[Path], Path], problem: str
-) -> None:
+def test_a_study_that_teaches_nothing_about_predictions_is_refused(tmp_path, make, problem):
     path = make(tmp_path)
     with pytest.raises(HighwaterError) as refused:
         highwater.predict("Qwen3-0.6B", gpus="H200-141GB", calibrate_with=[path])
@@ -272,16 +263,14 @@ def emptied(folder: Path) -> Path:
     return path
 
 
-def test_another_trainer_learns_nothing_from_trials_of_this_engine() -> None:
+def test_another_trainer_learns_nothing_from_trials_of_this_engine():
     with pytest.raises(UsageError, match="trials of this engine"):
         highwater.predict(
             "Qwen3-0.6B", gpus="H200-141GB", calibrate_with=[STUDY], trainer="trinity"
         )
 
 
-def test_both_sides_of_each_edge_are_traced_before_anything_else_and_no_more_than_the_most() -> (
-    None
-):
+def test_both_sides_of_each_edge_are_traced_before_anything_else_and_no_more_than_the_most():
     study = highwater.open_study(RESULTS / "find" / "grpo-0.6b-1.jsonl")
     chosen = [
         (each.spec.settings.label, each.spec.length_tokens)
@@ -302,7 +291,7 @@ def held(gib: float) -> EventLog:
     return EventLog(source="recorded", versions={}, operators=("mm",), events=events)
 
 
-def test_a_traced_trial_is_measured_against_its_replay_in_the_memory_that_it_was_given() -> None:
+def test_a_traced_trial_is_measured_against_its_replay_in_the_memory_that_it_was_given():
     study = highwater.open_study(STUDY)
     fit, failed = (
         next(

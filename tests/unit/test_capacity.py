@@ -4,14 +4,14 @@ from pathlib import Path
 import pytest
 
 import highwater
-from highwater.api import predict_against
+from highwater.api.prediction import predict_against
 from highwater.errors import MachineError, ModelError, UsageError
+from highwater.memory import trinity
 from highwater.memory.capacity import MemoryLimit, predict_cell, predict_cells
 from highwater.memory.formula.formula import likely_footprint
 from highwater.memory.interval.calibration import calibrate
 from highwater.memory.interval.residuals import bundled_residuals
 from highwater.memory.trace.scaled_trace import ScaledTrace
-from highwater.memory.trinity import bundled_traces
 from highwater.nouns.cluster import cluster
 from highwater.nouns.hardware import gpu_catalog
 from highwater.units import GIB
@@ -94,7 +94,7 @@ def test_a_length_that_is_not_replayed_would_not_have_fit(model, monkeypatch):
     """On a grid so fine that a bound that is 1 % too high shows in a capacity."""
     asked = {"gpus": "1xA100-80GB", "trainer": "trinity", "resolution": 256}
     first = highwater.predict(model, **asked)
-    bundled_traces._replayed.cache_clear()
+    trinity._replayed.cache_clear()
     monkeypatch.setattr(ScaledTrace, "least_bytes", lambda *_: 0)
     assert highwater.predict(model, **asked) == first
 

@@ -131,9 +131,7 @@ def assert_says_what_was_found(
 
 
 @pytest.mark.corpus
-def test_every_answer_of_a_predicted_guide_is_what_recommend_says_of_model_gpus_and_length() -> (
-    None
-):
+def test_every_answer_of_a_predicted_guide_is_what_recommend_says_of_model_gpus_and_length():
     page = embedded(guide(predict=["Qwen3-0.6B", "Qwen3-32B"], gpus=["1xA100-80GB", "4xA100-80GB"]))
     seen = 0
     for place, answer in page.answers():
@@ -155,7 +153,7 @@ def test_every_answer_of_a_predicted_guide_is_what_recommend_says_of_model_gpus_
 
 
 @pytest.mark.corpus
-def test_every_answer_of_a_study_is_what_recommend_says_with_that_study() -> None:
+def test_every_answer_of_a_study_is_what_recommend_says_with_that_study():
     page = embedded(guide(STUDY, predict=["Qwen3-0.6B"], gpus=["1xH200-141GB"]))
     sources = set()
     for _, answer in page.answers():
@@ -182,15 +180,13 @@ def test_every_answer_of_a_study_is_what_recommend_says_with_that_study() -> Non
         ),
     ],
 )
-def test_gpus_that_are_named_by_their_memory_are_asked_about_by_it(
-    asked: dict[str, Any], flags: str
-) -> None:
+def test_gpus_that_are_named_by_their_memory_are_asked_about_by_it(asked, flags):
     (place,) = places(guide(**asked))
     assert place.answers
     assert all(flags in answer.command for answer in place.answers)
 
 
-def test_a_study_and_a_prediction_of_the_same_gpus_are_answered_together() -> None:
+def test_a_study_and_a_prediction_of_the_same_gpus_are_answered_together():
     full = STUDY.with_name("qwen3-0.6b-card-full.jsonl")
     page = embedded(guide(full, predict=["Qwen3-0.6B"], gpus=["1xH200-141GB"]))
     (place,) = page.places
@@ -205,7 +201,7 @@ def test_a_study_and_a_prediction_of_the_same_gpus_are_answered_together() -> No
         assert_says_what_was_found(page, answer, as_typed(page.values[answer["command"]]))
 
 
-def test_settings_that_a_study_had_are_asked_for() -> None:
+def test_settings_that_a_study_had_are_asked_for():
     page = embedded(guide(STUDY.with_name("grpo-0.6b-1.jsonl")))
     measured = 0
     for place, answer in page.answers():
@@ -222,7 +218,7 @@ def test_settings_that_a_study_had_are_asked_for() -> None:
     assert measured > 2
 
 
-def test_the_configuration_is_what_emit_makes_of_the_answer() -> None:
+def test_the_configuration_is_what_emit_makes_of_the_answer():
     page = embedded(guide(predict=["Qwen3-14B"], gpus=["2xA100-80GB"], trainer="trinity"))
     configured = 0
     for _, answer in page.answers():
@@ -241,7 +237,7 @@ def test_the_configuration_is_what_emit_makes_of_the_answer() -> None:
     assert configured > 2
 
 
-def test_the_configuration_of_our_own_trainer_is_the_trial_that_recommend_names_next() -> None:
+def test_the_configuration_of_our_own_trainer_is_the_trial_that_recommend_names_next():
     page = embedded(guide(predict=["Qwen3-8B"], gpus=["4xH20-96GB"]))
     answer = next(answer for _, answer in page.answers() if answer["length"] == 65536)
     found = page.configurations(answer)
@@ -251,7 +247,7 @@ def test_the_configuration_of_our_own_trainer_is_the_trial_that_recommend_names_
     assert found["highwater"].split() == [*("highwater", "try", "Qwen3-8B", *layout, *settings)]
 
 
-def test_what_others_published_is_answered_by_their_table_cell_for_cell() -> None:
+def test_what_others_published_is_answered_by_their_table_cell_for_cell():
     made = guide(TABLE)
     page, rows = embedded(made), guide_rows(made)
     labels = {(row["model"], row["gpus"], row["max_model_len"]): row["settings"] for row in rows}
@@ -281,8 +277,8 @@ def test_what_others_published_is_answered_by_their_table_cell_for_cell() -> Non
 
 
 def test_where_nothing_published_fits_the_fewest_gpus_that_do_are_named_and_what_nobody_knows(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     path = tmp_path / "t.csv"
     rows = ("vanilla,1,1,Qwen3-8B,4096", "env,1,1,Qwen3-8B,", "vanilla,2,1,Qwen3-8B,8192")
     path.write_text(
@@ -300,14 +296,14 @@ def test_where_nothing_published_fits_the_fewest_gpus_that_do_are_named_and_what
     assert two.answers[0].found.chosen is not None
 
 
-def test_a_search_from_a_memory_law_is_never_taken_for_a_measurement() -> None:
+def test_a_search_from_a_memory_law_is_never_taken_for_a_measurement():
     question = question_of(gpus=[1])
     study = Study(question=question, path="s.jsonl")
     page = embedded(Guide(tables=guide_tables(study_capacities(study))))
     assert {place["basis"].rpartition(": ")[2] for place in page.places} == {"simulated"}
 
 
-def test_the_chooser_opens_with_the_longest_length_that_fits(tmp_path: Path) -> None:
+def test_the_chooser_opens_with_the_longest_length_that_fits(tmp_path):
     made = guide(TABLE, STUDY, predict=["Qwen3-8B"], gpus=["4xH200-141GB"])
     page = embedded(made)
     for place in page.places:
@@ -322,16 +318,14 @@ def test_the_chooser_opens_with_the_longest_length_that_fits(tmp_path: Path) -> 
     assert refused.longest_tokens == 131072, "longer ones fit by memory, and recommend refuses them"
 
 
-def test_a_length_that_recommend_refuses_is_not_offered() -> None:
+def test_a_length_that_recommend_refuses_is_not_offered():
     made = guide(predict=["Llama-3.1-8B"], gpus=["8xH200-141GB"])
     rows = [tokens for table in made.tables for tokens, _ in table.rows]
     offered = [answer["length"] for _, answer in embedded(made).answers()]
     assert max(rows) > 131072 == max(offered), "the model scales its positions itself, up to there"
 
 
-def test_a_model_that_no_formula_knows_is_answered_by_its_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_no_formula_knows_is_answered_by_its_table(tmp_path, monkeypatch):
     monkeypatch.setattr("highwater.memory.formula.formula.families", dict)
     model = load_model(
         str(write_model(tmp_path / "odd", model_type="opt", max_position_embeddings=16384))
@@ -351,7 +345,7 @@ def test_a_model_that_no_formula_knows_is_answered_by_its_table(
     assert {each.command for each in place.answers} == {""}
 
 
-def test_embedded_text_never_ends_its_script_and_stays_the_same_text() -> None:
+def test_embedded_text_never_ends_its_script_and_stays_the_same_text():
     hostile = "</script><!--<script>alert(1)</script>&amp;\u2028"
     question = question_of(gpus=[1])
     model = msgspec.structs.replace(question.model, name=hostile, config_digest="none")
@@ -383,8 +377,8 @@ def big() -> tuple[Guide, tuple[Place, ...], float]:
 
 @pytest.mark.corpus
 def test_a_big_guide_is_small_and_made_at_once(
-    big: tuple[Guide, tuple[Place, ...], float],
-) -> None:
+    big,
+):
     made, found, took_s = big
     text = guide_page(made, found)
     assert len(text.encode()) < LARGEST_BYTES
@@ -392,7 +386,7 @@ def test_a_big_guide_is_small_and_made_at_once(
     assert took_s < SLOW_S
 
 
-def test_a_page_opens_with_what_predict_says_trains_and_not_with_a_tight_length() -> None:
+def test_a_page_opens_with_what_predict_says_trains_and_not_with_a_tight_length():
     (place,) = places(guide(predict=["Qwen3-8B"], gpus=["2xA100-80GB"]))
     found = predict("Qwen3-8B", gpus="2xA100-80GB")
     assert found.answer is not None

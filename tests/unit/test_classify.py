@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from highwater.nouns.layout import Layout
 from highwater.nouns.oom import exhausted_memory, memory_aborted
-from highwater.nouns.trial import Device, Failure, FailureKind, Outcome, RankReport, TrialSpec
+from highwater.nouns.trial import Device, Failure, Outcome, RankReport, TrialSpec
 from highwater.trials.classify import Ending, Verdict, classify
 from highwater.trials.ranks import RankExit
 from places import question_of
@@ -183,12 +183,12 @@ def ended(output: str = "", **statuses: int) -> tuple[RankExit, ...]:
     )
 
 
-def test_steps_done_and_exit_status_0_are_a_fit() -> None:
+def test_steps_done_and_exit_status_0_are_a_fit():
     assert classify(spec_of(), ending(report())) == Verdict(Outcome.FIT, "2 steps done, loss 5.900")
 
 
 @pytest.mark.parametrize(("depth", "said"), [(1, "the last layer"), (2, "the last 2 layers")])
-def test_a_memory_only_trial_is_never_a_fit_and_says_no_loss(depth: int, said: str) -> None:
+def test_a_memory_only_trial_is_never_a_fit_and_says_no_loss(depth, said):
     spec = msgspec.structs.replace(spec_of(), attention_depth=depth)
     verdict = classify(spec, ending(report()))
     assert verdict.outcome is Outcome.MEMORY_ONLY_FIT
@@ -204,7 +204,7 @@ def test_a_memory_only_trial_is_never_a_fit_and_says_no_loss(depth: int, said: s
 
 
 @given(log=st.lists(st.sampled_from(SAID)).map("\n".join))
-def test_no_text_in_the_log_of_a_good_trial_makes_it_a_bad_one(log: str) -> None:
+def test_no_text_in_the_log_of_a_good_trial_makes_it_a_bad_one(log):
     exits = ended(log, rank_0=0)
     assert (
         classify(spec_of(), ending(report(), log=log, exits=exits, kernel_kills=1)).outcome
@@ -214,7 +214,7 @@ def test_no_text_in_the_log_of_a_good_trial_makes_it_a_bad_one(log: str) -> None
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("depth", [None, 1])
-def test_a_loss_or_a_norm_that_is_no_number_is_never_a_fit(value: float, depth: int | None) -> None:
+def test_a_loss_or_a_norm_that_is_no_number_is_never_a_fit(value, depth):
     spec = msgspec.structs.replace(spec_of(), attention_depth=depth)
     for wrong in (
         report(losses=(6.0, value)),
@@ -234,24 +234,24 @@ def test_a_loss_or_a_norm_that_is_no_number_is_never_a_fit(value: float, depth: 
         ((0, 1, 1), "2 reports of rank 1"),
     ],
 )
-def test_reports_of_ranks_that_do_not_exist_are_a_crash(ranks: tuple[int, ...], said: str) -> None:
+def test_reports_of_ranks_that_do_not_exist_are_a_crash(ranks, said):
     verdict = classify(spec_of(gpus=2), ending(*(report(rank) for rank in ranks)))
     assert verdict.outcome is Outcome.CRASHED
     assert said in verdict.reason
 
 
-def test_a_rank_that_stopped_early_without_an_error_is_a_crash() -> None:
+def test_a_rank_that_stopped_early_without_an_error_is_a_crash():
     verdict = classify(spec_of(), ending(report(losses=(6.0,))))
     assert verdict == Verdict(Outcome.CRASHED, "rank 0 did 1 of 2 steps")
 
 
-def test_success_in_every_report_does_not_outweigh_a_launcher_that_failed() -> None:
+def test_success_in_every_report_does_not_outweigh_a_launcher_that_failed():
     verdict = classify(spec_of(), ending(report(), exit_code=139))
     assert verdict.outcome is Outcome.CRASHED
     assert "139" in verdict.reason
 
 
-def test_time_that_is_up_is_a_timeout_whatever_error_was_reported() -> None:
+def test_time_that_is_up_is_a_timeout_whatever_error_was_reported():
     assert classify(spec_of(), ending(exit_code=None)) == Verdict(
         Outcome.TIMEOUT, "not done after 30 s"
     )
@@ -265,8 +265,8 @@ def test_time_that_is_up_is_a_timeout_whatever_error_was_reported() -> None:
     ("kind", "outcome"), [("device_memory", "OUT_OF_MEMORY"), ("host_memory", "HOST_OUT_OF_MEMORY")]
 )
 def test_memory_that_a_rank_says_ran_out_is_the_outcome_even_if_its_peers_hung_until_time_was_up(
-    kind: FailureKind, outcome: str
-) -> None:
+    kind, outcome
+):
     verdict = classify(
         spec_of(gpus=2), ending(report(1, kind=kind, text="no memory"), exit_code=None)
     )
@@ -274,7 +274,7 @@ def test_memory_that_a_rank_says_ran_out_is_the_outcome_even_if_its_peers_hung_u
     assert verdict.reason.startswith("rank 1, forward: ")
 
 
-def test_a_rank_whose_report_cannot_be_read_is_silent_and_the_reason_names_the_report() -> None:
+def test_a_rank_whose_report_cannot_be_read_is_silent_and_the_reason_names_the_report():
     damaged = "the report rank-001.json cannot be read: Input data was truncated"
     left = msgspec.structs.replace(ending(report(0), exit_code=0), damaged_reports=(damaged,))
     verdict = classify(spec_of(gpus=2), left)
@@ -284,30 +284,28 @@ def test_a_rank_whose_report_cannot_be_read_is_silent_and_the_reason_names_the_r
 
 
 @pytest.mark.parametrize("error", CUDA_ERRORS, ids=str)
-def test_every_error_of_device_memory_that_ran_out_is_known(error: BaseException) -> None:
+def test_every_error_of_device_memory_that_ran_out_is_known(error):
     assert exhausted_memory(error, device="cuda") == "device_memory"
 
 
 @pytest.mark.parametrize("error", HOST_ERRORS, ids=str)
 def test_host_memory_is_told_from_device_memory_and_on_the_cpu_is_the_device(
-    error: BaseException,
-) -> None:
+    error,
+):
     assert exhausted_memory(error, device="cuda") == "host_memory"
     assert exhausted_memory(error, device="cpu") == "device_memory"
 
 
 @pytest.mark.parametrize("error", OTHER_ERRORS, ids=str)
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_other_errors_are_not_of_memory_that_ran_out_whatever_they_say(
-    error: BaseException, device: Device
-) -> None:
+def test_other_errors_are_not_of_memory_that_ran_out_whatever_they_say(error, device):
     assert exhausted_memory(error, device=device) is None
 
 
 @pytest.mark.parametrize("error", AMBIGUOUS, ids=str)
 def test_an_error_with_several_causes_is_of_memory_only_where_there_is_none_left(
-    error: BaseException,
-) -> None:
+    error,
+):
     assert exhausted_memory(error, device="cuda", is_spent=is_spent) == "host_memory"
     assert exhausted_memory(error, device="cpu", is_spent=is_spent) == "device_memory"
 
@@ -315,11 +313,11 @@ def test_an_error_with_several_causes_is_of_memory_only_where_there_is_none_left
 @pytest.mark.parametrize(
     "error", [error for error in OTHER_ERRORS if error not in AMBIGUOUS], ids=str
 )
-def test_that_memory_is_spent_makes_no_other_error_one_of_memory(error: BaseException) -> None:
+def test_that_memory_is_spent_makes_no_other_error_one_of_memory(error):
     assert exhausted_memory(error, device="cpu", is_spent=is_spent) is None
 
 
-def test_an_exception_whose_text_is_broken_is_no_error_of_memory() -> None:
+def test_an_exception_whose_text_is_broken_is_no_error_of_memory():
     class BrokenError(RuntimeError):
         def __str__(self) -> str:
             raise ValueError
@@ -331,7 +329,7 @@ def test_an_exception_whose_text_is_broken_is_no_error_of_memory() -> None:
     ("output", "exhausted"),
     [*((o, "device_memory") for o in ABORTS), *((o, "host_memory") for o in HOST_ABORTS)],
 )
-def test_the_last_words_of_an_abort_say_which_memory_ran_out(output: str, exhausted: str) -> None:
+def test_the_last_words_of_an_abort_say_which_memory_ran_out(output, exhausted):
     assert memory_aborted(f"a line before\n{output}", device="cuda") == exhausted
     assert (
         memory_aborted(
@@ -344,7 +342,7 @@ def test_the_last_words_of_an_abort_say_which_memory_ran_out(output: str, exhaus
 @pytest.mark.parametrize(
     "said", [f"{type(error).__name__}: {error}" for error in (*CUDA_ERRORS, *HOST_ERRORS)]
 )
-def test_what_was_said_before_an_abort_is_not_why_it_aborted(said: str) -> None:
+def test_what_was_said_before_an_abort_is_not_why_it_aborted(said):
     assert (
         memory_aborted(
             f"{said}\n{ABORTED.format('c10::Error', 'index out of range')}", device="cuda"
@@ -363,9 +361,7 @@ def test_what_was_said_before_an_abort_is_not_why_it_aborted(said: str) -> None:
         ("error", Outcome.CRASHED),
     ],
 )
-def test_a_report_decides_what_its_text_only_illustrates(
-    kind: FailureKind, outcome: Outcome
-) -> None:
+def test_a_report_decides_what_its_text_only_illustrates(kind, outcome):
     failed = report(kind=kind, text="SomeError: first line\nsecond line", phase="backward")
     verdict = classify(
         spec_of(), ending(failed, exit_code=1, log="CUDA out of memory\nstd::bad_alloc")
@@ -376,7 +372,7 @@ def test_a_report_decides_what_its_text_only_illustrates(
 
 
 @given(at=st.permutations([1.0, 2.0, 3.0, 4.0]))
-def test_the_rank_that_failed_first_gives_the_reason(at: list[float]) -> None:
+def test_the_rank_that_failed_first_gives_the_reason(at):
     reports = [
         report(rank, text=f"Error: of rank {rank}", at_unix_s=seconds)
         for rank, seconds in enumerate(at)
@@ -392,9 +388,7 @@ def test_the_rank_that_failed_first_gives_the_reason(at: list[float]) -> None:
     kind=st.sampled_from(["device_memory", "host_memory"]),
     silent=st.booleans(),
 )
-def test_memory_that_ran_out_in_one_rank_is_the_reason_for_all(
-    rank: int, kind: FailureKind, silent: bool
-) -> None:
+def test_memory_that_ran_out_in_one_rank_is_the_reason_for_all(rank, kind, silent):
     lost = "RuntimeError: Connection closed by peer"
     peers = [report(other, text=lost, at_unix_s=1.0) for other in range(4) if other != rank]
     reports = [
@@ -409,7 +403,7 @@ def test_memory_that_ran_out_in_one_rank_is_the_reason_for_all(
 @pytest.mark.parametrize(
     ("number", "name"), [(9, "SIGKILL"), (11, "SIGSEGV"), (6, "SIGABRT"), (7, "SIGBUS")]
 )
-def test_a_rank_ended_by_a_signal_is_a_crash_that_names_it(number: int, name: str) -> None:
+def test_a_rank_ended_by_a_signal_is_a_crash_that_names_it(number, name):
     lost = report(0, text="RuntimeError: Connection closed by peer")
     verdict = classify(
         spec_of(gpus=2), ending(lost, exit_code=1, exits=ended(rank_1=-number, rank_0=1))
@@ -417,7 +411,7 @@ def test_a_rank_ended_by_a_signal_is_a_crash_that_names_it(number: int, name: st
     assert verdict == Verdict(Outcome.CRASHED, f"rank 1 was ended by signal {number} ({name})")
 
 
-def test_a_signal_without_a_name_is_still_a_crash() -> None:
+def test_a_signal_without_a_name_is_still_a_crash():
     verdict = classify(spec_of(), ending(exit_code=1, exits=ended(rank_0=-200)))
     assert verdict.outcome is Outcome.CRASHED
     assert "signal 200" in verdict.reason
@@ -426,9 +420,7 @@ def test_a_signal_without_a_name_is_still_a_crash() -> None:
 @pytest.mark.parametrize(
     ("device", "outcome"), [("cpu", Outcome.OUT_OF_MEMORY), ("cuda", Outcome.HOST_OUT_OF_MEMORY)]
 )
-def test_a_sigkill_is_memory_only_where_the_kernel_says_that_it_killed(
-    device: Device, outcome: Outcome
-) -> None:
+def test_a_sigkill_is_memory_only_where_the_kernel_says_that_it_killed(device, outcome):
     killed, spec = ended(rank_0=-signal.SIGKILL), spec_of(device=device)
     assert classify(spec, ending(exit_code=137, exits=killed, kernel_kills=1)).outcome is outcome
     assert classify(spec, ending(exit_code=137, exits=killed)).outcome is Outcome.CRASHED
@@ -440,9 +432,7 @@ def test_a_sigkill_is_memory_only_where_the_kernel_says_that_it_killed(
 
 
 @given(said=st.sampled_from(SAID), status=st.sampled_from([1, 3, -9, -11, -15]))
-def test_a_rank_that_did_not_abort_did_not_run_out_of_memory_whatever_it_wrote(
-    said: str, status: int
-) -> None:
+def test_a_rank_that_did_not_abort_did_not_run_out_of_memory_whatever_it_wrote(said, status):
     left = ending(exit_code=1, log=said, exits=ended(said, rank_0=status))
     assert classify(spec_of(), left).outcome is Outcome.CRASHED
 
@@ -452,7 +442,7 @@ def test_a_rank_that_did_not_abort_did_not_run_out_of_memory_whatever_it_wrote(
     [(each, Outcome.OUT_OF_MEMORY) for each in ABORTS]
     + [(each, Outcome.HOST_OUT_OF_MEMORY) for each in HOST_ABORTS],
 )
-def test_a_rank_that_aborted_is_judged_by_its_own_last_words(output: str, outcome: Outcome) -> None:
+def test_a_rank_that_aborted_is_judged_by_its_own_last_words(output, outcome):
     aborted, other = (
         RankExit(rank=1, status=-signal.SIGABRT, output=output),
         RankExit(rank=0, status=1, output=""),
@@ -470,7 +460,7 @@ def test_a_rank_that_aborted_is_judged_by_its_own_last_words(output: str, outcom
     assert "SIGABRT" in verdict.reason
 
 
-def test_a_rank_that_vanished_with_an_error_in_its_log_is_a_crash_with_that_error() -> None:
+def test_a_rank_that_vanished_with_an_error_in_its_log_is_a_crash_with_that_error():
     log = "Traceback (most recent call last):\nValueError: early\nmy.package.DiskError: on fire\n"
     others = "OSError: of another rank"
     verdict = classify(
@@ -481,14 +471,14 @@ def test_a_rank_that_vanished_with_an_error_in_its_log_is_a_crash_with_that_erro
     assert verdict.reason.endswith(": my.package.DiskError: on fire")
 
 
-def test_ranks_that_left_nothing_at_all_are_a_crash_even_with_exit_status_0() -> None:
+def test_ranks_that_left_nothing_at_all_are_a_crash_even_with_exit_status_0():
     verdict = classify(spec_of(gpus=2), ending())
     assert verdict.outcome is Outcome.CRASHED
     assert verdict.reason.startswith("2 ranks ")
     assert verdict.reason.endswith(" 0")
 
 
-def test_a_reported_error_beside_a_rank_that_the_reaper_ended_is_the_reason() -> None:
+def test_a_reported_error_beside_a_rank_that_the_reaper_ended_is_the_reason():
     failed = report(1, text="ValueError: broken", phase="data")
     verdict = classify(spec_of(gpus=2), ending(failed, exit_code=1, exits=ended(rank_1=1)))
     assert verdict.outcome is Outcome.CRASHED
@@ -532,8 +522,8 @@ _endings = st.builds(
 
 @given(ending=_endings, device=st.sampled_from(["cpu", "cuda"]))
 def test_every_ending_has_one_outcome_with_a_reason_and_a_fit_needs_everything_to_be_right(
-    ending: Ending, device: Device
-) -> None:
+    ending, device
+):
     outcome, reason = classify(spec_of(device=device, gpus=4), ending)
     assert reason
     assert not re.search(r"[\r\n]", reason)

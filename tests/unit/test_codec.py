@@ -61,34 +61,30 @@ _RESULTS = st.builds(
 
 
 @given(_SPECS)
-def test_a_specification_survives_json(spec: TrialSpec) -> None:
+def test_a_specification_survives_json(spec):
     assert from_json(to_json(spec), TrialSpec) == spec
     assert from_builtins(to_builtins(spec), TrialSpec) == spec
 
 
 @given(_RESULTS)
-def test_a_result_survives_json_on_one_line(result: TrialResult) -> None:
+def test_a_result_survives_json_on_one_line(result):
     text = to_json(result)
     assert "\n" not in text
     assert from_json(text, TrialResult) == result
 
 
 @given(_SPECS, st.text())
-def test_the_key_of_a_trial_does_not_depend_on_where_the_model_lies(
-    spec: TrialSpec, elsewhere: str
-) -> None:
+def test_the_key_of_a_trial_does_not_depend_on_where_the_model_lies(spec, elsewhere):
     assert msgspec.structs.replace(spec, model_directory=elsewhere).key == spec.key
 
 
 @given(_SPECS, st.text())
-def test_the_key_of_a_trial_does_not_depend_on_where_it_saves(
-    spec: TrialSpec, elsewhere: str
-) -> None:
+def test_the_key_of_a_trial_does_not_depend_on_where_it_saves(spec, elsewhere):
     assert msgspec.structs.replace(spec, checkpoint_directory=elsewhere).key == spec.key
 
 
 @given(_SPECS)
-def test_trials_of_different_lengths_have_different_keys(spec: TrialSpec) -> None:
+def test_trials_of_different_lengths_have_different_keys(spec):
     assert msgspec.structs.replace(spec, length_tokens=spec.length_tokens + 1).key != spec.key
 
 
@@ -100,15 +96,15 @@ def test_trials_of_different_lengths_have_different_keys(spec: TrialSpec) -> Non
         '{"gpus": 1',  # cut short
     ],
 )
-def test_what_is_not_the_noun_is_refused(text: str) -> None:
+def test_what_is_not_the_noun_is_refused(text):
     with pytest.raises(msgspec.MsgspecError):
         from_json(text, Layout)
 
 
-def test_equal_values_have_equal_digests_whatever_the_order_of_their_keys() -> None:
+def test_equal_values_have_equal_digests_whatever_the_order_of_their_keys():
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
     assert len(digest({})) == 16
 
 
-def test_the_schema_of_a_noun_allows_no_other_fields() -> None:
+def test_the_schema_of_a_noun_allows_no_other_fields():
     assert json_schema(Layout)["$defs"]["Layout"]["additionalProperties"] is False

@@ -58,11 +58,11 @@ TWO = Constants(
 )
 
 
-def test_readings_add_up_by_name_and_what_is_not_there_is_nothing() -> None:
+def test_readings_add_up_by_name_and_what_is_not_there_is_nothing():
     assert ONE.outside_bytes("context", "cuBLAS", "NCCL group") == 660 * MIB
 
 
-def test_the_table_has_a_row_for_each_thing_and_a_column_for_each_count() -> None:
+def test_the_table_has_a_row_for_each_thing_and_a_column_for_each_count():
     table = _constants_table((ONE, TWO))
     assert table.columns == ("", "1 GPU", "2 GPUs")
     *things, (_, *together) = table.rows
@@ -75,7 +75,7 @@ def test_the_table_has_a_row_for_each_thing_and_a_column_for_each_count() -> Non
 
 
 @pytest.mark.skipif(bool(probe().gpus), reason="there is a GPU to measure")
-def test_without_a_gpu_there_is_nothing_to_measure() -> None:
+def test_without_a_gpu_there_is_nothing_to_measure():
     with pytest.raises(MachineError, match="no GPU is visible"):
         doctor(argparse.Namespace(measure=True, json=False))
 
@@ -95,7 +95,7 @@ def grow(document: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 4])
-def test_own_constants_are_in_the_place_of_those_that_come_along(gpus: int) -> None:
+def test_own_constants_are_in_the_place_of_those_that_come_along(gpus):
     document = json.loads(H200.read_text())
     read = {
         each.gpus: each for each in from_builtins(document["constants"], tuple[Constants, ...])
@@ -120,7 +120,7 @@ def test_own_constants_are_in_the_place_of_those_that_come_along(gpus: int) -> N
     assert from_json(to_json(prediction), Prediction) == prediction
 
 
-def test_of_more_gpus_than_were_read_nccl_is_what_comes_along() -> None:
+def test_of_more_gpus_than_were_read_nccl_is_what_comes_along():
     prediction = highwater.predict("Qwen3-8B", gpus="8xH200-141GB", constants=H200, ulysses=[2])
     own = prediction.memory_limit.constants
     assert own is not None
@@ -139,8 +139,8 @@ def test_of_more_gpus_than_were_read_nccl_is_what_comes_along() -> None:
 
 
 def test_a_larger_context_leaves_less_room_and_the_answer_names_where_it_was_measured(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     asked = {"gpus": "H200-141GB", "loss": "full", "allocator": "native"}
     without, with_more = (
         highwater.predict("Qwen3-4B", constants=file, **asked)
@@ -161,7 +161,7 @@ def test_a_larger_context_leaves_less_room_and_the_answer_names_where_it_was_mea
     )
 
 
-def test_a_replay_has_the_workspaces_that_cublas_was_seen_to_take() -> None:
+def test_a_replay_has_the_workspaces_that_cublas_was_seen_to_take():
     readings = (
         reading("context", 600),
         reading("cuBLAS", 60, 32),
@@ -188,7 +188,7 @@ def test_a_replay_has_the_workspaces_that_cublas_was_seen_to_take() -> None:
         assert found.replayed.peak_allocated_bytes == workspaces
 
 
-def test_a_formula_has_the_workspaces_that_cublas_was_seen_to_take(tmp_path: Path) -> None:
+def test_a_formula_has_the_workspaces_that_cublas_was_seen_to_take(tmp_path):
     def take_less(document: dict[str, Any]) -> None:
         for each in document["constants"]:
             for reading in each["readings"]:
@@ -209,8 +209,8 @@ def test_a_formula_has_the_workspaces_that_cublas_was_seen_to_take(tmp_path: Pat
 
 
 def test_own_trials_are_measured_against_the_constants_of_the_gpus_they_ran_on(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     study = highwater.open_study(
         ROOT / "docs" / "results" / "find" / "qwen3-0.6b-79gib-chunked.jsonl"
     )
@@ -257,21 +257,19 @@ def test_own_trials_are_measured_against_the_constants_of_the_gpus_they_ran_on(
         ),
     ],
 )
-def test_a_file_that_says_nothing_of_these_gpus_is_refused(
-    tmp_path: Path, change: Callable[[dict[str, Any]], object], problem: str
-) -> None:
+def test_a_file_that_says_nothing_of_these_gpus_is_refused(tmp_path, change, problem):
     with pytest.raises(UsageError) as refused:
         highwater.predict("Qwen3-8B", gpus="H200-141GB", constants=changed(change, tmp_path))
     assert problem in refused.value.problem
     assert "`highwater doctor --" in refused.value.hint
 
 
-def test_another_trainer_takes_no_constants_of_this_engine() -> None:
+def test_another_trainer_takes_no_constants_of_this_engine():
     with pytest.raises(UsageError, match=r"constants .* Trinity-RFT"):
         highwater.predict("Qwen3-8B", gpus="H200-141GB", constants=H200, trainer="trinity")
 
 
-def test_the_constants_of_predictions_are_those_that_were_read_on_an_h200() -> None:
+def test_the_constants_of_predictions_are_those_that_were_read_on_an_h200():
     document = json.loads(H200.read_text())
     one, two, four = from_builtins(document["constants"], tuple[Constants, ...])
     assert [each.gpus for each in (one, two, four)] == [1, 2, 4]

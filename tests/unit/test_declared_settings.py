@@ -41,14 +41,14 @@ def value_of(row: Setting) -> Any:
     return row.example or row.kind.example or FIELDS[row.name].default
 
 
-def test_every_field_of_a_request_has_one_row_and_every_row_a_field() -> None:
+def test_every_field_of_a_request_has_one_row_and_every_row_a_field():
     assert sorted(FIELDS) == sorted(row.name for rows in TOPICS.values() for row in rows)
 
 
 @pytest.mark.parametrize("noun", [Settings, Hyperparameters])
 def test_what_a_rung_or_an_optimizer_has_is_declared_with_its_type_and_default(
-    noun: type[msgspec.Struct],
-) -> None:
+    noun,
+):
     rows = {row.rung_field: row for row in ROWS}
     for field in msgspec.structs.fields(noun):
         asked = FIELDS[rows[field.name].name]
@@ -59,8 +59,8 @@ def test_what_a_rung_or_an_optimizer_has_is_declared_with_its_type_and_default(
 
 @each(ROWS)
 def test_a_setting_is_in_the_grammar_of_the_commands_that_take_it_and_of_no_other(
-    row: Setting,
-) -> None:
+    row,
+):
     assert row.commands
     for command in COMMANDS:
         found = [action for action in GRAMMAR[command]._actions if action.dest == row.name]
@@ -76,7 +76,7 @@ def test_a_setting_is_in_the_grammar_of_the_commands_that_take_it_and_of_no_othe
 
 
 @each(ROWS)
-def test_a_setting_is_in_the_reference_of_the_commands_that_take_it(row: Setting) -> None:
+def test_a_setting_is_in_the_reference_of_the_commands_that_take_it(row):
     shown = "`MODEL`" if row.name == "model" else f"`{row.flag}`"
     for command in row.commands:
         lines = REFERENCE.partition(f"## highwater {command}\n")[2].partition("\n## ")[0]
@@ -85,7 +85,7 @@ def test_a_setting_is_in_the_reference_of_the_commands_that_take_it(row: Setting
 
 
 @each(ROWS)
-def test_a_setting_is_in_the_schema_with_its_help_and_default(row: Setting) -> None:
+def test_a_setting_is_in_the_schema_with_its_help_and_default(row):
     entry = config_schema()["$defs"]["Request"]["properties"][row.name]
     assert entry["description"] == row.help
     default = FIELDS[row.name].default
@@ -95,8 +95,8 @@ def test_a_setting_is_in_the_schema_with_its_help_and_default(row: Setting) -> N
 
 @each(ROWS)
 def test_what_a_setting_is_shown_as_is_read_from_a_command_line_a_file_and_python(
-    row: Setting,
-) -> None:
+    row,
+):
     value = value_of(row)
     good = {"model": "Qwen3-0.6B"}
     of_a_file = request_from({**good, row.name: value}, config_file="study.yaml")
@@ -110,7 +110,7 @@ def test_what_a_setting_is_shown_as_is_read_from_a_command_line_a_file_and_pytho
 
 
 @each([row for row in ROWS if row.rung_field in Settings.__struct_fields__])
-def test_the_flags_of_a_rung_name_it_again(row: Setting) -> None:
+def test_the_flags_of_a_rung_name_it_again(row):
     usual = Settings(objective="ppo", sequences_per_micro_batch=2)
     if row.name in PATTERN_FIELDS:
         usual = msgspec.structs.replace(usual, attention="block_sparse")
@@ -128,7 +128,7 @@ def test_the_flags_of_a_rung_name_it_again(row: Setting) -> None:
 
 
 @each([row for row in ROWS if row.labels])
-def test_a_label_tells_what_is_not_the_default_and_nothing_of_what_is(row: Setting) -> None:
+def test_a_label_tells_what_is_not_the_default_and_nothing_of_what_is(row):
     usual = msgspec.structs.fields(Settings)
     default = next(field.default for field in usual if field.name == row.rung_field)
     assert row.label_of(default) == ""
@@ -138,7 +138,7 @@ def test_a_label_tells_what_is_not_the_default_and_nothing_of_what_is(row: Setti
     assert len(set(told)) == len(told)
 
 
-def test_a_recommendation_and_a_configuration_take_the_same() -> None:
+def test_a_recommendation_and_a_configuration_take_the_same():
     of_both, of_a_prediction = names("recommend"), names("predict")
     assert of_both == names("emit")
     assert set(of_both) < set(of_a_prediction)
@@ -147,6 +147,6 @@ def test_a_recommendation_and_a_configuration_take_the_same() -> None:
     ]
 
 
-def test_a_switch_has_no_value() -> None:
+def test_a_switch_has_no_value():
     for row in ROWS:
         assert (row.kind is SWITCH) == (FIELDS[row.name].type is bool)

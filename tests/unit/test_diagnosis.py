@@ -35,7 +35,7 @@ def request(folder: Path, **changes: object):
     )
 
 
-def test_the_first_out_of_memory_is_repeated_and_only_once(tmp_path: Path) -> None:
+def test_the_first_out_of_memory_is_repeated_and_only_once(tmp_path):
     found = undiagnosed(request(tmp_path), STUDY)
     assert found is STUDY.trials[2]
     log = log_path_of(tmp_path, found.spec, "rung")
@@ -49,11 +49,11 @@ def test_the_first_out_of_memory_is_repeated_and_only_once(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("changes", [{"no_diagnose": True}, {"memory_profiler": "0"}])
-def test_none_is_repeated_where_none_is_asked_for(tmp_path: Path, changes: dict) -> None:
+def test_none_is_repeated_where_none_is_asked_for(tmp_path, changes):
     assert undiagnosed(request(tmp_path, **changes), STUDY) is None
 
 
-def test_nothing_is_repeated_that_no_gpu_ran(tmp_path: Path) -> None:
+def test_nothing_is_repeated_that_no_gpu_ran(tmp_path):
     for spec, result in (
         ({"device": "cpu", "memory_budget_bytes": 1 << 30}, {}),
         ({}, {"simulated": True}),
@@ -67,13 +67,13 @@ def test_nothing_is_repeated_that_no_gpu_ran(tmp_path: Path) -> None:
         assert undiagnosed(request(tmp_path), study_of(changed)) is None
 
 
-def test_the_rank_that_failed_first_is_told_by_its_clock() -> None:
+def test_the_rank_that_failed_first_is_told_by_its_clock():
     result = msgspec.structs.replace(STUDY.trials[2].result, ranks=REPORTS)
     assert result.first_failed is REPORTS[1]
     assert msgspec.structs.replace(result, ranks=()).first_failed is None
 
 
-def test_a_note_names_the_snapshot_and_says_where_it_ended_otherwise() -> None:
+def test_a_note_names_the_snapshot_and_says_where_it_ended_otherwise():
     spec = STUDY.question.trial(CELL, 12_288)
     path = Path("logs/a model/snapshot_rank00.pickle")
     done = MemoryDiagnosis(spec=spec, outcome=Outcome.OUT_OF_MEMORY, snapshots=(path,))

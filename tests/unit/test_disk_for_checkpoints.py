@@ -3,7 +3,6 @@ anything starts.
 """
 
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -17,9 +16,7 @@ from highwater.units import MIB
 NOTHING = CheckpointBytes(sharded_bytes=0, hf_bytes=0)
 
 
-def test_a_trial_saves_12_bytes_a_parameter_of_shards_and_2_on_a_gpu_4_on_the_cpu_of_weights() -> (
-    None
-):
+def test_a_trial_saves_12_bytes_a_parameter_of_shards_and_2_on_a_gpu_4_on_the_cpu_of_weights():
     shape = load_model("Qwen3-0.6B").shape
     both = Settings(checkpoint="sharded", save_hf="last")
     parameters = shape.parameters
@@ -32,7 +29,7 @@ def test_a_trial_saves_12_bytes_a_parameter_of_shards_and_2_on_a_gpu_4_on_the_cp
     )
 
 
-def test_a_directory_with_room_is_made_and_left_empty(tmp_path: Path) -> None:
+def test_a_directory_with_room_is_made_and_left_empty(tmp_path):
     check_checkpoint_directory(
         tmp_path / "a" / "b", CheckpointBytes(sharded_bytes=MIB, hf_bytes=MIB)
     )
@@ -47,9 +44,7 @@ def test_a_directory_with_room_is_made_and_left_empty(tmp_path: Path) -> None:
         (("sharded_bytes", "hf_bytes"), ["--checkpoint none --save-hf never"]),
     ],
 )
-def test_a_disk_without_room_is_refused_with_the_flags_that_are_enough(
-    tmp_path: Path, huge: tuple[str, ...], flags: list[str]
-) -> None:
+def test_a_disk_without_room_is_refused_with_the_flags_that_are_enough(tmp_path, huge, flags):
     needed = NOTHING._replace(sharded_bytes=MIB, hf_bytes=MIB)._replace(
         **dict.fromkeys(huge, 2 * shutil.disk_usage(tmp_path).total)
     )
@@ -65,9 +60,7 @@ def test_a_disk_without_room_is_refused_with_the_flags_that_are_enough(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_cannot_be_written_is_refused_and_the_hint_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_cannot_be_written_is_refused_and_the_hint_works(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "file").write_text("mine")
     with pytest.raises(UsageError, match="Not a directory") as refused:

@@ -218,8 +218,8 @@ def test_a_shell_reads_the_script_of_verl_as_the_values_say(rung, path):
 
 @pytest.mark.parametrize(("path", "quoted", "written"), PATHS, ids=lambda each: each)
 def test_a_path_is_a_path_whatever_hydra_and_omegaconf_make_of_its_characters(
-    path: str, quoted: str, written: str
-) -> None:
+    path, quoted, written
+):
     (word,) = [
         word
         for word in shlex.split(verl(*goal(), model_path=path).command)
@@ -231,7 +231,7 @@ def test_a_path_is_a_path_whatever_hydra_and_omegaconf_make_of_its_characters(
     assert read_by_omegaconf(read_by_hydra(quoted)) == read_by_omegaconf(written) == path
 
 
-def test_a_path_that_nobody_named_comes_from_the_environment() -> None:
+def test_a_path_that_nobody_named_comes_from_the_environment():
     assert """ actor_rollout_ref.model.path="'$MODEL_PATH'" """ in verl(*goal()).text
     assert yaml.safe_load(trinity(*goal()).text)["model"]["model_path"] == "${oc.env:MODEL_PATH}"
 

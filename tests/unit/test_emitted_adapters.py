@@ -66,7 +66,7 @@ KINDS = {"SyncMethod": "str", "any": "str"}
 
 
 @pytest.mark.parametrize("target", EXPECTED)
-def test_adapters_are_named_as_a_trainer_names_them(target: str) -> None:
+def test_adapters_are_named_as_a_trainer_names_them(target):
     values = TARGETS[target].emit(*goal(target, "16k", lora=16)).values
     assert EXPECTED[target].items() <= values.items()
     package, file = FILES[target]
@@ -78,12 +78,12 @@ def test_adapters_are_named_as_a_trainer_names_them(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", EXPECTED)
-def test_without_lora_nothing_is_said_of_adapters(target: str) -> None:
+def test_without_lora_nothing_is_said_of_adapters(target):
     emitted = TARGETS[target].emit(*goal(target, "16k"))
     assert "lora" not in emitted.text.lower()
 
 
-def test_layers_with_adapters_are_named_where_a_trainer_has_names() -> None:
+def test_layers_with_adapters_are_named_where_a_trainer_has_names():
     asked = {"lora": 16, "lora_targets": "o_proj,down_proj"}
     of_verl, of_areal, of_titan = (
         TARGETS[target].emit(*goal(target, "16k", **asked))
@@ -97,7 +97,7 @@ def test_layers_with_adapters_are_named_where_a_trainer_has_names() -> None:
     assert not any("wqkv" in each for each in of_titan.cannot)
 
 
-def test_a_packed_model_is_trls_to_load_and_the_scripts_to_pack() -> None:
+def test_a_packed_model_is_trls_to_load_and_the_scripts_to_pack():
     asked = {"gpus": "1xA100-80GB", "lora": 16, "lora_base": "nf4"}
     emitted = TARGETS["trl"].emit(*goal("trl", "16k", **asked))
     known = recorded("trl", trl_file.VERSION)
@@ -115,7 +115,7 @@ def test_a_packed_model_is_trls_to_load_and_the_scripts_to_pack() -> None:
     assert not expected.keys() & plain.values.keys()
 
 
-def test_torchtitans_converter_is_built_before_the_model() -> None:
+def test_torchtitans_converter_is_built_before_the_model():
     tree = ast.parse(TARGETS["torchtitan"].emit(*goal("torchtitan", lora=16)).text)
     known = recorded("torchtitan", torchtitan_file.VERSION)
     assert "torchtitan.components.lora:LoRAConverter" in known
@@ -127,7 +127,7 @@ def test_torchtitans_converter_is_built_before_the_model() -> None:
     assert ast.unparse(call) == "model_registry('4B', converters=[lora])"
 
 
-def test_an_alpha_that_is_no_whole_number_is_torchtitans_alone() -> None:
+def test_an_alpha_that_is_no_whole_number_is_torchtitans_alone():
     asked = {"lora": 8, "lora_alpha": 12.5}
     assert TARGETS["torchtitan"].emit(*goal("torchtitan", "16k", **asked)).values["lora.alpha"] == (
         12.5
@@ -151,8 +151,8 @@ def test_an_alpha_that_is_no_whole_number_is_torchtitans_alone() -> None:
     ],
 )
 def test_adapters_that_a_trainer_cannot_have_are_refused_with_a_hint_that_works(
-    target: str, changes: dict, said: str
-) -> None:
+    target, changes, said
+):
     asked = {"length": "16k", "lora": 16, "ulysses": [1]} | changes
     with pytest.raises(UsageError, match=said) as refused:
         TARGETS[target].emit(*goal(target, **asked))
@@ -167,12 +167,12 @@ def test_adapters_that_a_trainer_cannot_have_are_refused_with_a_hint_that_works(
     assert TARGETS[target].emit(*goal(target, **asked))
 
 
-def test_trinity_alone_has_ranks_of_any_size_where_nothing_is_rolled_out() -> None:
+def test_trinity_alone_has_ranks_of_any_size_where_nothing_is_rolled_out():
     values = TARGETS["trinity"].emit(*goal("trinity", "16k", lora=24)).values
     assert values["model.lora_configs.0.lora_rank"] == 24
 
 
-def test_torchtitan_has_adapters_on_its_own_models_alone() -> None:
+def test_torchtitan_has_adapters_on_its_own_models_alone():
     asked = {"lora": 16, "lora_targets": "o_proj"}
     with pytest.raises(UsageError, match="models of its own") as refused:
         TARGETS["torchtitan"].emit(*goal("torchtitan", "16k", **asked), model_path="/models/mine")
@@ -192,12 +192,12 @@ def test_torchtitan_has_adapters_on_its_own_models_alone() -> None:
         ("verl", "LoRA has other states there, which nobody measured"),
     ],
 )
-def test_how_a_trainers_lora_differs_is_said(target: str, said: str) -> None:
+def test_how_a_trainers_lora_differs_is_said(target, said):
     assert said in TARGETS[target].emit(*goal(target, "16k", lora=16)).text
 
 
 @pytest.mark.parametrize("target", EXPECTED)
-def test_merged_adapters_are_refused_by_name(target: str) -> None:
+def test_merged_adapters_are_refused_by_name(target):
     merged = {"lora": 16, "lora_merged": True, "save_hf": "last"}
     if TARGETS[target].predicted_for == "trinity":
         with pytest.raises(UsageError, match="--lora-merged"):

@@ -51,7 +51,7 @@ def emitted(target: str, length: str = "16k", **changes) -> Emitted:
         {"recompute": "none", "length": "4k"},
     ],
 )
-def test_every_name_and_type_is_one_of_the_trainers_own(target: str, changes: dict) -> None:
+def test_every_name_and_type_is_one_of_the_trainers_own(target, changes):
     known = recorded(target, FILES[target].VERSION)
     for name, value in emitted(target, **changes).values.items():
         section = name.partition(".")[0]
@@ -67,7 +67,7 @@ def test_every_name_and_type_is_one_of_the_trainers_own(target: str, changes: di
 
 @pytest.mark.parametrize("target", FILES)
 @pytest.mark.parametrize("changes", [{}, {"length": "128k"}, {"lora": 8}])
-def test_the_text_says_what_the_values_say(target: str, changes: dict) -> None:
+def test_the_text_says_what_the_values_say(target, changes):
     made = emitted(target, **changes)
     assert yaml.safe_load(made.text) == nested(made.values)
     lines = [line for line in made.text.splitlines() if " cannot express " in line]
@@ -89,9 +89,7 @@ def test_the_text_says_what_the_values_say(target: str, changes: dict) -> None:
         ("ms-swift", {"lora_targets": "o_proj"}, {"target_modules.0": "o_proj"}),
     ],
 )
-def test_adapters_are_named_as_a_trainer_names_them(
-    target: str, changes: dict, expected: dict
-) -> None:
+def test_adapters_are_named_as_a_trainer_names_them(target, changes, expected):
     gpus = {"gpus": "1xH200-141GB"} if "lora_base" in changes else {}
     values = emitted(target, lora=16, **changes, **gpus).values
     assert expected.items() <= values.items()
@@ -102,7 +100,7 @@ def test_adapters_are_named_as_a_trainer_names_them(
 
 
 @pytest.mark.parametrize("target", FILES)
-def test_without_lora_all_of_a_model_is_trained(target: str) -> None:
+def test_without_lora_all_of_a_model_is_trained(target):
     values = emitted(target).values
     assert not [name for name in values if name.startswith("lora")]
     assert values.get("adapter") is None
@@ -121,9 +119,7 @@ def test_without_lora_all_of_a_model_is_trained(target: str) -> None:
         ),
     ],
 )
-def test_what_a_trainer_does_not_have_is_refused_with_a_hint_that_works(
-    target: str, changes: dict, said: str
-) -> None:
+def test_what_a_trainer_does_not_have_is_refused_with_a_hint_that_works(target, changes, said):
     asked = {"length": "16k", "ulysses": [1]} | changes
     with pytest.raises(UsageError, match=said) as refused:
         TARGETS[target].emit(*goal(target, **asked))
@@ -146,8 +142,8 @@ def test_what_a_trainer_does_not_have_is_refused_with_a_hint_that_works(
     ],
 )
 def test_a_layout_that_a_trainer_does_not_have_is_refused_with_a_hint_that_works(
-    target: str, changes: dict, said: str
-) -> None:
+    target, changes, said
+):
     with pytest.raises(UsageError, match=said) as refused:
         TARGETS[target].emit(*goal(target, "16k", **changes))
     for way in re.findall("`(.+?)`", refused.value.hint):
@@ -175,13 +171,13 @@ def test_a_layout_that_a_trainer_does_not_have_is_refused_with_a_hint_that_works
         ("ms-swift", {"degree": 8, "gpus": "8xH200-141GB", "model": "Qwen2.5-32B"}, ""),
     ],
 )
-def test_what_a_trainer_cannot_express_is_said(target: str, changes: dict, said: str) -> None:
+def test_what_a_trainer_cannot_express_is_said(target, changes, said):
     degree = changes.pop("degree", 1)
     made = TARGETS[target].emit(*goal(target, "16k", ulysses=[degree], **changes))
     assert any(said in each for each in made.cannot) or not said
 
 
-def test_heads_and_a_ring_are_shared_as_the_number_of_key_heads_has_it() -> None:
+def test_heads_and_a_ring_are_shared_as_the_number_of_key_heads_has_it():
     """Four key heads among eight GPUs: four by heads, and two such groups round a ring."""
     asked = {"gpus": "8xH200-141GB", "model": "Qwen2.5-7B"}
     made = TARGETS["ms-swift"].emit(*goal("ms-swift", "16k", ulysses=[4], ring=[2], **asked))
@@ -192,7 +188,7 @@ def test_heads_and_a_ring_are_shared_as_the_number_of_key_heads_has_it() -> None
     assert said.startswith("SP=2, ring=4: 4 GPUs share heads, and 2 such groups pass")
 
 
-def test_axolotls_fsdp1_keeps_float32() -> None:
+def test_axolotls_fsdp1_keeps_float32():
     values, said = (
         getattr(emitted("axolotl", strategy="fsdp"), name) for name in ("values", "cannot")
     )
@@ -201,7 +197,7 @@ def test_axolotls_fsdp1_keeps_float32() -> None:
     assert not any("float32" in each for each in said)
 
 
-def test_axolotls_degrees_are_those_that_are_not_1() -> None:
+def test_axolotls_degrees_are_those_that_are_not_1():
     made = TARGETS["axolotl"].emit(
         *goal("axolotl", "16k", ulysses=[2], copies=[2], gpus="8xH200-141GB")
     )
@@ -210,13 +206,13 @@ def test_axolotls_degrees_are_those_that_are_not_1() -> None:
     assert not set(degrees) & emitted("axolotl").values.keys()
 
 
-def test_axolotl_is_told_of_either_allocator_since_it_has_one_of_its_own() -> None:
+def test_axolotl_is_told_of_either_allocator_since_it_has_one_of_its_own():
     for allocator, truth in (("native", "False"), ("expandable", "True")):
         made = emitted("axolotl", allocator=allocator)
         assert set(made.environment.values()) == {f"expandable_segments:{truth}"}
 
 
-def test_llamafactory_recomputes_by_itself_alone() -> None:
+def test_llamafactory_recomputes_by_itself_alone():
     for recompute in ("layer", "none"):
         made = emitted("llamafactory", "4k", recompute=recompute)
         launched = yaml.safe_load(made.beside["accelerate.yaml"])
@@ -225,7 +221,7 @@ def test_llamafactory_recomputes_by_itself_alone() -> None:
         assert made.values["disable_gradient_checkpointing"] is (recompute == "none")
 
 
-def test_ms_swifts_file_of_fsdp2_has_its_own_names() -> None:
+def test_ms_swifts_file_of_fsdp2_has_its_own_names():
     known = recorded("ms-swift", ms_swift_file.VERSION)
     for offload in (False, True):
         found, _ = goal("ms-swift", "16k")
@@ -237,7 +233,7 @@ def test_ms_swifts_file_of_fsdp2_has_its_own_names() -> None:
 
 
 @pytest.mark.parametrize("target", FILES)
-def test_one_micro_batch_a_step_is_not_left_to_the_user(target: str) -> None:
+def test_one_micro_batch_a_step_is_not_left_to_the_user(target):
     one, several = (emitted(target, "4k", micro_batches=number) for number in (1, 2))
     replaced = "gradient_accumulation_steps\n"
     assert one.values["gradient_accumulation_steps"] == 1
@@ -246,7 +242,7 @@ def test_one_micro_batch_a_step_is_not_left_to_the_user(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", FILES)
-def test_a_model_is_named_by_its_id_where_it_is_filled_in(target: str) -> None:
+def test_a_model_is_named_by_its_id_where_it_is_filled_in(target):
     found, chosen = goal(target, "16k", ulysses=[1])
     (name,) = {"base_model", "model_name_or_path", "model"} & configured(
         target, found, chosen, model="Qwen3-4B", is_filled_in=True
@@ -259,13 +255,13 @@ def test_a_model_is_named_by_its_id_where_it_is_filled_in(target: str) -> None:
     assert "$MODEL_PATH" in plain.command
 
 
-def test_a_name_of_the_catalog_has_the_id_of_the_very_model_that_was_named() -> None:
+def test_a_name_of_the_catalog_has_the_id_of_the_very_model_that_was_named():
     assert hub_id_of("qwen2.5-7b-instruct") == "Qwen/Qwen2.5-7B-Instruct"
     assert hub_id_of("Qwen2.5-7B") == "Qwen/Qwen2.5-7B"
     assert hub_id_of("no-such-model") is None
 
 
-def test_settings_without_whole_logits_come_before_those_with() -> None:
+def test_settings_without_whole_logits_come_before_those_with():
     found = recommend("Qwen3-8B", length="128k", gpus="8xH100-80GB")
     made = configured_choice("axolotl", found, model="Qwen3-8B")
     assert made is not None

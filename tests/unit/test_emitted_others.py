@@ -94,7 +94,7 @@ def is_a(value: object, kind: str) -> bool:
 
 @pytest.mark.parametrize("target", FILES)
 @pytest.mark.parametrize("length", ["16k", "128k"])
-def test_every_name_and_type_is_one_of_the_trainers_own(target: str, length: str) -> None:
+def test_every_name_and_type_is_one_of_the_trainers_own(target, length):
     known = recorded(target, FILES[target].VERSION)
     found, _ = goal(target, length)
     for candidate in found.candidates:
@@ -118,7 +118,7 @@ def test_every_name_and_type_is_one_of_the_trainers_own(target: str, length: str
 @pytest.mark.parametrize(
     ("objective", "command"), [("grpo", "grpo"), ("rw", "reward"), ("dpo", "dpo")]
 )
-def test_trls_other_commands_have_their_own_names(objective: str, command: str) -> None:
+def test_trls_other_commands_have_their_own_names(objective, command):
     known = recorded("trl", trl_file.VERSION)
     found, chosen = goal(objective=objective, length="16k", ulysses=[1])
     emitted = trl(found, chosen)
@@ -135,7 +135,7 @@ def test_trls_other_commands_have_their_own_names(objective: str, command: str) 
 @pytest.mark.parametrize(
     ("objective", "command"), [("sft", "sft"), ("rw", "reward"), ("grpo", "grpo"), ("dpo", "dpo")]
 )
-def test_adapters_are_named_as_trl_names_them(objective: str, command: str) -> None:
+def test_adapters_are_named_as_trl_names_them(objective, command):
     known = recorded("trl", trl_file.VERSION)
     asked = {"lora": 16, "lora_targets": "q_proj,v_proj", "objective": objective}
     values = trl(*goal(length="16k", ulysses=[1], **asked)).values
@@ -156,7 +156,7 @@ def test_adapters_are_named_as_trl_names_them(objective: str, command: str) -> N
         assert is_a(value, kind), (name, kind)
 
 
-def test_a_weight_of_adapters_that_is_none_of_trls_is_refused_with_a_hint_that_works() -> None:
+def test_a_weight_of_adapters_that_is_none_of_trls_is_refused_with_a_hint_that_works():
     with pytest.raises(UsageError, match="whole number") as refused:
         trl(*goal(length="16k", lora=8, lora_alpha=12.5))
     assert refused.value.hint == "use `--lora-alpha 12`"
@@ -164,7 +164,7 @@ def test_a_weight_of_adapters_that_is_none_of_trls_is_refused_with_a_hint_that_w
 
 
 @pytest.mark.parametrize("objective", ["sft", "grpo"])
-def test_moments_of_8_bits_are_torchaos_in_trl(objective: str) -> None:
+def test_moments_of_8_bits_are_torchaos_in_trl(objective):
     asked = {"length": "16k", "ulysses": [1], "objective": objective}
     emitted = trl(*goal(**asked, optimizer="adamw-8bit"))
     assert emitted.values["optim"] == "adamw_torch_8bit"
@@ -188,9 +188,7 @@ def test_moments_of_8_bits_are_torchaos_in_trl(objective: str) -> None:
         ),
     ],
 )
-def test_optimizers_that_trl_does_not_have_are_refused_with_hints_that_work(
-    changes: dict, said: str
-) -> None:
+def test_optimizers_that_trl_does_not_have_are_refused_with_hints_that_work(changes, said):
     asked = {"length": "16k", "ulysses": [1]} | changes
     with pytest.raises(UsageError, match=said) as refused:
         trl(*goal(**asked))
@@ -205,7 +203,7 @@ def test_optimizers_that_trl_does_not_have_are_refused_with_hints_that_work(
 
 
 @pytest.mark.parametrize("optimizer", ["adamw-8bit", "adamw-bf16"])
-def test_with_accelerate_the_script_makes_the_optimizer(optimizer: str) -> None:
+def test_with_accelerate_the_script_makes_the_optimizer(optimizer):
     found, chosen = goal("accelerate", "16k", ulysses=[1], optimizer=optimizer)
     emitted = configured("accelerate", found, chosen, model="Qwen3-4B")
     assert any("the script makes the optimizer" in each for each in emitted.cannot)
@@ -220,14 +218,14 @@ def test_the_reference_of_trls_dpo_takes_no_memory_while_it_trains():
 
 
 @pytest.mark.parametrize("entropy", ["none", "full", "chunked"])
-def test_grpo_has_entropy_in_trls_loss_where_it_was_predicted_so(entropy: str) -> None:
+def test_grpo_has_entropy_in_trls_loss_where_it_was_predicted_so(entropy):
     values = trl(*goal(objective="grpo", length="16k", ulysses=[1], entropy=entropy)).values
     expected = None if entropy == "none" else Hyperparameters().entropy_coefficient
     assert values.get("entropy_coef") == expected
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 3, 4, 8])
-def test_a_generation_batch_of_grpo_is_whole_groups(gpus: int) -> None:
+def test_a_generation_batch_of_grpo_is_whole_groups(gpus):
     found, chosen = goal(objective="grpo", length="4k", ulysses=[1], gpus=f"{gpus}xH200-141GB")
     values = trl(found, chosen).values
     assert (
@@ -240,7 +238,7 @@ def test_a_generation_batch_of_grpo_is_whole_groups(gpus: int) -> None:
 
 
 @pytest.mark.parametrize("objective", ["sft", "grpo"])
-def test_one_micro_batch_a_step_is_named_as_the_trainer_does(objective: str) -> None:
+def test_one_micro_batch_a_step_is_named_as_the_trainer_does(objective):
     one = {"length": "4k", "ulysses": [1], "micro_batches": 1}
     found, chosen = goal(objective=objective, **one)
     values, known = trl(found, chosen).values, recorded("trl", trl_file.VERSION)
@@ -261,7 +259,7 @@ def test_one_micro_batch_a_step_is_named_as_the_trainer_does(objective: str) -> 
     assert "training.global_batch_size" not in torchtitan(*several).values
 
 
-def test_grpo_with_gpus_set_aside_generates_there() -> None:
+def test_grpo_with_gpus_set_aside_generates_there():
     found, chosen = goal(objective="grpo", length="16k", ulysses=[1], rollout_gpus=2)
     emitted = trl(found, chosen)
     assert (emitted.values["use_vllm"], emitted.values["vllm_mode"]) == (True, "server")
@@ -270,7 +268,7 @@ def test_grpo_with_gpus_set_aside_generates_there() -> None:
     assert "num_processes: 2" in emitted.beside["accelerate.yaml"]
 
 
-def test_everything_that_the_program_for_torchtitan_imports_is_there() -> None:
+def test_everything_that_the_program_for_torchtitan_imports_is_there():
     known = recorded("torchtitan", torchtitan_file.VERSION)
     found, chosen = goal("torchtitan", loss="chunked")
     for path in (None, "/models/mine"):
@@ -295,7 +293,7 @@ def test_everything_that_the_program_for_torchtitan_imports_is_there() -> None:
         ), name
 
 
-def test_the_models_of_the_catalog_are_torchtitans_own_where_it_has_them() -> None:
+def test_the_models_of_the_catalog_are_torchtitans_own_where_it_has_them():
     known = recorded("torchtitan", torchtitan_file.VERSION)
     assert set(FLAVORS) <= set(catalog_names())
     assert all(f"flavor:{family}:{flavor}" in known for family, flavor in FLAVORS.values())
@@ -308,7 +306,7 @@ def test_the_models_of_the_catalog_are_torchtitans_own_where_it_has_them() -> No
     assert "torchtitan.models.llama3" in imported
 
 
-def test_the_text_says_what_the_values_say() -> None:
+def test_the_text_says_what_the_values_say():
     for target in ("areal", "trl", "accelerate"):
         found, chosen = goal(target)
         emitted = TARGETS[target].emit(found, chosen)
@@ -316,7 +314,7 @@ def test_the_text_says_what_the_values_say() -> None:
 
 
 @pytest.mark.parametrize("target", FILES)
-def test_the_variables_of_the_allocator_go_by_both_names(target: str) -> None:
+def test_the_variables_of_the_allocator_go_by_both_names(target):
     both = {
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
@@ -339,7 +337,7 @@ WINDOWED = {"model": "gemma-2-2b", "length": "8k"}
 """A model with windows, which torch's context parallelism refuses."""
 
 
-def test_where_trl_recomputes_is_where_it_may() -> None:
+def test_where_trl_recomputes_is_where_it_may():
     for changes, degree, ours in (({}, 1, False), ({}, 2, False), (WINDOWED, 2, True)):
         found, _ = goal(**changes)
         emitted = trl(found, rung(found, degree=degree, offload=False))
@@ -356,7 +354,7 @@ def test_where_trl_recomputes_is_where_it_may() -> None:
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_what_was_predicted_by_heads_is_fsdp2s_where_a_ring_can_be(offload: bool) -> None:
+def test_what_was_predicted_by_heads_is_fsdp2s_where_a_ring_can_be(offload):
     found, _ = goal(length="16k")
     emitted = trl(found, rung(found, degree=4, offload=offload))
     launched = yaml.safe_load(emitted.beside["accelerate.yaml"])
@@ -373,17 +371,17 @@ def test_what_was_predicted_by_heads_is_fsdp2s_where_a_ring_can_be(offload: bool
 
 @pytest.mark.parametrize("model", ["Mistral-7B-v0.1", "gemma-2-2b"])
 @pytest.mark.parametrize("ulysses", [1, 2])
-def test_a_ring_of_a_model_with_windows_is_refused(model: str, ulysses: int) -> None:
+def test_a_ring_of_a_model_with_windows_is_refused(model, ulysses):
     layout = Layout(gpus=4, ulysses_degree=ulysses, ring_degree=2)
     shape = load_model(model).shape
-    said = accelerate_file.layout_obstacle(layout, shape, name="accelerate")
+    said = accelerate_file.layout_obstacle(layout, shape, accelerate_file.WORDS)
     assert said is not None
     assert f"{shape.model_type} has others" in said
     whole = load_model("Qwen3-4B").shape
-    assert accelerate_file.layout_obstacle(layout, whole, name="accelerate") is None
+    assert accelerate_file.layout_obstacle(layout, whole, accelerate_file.WORDS) is None
 
 
-def test_heads_are_deepspeeds_to_share_where_layers_have_windows() -> None:
+def test_heads_are_deepspeeds_to_share_where_layers_have_windows():
     found, _ = goal(**WINDOWED)
     emitted = trl(found, rung(found, degree=2, offload=False))
     launched = yaml.safe_load(emitted.beside["accelerate.yaml"])
@@ -393,12 +391,12 @@ def test_heads_are_deepspeeds_to_share_where_layers_have_windows() -> None:
     assert emitted.values["attn_implementation"] == "flash_attention_2"
 
 
-def test_moments_of_8_bits_are_sharded_with_sequences_by_a_ring() -> None:
+def test_moments_of_8_bits_are_sharded_with_sequences_by_a_ring():
     emitted = trl(*goal(length="16k", ulysses=[2], optimizer="adamw-8bit"))
     assert emitted.values["optim"] == "adamw_torch_8bit"
 
 
-def test_accelerate_has_both_fsdps() -> None:
+def test_accelerate_has_both_fsdps():
     for strategy, version, reshard in (("fsdp", 1, "FULL_SHARD"), ("fsdp2", 2, True)):
         found, _ = goal("accelerate", "16k", strategy=strategy)
         config = yaml.safe_load(accelerate(found, rung(found, degree=1, offload=False)).text)[
@@ -448,9 +446,7 @@ def test_accelerate_has_both_fsdps() -> None:
         ("areal", {"degree": 2}, ("FSDP1",)),
     ],
 )
-def test_what_a_trainer_cannot_express_is_said(
-    target: str, changes: dict, said: tuple[str, ...]
-) -> None:
+def test_what_a_trainer_cannot_express_is_said(target, changes, said):
     degree = changes.pop("degree")
     found, _ = goal(target, **changes)
     emitted = TARGETS[target].emit(found, rung(found, degree=degree, offload=False))
@@ -460,7 +456,7 @@ def test_what_a_trainer_cannot_express_is_said(
     assert [line.partition(" cannot express ")[2] for line in lines] == list(emitted.cannot)
 
 
-def test_what_trl_starts_with_is_said_where_nobody_named_the_model() -> None:
+def test_what_trl_starts_with_is_said_where_nobody_named_the_model():
     found, chosen = goal("trl")
     said = "# before it starts: export MODEL_PATH=the model's directory\n"
     assert "$MODEL_PATH" in trl(found, chosen).command
@@ -468,7 +464,7 @@ def test_what_trl_starts_with_is_said_where_nobody_named_the_model() -> None:
     assert "MODEL_PATH" not in trl(found, chosen, model_path="/models/mine").text
 
 
-def test_an_entropy_is_named_where_there_is_one() -> None:
+def test_an_entropy_is_named_where_there_is_one():
     of_sft, of_grpo = (
         next(
             each
@@ -481,7 +477,7 @@ def test_an_entropy_is_named_where_there_is_one() -> None:
     assert "full entropy" in of_grpo
 
 
-def test_nothing_is_said_to_be_missing_where_nothing_is() -> None:
+def test_nothing_is_said_to_be_missing_where_nothing_is():
     found, _ = goal("torchtitan", "16k")
     assert torchtitan(found, rung(found, degree=1, offload=True)).cannot == ()
     found, _ = goal("areal")
@@ -499,9 +495,7 @@ def test_nothing_is_said_to_be_missing_where_nothing_is() -> None:
         ("areal", {"rollout_gpus": 0}, "none are set aside"),
     ],
 )
-def test_what_a_trainer_does_not_train_is_refused_with_a_hint_that_works(
-    target: str, changes: dict, said: str
-) -> None:
+def test_what_a_trainer_does_not_train_is_refused_with_a_hint_that_works(target, changes, said):
     with pytest.raises(UsageError, match=said) as refused:
         TARGETS[target].emit(*goal(target, "16k", **changes))
     words = shlex.split(re.findall("`(.+?)`", refused.value.hint)[0])
@@ -521,9 +515,7 @@ def test_what_a_trainer_does_not_train_is_refused_with_a_hint_that_works(
     ("words", "changes"),
     [("--ring 2", {"ring_degree": 2}), ("--copies 2", {"replicate_degree": 2})],
 )
-def test_a_layout_that_a_trainer_has_no_words_for_is_refused_by_name(
-    target: str, words: str, changes: dict[str, int]
-) -> None:
+def test_a_layout_that_a_trainer_has_no_words_for_is_refused_by_name(target, words, changes):
     found, chosen = goal(target, "16k")
     layout = msgspec.structs.replace(chosen.cell.layout, ulysses_degree=1, **changes)
     other = msgspec.structs.replace(
@@ -544,9 +536,7 @@ def test_a_layout_that_a_trainer_has_no_words_for_is_refused_by_name(
         ("trl", {"ring": [2], "objective": "dpo"}, "in `trl sft` alone, not in `trl dpo`"),
     ],
 )
-def test_a_layout_that_a_mesh_cannot_have_is_refused_with_a_hint_that_works(
-    target: str, changes: dict, said: str
-) -> None:
+def test_a_layout_that_a_mesh_cannot_have_is_refused_with_a_hint_that_works(target, changes, said):
     changes = {"ulysses": [1], "length": "16k"} | changes
     with pytest.raises(UsageError, match=said) as refused:
         TARGETS[target].emit(*goal(target, **changes))
@@ -558,8 +548,8 @@ def test_a_layout_that_a_mesh_cannot_have_is_refused_with_a_hint_that_works(
 
 @pytest.mark.parametrize("target", ["trinity", "verl", "areal"])
 def test_a_setting_that_only_the_engine_has_is_refused_with_the_flag_to_leave_out(
-    target: str,
-) -> None:
+    target,
+):
     found, chosen = goal(target, "16k")
     settings = msgspec.structs.replace(chosen.cell.settings, mlp_tiles=4)
     other = msgspec.structs.replace(
@@ -571,7 +561,7 @@ def test_a_setting_that_only_the_engine_has_is_refused_with_the_flag_to_leave_ou
 
 
 @pytest.mark.parametrize("target", FILES)
-def test_whose_prediction_it_is_stands_in_the_heading(target: str) -> None:
+def test_whose_prediction_it_is_stands_in_the_heading(target):
     found, chosen = goal(target)
     heading = TARGETS[target].emit(found, chosen).text.partition("start")[0]
     whose = (
@@ -592,7 +582,7 @@ def test_whose_prediction_it_is_stands_in_the_heading(target: str) -> None:
 @pytest.mark.parametrize(
     "path", ["/models/mine", 'it\'s "q" #1: a=b, ${oc.env:HOME} \\ ü', "- x", "yes", "\u2028x"]
 )
-def test_a_path_is_a_path(target: str, path: str) -> None:
+def test_a_path_is_a_path(target, path):
     found, chosen = goal(target)
     text = TARGETS[target].emit(found, chosen, model_path=path).text
     if target == "torchtitan":
@@ -609,7 +599,7 @@ def test_a_path_is_a_path(target: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("target", FILES)
-def test_no_name_of_a_model_ends_a_comment_of_the_others(target: str) -> None:
+def test_no_name_of_a_model_ends_a_comment_of_the_others(target):
     found, chosen = goal(target)
     for end in ("\n", "\r", "\x0b", "\u2028", "\x85"):
         emitted = TARGETS[target].emit(
@@ -622,7 +612,7 @@ def test_no_name_of_a_model_ends_a_comment_of_the_others(target: str) -> None:
         assert from_json(to_json(emitted), Emitted) == emitted
 
 
-def test_versions_are_those_that_are_installed_to_be_tested_with() -> None:
+def test_versions_are_those_that_are_installed_to_be_tested_with():
     for target, file in FILES.items():
         pins = (ROOT / "tests" / "emit" / "requirements" / f"{target}.txt").read_text().splitlines()
         assert f"{target}=={file.VERSION}" in pins

@@ -54,7 +54,7 @@ def result_of(alive: AliveMemory | None, **failure: object) -> TrialResult:
     )
 
 
-def test_a_line_says_where_what_how_much_and_what_to_try() -> None:
+def test_a_line_says_where_what_how_much_and_what_to_try():
     line = request_line(result_of(LOGITS, layer=27), VANILLA, Layout())
     assert line == (
         "backward of layer 27: no room for 4.00 GiB of logits; optimizer states 6.00 GiB alive; "
@@ -66,7 +66,7 @@ def test_a_line_says_where_what_how_much_and_what_to_try() -> None:
     ]
 
 
-def test_the_line_of_the_guide_is_what_a_recorded_trial_has() -> None:
+def test_the_line_of_the_guide_is_what_a_recorded_trial_has():
     docs = Path(__file__).parents[2] / "docs"
     recorded = from_json((docs / "results/profiler/runs_out.json").read_bytes(), TrialResult)
     line = request_line(recorded, VANILLA, Layout())
@@ -114,28 +114,26 @@ def changed(**sizes: int) -> AliveMemory:
         (changed(), VANILLA, None),
     ],
 )
-def test_the_setting_to_try_is_one_that_is_not_there_yet(
-    alive: AliveMemory, settings: Settings, setting: str | None
-) -> None:
+def test_the_setting_to_try_is_one_that_is_not_there_yet(alive, settings, setting):
     assert setting_of(alive, settings, Layout()) == setting
     assert setting is None or setting in ADVICE
 
 
-def test_where_copies_have_states_of_their_own_fewer_copies_are_tried_first() -> None:
+def test_where_copies_have_states_of_their_own_fewer_copies_are_tried_first():
     states = changed(optimizer_states_bytes=9 * GIB, gradients_bytes=3 * GIB)
     layout = Layout(gpus=4, replicate_degree=2)
     assert setting_of(states, VANILLA, layout) == "fewer copies"
     assert setting_of(changed(activations_bytes=9 * GIB), VANILLA, layout) == "context parallel"
 
 
-def test_on_the_cpu_nothing_is_advised_by_what_alone_is_counted() -> None:
+def test_on_the_cpu_nothing_is_advised_by_what_alone_is_counted():
     counted = {"parameters_bytes": GIB, "gradients_bytes": GIB, "optimizer_states_bytes": 2 * GIB}
     assert setting_of(AliveMemory(**counted), VANILLA, Layout(gpus=2, replicate_degree=2)) is None
     asked = {"requested_bytes": 4 * GIB, "requested_by": LOGITS.requested_by}
     assert setting_of(AliveMemory(**counted, **asked), VANILLA, Layout()) == "chunked loss"
 
 
-def test_whatever_is_advised_can_be_typed() -> None:
+def test_whatever_is_advised_can_be_typed():
     asked = {words for text in ADVICE.values() for words in re.findall(r"--[a-z-]+(?: \w+)?", text)}
     assert len(asked) >= len(ADVICE)
     for words in asked - {"--offload"}:
@@ -144,11 +142,11 @@ def test_whatever_is_advised_can_be_typed() -> None:
     assert parse(["find", "Qwen3-0.6B", "--offload"]).offload
 
 
-def test_every_category_has_its_words() -> None:
+def test_every_category_has_its_words():
     assert set(WORDS) == set(CATEGORIES)
 
 
-def test_the_tables_of_a_trial_and_of_a_study_have_the_line_and_nothing_acts_in_it() -> None:
+def test_the_tables_of_a_trial_and_of_a_study_have_the_line_and_nothing_acts_in_it():
     cell = QUESTION.cells[0]
     hostile = msgspec.structs.replace(LOGITS, requested_by=f"highwater/{HOSTILE}.py:1 {HOSTILE}")
     result = result_of(hostile, phase=HOSTILE)

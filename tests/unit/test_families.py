@@ -25,6 +25,7 @@ from highwater.model.model_config import MIN_FIELDS
 from highwater.model.rope import unscalable, yarn
 from highwater.model.rope_block import rope_block
 from highwater.model.trained_families import TRAINED
+from tables import table
 from tiny_models import write_model
 
 SIZES: dict[str, Any] = {
@@ -70,44 +71,7 @@ SWITCHES = (
 """Fields of small parameters, which tests/unit/test_small_parameters.py has either way."""
 
 
-GIVEN: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 1280,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 160,  # which every class's key/value heads divide
-    "max_position_embeddings": 64,
-    "num_key_value_heads": 10,
-    "head_dim": 24,
-    "intermediate_size": 96,
-    "ffn_dim": 80,
-    "moe_intermediate_size": 48,
-    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), 40),
-    **dict.fromkeys(
-        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 12
-    ),
-    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 3),
-    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 3),
-    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 2),
-    "mlp_layer_types": [*["dense"] * 3, *["sparse"] * 3],
-    "layer_types": [*["sliding_attention"] * 2, *["full_attention"] * 4],
-    "sliding_window": 16,
-    "use_sliding_window": True,
-    "max_window_layers": 3,
-    "no_rope_layer_interval": 7,
-    "no_rope_layers": [1] * 6,
-    **dict.fromkeys(("global_attn_every_n_layers", "sliding_window_pattern"), 1),
-    "prefix_dense_intermediate_size": 72,
-    "logit_scale": 0.25,
-    "logits_scaling": 4.0,
-    "final_logit_softcapping": 25.0,
-    "output_router_logits": True,
-    "router_aux_loss_coef": 0.0,
-    "attention_dropout": 0.0,
-    "rope_parameters": {"rope_type": "linear", "factor": 2.0},
-    **dict.fromkeys(("rope_theta", "rotary_emb_base"), 7000.0),
-    **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), 0.75),
-    "original_max_position_embeddings": 32,
-}
+GIVEN: dict[str, Any] = table("windows", "given")
 """A value for every field that is read of a ``config.json``, and that no class takes by default."""
 WITHOUT_FIELDS = {
     "cohere2": ("sliding_window_pattern",),
@@ -195,9 +159,7 @@ def read(folder: Path, family: str, config: dict[str, Any]) -> tuple[object, ...
 
 @pytest.mark.corpus
 @pytest.mark.parametrize("family", sorted(TRAINED))
-def test_a_field_that_is_left_out_is_what_the_familys_class_takes(
-    tmp_path: Path, family: str
-) -> None:
+def test_a_field_that_is_left_out_is_what_the_familys_class_takes(tmp_path, family):
     given = given_of(family)
     needed = {
         field: value
@@ -220,9 +182,7 @@ def test_a_field_that_is_left_out_is_what_the_familys_class_takes(
 
 @pytest.mark.corpus
 @pytest.mark.parametrize("family", sorted(TRAINED))
-def test_a_file_that_is_refused_without_a_field_is_refused_as_its_class_writes_it(
-    tmp_path: Path, family: str
-) -> None:
+def test_a_file_that_is_refused_without_a_field_is_refused_as_its_class_writes_it(tmp_path, family):
     given = given_of(family)
     for field in set(given) - set(MIN_FIELDS):
         config = {name: given[name] for name in given if name != field}
@@ -233,8 +193,8 @@ def test_a_file_that_is_refused_without_a_field_is_refused_as_its_class_writes_i
 @pytest.mark.corpus
 @pytest.mark.parametrize("family", sorted(TRAINED))
 def test_every_field_that_is_read_and_that_a_class_has_is_left_out_by_the_sweep(
-    family: str,
-) -> None:
+    family,
+):
     neutral = {
         "is_encoder_decoder",
         "attn_logit_softcapping",
@@ -267,11 +227,11 @@ def test_every_field_that_is_read_and_that_a_class_has_is_left_out_by_the_sweep(
     }
 
 
-def test_every_family_that_trains_has_its_classs_defaults() -> None:
+def test_every_family_that_trains_has_its_classs_defaults():
     assert set(CLASS_DEFAULTS) == TRAINED >= set(FAMILIES)
 
 
-def test_gemma_2bs_published_config_is_read_as_tied_and_2_506_billion(tmp_path: Path) -> None:
+def test_gemma_2bs_published_config_is_read_as_tied_and_2_506_billion(tmp_path):
     sizes = {
         "hidden_size": 2048,
         "intermediate_size": 16384,
@@ -290,7 +250,7 @@ def test_gemma_2bs_published_config_is_read_as_tied_and_2_506_billion(tmp_path: 
     assert shape.parameters == 2_506_172_416
 
 
-def test_phi_3s_long_rope_starts_from_the_length_beside_its_block(tmp_path: Path) -> None:
+def test_phi_3s_long_rope_starts_from_the_length_beside_its_block(tmp_path):
     rope = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     known = load_model(
         str(
@@ -305,9 +265,7 @@ def test_phi_3s_long_rope_starts_from_the_length_beside_its_block(tmp_path: Path
 
 
 @pytest.mark.parametrize("field", NEEDED["dots1"])
-def test_experts_of_which_no_model_can_be_built_are_refused_by_the_fields_name(
-    tmp_path: Path, field: str
-) -> None:
+def test_experts_of_which_no_model_can_be_built_are_refused_by_the_fields_name(tmp_path, field):
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
     assert load_model(str(write_model(tmp_path, model_type="dots1", **experts))).shape.experts == 4
     with pytest.raises(ModelError, match=f"dots1, has no {field}"):
@@ -315,7 +273,7 @@ def test_experts_of_which_no_model_can_be_built_are_refused_by_the_fields_name(
 
 
 @pytest.mark.corpus
-def test_families_with_a_rope_for_each_kind_of_layer_are_those_of_transformers() -> None:
+def test_families_with_a_rope_for_each_kind_of_layer_are_those_of_transformers():
     transformers = pytest.importorskip("transformers")
     found: set[str] = set()
     for name in TRAINED:
@@ -340,9 +298,7 @@ def test_families_with_a_rope_for_each_kind_of_layer_are_those_of_transformers()
         ),
     ],
 )
-def test_dropout_of_attention_weights_and_of_layers_is_refused_by_its_field(
-    tmp_path: Path, config: dict[str, Any], said: str
-) -> None:
+def test_dropout_of_attention_weights_and_of_layers_is_refused_by_its_field(tmp_path, config, said):
     with pytest.raises(ModelError, match=said) as refusal:
         load_model(str(write_model(tmp_path / "m", **config)))
     field = said.partition(" ")[0]
@@ -351,7 +307,7 @@ def test_dropout_of_attention_weights_and_of_layers_is_refused_by_its_field(
     assert load_model(str(write_model(tmp_path / "m", **off, resid_pdrop=0.1))).name == "m"
 
 
-def test_families_that_drop_attention_weights_by_default_are_those_of_transformers() -> None:
+def test_families_that_drop_attention_weights_by_default_are_those_of_transformers():
     transformers = pytest.importorskip("transformers")
     fields = (
         "attention_dropout",
@@ -371,8 +327,8 @@ def test_families_that_drop_attention_weights_by_default_are_those_of_transforme
 @pytest.mark.corpus
 @pytest.mark.parametrize("family", sorted(TRAINED))
 def test_a_config_with_nothing_but_sizes_has_the_parameters_of_transformers_own_model(
-    tmp_path: Path, family: str
-) -> None:
+    tmp_path, family
+):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     from highwater.engine.models.build import read_config
 
@@ -399,9 +355,7 @@ def test_a_config_with_nothing_but_sizes_has_the_parameters_of_transformers_own_
 
 @pytest.mark.corpus
 @pytest.mark.parametrize("family", sorted(TRAINED))
-def test_the_matrices_of_a_usual_config_are_all_its_parameters_but_norms(
-    tmp_path: Path, family: str
-) -> None:
+def test_the_matrices_of_a_usual_config_are_all_its_parameters_but_norms(tmp_path, family):
     pytest.importorskip("transformers")
     least = {field: GIVEN[field] for field in NEEDED.get(family, ())} | {"attention_dropout": 0.0}
     (tmp_path / "config.json").write_text(json.dumps(written_by_its_class(family, least)))
@@ -415,90 +369,9 @@ def test_the_matrices_of_a_usual_config_are_all_its_parameters_but_norms(
 @pytest.mark.corpus
 @pytest.mark.parametrize(
     ("changes", "window"),
-    [
-        ({"model_type": "mistral"}, 4096),
-        ({"model_type": "mistral", **WINDOW}, 16),
-        ({"model_type": "mistral", **WINDOW, "use_sliding_window": False}, 16),
-        ({"model_type": "ministral"}, 4096),
-        ({"model_type": "ministral", **WINDOW, "layer_types": ["full_attention"] * 4}, None),
-        (
-            {
-                "model_type": "ministral",
-                **WINDOW,
-                "layer_types": [*["full_attention"] * 3, "sliding_attention"],
-            },
-            16,
-        ),
-        ({"model_type": "mixtral"}, None),
-        ({"model_type": "mixtral", **WINDOW}, 16),
-        ({"model_type": "phi3"}, None),
-        ({"model_type": "phi3", **WINDOW}, 16),
-        ({"model_type": "llama", **SWITCHED}, None),
-        ({"model_type": "olmo2", **SWITCHED}, None),
-        ({"model_type": "qwen2", **WINDOW}, None),
-        ({"model_type": "qwen2", **SWITCHED}, None),
-        ({"model_type": "qwen2", **SWITCHED, "max_window_layers": 3}, 16),
-        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 3}, 4096),
-        ({"model_type": "qwen3", **SWITCHED, "max_window_layers": 4}, None),
-        ({"model_type": "qwen3", **SWITCHED, "layer_types": ["sliding_attention"] * 4}, 16),
-        ({"model_type": "qwen3", **WINDOW, "layer_types": ["full_attention"] * 4}, None),
-        ({"model_type": "qwen3_moe", **SWITCHED, "max_window_layers": 9}, 16),
-        ({"model_type": "qwen3_moe", **WINDOW}, None),
-        ({"model_type": "qwen2_moe", **SWITCHED}, 16),
-        ({"model_type": "qwen2_moe", **SWITCHED, "max_window_layers": 2}, 16),
-        ({"model_type": "qwen2_moe", **SWITCHED, "max_window_layers": 0}, None),
-        ({"model_type": "smollm3", **SWITCHED}, 16),
-        ({"model_type": "smollm3", **SWITCHED, "no_rope_layers": [0, 1, 1, 0]}, 16),
-        ({"model_type": "smollm3", **SWITCHED, "no_rope_layer_interval": 2}, 16),
-        ({"model_type": "smollm3", **SWITCHED, "no_rope_layers": [1, 1, 1, 1]}, None),
-        ({"model_type": "smollm3", **SWITCHED, "no_rope_layer_interval": 5}, None),
-        ({"model_type": "smollm3", **WINDOW}, None),
-        ({"model_type": "starcoder2", **WINDOW}, 16),
-        ({"model_type": "afmoe"}, 1024),
-        ({"model_type": "afmoe", "global_attn_every_n_layers": 1}, None),
-        ({"model_type": "afmoe", "global_attn_every_n_layers": 2}, 1024),
-        ({"model_type": "cwm", **WINDOW}, 16),
-        ({"model_type": "cwm", **WINDOW, "num_hidden_layers": 9}, 16),
-        ({"model_type": "cwm", "num_hidden_layers": 1}, None),
-        ({"model_type": "dots1"}, None),
-        ({"model_type": "dots1", "max_window_layers": 3}, 4096),
-        ({"model_type": "dots1", "max_window_layers": 3, "use_sliding_window": False}, 4096),
-        ({"model_type": "exaone4"}, 4096),
-        ({"model_type": "exaone4", "sliding_window_pattern": 1}, None),
-        ({"model_type": "exaone4", "sliding_window_pattern": 3}, 4096),
-        ({"model_type": "gemma3_text", **WINDOW}, 16),
-        ({"model_type": "gemma3_text", **WINDOW, "num_hidden_layers": 8}, 16),
-        ({"model_type": "gemma3_text", **WINDOW, "layer_types": ["full_attention"] * 4}, None),
-        ({"model_type": "cohere"}, None),
-        ({"model_type": "cohere2", "num_hidden_layers": 9}, 4096),
-        ({"model_type": "cohere2", **WINDOW, "sliding_window_pattern": 3}, 16),
-        ({"model_type": "cohere2", **WINDOW, "sliding_window_pattern": 1}, None),
-        ({"model_type": "cohere2", **WINDOW, "layer_types": ["sliding_attention"] * 4}, 16),
-        ({"model_type": "cohere2_moe", **WINDOW}, 16),
-        ({"model_type": "cohere2_moe", **BEFORE_EXPERTS}, 4096),
-        ({"model_type": "cohere2_moe", **BEFORE_EXPERTS, "sliding_window_pattern": 2}, 4096),
-        (
-            {
-                "model_type": "cohere2_moe",
-                **BEFORE_EXPERTS,
-                "prefix_dense_sliding_window_pattern": 2,
-            },
-            4096,
-        ),
-        ({"model_type": "kolibri1"}, 513),
-        ({"model_type": "kolibri1", "num_hidden_layers": 6}, 513),
-        ({"model_type": "laguna", **WINDOW}, None),
-        ({"model_type": "mellum", **WINDOW, "layer_types": ["sliding_attention"] * 4}, 16),
-        ({"model_type": "ministral3"}, None),
-        ({"model_type": "ministral3", **WINDOW}, 16),
-        ({"model_type": "olmo3"}, 4096),
-        ({"model_type": "gemma", **SWITCHED}, None),
-        ({"model_type": "glm4_moe", **SWITCHED}, None),
-    ],
+    table("windows", "windows"),
 )
-def test_the_window_is_the_one_that_transformers_layers_attend_in(
-    tmp_path: Path, changes: dict[str, Any], window: int | None
-) -> None:
+def test_the_window_is_the_one_that_transformers_layers_attend_in(tmp_path, changes, window):
     family = changes["model_type"]
     experts = SMALL_EXPERTS if family in ("mixtral", "qwen3_moe") else {}
     if family in EXPERTS and not experts:
@@ -527,7 +400,7 @@ def test_the_window_is_the_one_that_transformers_layers_attend_in(
     ]
 
 
-def test_a_null_window_is_full_attention(tmp_path: Path) -> None:
+def test_a_null_window_is_full_attention(tmp_path):
     directory = write_model(tmp_path, model_type="mistral")
     config = (directory / "config.json").read_text()
     (directory / "config.json").write_text(config.replace("{", '{"sliding_window": null, ', 1))
@@ -538,8 +411,8 @@ def test_a_null_window_is_full_attention(tmp_path: Path) -> None:
     "changes", [{"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}, {"mlp_only_layers": "all"}]
 )
 def test_layers_without_experts_among_those_with_them_are_refused_by_the_fields_name(
-    tmp_path: Path, changes: dict[str, Any]
-) -> None:
+    tmp_path, changes
+):
     moe = {"model_type": "qwen3_moe", **SMALL_EXPERTS}
     load_model(str(write_model(tmp_path, **moe, decoder_sparse_step=1, mlp_only_layers=[])))
     with pytest.raises(ModelError, match=next(iter(changes))) as refusal:
@@ -555,8 +428,8 @@ def test_layers_without_experts_among_those_with_them_are_refused_by_the_fields_
     ],
 )
 def test_other_gates_or_heads_of_laguna_are_refused_by_the_fields_name(
-    tmp_path: Path, field: str, usual: object, other: object
-) -> None:
+    tmp_path, field, usual, other
+):
     sizes = {"num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2}
     laguna = {"model_type": "laguna", **SMALL_COUNTS, **sizes}
     load_model(str(write_model(tmp_path, **laguna, **{field: usual})))
@@ -564,16 +437,14 @@ def test_other_gates_or_heads_of_laguna_are_refused_by_the_fields_name(
         load_model(str(write_model(tmp_path, **laguna, **{field: other})))
 
 
-def test_more_experts_a_token_than_there_are_is_refused(tmp_path: Path) -> None:
+def test_more_experts_a_token_than_there_are_is_refused(tmp_path):
     with pytest.raises(ModelError, match="8 experts of 4") as refusal:
         load_model(str(write_model(tmp_path, model_type="qwen3_moe", num_local_experts=4)))
     assert "num_experts_per_tok to 4" in refusal.value.hint
 
 
 @pytest.mark.parametrize("family", ["mixtral", "ministral"])
-def test_a_config_without_a_head_size_is_read_past_its_native_length(
-    tmp_path: Path, family: str
-) -> None:
+def test_a_config_without_a_head_size_is_read_past_its_native_length(tmp_path, family):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     from highwater.engine.models.build import read_config
 

@@ -2,7 +2,6 @@
 the user's, what is refused, and how it is started.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +73,7 @@ def files(
 
 
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda each: each.name)
-def test_a_trial_has_its_length_batch_steps_data_and_output(trainer: Finetuner) -> None:
+def test_a_trial_has_its_length_batch_steps_data_and_output(trainer):
     config = files(trainer, trial(sequences_per_micro_batch=3, micro_batches=4, steps=5)).config
     length, rows = BATCH[trainer.name]
     assert (config[length], config[rows]) == (LENGTH, 3)
@@ -87,16 +86,14 @@ def test_a_trial_has_its_length_batch_steps_data_and_output(trainer: Finetuner) 
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda each: each.name)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("changes", [{}, {"lora": 8, "recompute": "none"}])
-def test_every_field_of_a_trial_is_one_of_the_trainers_own(
-    trainer: Finetuner, device: str, changes: Mapping[str, Any]
-) -> None:
+def test_every_field_of_a_trial_is_one_of_the_trainers_own(trainer, device, changes):
     known = recorded(trainer.name, VERSIONS[trainer.name])
     config = files(trainer, trial(device=device, **changes)).config
     others = {"ENV", "predict_with_generate"}  # variables; transformers' Seq2SeqTrainingArguments
     assert not config.keys() - known.keys() - others
 
 
-def test_the_data_are_described_as_each_trainer_wants_it() -> None:
+def test_the_data_are_described_as_each_trainer_wants_it():
     described = files(LLAMAFACTORY, trial()).beside["dataset_info.json"]
     config = files(LLAMAFACTORY, trial()).config
     assert described[config["dataset"]]["file_name"] == DOCUMENTS
@@ -107,7 +104,7 @@ def test_the_data_are_described_as_each_trainer_wants_it() -> None:
 
 
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda each: each.name)
-def test_without_a_file_it_is_what_is_emitted(trainer: Finetuner) -> None:
+def test_without_a_file_it_is_what_is_emitted(trainer):
     with_flash = files(trainer, trial(), has_flash=True).config
     assert with_flash[trainer.attention] == ATTENTION[trainer.name]
     without = files(trainer, trial())
@@ -121,8 +118,8 @@ def test_without_a_file_it_is_what_is_emitted(trainer: Finetuner) -> None:
 
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda each: each.name)
 def test_the_users_fields_stay_and_what_they_do_not_say_is_the_trainers_default(
-    trainer: Finetuner,
-) -> None:
+    trainer,
+):
     length, rows = BATCH[trainer.name]
     base = {"learning_rate": 3e-4, RANK[trainer.name]: 64, "seed": 7, length: 512, rows: 9}
     found = files(trainer, trial(), **base, max_steps=500)
@@ -144,7 +141,7 @@ def test_the_users_fields_stay_and_what_they_do_not_say_is_the_trainers_default(
 
 
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda each: each.name)
-def test_a_setting_that_is_typed_wins_over_the_users_field(trainer: Finetuner) -> None:
+def test_a_setting_that_is_typed_wins_over_the_users_field(trainer):
     name = OPTIMIZER[trainer.name]
     base = {name: "lion_8bit", RANK[trainer.name]: 64}
     config = files(trainer, trial(optimizer="adamw-8bit", lora=8), **base).config
@@ -153,7 +150,7 @@ def test_a_setting_that_is_typed_wins_over_the_users_field(trainer: Finetuner) -
 
 
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda each: each.name)
-def test_data_and_reports_of_the_users_are_left_out_and_said(trainer: Finetuner) -> None:
+def test_data_and_reports_of_the_users_are_left_out_and_said(trainer):
     name = "datasets" if trainer is AXOLOTL else "dataset"
     found = files(trainer, trial(), **{name: "mine", "resume_from_checkpoint": "/old", "seed": 1})
     assert "resume_from_checkpoint" not in found.config
@@ -161,7 +158,7 @@ def test_data_and_reports_of_the_users_are_left_out_and_said(trainer: Finetuner)
     assert any(f"{name}, resume_from_checkpoint" in note for note in found.notes)
 
 
-def test_states_are_shared_by_what_is_emitted_for_the_layout() -> None:
+def test_states_are_shared_by_what_is_emitted_for_the_layout():
     four = trial(layout={"gpus": 4})
     launcher = files(LLAMAFACTORY, four).beside["accelerate.yaml"]
     assert (launcher["num_processes"], launcher["main_process_port"]) == (4, 0)
@@ -176,7 +173,7 @@ def test_states_are_shared_by_what_is_emitted_for_the_layout() -> None:
     assert offloaded["offload_params"] is True
 
 
-def test_one_of_both_recomputes_never_both() -> None:
+def test_one_of_both_recomputes_never_both():
     for base, setting, expected in (
         ({}, "layer", (False, True)),
         ({"gradient_checkpointing": True}, "layer", (True, False)),
@@ -195,7 +192,7 @@ def test_one_of_both_recomputes_never_both() -> None:
     assert llama.config["disable_gradient_checkpointing"] is True
 
 
-def test_the_users_section_about_fsdp_stays_but_for_how_states_are_sharded() -> None:
+def test_the_users_section_about_fsdp_stays_but_for_how_states_are_sharded():
     section = {
         "fsdp_transformer_layer_cls_to_wrap": "Qwen3DecoderLayer",
         "state_dict_type": "FULL_STATE_DICT",
@@ -207,7 +204,7 @@ def test_the_users_section_about_fsdp_stays_but_for_how_states_are_sharded() -> 
     assert own["offload_params"] is True
 
 
-def test_a_model_in_four_bits_is_not_loaded_by_one_rank() -> None:
+def test_a_model_in_four_bits_is_not_loaded_by_one_rank():
     own = files(AXOLOTL, trial(), load_in_4bit=True, adapter="qlora").config
     assert own["fsdp_config"]["cpu_ram_efficient_loading"] is False
     swift = files(MS_SWIFT, trial(), quant_bits=4)
@@ -217,7 +214,7 @@ def test_a_model_in_four_bits_is_not_loaded_by_one_rank() -> None:
 
 
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda each: each.name)
-def test_on_the_cpu_nothing_is_sharded_and_the_trainer_recomputes(trainer: Finetuner) -> None:
+def test_on_the_cpu_nothing_is_sharded_and_the_trainer_recomputes(trainer):
     base = {"fsdp_version": 2} if trainer is AXOLOTL else {"seed": 1}
     found = files(trainer, trial(device="cpu"), **base)
     assert not [name for name in found.config if name.startswith(("fsdp", "dp_", "context_par"))]
@@ -230,7 +227,7 @@ def test_on_the_cpu_nothing_is_sharded_and_the_trainer_recomputes(trainer: Finet
         assert not none["gradient_checkpointing"]
 
 
-def test_sequences_are_shared_as_each_trainer_shares_them() -> None:
+def test_sequences_are_shared_as_each_trainer_shares_them():
     ring = trial(layout={"gpus": 4, "ring_degree": 2})
     config = files(AXOLOTL, ring, has_flash=True).config
     assert (config["context_parallel_size"], config["dp_shard_size"]) == (2, 2)
@@ -261,9 +258,7 @@ def test_sequences_are_shared_as_each_trainer_shares_them() -> None:
         (AXOLOTL, {"lora": 8, "lora_alpha": 4.5}, "whole number", "--lora-alpha 4"),
     ],
 )
-def test_what_a_trainer_cannot_express_is_refused_by_name(
-    trainer: Finetuner, spec: dict[str, Any], said: str, hint: str
-) -> None:
+def test_what_a_trainer_cannot_express_is_refused_by_name(trainer, spec, said, hint):
     with pytest.raises(UsageError, match=said) as refused:
         files(trainer, trial(**spec))
     assert hint in str(refused.value.hint)
@@ -283,19 +278,17 @@ def test_what_a_trainer_cannot_express_is_refused_by_name(
         (MS_SWIFT, "device_map", "auto"),
     ],
 )
-def test_a_field_that_a_trial_cannot_take_over_is_refused_by_name(
-    trainer: Finetuner, field: str, value: object
-) -> None:
+def test_a_field_that_a_trial_cannot_take_over_is_refused_by_name(trainer, field, value):
     with pytest.raises(UsageError, match=rf"base\.yaml has {field}") as refused:
         files(trainer, trial(), **{field: value})
     assert "leave" in str(refused.value.hint)
 
 
-def test_a_degree_of_one_shares_nothing_and_stays() -> None:
+def test_a_degree_of_one_shares_nothing_and_stays():
     assert files(AXOLOTL, trial(), tensor_parallel_size=1).config["tensor_parallel_size"] == 1
 
 
-def test_each_is_started_by_its_own_entry_point() -> None:
+def test_each_is_started_by_its_own_entry_point():
     here, there = trial(device="cpu"), trial(layout={"gpus": 2})
     starts = {
         each.name: [each.start(launched(spec), (each.program,)) for spec in (here, there)]
@@ -311,13 +304,13 @@ def test_each_is_started_by_its_own_entry_point() -> None:
     assert LLAMAFACTORY.start(launched(there), conda)[:5] == (*conda[:4], "accelerate")
 
 
-def test_the_allocators_variables_are_the_rungs_not_the_users() -> None:
+def test_the_allocators_variables_are_the_rungs_not_the_users():
     own = {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync", "IMAGE_FACTOR": "28"}
     variables = files(MS_SWIFT, trial(), ENV=own).config["ENV"]
     assert variables == {"IMAGE_FACTOR": "28", "NPROC_PER_NODE": 1}
 
 
-def test_ms_swift_is_told_what_a_directory_is() -> None:
+def test_ms_swift_is_told_what_a_directory_is():
     note = "tells a model by its directory's name"
     own = trial(model_name="my-model")
     assert any(note in said for said in files(MS_SWIFT, own).notes)
@@ -325,7 +318,7 @@ def test_ms_swift_is_told_what_a_directory_is() -> None:
         assert not any(note in said for said in quiet.notes)
 
 
-def test_a_step_counts_where_the_trainer_saw_exactly_its_tokens() -> None:
+def test_a_step_counts_where_the_trainer_saw_exactly_its_tokens():
     line = "{'loss': '11.9', 'epoch': '0.5', 'num_input_tokens_seen': %d}\n"
     text = line % 32768 + line % 65536
     counted = {"counted": "num_input_tokens_seen"}
@@ -347,7 +340,7 @@ def trainer_of(
 
 
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda each: each.name)
-def test_a_trainer_that_is_not_here_is_said_with_what_installs_it(trainer: Finetuner) -> None:
+def test_a_trainer_that_is_not_here_is_said_with_what_installs_it(trainer):
     foreign = trainer_of(trainer.name, command=("/no/such/program",))
     with pytest.raises(HighwaterError, match="is not found") as refused:
         check_finetuner(trainer, trial(), foreign)
@@ -355,7 +348,7 @@ def test_a_trainer_that_is_not_here_is_said_with_what_installs_it(trainer: Finet
     assert f"/path/to/{trainer.program}" in str(refused.value.hint)
 
 
-def test_a_file_that_is_none_of_its_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_none_of_its_is_refused(tmp_path):
     own = tmp_path / "base.yaml"
     own.write_text("- a list\n")
     with pytest.raises(UsageError, match="no named fields") as refused:
@@ -365,7 +358,7 @@ def test_a_file_that_is_none_of_its_is_refused(tmp_path: Path) -> None:
     assert finetuner_base(AXOLOTL, trainer_of("axolotl", own)) == OwnFile({"seed": 3}, "base.yaml")
 
 
-def test_what_has_not_run_on_gpus_says_so_there_alone() -> None:
+def test_what_has_not_run_on_gpus_says_so_there_alone():
     for name, traits in FOREIGN.items():
         command = {"command": "train --len {length}"} if traits.is_typed else {}
         asked = {"model": "Qwen3-0.6B", "trainer": name, "gpus": [1], **command}
@@ -380,7 +373,7 @@ def test_what_has_not_run_on_gpus_says_so_there_alone() -> None:
     }
 
 
-def test_every_trainer_that_is_emitted_is_ready_or_by_a_command_and_says_which() -> None:
+def test_every_trainer_that_is_emitted_is_ready_or_by_a_command_and_says_which():
     assert set(FOREIGN) | set(BY_COMMAND) == {*TARGETS, "command"}
     assert set(PREPARE) == set(FOREIGN)
     page = (Path(__file__).parents[2] / PAGE).read_text()

@@ -17,19 +17,19 @@ FILES = {"trl.yaml": "a: 1\n", "launch.sh": "#!/usr/bin/env bash\n"}
 PROGRAMS = ("torchrun", "trl", "accelerate", "swift", "python3", "trinity", "ray")
 
 
-def test_files_are_written_into_a_new_folder_and_a_script_may_be_run(tmp_path: Path) -> None:
+def test_files_are_written_into_a_new_folder_and_a_script_may_be_run(tmp_path):
     paths = write_folder(tmp_path / "a" / "b", FILES)
     assert [path.read_text() for path in paths] == list(FILES.values())
     assert [os.access(path, os.X_OK) for path in paths] == [False, True]
 
 
-def test_what_is_there_with_the_same_content_stays(tmp_path: Path) -> None:
+def test_what_is_there_with_the_same_content_stays(tmp_path):
     first = [path.stat().st_mtime_ns for path in write_folder(tmp_path, FILES)]
     assert [path.stat().st_mtime_ns for path in write_folder(tmp_path, FILES)] == first
 
 
 @pytest.mark.parametrize("kind", ["text", "folder", "link", "broken link", "binary"])
-def test_what_is_the_users_is_kept_and_nothing_else_is_written(kind: str, tmp_path: Path) -> None:
+def test_what_is_the_users_is_kept_and_nothing_else_is_written(kind, tmp_path):
     mine = tmp_path / "launch.sh"
     if kind == "folder":
         mine.mkdir()
@@ -48,13 +48,13 @@ def test_what_is_the_users_is_kept_and_nothing_else_is_written(kind: str, tmp_pa
     assert write_folder(Path(f"{tmp_path}-2"), FILES)
 
 
-def test_other_files_of_a_folder_are_left_alone(tmp_path: Path) -> None:
+def test_other_files_of_a_folder_are_left_alone(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     write_folder(tmp_path, FILES)
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
     path = tmp_path / "taken"
     path.write_text("mine")
     with pytest.raises(UsageError, match="is no folder") as refused:
@@ -62,7 +62,7 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     assert refused.value.hint == f"name another: `-o {path}-2`"
 
 
-def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+def test_what_cannot_be_written_leaves_nothing(tmp_path):
     with pytest.raises(MachineError, match="cannot be written"):
         write_folder(tmp_path, {"a.yaml": "a", f"{'b' * 300}.yaml": "b"})
     assert list(tmp_path.iterdir()) == []
@@ -100,7 +100,7 @@ def launched(
 @pytest.mark.parametrize(
     "name", ["m\ntouch RAN\n#", "m'; touch RAN; '", "$(touch RAN)`touch RAN`", "m\r\ntouch RAN"]
 )
-def test_the_path_of_a_model_runs_nothing(name: str, target: str, tmp_path: Path) -> None:
+def test_the_path_of_a_model_runs_nothing(name, target, tmp_path):
     model = str(write_model(tmp_path / "models" / name))
     ulysses = {} if target in ("trinity", "verl", "areal") else {"ulysses": [1]}
     found, chosen = goal(target, "16k", **ulysses)
@@ -112,8 +112,8 @@ def test_the_path_of_a_model_runs_nothing(name: str, target: str, tmp_path: Path
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_script_starts_the_training_in_its_folder_with_the_words_that_are_typed(
-    target: str, tmp_path: Path
-) -> None:
+    target, tmp_path
+):
     ulysses = {} if target in ("trinity", "verl", "areal") else {"ulysses": [1]}
     found, chosen = goal(target, "16k", **ulysses)
     emitted = configured(target, found, chosen, model="Qwen3-4B", is_filled_in=True)
@@ -131,7 +131,7 @@ def test_the_script_starts_the_training_in_its_folder_with_the_words_that_are_ty
 
 
 @pytest.mark.parametrize("target", ["trl", "verl", "areal", "axolotl", "ms-swift"])
-def test_a_script_without_its_model_says_what_to_export(target: str, tmp_path: Path) -> None:
+def test_a_script_without_its_model_says_what_to_export(target, tmp_path):
     ulysses = {} if target in ("verl", "areal") else {"ulysses": [1]}
     emitted = configured(target, *goal(target, "16k", **ulysses), model="Qwen3-4B")
     without = launched(emitted, target, tmp_path / "a", {"DATASET": "/d"})

@@ -81,14 +81,14 @@ GOOD = {
 
 
 @pytest.mark.parametrize("log", GOOD.values(), ids=GOOD)
-def test_a_trial_whose_log_shows_its_steps_fits(log: str) -> None:
+def test_a_trial_whose_log_shows_its_steps_fits(log):
     assert outcome(log, 0) is Outcome.FIT
     assert outcome(log + "\nerror: could not start\n", 0) is Outcome.CRASHED
     assert outcome("", 0) is Outcome.CRASHED
 
 
 @pytest.mark.parametrize("log", GOOD.values(), ids=GOOD)
-def test_no_trial_fits_that_did_not_exit_well(log: str) -> None:
+def test_no_trial_fits_that_did_not_exit_well(log):
     for exit_code in (1, 2, 134, 137, 139, 255, None):
         assert not outcome(log, exit_code).tells
 
@@ -106,7 +106,7 @@ UNCLEAR = {
 
 
 @pytest.mark.parametrize("text", (HARMLESS | UNCLEAR).values(), ids=HARMLESS | UNCLEAR)
-def test_text_about_memory_spoils_no_good_log_and_proves_nothing_in_a_bad_one(text: str) -> None:
+def test_text_about_memory_spoils_no_good_log_and_proves_nothing_in_a_bad_one(text):
     expected = Outcome.FIT if text in HARMLESS.values() else Outcome.CRASHED
     assert outcome(text + STEPS, 0) is expected
     assert outcome(text + STEPS, 139) is Outcome.CRASHED
@@ -124,7 +124,7 @@ def test_text_about_memory_spoils_no_good_log_and_proves_nothing_in_a_bad_one(te
         "triton.runtime.errors.OutOfResources: out of resource: shared memory",
     ],
 )
-def test_text_alone_is_no_error_of_an_allocator(text: str) -> None:
+def test_text_alone_is_no_error_of_an_allocator(text):
     assert outcome(f"{text}\n", 1) is Outcome.CRASHED
     assert outcome(f"{text}\n", None) is Outcome.TIMEOUT
 
@@ -156,7 +156,7 @@ HOST_ERRORS = (
 
 
 @pytest.mark.parametrize("error", DEVICE_ERRORS)
-def test_a_last_error_of_an_allocator_is_out_of_memory(error: str) -> None:
+def test_a_last_error_of_an_allocator_is_out_of_memory(error):
     for log in (
         FRAMES + error + "\n",
         STEP.format(2.5) + FRAMES + error + "\n",
@@ -171,12 +171,12 @@ def test_a_last_error_of_an_allocator_is_out_of_memory(error: str) -> None:
 
 
 @pytest.mark.parametrize("error", HOST_ERRORS)
-def test_host_memory_is_told_from_a_gpus(error: str) -> None:
+def test_host_memory_is_told_from_a_gpus(error):
     assert outcome(FRAMES + error + "\n") is Outcome.HOST_OUT_OF_MEMORY
     assert outcome(FRAMES + error + "\n", device="cpu") is Outcome.OUT_OF_MEMORY
 
 
-def test_an_abort_without_a_traceback_has_its_last_words() -> None:
+def test_an_abort_without_a_traceback_has_its_last_words():
     abort = "terminate called after throwing an instance of '{}'\n  what():  {}\n"
     ran_out = abort.format("c10::OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB")
     assert outcome(ran_out, 134) is Outcome.OUT_OF_MEMORY
@@ -185,7 +185,7 @@ def test_an_abort_without_a_traceback_has_its_last_words() -> None:
     assert outcome(abort.format("c10::Error", "no kernel image"), 134) is Outcome.CRASHED
 
 
-def test_the_kernel_is_believed_only_where_somebody_was_killed() -> None:
+def test_the_kernel_is_believed_only_where_somebody_was_killed():
     assert outcome(STEP.format(2), 137, kernel_kills=1) is Outcome.HOST_OUT_OF_MEMORY
     assert outcome(STEP.format(2), 137, kernel_kills=1, device="cpu") is Outcome.OUT_OF_MEMORY
     assert outcome(SUMMARY.format(-9), 1, kernel_kills=1) is Outcome.HOST_OUT_OF_MEMORY
@@ -204,7 +204,7 @@ LOST_PEER = (
 
 
 @pytest.mark.parametrize("lost", LOST_PEER)
-def test_a_rank_that_lost_its_peer_says_nothing_against_the_peers_error(lost: str) -> None:
+def test_a_rank_that_lost_its_peer_says_nothing_against_the_peers_error(lost):
     for log in (
         by_rank(1, RAN_OUT) + by_rank(0, FRAMES + lost) + SUMMARY.format(1),
         by_rank(0, FRAMES + lost) + by_rank(1, RAN_OUT),
@@ -214,7 +214,7 @@ def test_a_rank_that_lost_its_peer_says_nothing_against_the_peers_error(lost: st
     assert outcome(by_rank(0, FRAMES + lost)) is Outcome.CRASHED
 
 
-def test_the_first_rank_that_fails_decides() -> None:
+def test_the_first_rank_that_fails_decides():
     other = FRAMES + "KeyError: 'labels'"
     assert outcome(by_rank(1, RAN_OUT) + by_rank(0, other)) is Outcome.OUT_OF_MEMORY
     assert outcome(by_rank(0, other) + by_rank(1, RAN_OUT)) is Outcome.CRASHED
@@ -225,7 +225,7 @@ def test_the_first_rank_that_fails_decides() -> None:
     assert outcome(by_rank(1, RAN_OUT) + caught) is Outcome.OUT_OF_MEMORY
 
 
-def test_of_a_chain_the_cause_counts_and_what_was_being_handled_does_not() -> None:
+def test_of_a_chain_the_cause_counts_and_what_was_being_handled_does_not():
     caused = "\nThe above exception was the direct cause of the following exception:\n\n"
     handled = "\nDuring handling of the above exception, another exception occurred:\n\n"
     own = FRAMES + "trainer.errors.TrainingFailedError: see above\n"
@@ -234,7 +234,7 @@ def test_of_a_chain_the_cause_counts_and_what_was_being_handled_does_not() -> No
     assert outcome(FRAMES + "KeyError: 'x'\n" + handled + RAN_OUT) is Outcome.OUT_OF_MEMORY
 
 
-def test_a_task_of_rays_has_its_own_error_below_the_drivers() -> None:
+def test_a_task_of_rays_has_its_own_error_below_the_drivers():
     driver = (
         'Traceback (most recent call last):\n  File "main.py", line 9, in main\n'
         "    ray.get(task)\nray.exceptions.RayTaskError({0}): \x1b[36mray::fit()\x1b[39m (pid=12)\n"
@@ -246,14 +246,14 @@ def test_a_task_of_rays_has_its_own_error_below_the_drivers() -> None:
     assert outcome(FRAMES + low) is Outcome.HOST_OUT_OF_MEMORY
 
 
-def test_an_error_that_was_swallowed_proves_nothing() -> None:
+def test_an_error_that_was_swallowed_proves_nothing():
     for log in (STEP.format(2) + RAN_OUT, RAN_OUT, STEP.format(2) + FRAMES + "KeyError: 'x'\n"):
         assert outcome(log, 0) is Outcome.CRASHED
     assert outcome("done\n", 0) is Outcome.CRASHED
     assert outcome(STEP.format(2), 0) is Outcome.CRASHED
 
 
-def test_steps_whose_batches_were_left_out_for_want_of_memory_do_not_fit() -> None:
+def test_steps_whose_batches_were_left_out_for_want_of_memory_do_not_fit():
     left_out = "".join(f"{RAN_OUT}skipping batch\nstep {step}/2 loss 2\n" for step in (1, 2))
     assert outcome(left_out, 0) is Outcome.CRASHED
     assert outcome(STEPS + RAN_OUT, 0) is Outcome.CRASHED
@@ -261,7 +261,7 @@ def test_steps_whose_batches_were_left_out_for_want_of_memory_do_not_fit() -> No
     assert outcome(STEPS + after, 0) is Outcome.CRASHED
 
 
-def test_a_loss_that_is_no_number_is_no_fit() -> None:
+def test_a_loss_that_is_no_number_is_no_fit():
     assert outcome(STEP.format(2.5) + STEP.format("nan"), 0) is Outcome.CRASHED
     assert outcome("step 1 loss inf\nstep 2 loss inf\n", 0) is Outcome.CRASHED
 
@@ -278,11 +278,11 @@ def test_a_loss_that_is_no_number_is_no_fit() -> None:
         "{'eval_loss': 2.0}\n{'eval_loss': 2.0}\n",
     ],
 )
-def test_what_is_no_step_of_training_proves_none(bar: str) -> None:
+def test_what_is_no_step_of_training_proves_none(bar):
     assert outcome(bar, 0) is Outcome.CRASHED
 
 
-def test_a_pattern_of_the_users_takes_the_place_of_the_usual_signs() -> None:
+def test_a_pattern_of_the_users_takes_the_place_of_the_usual_signs():
     log = "update 1 ok\nupdate 2 ok\nsaved\n"
     assert outcome(log, 0) is Outcome.CRASHED
     assert outcome(log, 0, pattern="saved") is Outcome.FIT
@@ -295,12 +295,12 @@ def test_a_pattern_of_the_users_takes_the_place_of_the_usual_signs() -> None:
     assert outcome(RAN_OUT, 0, pattern="") is Outcome.CRASHED
 
 
-def test_steps_may_be_told_by_whoever_prepared_the_trial() -> None:
+def test_steps_may_be_told_by_whoever_prepared_the_trial():
     assert outcome("", 0, steps_done=2) is Outcome.FIT
     assert outcome(STEPS, 0, steps_done=1) is Outcome.CRASHED
 
 
-def test_a_timeout_says_how_far_it_came() -> None:
+def test_a_timeout_says_how_far_it_came():
     ending = ForeignEnding(
         exit_code=None, ended_for="timeout", timeout_s=60.0, log=STEP.format(2.5)
     )
@@ -323,7 +323,7 @@ def test_a_timeout_says_how_far_it_came() -> None:
         ("node7> ", "node7: "),
     ],
 )
-def test_a_reason_names_whoever_ran_out_as_the_log_does(before: str, who: str) -> None:
+def test_a_reason_names_whoever_ran_out_as_the_log_does(before, who):
     log = "".join(f"{before}{line}\n" for line in RAN_OUT.splitlines())
     verdict = classify_foreign(trial(), ForeignEnding(exit_code=1, timeout_s=60.0, log=log))
     assert verdict == (Outcome.OUT_OF_MEMORY, f"{who}{OOM}")
@@ -350,14 +350,14 @@ CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory: you tried to alloca
         ),
     ],
 )
-def test_a_reason_names_the_line_of_the_allocator(line: str, said: str) -> None:
+def test_a_reason_names_the_line_of_the_allocator(line, said):
     log = f"step 1/2 loss 2.5\n{line}\nstep 2/2 loss 2.4\n"
     verdict = classify_foreign(trial(), ForeignEnding(exit_code=0, timeout_s=60.0, log=log))
     assert verdict.outcome is Outcome.CRASHED
     assert verdict.reason.endswith(f": {said}")
 
 
-def test_a_hang_after_an_error_is_judged_by_the_error_where_that_is_certain() -> None:
+def test_a_hang_after_an_error_is_judged_by_the_error_where_that_is_certain():
     assert outcome(by_rank(1, RAN_OUT), None) is Outcome.OUT_OF_MEMORY
     assert outcome(RAN_OUT, None, ended_for="hang", is_stuck=True) is Outcome.OUT_OF_MEMORY
     assert outcome(RAN_OUT, None) is Outcome.TIMEOUT, "it may have been caught"
@@ -381,14 +381,14 @@ WORDS = st.lists(
 
 
 @given(log=WORDS | st.text(), exit_code=st.sampled_from([0, 1, 2, 134, 137, 139, None]))
-def test_no_log_is_too_odd_and_who_failed_never_fits(log: str, exit_code: int | None) -> None:
+def test_no_log_is_too_odd_and_who_failed_never_fits(log, exit_code):
     found = outcome(log, exit_code)
     assert not found.is_fit or exit_code == 0
     if "Error" not in log and "Exception" not in log:
         assert not found.is_memory
 
 
-def test_a_bar_becomes_a_line_for_each_state_and_prefixes_become_streams() -> None:
+def test_a_bar_becomes_a_line_for_each_state_and_prefixes_become_streams():
     lines = log_lines("\r 50%|█| 1/2 [\r100%|█| 2/2 [Traceback (most recent call last):\nx")
     assert [line.text for line in lines] == [
         *("", " 50%|█| 1/2 [", "100%|█| 2/2 [", "Traceback (most recent call last):", "x")
@@ -397,7 +397,7 @@ def test_a_bar_becomes_a_line_for_each_state_and_prefixes_become_streams() -> No
     assert progress_of(log_lines(STEPS), steps=2).loss == 2.25
 
 
-def test_words_that_a_trainer_does_not_take_are_said() -> None:
+def test_words_that_a_trainer_does_not_take_are_said():
     log = (
         "usage: train.py [-h] ...\nAccelerate launch command: error: unrecognized arguments: --x\n"
     )
@@ -407,7 +407,7 @@ def test_words_that_a_trainer_does_not_take_are_said() -> None:
     assert "unrecognized arguments: --x" in reason
 
 
-def test_a_bound_is_the_allocators_share_and_whoever_is_far_past_it_is_seen() -> None:
+def test_a_bound_is_the_allocators_share_and_whoever_is_far_past_it_is_seen():
     bounded = msgspec.structs.replace(trial(), memory_budget_bytes=40 * GIB)
     budget = memory_budget(bounded)
     assert budget is not None
@@ -425,7 +425,7 @@ def test_a_bound_is_the_allocators_share_and_whoever_is_far_past_it_is_seen() ->
     assert past_the_bound([RankReport(rank=0, memory=RankMemory(device_used_bytes=9))]) is None
 
 
-def test_a_log_of_one_endless_line_is_read_in_no_time() -> None:
+def test_a_log_of_one_endless_line_is_read_in_no_time():
     more = (
         "1%|]INFO a:",
         "step 1/2 loss 1 INFO a.py ",

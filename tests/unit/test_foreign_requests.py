@@ -3,7 +3,6 @@ their questions.
 """
 
 import shlex
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -49,7 +48,7 @@ def trial_of(**changes: Any) -> TrialSpec:
     return found.trial(found.cells[0], 8192)
 
 
-def test_the_rungs_of_another_trainer_are_the_allocators() -> None:
+def test_the_rungs_of_another_trainer_are_the_allocators():
     cells = question(gpus=[1, 2], ulysses=[1, 2]).cells
     assert [(c.layout.gpus, c.layout.ulysses_degree, c.settings.allocator) for c in cells] == [
         (gpus, degree, allocator)
@@ -60,7 +59,7 @@ def test_the_rungs_of_another_trainer_are_the_allocators() -> None:
     assert only.settings.label == "Env"
 
 
-def test_a_trial_fills_the_placeholders_of_its_command(tmp_path: Path) -> None:
+def test_a_trial_fills_the_placeholders_of_its_command(tmp_path):
     spec = trial_of(gpus=[4], ulysses=[2], steps=3)
     assert spec.foreign is not None
     words = filled_command(spec.foreign.command, spec, tmp_path)
@@ -91,14 +90,14 @@ def test_a_trial_fills_the_placeholders_of_its_command(tmp_path: Path) -> None:
         ("  ", "--command"),
     ],
 )
-def test_a_command_that_cannot_be_filled_is_refused(command: str, what: str) -> None:
+def test_a_command_that_cannot_be_filled_is_refused(command, what):
     with pytest.raises(UsageError) as refused:
         question(command=command)
     assert what in refused.value.hint
 
 
 @given(st.text(max_size=40))
-def test_no_command_is_too_odd_to_be_split_or_refused(text: str) -> None:
+def test_no_command_is_too_odd_to_be_split_or_refused(text):
     try:
         words = split_command(text)
     except UsageError:
@@ -115,15 +114,13 @@ def test_no_command_is_too_odd_to_be_split_or_refused(text: str) -> None:
         ({"gpus": [4], "ring": [1, 2], "command": "train {length}"}, "{ring}"),
     ],
 )
-def test_several_values_that_a_command_is_not_told_are_refused(
-    named: dict[str, Any], missing: str
-) -> None:
+def test_several_values_that_a_command_is_not_told_are_refused(named, missing):
     with pytest.raises(UsageError) as refused:
         question(**named)
     assert missing in refused.value.problem
 
 
-def test_one_value_may_stand_in_the_command_itself() -> None:
+def test_one_value_may_stand_in_the_command_itself():
     found = question(gpus=[4], ulysses=[2], command="train --nproc 4 --sp 2 {length}")
     assert {(c.layout.gpus, c.layout.ulysses_degree) for c in found.cells} == {(4, 2)}
     assert {c.layout.gpus for c in question(command="train {length}").cells} == {1}
@@ -150,7 +147,7 @@ EXAMPLES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", sorted(set(DECLARED) - FOREIGN["command"].settings))
-def test_what_a_command_cannot_be_told_is_refused_by_name(name: str) -> None:
+def test_what_a_command_cannot_be_told_is_refused_by_name(name):
     row = DECLARED[name]
     value = EXAMPLES.get(name, row.example or (row.kind.example if row.kind else None))
     if value is None:
@@ -162,7 +159,7 @@ def test_what_a_command_cannot_be_told_is_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["command", "trainer_config", "done_pattern"])
-def test_what_is_said_of_another_trainer_says_nothing_of_this_engine(name: str) -> None:
+def test_what_is_said_of_another_trainer_says_nothing_of_this_engine(name):
     named = {"command": COMMAND, "trainer_config": "base.yaml", "done_pattern": "done"}
     request = request_from({"model": "Qwen3-0.6B", name: named[name]}, keywords=True)
     with pytest.raises(UsageError, match=DECLARED[name].words):
@@ -173,13 +170,13 @@ def test_what_is_said_of_another_trainer_says_nothing_of_this_engine(name: str) 
     "changes", [{"command": None}, {"proof": "memory"}, {"done_pattern": "(unclosed"}]
 )
 def test_what_is_missing_or_cannot_be_is_refused_before_anything_starts(
-    changes: dict[str, Any],
-) -> None:
+    changes,
+):
     with pytest.raises(HighwaterError):
         question(**changes)
 
 
-def test_everything_that_an_outcome_depends_on_is_in_the_keys() -> None:
+def test_everything_that_an_outcome_depends_on_is_in_the_keys():
     known = trial_of()
     ours = question_of(gpus=[1], loss="full", allocator="native")
     others = (
@@ -193,7 +190,7 @@ def test_everything_that_an_outcome_depends_on_is_in_the_keys() -> None:
     assert question().key == question().key
 
 
-def test_a_configuration_is_known_by_its_content_wherever_it_lies(tmp_path: Path) -> None:
+def test_a_configuration_is_known_by_its_content_wherever_it_lies(tmp_path):
     trainers = []
     for folder in ("a", "b"):
         path = tmp_path / folder / "base.yaml"
@@ -213,7 +210,7 @@ def test_a_configuration_is_known_by_its_content_wherever_it_lies(tmp_path: Path
         base_config(trainers[0])
 
 
-def test_a_question_and_a_trial_are_asked_again_by_the_commands_that_a_report_has() -> None:
+def test_a_question_and_a_trial_are_asked_again_by_the_commands_that_a_report_has():
     found = question(
         gpus=[1, 2], command="python t.py --x 'a b' {{}} {length} {gpus}", done_pattern="step 2"
     )
@@ -225,14 +222,14 @@ def test_a_question_and_a_trial_are_asked_again_by_the_commands_that_a_report_ha
         assert plan_trial(request_of(arguments), MACHINE, 8192).key == spec.key
 
 
-def test_the_configuration_that_is_printed_asks_the_same(tmp_path: Path) -> None:
+def test_the_configuration_that_is_printed_asks_the_same(tmp_path):
     path = tmp_path / "study.yaml"
     path.write_text(to_yaml(asked(gpus=[2])))
     again = request_of(parse(["find", "--config", str(path)]))
     assert plan(again, MACHINE).question.key == question(gpus=[2]).key
 
 
-def test_what_is_typed_is_what_is_asked() -> None:
+def test_what_is_typed_is_what_is_asked():
     words = ["find", "Qwen3-0.6B", "--trainer", "command", "--command", COMMAND]
     assert request_from(typed_values(parse(words))) == asked()
     assert "trainer" not in typed_values(parse(["predict", "M", "--trainer", "trinity"]))

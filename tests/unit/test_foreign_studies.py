@@ -32,7 +32,7 @@ from highwater.pages.recommendation_tables import recommendation_tables
 from highwater.pages.study.build import study_csv, study_markdown, study_page
 from highwater.pages.study.study_answer import study_answer
 from highwater.pages.study.tables import answer_table, trial_table
-from highwater.pages.text_table import plain_table
+from highwater.pages.text import plain_table
 from highwater.search.budget import outlook
 from highwater.search.scheduler import recorded_search
 from highwater.store.journal import open_journal, read_study
@@ -83,7 +83,7 @@ def study(tmp_path: Path) -> Study:
     return read_study(path)
 
 
-def test_a_search_of_another_trainer_is_recorded_and_answered(study: Study) -> None:
+def test_a_search_of_another_trainer_is_recorded_and_answered(study):
     assert study.complete
     assert {answer.capacity_tokens for answer in study.answers} == {51_200}
     assert study.expectations == ()
@@ -91,7 +91,7 @@ def test_a_search_of_another_trainer_is_recorded_and_answered(study: Study) -> N
     assert study.question.foreign.command == ("python", "train.py", "--max-len", "{length}")
 
 
-def test_its_pages_name_the_trainer_and_claim_nothing_of_this_engine(study: Study) -> None:
+def test_its_pages_name_the_trainer_and_claim_nothing_of_this_engine(study):
     report = report_of(study)
     table = answer_table(study)
     assert "trained by your command" in table.title
@@ -112,7 +112,7 @@ def test_its_pages_name_the_trainer_and_claim_nothing_of_this_engine(study: Stud
     assert study_csv(report).count("\n") == len(study.trials) + 1
 
 
-def test_nothing_of_it_is_predicted(study: Study) -> None:
+def test_nothing_of_it_is_predicted(study):
     report = report_of(study)
     assert report.predictions.reason is not None
     assert all(cell.predicted is None for cell in report.cells)
@@ -121,7 +121,7 @@ def test_nothing_of_it_is_predicted(study: Study) -> None:
         study_residuals(study)
 
 
-def test_a_guide_keeps_trainers_apart(study: Study) -> None:
+def test_a_guide_keeps_trainers_apart(study):
     assert study.path is not None
     capacities = study_capacities(study)
     assert {each.trainer for each in capacities} == {"command"}
@@ -142,7 +142,7 @@ def test_a_guide_keeps_trainers_apart(study: Study) -> None:
 HERE = {"model": "Qwen3-0.6B", "gpus": "1xH200-141GB", "gpu_memory": "79GiB"}
 
 
-def test_a_recommendation_for_it_rests_on_its_studies_alone(study: Study) -> None:
+def test_a_recommendation_for_it_rests_on_its_studies_alone(study):
     assert study.path is not None
     found = highwater.recommend(length=16_384, trainer="command", studies=[study.path], **HERE)
     assert found.trainer == "command"
@@ -164,7 +164,7 @@ def test_a_recommendation_for_it_rests_on_its_studies_alone(study: Study) -> Non
     assert json.loads(msgspec.json.encode(found))["trainer"] == "command"
 
 
-def test_it_says_nothing_about_this_engine_nor_this_engine_about_it(study: Study) -> None:
+def test_it_says_nothing_about_this_engine_nor_this_engine_about_it(study):
     assert study.path is not None
     ours = highwater.recommend(length=16_384, studies=[study.path], **HERE)
     assert {each.source for each in ours.candidates} == {"predicted"}

@@ -9,6 +9,7 @@ import pytest
 import highwater
 from highwater.memory.formula.constants import PAGE_TABLE_BYTES, Footprint, Term
 from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.layers import Step
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
@@ -29,7 +30,7 @@ MEASURED = [
 
 
 def predicted(shape, settings=None) -> Footprint:
-    return footprint(shape, settings or Settings(), Layout(), length_tokens=8192)
+    return footprint(Step(shape, settings or Settings(), Layout(), length_tokens=8192))
 
 
 def terms(result: Footprint) -> dict[tuple[str, str], int]:
@@ -45,7 +46,7 @@ def test_there_are_measurements_to_compare_with():
     ("shape", "spec", "result"), MEASURED, ids=lambda value: getattr(value, "key", "")
 )
 def test_every_trial_on_an_h200_is_predicted(shape, spec, result):
-    ours = footprint(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens)
+    ours = footprint(Step(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens))
     (rank,) = result.ranks
     fits = ours.needed_bytes <= rank.budget.budget_bytes
     if result.outcome is Outcome.OUT_OF_MEMORY:
@@ -76,7 +77,7 @@ OUTSIDE = [
 def test_what_lies_outside_the_allocator_is_known_to_a_few_steps_of_page_tables(
     shape, spec, result
 ):
-    ours = footprint(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens)
+    ours = footprint(Step(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens))
     terms = {term.name: term.bytes for term in ours.outside}
     assert any("pinned memory" in name for name in terms) == (
         spec.settings.offload or spec.settings.objective == "grpo"

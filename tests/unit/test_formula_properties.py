@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from highwater.memory.formula.constants import Footprint
 from highwater.memory.formula.formula import FAMILIES, footprint, likely_footprint
+from highwater.memory.formula.layers import Step
 from highwater.model.footprint import gradient_bytes, policy_parameters
 from highwater.model.model import ModelShape, load_model
 from highwater.model.model_place import catalog_names
@@ -123,7 +124,7 @@ def assert_no_less(one: Footprint, other: Footprint) -> None:
 @given(shapes(), rungs(), layouts(), DEVICES, LENGTHS, LENGTHS)
 def test_a_longer_sequence_needs_no_less(formula, shape, rung, layout, device, one, other):
     short, long = (
-        formula(shape, rung, layout, length_tokens=length, device=device)
+        formula(Step(shape, rung, layout, length_tokens=length, device=device))
         for length in sorted((one, other))
     )
     assert_no_less(short, long)
@@ -142,7 +143,7 @@ def test_with_a_token_budget_a_longer_sequence_may_need_less():
     """Two of 8,192 tokens are packed where one of 8,193 is alone."""
     shape, rung = load_model("Qwen3-0.6B").shape, Settings(token_budget_tokens=16_384)
     packed, alone = (
-        footprint(shape, rung, Layout(), length_tokens=length).allocated_bytes
+        footprint(Step(shape, rung, Layout(), length_tokens=length)).allocated_bytes
         for length in (8192, 8193)
     )
     assert alone < packed
@@ -154,7 +155,8 @@ def test_with_a_token_budget_a_longer_sequence_may_need_less():
 def test_a_larger_model_needs_no_less(formula, field, shape, rung, layout, device, length, more):
     larger = msgspec.structs.replace(shape, **{field: getattr(shape, field) + more})
     small, large = (
-        formula(each, rung, layout, length_tokens=length, device=device) for each in (shape, larger)
+        formula(Step(each, rung, layout, length_tokens=length, device=device))
+        for each in (shape, larger)
     )
     assert_no_less(small, large)
     # without recompute a wider MLP's backward pass finds more of its tensors among what is kept
@@ -165,7 +167,9 @@ def test_a_larger_model_needs_no_less(formula, field, shape, rung, layout, devic
 @given(shapes(), rungs(), layouts(), DEVICES, LENGTHS)
 def test_a_single_layer_goes_backward_as_the_last_one(shape, rung, layout, device, length):
     single = msgspec.structs.replace(shape, layers=1)
-    _, last, other, *_ = footprint(single, rung, layout, length_tokens=length, device=device).phases
+    _, last, other, *_ = footprint(
+        Step(single, rung, layout, length_tokens=length, device=device)
+    ).phases
     assert other.terms == last.terms
 
 
@@ -175,7 +179,7 @@ def test_more_shards_hold_no_more_of_what_persists_and_is_saved_and_what_grows_h
 ):
     wider = msgspec.structs.replace(layout, gpus=2 * layout.gpus)
     fewer, more = (
-        footprint(shape, rung, each, length_tokens=length, device=device)
+        footprint(Step(shape, rung, each, length_tokens=length, device=device))
         for each in (layout, wider)
     )
     assert_growth_is_named(fewer, more, rung, GROWS_WITH_SHARDS)
@@ -197,7 +201,7 @@ def test_a_higher_ulysses_degree_holds_no_more_and_what_grows_has_a_name(
     for gpus in {max(layout.gpus, degree), 2 * layout.gpus}:
         higher = Layout(gpus=gpus, ulysses_degree=degree, replicate_degree=layout.replicate_degree)
         fewer, more = (
-            footprint(shape, rung, each, length_tokens=length, device=device)
+            footprint(Step(shape, rung, each, length_tokens=length, device=device))
             for each in (layout, higher)
         )
         assert_growth_is_named(fewer, more, rung, GROWS_WITH_ULYSSES)
@@ -221,11 +225,13 @@ def assert_growth_is_named(
 def test_one_micro_batch_needs_no_more_than_several(shape, rung, layout, device, length):
     one, several = (
         footprint(
-            shape,
-            msgspec.structs.replace(rung, accumulates=accumulates),
-            layout,
-            length_tokens=length,
-            device=device,
+            Step(
+                shape,
+                msgspec.structs.replace(rung, accumulates=accumulates),
+                layout,
+                length_tokens=length,
+                device=device,
+            )
         )
         for accumulates in (False, True)
     )

@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parents[2] / "docs" / "results" / "families"
 ROWS: list[dict[str, Any]] = json.loads((FOLDER / "front_door.json").read_text())["configs"]
 
 
-def test_a_hundred_configs_were_asked_about_and_none_was_counted_wrongly() -> None:
+def test_a_hundred_configs_were_asked_about_and_none_was_counted_wrongly():
     outcomes = Counter(row["outcome"] for row in ROWS)
     assert set(outcomes) <= {"answered", "refused", "measured alone"}
     assert len(ROWS) >= 100
@@ -30,7 +30,7 @@ def test_a_hundred_configs_were_asked_about_and_none_was_counted_wrongly() -> No
             assert row["parameters"] == pytest.approx(row["class_parameters"], rel=2e-4)
 
 
-def test_what_was_asked_about_is_every_family_and_every_catalog_model() -> None:
+def test_what_was_asked_about_is_every_family_and_every_catalog_model():
     known = {row["name"] for row in ROWS if row["origin"] != "catalog"}
     assert known >= TRAINED | set(REFUSED)
     assert {row["name"] for row in ROWS if row["origin"] == "catalog"} == {*catalog_names()} - {
@@ -46,7 +46,7 @@ def test_what_was_asked_about_is_every_family_and_every_catalog_model() -> None:
             assert row["outcome"] == "refused"
 
 
-def test_the_page_names_every_family_that_is_predicted_and_every_other_as_measured() -> None:
+def test_the_page_names_every_family_that_is_predicted_and_every_other_as_measured():
     page = (FOLDER / "README.md").read_text()
     (paragraph,) = (line for line in page.splitlines() if line.startswith("`highwater predict` "))
     predicted = {*FAMILIES, *families()}
@@ -58,7 +58,7 @@ def test_the_page_names_every_family_that_is_predicted_and_every_other_as_measur
 
 @pytest.mark.corpus
 @pytest.mark.parametrize("number", range(len(ROWS)), ids=lambda number: ROWS[number]["name"])
-def test_a_config_is_still_answered_or_refused_as_it_was(number: int) -> None:
+def test_a_config_is_still_answered_or_refused_as_it_was(number):
     pytest.importorskip("torch")
     transformers, row = pytest.importorskip("transformers"), ROWS[number]
     if row["origin"] != "catalog" and row["name"] not in transformers.CONFIG_MAPPING:

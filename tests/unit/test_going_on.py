@@ -80,9 +80,7 @@ def changed(**changes: Any) -> TrainingSpec:
         ({"trial__device": "cuda"}, "--device: cpu"),
     ],
 )
-def test_what_decides_the_curve_is_named_and_in_the_digest(
-    change: dict[str, Any], said: str
-) -> None:
+def test_what_decides_the_curve_is_named_and_in_the_digest(change, said):
     now = changed(**change)
     assert differences(SPEC, now)[0].startswith(said)
     assert differences(now, SPEC)
@@ -90,7 +88,7 @@ def test_what_decides_the_curve_is_named_and_in_the_digest(
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_every_hyperparameter_decides(name: str) -> None:
+def test_every_hyperparameter_decides(name):
     other: Any = "k1" if name == "kl_estimator" else DEFAULTS[name] * 0.75
     if name == "dual_clip":
         other = 2.5
@@ -140,26 +138,26 @@ def training_with(numbers: Hyperparameters) -> Settings:
         {"output_directory": "/runs/b"},
     ],
 )
-def test_what_does_not_decide_the_curve_may_change(change: dict[str, Any]) -> None:
+def test_what_does_not_decide_the_curve_may_change(change):
     assert changed(**change) != SPEC
     assert differences(SPEC, changed(**change)) == ()
     assert run_digest(changed(**change)) == run_digest(SPEC)
 
 
-def test_more_steps_are_another_curve_where_the_rate_depends_on_them() -> None:
+def test_more_steps_are_another_curve_where_the_rate_depends_on_them():
     before, now = (changed(schedule=Schedule(name="linear", steps=steps)) for steps in (20, 40))
     (said,) = differences(before, now)
     assert said == "--steps, on which the schedule depends: 20 when the run began, 40 now"
     assert run_digest(before) != run_digest(now)
 
 
-def test_an_alpha_that_is_named_is_the_same_as_the_usual_one() -> None:
+def test_an_alpha_that_is_named_is_the_same_as_the_usual_one():
     usual, named = (changed(trial__settings=Settings(lora=8, lora_alpha=a)) for a in (None, 16.0))
     assert differences(usual, named) == ()
     assert run_digest(usual) == run_digest(named)
 
 
-def test_a_spec_and_a_state_are_read_as_they_were_written() -> None:
+def test_a_spec_and_a_state_are_read_as_they_were_written():
     assert from_json(to_json(SPEC), TrainingSpec) == SPEC
     state = RunState(
         step=3, losses=(0.1, 1 / 3, math.pi), evaluation_loss=2.5, corpus_digest="a", run_digest="r"
@@ -167,7 +165,7 @@ def test_a_spec_and_a_state_are_read_as_they_were_written() -> None:
     assert from_json(to_json(state), RunState) == state
 
 
-def test_adapters_and_a_schedule_are_named_once_though_more_depends_on_them() -> None:
+def test_adapters_and_a_schedule_are_named_once_though_more_depends_on_them():
     now = changed(trial__settings=Settings(lora=8), schedule=Schedule(name="cosine", steps=20))
     assert differences(SPEC, now) == (
         "--lora: none when the run began, 8 now",

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markup import markdown_rows
 
-from highwater import api, guide, predict, write_guide
+from highwater import guide, open_study, predict, write_guide
 from highwater.errors import UsageError
 from highwater.nouns.capacities import Capacity, study_capacities
 from highwater.nouns.cells import simplicity
@@ -55,7 +55,7 @@ def labels(made: Guide, model: str = "Qwen3-0.6B") -> dict[int, str]:
     }
 
 
-def test_the_published_guide_follows_from_the_published_table_cell_for_cell() -> None:
+def test_the_published_guide_follows_from_the_published_table_cell_for_cell():
     with (DATA / "published_guide_a100_80gb.csv").open(encoding="utf-8", newline="") as file:
         published = [tuple(row.values()) for row in csv.DictReader(file)]
     rows = guide_rows(guide(TABLE))
@@ -64,7 +64,7 @@ def test_the_published_guide_follows_from_the_published_table_cell_for_cell() ->
     assert {row["source"] for row in rows} == {"published"}
 
 
-def test_offload_is_the_best_of_saving_weights_and_not(tmp_path: Path) -> None:
+def test_offload_is_the_best_of_saving_weights_and_not(tmp_path):
     both = (
         "A100-80GB,env+offload,1,1,Qwen3-0.6B,8192",
         "A100-80GB,env+offload+never,1,1,Qwen3-0.6B,12288",
@@ -85,9 +85,7 @@ def test_offload_is_the_best_of_saving_weights_and_not(tmp_path: Path) -> None:
         (None, {4096: "vanilla", 8192: "Env + Offload", 12288: "-"}),
     ],
 )
-def test_an_unknown_cell_never_becomes_nothing_fits(
-    unknown: str | None, expected: dict[int, str], tmp_path: Path
-) -> None:
+def test_an_unknown_cell_never_becomes_nothing_fits(unknown, expected, tmp_path):
     known = {
         "vanilla": 4096,
         "env": 8192 if unknown == "env+offload" else 4096,
@@ -100,7 +98,7 @@ def test_an_unknown_cell_never_becomes_nothing_fits(
     assert labels(of_rows(*rows, folder=tmp_path)) == expected
 
 
-def test_what_is_named_although_something_simpler_is_unknown_is_marked(tmp_path: Path) -> None:
+def test_what_is_named_although_something_simpler_is_unknown_is_marked(tmp_path):
     made = of_rows(
         "A100-80GB,vanilla,1,1,Qwen3-0.6B,", "A100-80GB,env,1,1,Qwen3-0.6B,4096", folder=tmp_path
     )
@@ -113,7 +111,7 @@ def test_what_is_named_although_something_simpler_is_unknown_is_marked(tmp_path:
     assert "nobody knows" not in guide_markdown(guide(TABLE))
 
 
-def test_a_table_from_a_spreadsheet_is_read(tmp_path: Path) -> None:
+def test_a_table_from_a_spreadsheet_is_read(tmp_path):
     path = tmp_path / "table.csv"
     path.write_text(
         "gpu,settings,gpus,sp,model,max_model_len\r\nA100-80GB,env,1,1,Qwen3-0.6B, \r\n",
@@ -122,7 +120,7 @@ def test_a_table_from_a_spreadsheet_is_read(tmp_path: Path) -> None:
     assert labels(guide(path)) == {4096: "?"}
 
 
-def test_what_one_file_does_not_know_another_may(tmp_path: Path) -> None:
+def test_what_one_file_does_not_know_another_may(tmp_path):
     rows = ("A100-80GB,vanilla,1,1,Qwen3-0.6B,", "A100-80GB,vanilla,1,1,Qwen3-0.6B,4096")
     assert labels(of_rows(*rows, folder=tmp_path)) == {4096: "vanilla", 8192: "-"}
 
@@ -161,8 +159,8 @@ def tables(draw: st.DrawFn) -> tuple[Capacity, ...]:
 
 @given(tables())
 def test_a_column_ends_one_row_after_the_last_length_that_fits_and_claims_no_more_than_is_known(
-    capacities: tuple[Capacity, ...],
-) -> None:
+    capacities,
+):
     (table,) = guide_tables(capacities)
     longest = max(each.capacity_tokens for each in capacities)
     assert [tokens for tokens, _ in table.rows] == [
@@ -184,14 +182,14 @@ def test_a_column_ends_one_row_after_the_last_length_that_fits_and_claims_no_mor
 
 @given(tables())
 def test_as_the_length_grows_the_settings_never_become_simpler(
-    capacities: tuple[Capacity, ...],
-) -> None:
+    capacities,
+):
     (table,) = guide_tables(capacities)
     chosen = [choice.capacity.cell for _, (choice,) in table.rows if choice.capacity is not None]
     assert all(simplicity(one) <= simplicity(other) for one, other in pairwise(chosen))
 
 
-def test_our_own_rungs_are_joined_like_the_published_ones() -> None:
+def test_our_own_rungs_are_joined_like_the_published_ones():
     two = Layout(gpus=2, ulysses_degree=2)
     env = Settings(allocator="expandable", loss="chunked")
     assert cell_label(Cell(layout=two, settings=Settings())) == "SP=2"
@@ -218,7 +216,7 @@ def answer(
     )
 
 
-def test_a_study_knows_what_its_trials_told_and_no_more() -> None:
+def test_a_study_knows_what_its_trials_told_and_no_more():
     question = msgspec.structs.replace(
         question_of(gpus=[1]), simulated=False, device_name="NVIDIA H200"
     )
@@ -246,7 +244,7 @@ def test_a_study_knows_what_its_trials_told_and_no_more() -> None:
     }
 
 
-def test_a_memory_only_proof_is_named_as_one() -> None:
+def test_a_memory_only_proof_is_named_as_one():
     question = question_of(gpus=[1])
     answers = tuple(answer(cell, 8192, 16384, 12288) for cell in question.cells)
     made = Guide(tables=guide_tables(study_capacities(Study(question=question, answers=answers))))
@@ -265,8 +263,8 @@ def test_a_memory_only_proof_is_named_as_one() -> None:
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_what_one_file_trained_in_full_counts_before_what_memory_holds_in_another(
-    order: int,
-) -> None:
+    order,
+):
     question = question_of(gpus=[1])
     cell = question.cells[0]
     one = msgspec.structs.replace(question, cells=(cell,))
@@ -283,7 +281,7 @@ def test_what_one_file_trained_in_full_counts_before_what_memory_holds_in_anothe
     }
 
 
-def test_what_was_simulated_is_not_said_to_be_measured() -> None:
+def test_what_was_simulated_is_not_said_to_be_measured():
     question = question_of(gpus=[1])
     study = Study(
         question=question, answers=tuple(answer(cell, 8192, 12288) for cell in question.cells)
@@ -293,7 +291,7 @@ def test_what_was_simulated_is_not_said_to_be_measured() -> None:
     assert "measured" not in page
 
 
-def test_predicted_measured_and_published_stand_in_tables_of_their_own() -> None:
+def test_predicted_measured_and_published_stand_in_tables_of_their_own():
     made = guide(
         TABLE, FOUND / "qwen3-0.6b-79gib-full.jsonl", predict=["Qwen3-0.6B"], gpus=["1xA100-80GB"]
     )
@@ -313,7 +311,7 @@ def test_predicted_measured_and_published_stand_in_tables_of_their_own() -> None
     assert headings == ["published", "measured", "predicted"]
 
 
-def test_a_ring_is_predicted_where_it_is_named_and_explained_where_it_occurs() -> None:
+def test_a_ring_is_predicted_where_it_is_named_and_explained_where_it_occurs():
     asked = {"predict": ["Qwen3-8B"], "gpus": ["6xH200-141GB"]}
     without, made = guide(**asked), guide(**asked, ulysses=[2], ring=[1, 3])
     degrees = {
@@ -328,7 +326,7 @@ def test_a_ring_is_predicted_where_it_is_named_and_explained_where_it_occurs() -
         guide("a.csv", ring=[3])
 
 
-def test_two_models_of_one_name_are_refused_with_a_guide_of_each(tmp_path: Path) -> None:
+def test_two_models_of_one_name_are_refused_with_a_guide_of_each(tmp_path):
     other = str(write_model(tmp_path / "Qwen3-0.6B", max_position_embeddings=40960))
     with pytest.raises(UsageError, match=r"a model Qwen3-0\.6B, .* two") as refused:
         guide(TABLE, predict=[other], gpus=["1xA100-80GB"])
@@ -345,7 +343,7 @@ def test_two_models_of_one_name_are_refused_with_a_guide_of_each(tmp_path: Path)
         guide(FOUND / "qwen3-0.6b-79gib-full.jsonl", path)
 
 
-def test_what_has_to_be_left_free_stands_in_a_table_of_its_own(tmp_path: Path) -> None:
+def test_what_has_to_be_left_free_stands_in_a_table_of_its_own(tmp_path):
     path = tmp_path / "p.json"
     path.write_text(to_json(predict("Qwen3-0.6B", gpus="1xA100-80GB", headroom="5GiB")))
     made = guide(path, predict=["Qwen3-0.6B"], gpus=["1xA100-80GB"])
@@ -357,7 +355,7 @@ def test_what_has_to_be_left_free_stands_in_a_table_of_its_own(tmp_path: Path) -
     assert table.training.endswith(", 1.00 GiB left free")
 
 
-def test_what_speaks_against_an_answer_is_said_too(tmp_path: Path) -> None:
+def test_what_speaks_against_an_answer_is_said_too(tmp_path):
     lines = [
         json.loads(line)
         for line in (FOUND / "qwen3-0.6b-79gib-full.jsonl").read_text().splitlines()
@@ -371,14 +369,14 @@ def test_what_speaks_against_an_answer_is_said_too(tmp_path: Path) -> None:
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     made = guide(path)
     said = (
-        f"{path}: {api.open_study(path).answers[0].cell.label}: not monotone: 6,000 tokens did "
+        f"{path}: {open_study(path).answers[0].cell.label}: not monotone: 6,000 tokens did "
         f"not fit, 7,000 tokens did"
     )
     assert said in made.notes
     assert escaped(said) in guide_markdown(made)
 
 
-def test_another_trainer_and_another_objective_stand_in_tables_of_their_own() -> None:
+def test_another_trainer_and_another_objective_stand_in_tables_of_their_own():
     ours = guide(predict=["Qwen3-0.6B"], gpus=["1xA100-80GB"])
     theirs = guide(predict=["Qwen3-0.6B"], gpus=["1xA100-80GB"], trainer="trinity")
     sources = [FOUND / "qwen3-0.6b-79gib-full.jsonl", FOUND / "grpo-0.6b-1.jsonl"]
@@ -387,7 +385,7 @@ def test_another_trainer_and_another_objective_stand_in_tables_of_their_own() ->
     assert len({table.training for table in guide(*sources).tables}) == 2
 
 
-def test_the_published_ladder_by_our_own_engine_is_one_table_whatever_its_rungs_strategy() -> None:
+def test_the_published_ladder_by_our_own_engine_is_one_table_whatever_its_rungs_strategy():
     made = guide(FOUND / "grpo-0.6b-1.jsonl", FOUND / "grpo-0.6b-1-offload.jsonl")
     assert len(made.tables) == 1
     page = guide_markdown(made)
@@ -395,7 +393,7 @@ def test_the_published_ladder_by_our_own_engine_is_one_table_whatever_its_rungs_
         assert re.search(rf"\*\*{re.escape(rung)} \({strategy}, .* never saved\)\*\*", page)
 
 
-def test_models_of_another_native_length_have_lengths_of_their_own(tmp_path: Path) -> None:
+def test_models_of_another_native_length_have_lengths_of_their_own(tmp_path):
     made = of_rows(
         "A100-80GB,env,1,1,Qwen3-0.6B,51200", "A100-80GB,env,1,1,tiny,8192", folder=tmp_path
     )
@@ -406,7 +404,7 @@ def test_models_of_another_native_length_have_lengths_of_their_own(tmp_path: Pat
     assert {*map(int, written)} == {*native.values()}
 
 
-def test_gpu_counts_are_the_trainers_and_one_gpu_is_warned_of_once() -> None:
+def test_gpu_counts_are_the_trainers_and_one_gpu_is_warned_of_once():
     page = guide_markdown(guide(TABLE))
     assert "the trainer alone" in page
     (warning,) = re.findall(r".*Warning: .*", page)
@@ -415,7 +413,7 @@ def test_gpu_counts_are_the_trainers_and_one_gpu_is_warned_of_once() -> None:
     assert "Warning: " not in guide_markdown(several)
 
 
-def test_each_number_of_gpus_has_one_folded_table_with_a_summary_of_one_line() -> None:
+def test_each_number_of_gpus_has_one_folded_table_with_a_summary_of_one_line():
     made = guide(TABLE)
     page = guide_markdown(made)
     assert re.findall(r"^### (\d GPUs?)$", page, re.MULTILINE) == [
@@ -434,7 +432,7 @@ def test_each_number_of_gpus_has_one_folded_table_with_a_summary_of_one_line() -
             )
 
 
-def test_the_configuration_for_long_contexts_is_yaml_of_that_trainer() -> None:
+def test_the_configuration_for_long_contexts_is_yaml_of_that_trainer():
     page = guide_markdown(guide(TABLE))
     model = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])["model"]
     assert model["model_path"] == "${oc.env:MODEL_PATH,Qwen/Qwen3-0.6B}"
@@ -448,7 +446,7 @@ def test_the_configuration_for_long_contexts_is_yaml_of_that_trainer() -> None:
     assert "reaches the rollout alone" in page
 
 
-def test_token_budgets_are_said_where_they_begin_and_where_they_end() -> None:
+def test_token_budgets_are_said_where_they_begin_and_where_they_end():
     page = guide_markdown(guide(TABLE))
     for name in (
         "ppo_max_token_len_per_gpu",
@@ -460,7 +458,7 @@ def test_token_budgets_are_said_where_they_begin_and_where_they_end() -> None:
     assert ["4", "61,440", "30,720"] in markdown_rows(page), "of 122,880 tokens"
 
 
-def test_capacities_are_told_with_a_star_past_the_native_length() -> None:
+def test_capacities_are_told_with_a_star_past_the_native_length():
     page = guide_markdown(guide(TABLE)).partition("## Capacities")[2]
     vanilla = page.partition("**vanilla")[2].partition("**Env")[0]
     figures = [r"92,160\*", r"81,920\*", r"71,680\*", "40,960", "-"]
@@ -477,7 +475,7 @@ def test_capacities_are_told_with_a_star_past_the_native_length() -> None:
         (8192, 9000, "8,192"),
     ],
 )
-def test_a_capacity_says_how_much_is_known(fits: int, fails: int | None, shown: str) -> None:
+def test_a_capacity_says_how_much_is_known(fits, fails, shown):
     question = question_of(gpus=[1])
     capacity = study_capacities(
         Study(question=question, answers=(answer(question.cells[0], fits, fails),))
@@ -486,7 +484,7 @@ def test_a_capacity_says_how_much_is_known(fits: int, fails: int | None, shown: 
     assert ["1", "1", shown] in markdown_rows(page)
 
 
-def test_every_source_is_named_with_what_its_figures_are() -> None:
+def test_every_source_is_named_with_what_its_figures_are():
     made = guide(TABLE, predict=["Qwen3-0.6B"], gpus=["1xA100-80GB"], trainer="trinity")
     origins = guide_markdown(made).partition("## Where the numbers come from")[2]
     command = "highwater predict Qwen3-0.6B --gpus 1xA100-80GB --trainer trinity"
@@ -499,7 +497,7 @@ def test_every_source_is_named_with_what_its_figures_are() -> None:
 HOSTILE = "a|b<img src=x>`c`[d](e)*f*_g_\\h&i$j$~k~\x1b[31m\nl"
 
 
-def test_text_from_outside_stays_text() -> None:
+def test_text_from_outside_stays_text():
     shown = escaped(HOSTILE)
     assert "<" not in shown
     assert not re.search(r"(?<!\\)[|*`\[\]~$]", shown.replace("\\\\", ""))
@@ -519,7 +517,7 @@ def test_text_from_outside_stays_text() -> None:
         assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table}) <= 1
 
 
-def test_a_guide_is_written_into_a_new_file_only(tmp_path: Path) -> None:
+def test_a_guide_is_written_into_a_new_file_only(tmp_path):
     made = guide(TABLE)
     path = write_guide(tmp_path / "guide.md", made)
     assert path.read_text() == guide_markdown(made)

@@ -27,7 +27,7 @@ def made() -> Guide:
     return guide(TABLE, predict=["Qwen3-0.6B", "Qwen3-8B"], gpus=["4xH200-141GB"])
 
 
-def test_a_page_has_every_row_of_the_guide(made: Guide) -> None:
+def test_a_page_has_every_row_of_the_guide(made):
     seen: list[tuple[int, str, list[str]]] = []
     rows = iter(Page(guide_page(made)).rows)
     for table in made.tables:
@@ -45,15 +45,15 @@ def test_a_page_has_every_row_of_the_guide(made: Guide) -> None:
 
 
 def test_the_caption_of_a_table_says_what_it_is_and_the_summary_how_far_it_goes(
-    made: Guide,
-) -> None:
+    made,
+):
     text = guide_page(made)
     captions = set(re.findall(r"<caption>(.*?)</caption>", text))
     assert any(caption.endswith(", 1 GPU, published") for caption in captions)
     assert not captions & set(re.findall(r"<summary>(.*?)</summary>", text))
 
 
-def test_a_page_needs_nothing_else_and_is_small(made: Guide) -> None:
+def test_a_page_needs_nothing_else_and_is_small(made):
     text = guide_page(made)
     assert len(text.encode()) < LARGEST_BYTES
     assert not re.search(r"https?:|<script|<link|<img|@import|url\(", text)
@@ -70,8 +70,8 @@ def test_a_page_needs_nothing_else_and_is_small(made: Guide) -> None:
 
 
 def test_a_page_is_readable_with_a_screen_reader_a_keyboard_a_phone_at_night_and_on_paper(
-    made: Guide,
-) -> None:
+    made,
+):
     text = guide_page(made)
     page = Page(text)
     assert page.all("html") == [{"lang": "en"}]
@@ -96,14 +96,14 @@ def test_a_page_is_readable_with_a_screen_reader_a_keyboard_a_phone_at_night_and
     )
 
 
-def test_the_longest_bar_is_the_longest_length(made: Guide) -> None:
+def test_the_longest_bar_is_the_longest_length(made):
     text = guide_page(guide(TABLE))
     assert '<td class="figure">122,880*</td>' in text
     (bar,) = re.findall(r"<span>4 GPUs, [^:]*: 122,880</span><span class=.bar.>(.*?)</span>", text)
     assert 'style="width:100.0%"' in bar
 
 
-def test_a_bar_shows_what_memory_holds_beside_what_was_trained_in_full() -> None:
+def test_a_bar_shows_what_memory_holds_beside_what_was_trained_in_full():
     text = guide_page(
         guide(STUDIES / "long-0.6b-79gib.jsonl", STUDIES / "qwen3-0.6b-79gib-chunked.jsonl")
     )
@@ -119,7 +119,7 @@ def test_a_bar_shows_what_memory_holds_beside_what_was_trained_in_full() -> None
     assert summary.endswith(f", measured: {said.replace(': ', ' ')}")
 
 
-def test_a_page_opens_with_the_longest_length_and_its_contents_come_later(made: Guide) -> None:
+def test_a_page_opens_with_the_longest_length_and_its_contents_come_later(made):
     found_places = places(made)
     first, text = found_places[0], guide_page(made, found_places)
     assert first.longest_tokens is not None
@@ -130,7 +130,7 @@ def test_a_page_opens_with_the_longest_length_and_its_contents_come_later(made: 
     assert found == sorted(found)
 
 
-def test_speed_is_predicted_for_our_own_trainer_and_labelled_so(made: Guide) -> None:
+def test_speed_is_predicted_for_our_own_trainer_and_labelled_so(made):
     rows = [row for row in guide_rows(made) if row["tokens_per_s"]]
     assert {(row["speed_source"], row["source"]) for row in rows} == {("predicted", "predicted")}
     trained = [row for row in guide_rows(made) if row["source"] == "predicted"]
@@ -143,9 +143,7 @@ def test_speed_is_predicted_for_our_own_trainer_and_labelled_so(made: Guide) -> 
     assert "Tokens a second, predicted" in Page(text).text("caption")
 
 
-def test_no_folder_of_this_machine_is_on_a_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_folder_of_this_machine_is_on_a_page(tmp_path, monkeypatch):
     table = tmp_path / "home" / "kept" / "known.csv"
     table.parent.mkdir(parents=True)
     table.write_text(TABLE.read_text())
@@ -163,7 +161,7 @@ def test_no_folder_of_this_machine_is_on_a_page(
     assert "…/kept/known.csv" in elsewhere
 
 
-def test_text_from_outside_stays_text() -> None:
+def test_text_from_outside_stays_text():
     hostile = "\"><script>alert(1)</script>{{ 7 * 7 }}'\x1b[31m`c`**b**"
     question = question_of(gpus=[1])
     model = msgspec.structs.replace(question.model, name=hostile)
@@ -179,12 +177,12 @@ def test_text_from_outside_stays_text() -> None:
     assert Page(text).all("h1")
 
 
-def test_the_name_of_the_file_says_whether_it_is_a_page(made: Guide, tmp_path: Path) -> None:
+def test_the_name_of_the_file_says_whether_it_is_a_page(made, tmp_path):
     assert write_guide(tmp_path / "guide.html", made).read_text().startswith("<!doctype html>")
     assert write_guide(tmp_path / "guide.md", made).read_text().startswith("# ")
 
 
-def test_only_a_page_loads_the_templates() -> None:
+def test_only_a_page_loads_the_templates():
     code = "import sys, highwater.cli.documents; print('jinja2' in sys.modules)"
     assert (
         subprocess.run(

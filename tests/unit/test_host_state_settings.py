@@ -3,16 +3,16 @@ is refused with.
 """
 
 import shlex
-from typing import Any
 
 import msgspec
 import pytest
 
-from highwater.api import predict
+from highwater.api.prediction import predict
 from highwater.cli.flags import typed_values
 from highwater.cli.grammar import parse
 from highwater.errors import MachineError, UsageError
 from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.layers import Step
 from highwater.memory.snapshot.attribution import category_of
 from highwater.memory.snapshot.snapshot import Frame
 from highwater.model.footprint import (
@@ -60,9 +60,7 @@ def shape() -> ModelShape:
         (True, True, False, "Offload", "offload"),
     ],
 )
-def test_states_are_never_taken_for_the_whole_model(
-    offload: Any, model: bool, states: bool, label: str, slug: str
-) -> None:
+def test_states_are_never_taken_for_the_whole_model(offload, model, states, label, slug):
     settings = Settings(offload=offload)
     assert (settings.offloads_model, settings.offloads_states) == (model, states)
     assert (settings.label, settings.slug) == (label, slug)
@@ -71,7 +69,7 @@ def test_states_are_never_taken_for_the_whole_model(
     assert one.keeps_gradients is model
 
 
-def test_a_recorded_boolean_is_what_it_was() -> None:
+def test_a_recorded_boolean_is_what_it_was():
     """In JSON and in a key, in which a word stands for nothing else."""
     for value in ("true", "false"):
         assert f'"offload":{value}' in to_json(from_json(f'{{"offload":{value}}}', Settings))
@@ -95,9 +93,7 @@ def test_a_recorded_boolean_is_what_it_was() -> None:
     ],
 )
 @pytest.mark.parametrize("command", ["find", "try --length 4k", "predict", "recommend --length 4k"])
-def test_a_flag_that_may_stand_alone_leaves_the_model_alone(
-    command: str, words: str, offload: Any
-) -> None:
+def test_a_flag_that_may_stand_alone_leaves_the_model_alone(command, words, offload):
     typed = typed_values(parse(shlex.split(f"{command} {words}")))
     assert request_from(typed).offload == offload
     assert typed["model"] == ("./states" if "./" in words else MODEL)
@@ -111,14 +107,14 @@ def test_a_flag_that_may_stand_alone_leaves_the_model_alone(
         ("--offload states", "no model is named", "highwater find Qwen3-0.6B"),
     ],
 )
-def test_what_offload_is_not_is_said_with_what_it_is(words: str, problem: str, hint: str) -> None:
+def test_what_offload_is_not_is_said_with_what_it_is(words, problem, hint):
     with pytest.raises(UsageError, match=problem) as refused:
         request_from(typed_values(parse(["find", *shlex.split(words)])))
     assert f"`{hint}`" in str(refused.value.hint)
 
 
 @pytest.mark.parametrize("offload", [False, True, "states"])
-def test_a_file_and_python_name_it_as_the_flags_do(offload: Any) -> None:
+def test_a_file_and_python_name_it_as_the_flags_do(offload):
     asked = {"model": MODEL, "offload": offload}
     of_a_file = request_from(asked, config_file="study.yaml")
     assert request_from(asked, keywords=True) == of_a_file
@@ -128,7 +124,7 @@ def test_a_file_and_python_name_it_as_the_flags_do(offload: Any) -> None:
 
 
 @pytest.mark.parametrize("value", ["stats", "True", 1, None])
-def test_a_file_that_names_something_else_is_refused(value: Any) -> None:
+def test_a_file_that_names_something_else_is_refused(value):
     with pytest.raises(UsageError, match="offload"):
         request_from({"model": MODEL, "offload": value}, config_file="study.yaml")
 
@@ -142,15 +138,13 @@ def test_a_file_that_names_something_else_is_refused(value: Any) -> None:
         ({"strategy": "fsdp"}, "FSDP1 has flat ones", {"offload": True}),
     ],
 )
-def test_what_is_not_exact_is_refused_by_name(
-    other: dict[str, Any], words: str, works: dict[str, Any]
-) -> None:
+def test_what_is_not_exact_is_refused_by_name(other, words, works):
     with pytest.raises(UsageError, match=words):
         Settings(offload="states", **other)
     assert Settings(**{"offload": "states", **other, **works}), "which the hint says works"
 
 
-def test_a_gpu_keeps_all_but_the_moments_which_the_host_pins(shape: ModelShape) -> None:
+def test_a_gpu_keeps_all_but_the_moments_which_the_host_pins(shape):
     layout = Layout(gpus=8)
     here, states, model = (
         device_state_bytes(shape, Settings(offload=each), device="cuda")
@@ -170,14 +164,14 @@ def test_a_gpu_keeps_all_but_the_moments_which_the_host_pins(shape: ModelShape) 
     assert pinned_state_bytes(shape, STATES, layout=copies) == pytest.approx(2 * pinned, rel=0.1)
 
 
-def test_on_the_cpu_nothing_is_elsewhere(shape: ModelShape) -> None:
+def test_on_the_cpu_nothing_is_elsewhere(shape):
     assert device_state_bytes(shape, STATES, device="cpu") == 16 * shape.parameters
     (note,) = offload_notes(STATES, "cpu")
     assert "changes nothing" in note
     assert offload_notes(STATES, "cuda") == ()
 
 
-def test_an_update_takes_two_buffers_of_both_moments(shape: ModelShape) -> None:
+def test_an_update_takes_two_buffers_of_both_moments(shape):
     assert update_bytes(shape, STATES, shards=1) == 2 * 2 * 4 * STREAMED
     tiny = load_model("tiny").shape
     rows = -(-tiny.vocab_size // 8)
@@ -186,7 +180,7 @@ def test_an_update_takes_two_buffers_of_both_moments(shape: ModelShape) -> None:
     assert update_bytes(shape, Settings(offload=True), shards=1) == 0
 
 
-def test_adapters_alone_have_moments(shape: ModelShape) -> None:
+def test_adapters_alone_have_moments(shape):
     lora, layout = Settings(offload="states", lora=16), Layout(gpus=1)
     here = device_state_bytes(shape, Settings(lora=16), device="cuda")
     frozen = 2 * shape.parameters
@@ -194,7 +188,7 @@ def test_adapters_alone_have_moments(shape: ModelShape) -> None:
     assert pinned_state_bytes(shape, lora, layout=layout) < 2 * (here - frozen)
 
 
-def test_a_checkpoint_is_as_large_as_without(shape: ModelShape) -> None:
+def test_a_checkpoint_is_as_large_as_without(shape):
     sizes = {
         checkpoint_bytes(shape, Settings(offload=each, checkpoint="sharded"), "cuda").sharded_bytes
         for each in (False, "states", True)
@@ -203,15 +197,15 @@ def test_a_checkpoint_is_as_large_as_without(shape: ModelShape) -> None:
 
 
 @pytest.mark.parametrize("accumulates", [True, False])
-def test_a_prediction_has_less_on_the_gpu_and_more_on_the_host(
-    shape: ModelShape, accumulates: bool
-) -> None:
+def test_a_prediction_has_less_on_the_gpu_and_more_on_the_host(shape, accumulates):
     here, there = (
         footprint(
-            shape,
-            Settings(offload=each, accumulates=accumulates),
-            Layout(gpus=8),
-            length_tokens=8192,
+            Step(
+                shape,
+                Settings(offload=each, accumulates=accumulates),
+                Layout(gpus=8),
+                length_tokens=8192,
+            )
         )
         for each in (False, "states")
     )
@@ -222,7 +216,7 @@ def test_a_prediction_has_less_on_the_gpu_and_more_on_the_host(
     )
 
 
-def test_states_lie_between_no_offload_and_all_of_it() -> None:
+def test_states_lie_between_no_offload_and_all_of_it():
     cells = [Cell(layout=Layout(), settings=Settings(offload=each)) for each in (True, "states")]
     none = Cell(layout=Layout(gpus=4, ulysses_degree=4), settings=Settings())
     assert sorted([*cells, none], key=simplicity) == [none, *reversed(cells)]
@@ -234,7 +228,7 @@ def test_states_lie_between_no_offload_and_all_of_it() -> None:
     assert not any(each.fits and each.cell.settings.offload for each in kept.candidates)
 
 
-def test_a_search_offloads_only_where_it_is_asked_to() -> None:
+def test_a_search_offloads_only_where_it_is_asked_to():
     rungs = predict(MODEL, gpus="1xH100-80GB", offload="states").cells
     assert {each.cell.settings.offload for each in rungs} == {"states"}
     assert [each.cell.settings.offload for each in predict(MODEL, gpus="1xH100-80GB").cells] == [
@@ -244,14 +238,14 @@ def test_a_search_offloads_only_where_it_is_asked_to() -> None:
     ]
 
 
-def test_a_host_that_cannot_hold_the_moments_is_named_before_anything_starts() -> None:
+def test_a_host_that_cannot_hold_the_moments_is_named_before_anything_starts():
     small = msgspec.structs.replace(machine_with(1), host_memory_total_bytes=2**32)
     with pytest.raises(MachineError, match="offloaded states of") as refused:
         plan(request_from({"model": "Qwen3-4B", "offload": "states"}), small)
     assert refused.value.hint == "leave `--offload states` out"
 
 
-def test_a_trainer_that_offloads_all_or_nothing_refuses_states() -> None:
+def test_a_trainer_that_offloads_all_or_nothing_refuses_states():
     with pytest.raises(UsageError, match="only with all the rest") as refused:
         predict("Qwen3-8B", gpus="4xH100-80GB", trainer="trinity", offload="states")
     assert "`--offload`" in str(refused.value.hint)
@@ -260,7 +254,7 @@ def test_a_trainer_that_offloads_all_or_nothing_refuses_states() -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_no_configuration_of_another_trainer_says_it(target: Any) -> None:
+def test_no_configuration_of_another_trainer_says_it(target):
     """Neither where it is asked for, nor where it is what this engine would do."""
     with pytest.raises(UsageError, match="no words for --offload states"):
         refuse_unknown_settings(target, {"offload": "states"})
@@ -277,6 +271,6 @@ def test_no_configuration_of_another_trainer_says_it(target: Any) -> None:
     assert made.emitted.text
 
 
-def test_a_snapshot_tells_the_buffers_by_the_file_that_makes_them() -> None:
+def test_a_snapshot_tells_the_buffers_by_the_file_that_makes_them():
     frame = Frame("/opt/highwater/engine/host_states.py", 100, "_stream")
     assert category_of(frame) == "optimizer_states"

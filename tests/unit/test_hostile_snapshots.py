@@ -35,7 +35,7 @@ def alloc(number: int, frames: list[dict[str, Any]], **fields: object) -> dict[s
     return {"action": "alloc", "addr": 512 * number, "size": 512, "frames": frames, **fields}
 
 
-def test_segments_that_are_one_and_share_their_blocks_are_refused(tmp_path: Path) -> None:
+def test_segments_that_are_one_and_share_their_blocks_are_refused(tmp_path):
     shared = {"device": 0, "blocks": [block()] * MANY}
     path = written(tmp_path, {"device_traces": [], "segments": [shared] * MANY})
     assert path.stat().st_size < MIB
@@ -44,26 +44,26 @@ def test_segments_that_are_one_and_share_their_blocks_are_refused(tmp_path: Path
 
 
 @pytest.mark.parametrize("blocks", [[block()] * 2, [block(), block()]])
-def test_blocks_that_several_segments_share_are_refused(tmp_path: Path, blocks: list[Any]) -> None:
+def test_blocks_that_several_segments_share_are_refused(tmp_path, blocks):
     segments = [{"device": 0, "blocks": blocks} for _ in range(2)]
     with pytest.raises(SnapshotError, match="a block is in it twice"):
         memory_profile(written(tmp_path, {"device_traces": [], "segments": segments}))
 
 
-def test_an_event_that_comes_again_is_refused(tmp_path: Path) -> None:
+def test_an_event_that_comes_again_is_refused(tmp_path):
     document = {"device_traces": [[alloc(0, [])] * 2], "segments": []}
     with pytest.raises(SnapshotError, match="an event is in it twice"):
         memory_profile(written(tmp_path, document))
 
 
-def test_many_devices_with_many_segments_are_counted_once(tmp_path: Path) -> None:
+def test_many_devices_with_many_segments_are_counted_once(tmp_path):
     segments = [{"device": 0, "blocks": []} for _ in range(2 * MANY)]
     traces = [[alloc(0, [])]] * (2 * MANY)
     document = {"device_traces": traces, "segments": segments}
     assert memory_profile(written(tmp_path, document)).devices == len(traces)
 
 
-def test_frames_that_share_a_long_path_keep_one_copy_of_it(tmp_path: Path) -> None:
+def test_frames_that_share_a_long_path_keep_one_copy_of_it(tmp_path):
     frames = [{"filename": LONG, "line": line, "name": LONG} for line in range(MANY)]
     stacks = [frames[start : start + 1000] for start in range(0, MANY, 1000)]
     events = [alloc(number, stack) for number, stack in enumerate(stacks)]
@@ -72,7 +72,7 @@ def test_frames_that_share_a_long_path_keep_one_copy_of_it(tmp_path: Path) -> No
     assert len({id(text) for frame in snapshot.frames for text in (frame.file, frame.name)}) == 1
 
 
-def test_a_deep_stack_in_many_phases_is_looked_at_once(tmp_path: Path) -> None:
+def test_a_deep_stack_in_many_phases_is_looked_at_once(tmp_path):
     stack = [
         {"filename": LONG, "line": line, "name": f"step_{line}"} for line in range(MOST_FRAMES)
     ]
@@ -82,7 +82,7 @@ def test_a_deep_stack_in_many_phases_is_looked_at_once(tmp_path: Path) -> None:
     assert profile_page([profile])
 
 
-def test_stacks_and_frames_that_are_shared_are_read_as_ever(tmp_path: Path) -> None:
+def test_stacks_and_frames_that_are_shared_are_read_as_ever(tmp_path):
     """As PyTorch shares them: a frame among stacks, a stack among a block and events."""
     frame = {"filename": "/work/train.py", "line": 3, "name": "forward"}
     stacks = [[frame], [frame, frame]]

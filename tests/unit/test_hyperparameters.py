@@ -2,8 +2,6 @@
 them.
 """
 
-from typing import Any
-
 import msgspec
 import pytest
 import yaml
@@ -25,7 +23,7 @@ CRITIC = {"objective": "ppo", "critic": True, "entropy": "full"}
 
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -0.1])
-def test_a_number_out_of_its_range_is_refused_with_one_that_works(name: str, value: float) -> None:
+def test_a_number_out_of_its_range_is_refused_with_one_that_works(name, value):
     with pytest.raises(
         UsageError, match=f"{name.replace('_', ' ')} is {value}, and has to be"
     ) as refused:
@@ -53,12 +51,12 @@ def test_a_number_out_of_its_range_is_refused_with_one_that_works(name: str, val
         ("dpo_beta", 0.0),
     ],
 )
-def test_the_ends_of_ranges_are_as_what_uses_them_needs(name: str, value: float) -> None:
+def test_the_ends_of_ranges_are_as_what_uses_them_needs(name, value):
     with pytest.raises(UsageError, match="has to be"):
         Hyperparameters(**{name: value})
 
 
-def test_what_is_switched_off_is_0() -> None:
+def test_what_is_switched_off_is_0():
     off = Hyperparameters(
         weight_decay=0, max_grad_norm=0, dual_clip=0, kl_coefficient=0, learning_rate=0
     )
@@ -68,7 +66,7 @@ def test_what_is_switched_off_is_0() -> None:
 @pytest.mark.parametrize(
     "text", ["learning_rate: 1e-6", "learning_rate: 1.0e-6", "learning_rate: 0.000001"]
 )
-def test_a_file_may_write_an_exponent_without_a_dot(text: str) -> None:
+def test_a_file_may_write_an_exponent_without_a_dot(text):
     assert (
         request_from(
             {"model": "tiny", **yaml.safe_load(text)}, config_file="study.yaml"
@@ -93,9 +91,7 @@ def test_a_file_may_write_an_exponent_without_a_dot(text: str) -> None:
         ("gae_lambda", 1.0, {"objective": "ppo"}),
     ],
 )
-def test_a_number_that_the_loss_does_not_have_is_refused(
-    name: str, value: Any, has_it: dict[str, Any]
-) -> None:
+def test_a_number_that_the_loss_does_not_have_is_refused(name, value, has_it):
     flag = f"--{name.replace('_', '-')}"
     for settings in ({}, {"objective": "rw", "sequences_per_micro_batch": 2}):
         with pytest.raises(UsageError, match="would change nothing") as refused:
@@ -105,7 +101,7 @@ def test_a_number_that_the_loss_does_not_have_is_refused(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_another_number_is_another_question_of_the_same_cells(name: str) -> None:
+def test_another_number_is_another_question_of_the_same_cells(name):
     changed = {name: "k3" if name == "kl_estimator" else DEFAULTS[name] / 2 or 0.5}
     if name == "dual_clip":
         changed = {name: 0.0}
@@ -124,13 +120,13 @@ def test_another_number_is_another_question_of_the_same_cells(name: str) -> None
     assert not {flag} & {*find_words(usual), *try_words(trials[0], usual.model)}
 
 
-def test_questions_from_before_there_were_any_have_the_defaults() -> None:
+def test_questions_from_before_there_were_any_have_the_defaults():
     recorded = msgspec.to_builtins(question_of())
     del recorded["hyperparameters"]
     assert msgspec.convert(recorded, Question).hyperparameters == Hyperparameters()
 
 
-def test_every_one_has_a_flag_of_what_trains_and_none_of_what_predicts_memory() -> None:
+def test_every_one_has_a_flag_of_what_trains_and_none_of_what_predicts_memory():
     rows = (*TOPICS["optimizer"], *TOPICS["objective"])
     assert {row.name for row in rows} == set(NAMES)
     assert {row.commands for row in rows} == {("find", "try", "train")}
@@ -139,7 +135,7 @@ def test_every_one_has_a_flag_of_what_trains_and_none_of_what_predicts_memory() 
     assert not set(NAMES) & set(Settings.__struct_fields__), "rungs differ in memory"
 
 
-def test_a_report_says_which_were_changed() -> None:
+def test_a_report_says_which_were_changed():
     changed = question_of(learning_rate=1e-6, weight_decay=0)
     told = dict(question_table(report_of(Study(question=changed))).rows)["hyperparameters"]
     assert told.split() == ["--learning-rate", "1e-06", "--weight-decay", "0.0"]

@@ -49,7 +49,7 @@ def test_there_is_a_key_for_every_recorded_study():
 
 @pytest.mark.corpus
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
-def test_a_recorded_study_and_its_trials_have_the_keys_that_they_always_had(path: Path):
+def test_a_recorded_study_and_its_trials_have_the_keys_that_they_always_had(path):
     study = read_study(path)
     assert study.question.key == KEYS[path.name]["question"]
     assert digest([trial.spec.key for trial in study.trials]) == KEYS[path.name]["trials"]
@@ -57,9 +57,7 @@ def test_a_recorded_study_and_its_trials_have_the_keys_that_they_always_had(path
 
 @pytest.mark.corpus
 @pytest.mark.parametrize("path", COMMANDED, ids=lambda path: path.stem)
-def test_a_recorded_study_is_found_by_the_command_that_made_it(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_recorded_study_is_found_by_the_command_that_made_it(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     command = list(read_study(path).command[1:])
     command[command.index("--study") + 1] = str(path.relative_to(ROOT))

@@ -37,8 +37,8 @@ def add_line(path: Path) -> None:
 
 
 def test_what_is_imported_is_followed_into_functions_and_not_into_what_only_types_need(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     own = package(tmp_path)
     found = {str(path.relative_to(own)) for path in imported_files("own.start", own)}
     assert found == FILES.keys() - {"typed.py", "aside.py"}
@@ -61,8 +61,8 @@ def test_what_is_imported_is_followed_into_functions_and_not_into_what_only_type
     ],
 )
 def test_a_trace_is_made_again_when_what_the_tracer_imports_has_changed(
-    name: str, is_of_a_trace: bool, tmp_path: Path
-) -> None:
+    name, is_of_a_trace, tmp_path
+):
     copy = shutil.copytree(SOURCE, tmp_path / "highwater")
     before = imported_digest(TRACER, SOURCE)
     assert imported_digest(TRACER, copy) == before, "wherever the package lies"

@@ -81,19 +81,19 @@ def job(folder: Path, asked: str, **changes: Any) -> Job[Prepared]:
     return Job(**(fields | changes))
 
 
-def test_a_report_comes_back_as_the_record_that_it_is(folder: Path) -> None:
+def test_a_report_comes_back_as_the_record_that_it_is(folder):
     assert job(folder, "report").run(folder) == Prepared(model_directory="given")
 
 
-def test_a_module_is_told_more_words_after_order_and_report(folder: Path) -> None:
+def test_a_module_is_told_more_words_after_order_and_report(folder):
     assert job(folder, "report", words=("a", "b c")).run(folder).model_directory == "given a b c"
 
 
-def test_a_whole_report_counts_however_its_process_ended_after_it(folder: Path) -> None:
+def test_a_whole_report_counts_however_its_process_ended_after_it(folder):
     assert job(folder, "report, then fail").run(folder).model_directory == "made"
 
 
-def test_ranks_make_one_report_and_are_told_nothing_else(folder: Path) -> None:
+def test_ranks_make_one_report_and_are_told_nothing_else(folder):
     made = job(folder, "", module="of_ranks", order=None, ranks=2).run(folder)
     assert made.model_directory == "of 2"
 
@@ -105,9 +105,7 @@ def test_ranks_make_one_report_and_are_told_nothing_else(folder: Path) -> None:
         ("refuse here", MachineError, "nobody can here", "go elsewhere"),
     ],
 )
-def test_what_a_job_refuses_is_raised_as_it_was_said(
-    asked: str, kind: type[HighwaterError], problem: str, hint: str, folder: Path
-) -> None:
+def test_what_a_job_refuses_is_raised_as_it_was_said(asked, kind, problem, hint, folder):
     with pytest.raises(HighwaterError) as refused:
         job(folder, asked, hint="what failures say").run(folder)
     assert (type(refused.value), refused.value.problem, refused.value.hint) == (kind, problem, hint)
@@ -122,21 +120,19 @@ def test_what_a_job_refuses_is_raised_as_it_was_said(
         ("stay", {"timeout_s": 1.5, "late": "to wait"}, "to wait took more than 2 s"),
     ],
 )
-def test_a_job_without_a_report_is_told_by_how_it_ended(
-    asked: str, changes: dict[str, Any], problem: str, folder: Path
-) -> None:
+def test_a_job_without_a_report_is_told_by_how_it_ended(asked, changes, problem, folder):
     with pytest.raises(MachineError) as failure:
         job(folder, asked, hint="try again", **changes).run(folder)
     assert (failure.value.problem, failure.value.hint) == (problem, "try again")
 
 
-def test_a_module_that_is_not_there_is_told_by_its_last_words(folder: Path) -> None:
+def test_a_module_that_is_not_there_is_told_by_its_last_words(folder):
     with pytest.raises(MachineError, match=r"exited with 1: .*nowhere_at_all") as failure:
         job(folder, "report", module="nowhere_at_all").run(folder)
     assert "pip install" in failure.value.hint
 
 
-def test_nothing_is_left_of_a_job_that_nobody_waits_for_any_more(folder: Path) -> None:
+def test_nothing_is_left_of_a_job_that_nobody_waits_for_any_more(folder):
     ended, told = threading.Event(), list[str]()
 
     def end_soon(phase: str) -> None:
@@ -151,7 +147,7 @@ def test_nothing_is_left_of_a_job_that_nobody_waits_for_any_more(folder: Path) -
     assert not psutil.Process().children(recursive=True)
 
 
-def test_nothing_is_left_of_a_job_that_is_interrupted(folder: Path) -> None:
+def test_nothing_is_left_of_a_job_that_is_interrupted(folder):
     def interrupt(phase: str) -> None:
         if phase == "staying":
             raise KeyboardInterrupt
@@ -172,15 +168,13 @@ def test_nothing_is_left_of_a_job_that_is_interrupted(folder: Path) -> None:
         (-200, "ended by signal 200"),
     ],
 )
-def test_an_exit_status_is_told_in_words(status: int, words: str) -> None:
+def test_an_exit_status_is_told_in_words(status, words):
     assert how_ended(status) == words
 
 
 @pytest.mark.parametrize("status", [0, 1, 137, None])
 @pytest.mark.parametrize("text", ["", "\n \n", "a\nb\nc\nd\n"])
-def test_nothing_is_told_as_a_reason_that_is_empty(
-    text: str, status: int | None, tmp_path: Path
-) -> None:
+def test_nothing_is_told_as_a_reason_that_is_empty(text, status, tmp_path):
     log = tmp_path / "log"
     log.write_text(text)
     said = last_words(log, status)

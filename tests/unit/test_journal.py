@@ -55,7 +55,7 @@ def lengths(study: Study) -> list[int]:
     return [trial.spec.length_tokens for trial in study.trials if trial.result is not None]
 
 
-def test_what_was_recorded_is_read_back(tmp_path: Path) -> None:
+def test_what_was_recorded_is_read_back(tmp_path):
     path = tmp_path / "a" / "study.jsonl"
     with open_journal(path, QUESTION, command=("highwater", "find", "Qwen3-0.6B")) as journal:
         search(QUESTION, journal)
@@ -77,9 +77,7 @@ def test_what_was_recorded_is_read_back(tmp_path: Path) -> None:
         ("find",),
     ],
 )
-def test_a_command_that_is_no_search_of_ours_is_suggested_to_nobody(
-    typed: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_that_is_no_search_of_ours_is_suggested_to_nobody(typed, tmp_path, capsys):
     path = tmp_path / "study.jsonl"
     with open_journal(path, QUESTION, command=typed) as journal:
         record(journal, 4096)
@@ -94,9 +92,7 @@ def test_a_command_that_is_no_search_of_ours_is_suggested_to_nobody(
         assert all(line.startswith("next: highwater ") for line in suggested)
 
 
-def test_where_a_search_ran_is_recorded_by_an_allow_list(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_a_search_ran_is_recorded_by_an_allow_list(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secretsecretsecret")
     monkeypatch.setenv("WANDB_API_KEY", "also secret")
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -119,7 +115,7 @@ def test_where_a_search_ran_is_recorded_by_an_allow_list(
     assert set(recorded[0].variables) <= set(RECORDED_VARIABLES)
 
 
-def test_a_journal_from_before_environments_were_recorded_is_read(tmp_path: Path) -> None:
+def test_a_journal_from_before_environments_were_recorded_is_read(tmp_path):
     path = tmp_path / "study.jsonl"
     open_journal(path, QUESTION).close()
     lines = without_checksums(path.read_text()).replace(',"environment":null', "")
@@ -131,7 +127,7 @@ def test_a_journal_from_before_environments_were_recorded_is_read(tmp_path: Path
     assert lengths(read_study(path)) == [8192]
 
 
-def test_a_resumed_search_runs_nothing_twice_and_answers_the_same(tmp_path: Path) -> None:
+def test_a_resumed_search_runs_nothing_twice_and_answers_the_same(tmp_path):
     path = tmp_path / "study.jsonl"
     with open_journal(path, QUESTION) as journal:
         assert search(QUESTION, journal) == 0
@@ -141,7 +137,7 @@ def test_a_resumed_search_runs_nothing_twice_and_answers_the_same(tmp_path: Path
         assert journal.snapshot() == first
 
 
-def test_a_search_interrupted_anywhere_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_search_interrupted_anywhere_goes_on_where_it_was(tmp_path):
     with open_journal(tmp_path / "whole.jsonl", QUESTION) as journal:
         search(QUESTION, journal)
         whole = journal.snapshot()
@@ -174,9 +170,7 @@ def test_a_search_interrupted_anywhere_goes_on_where_it_was(tmp_path: Path) -> N
 
 @hypothesis_settings(max_examples=examples(60))
 @given(cut=st.integers(min_value=0, max_value=10_000))
-def test_a_journal_cut_at_any_byte_loses_only_what_was_cut(
-    tmp_path_factory: pytest.TempPathFactory, cut: int
-) -> None:
+def test_a_journal_cut_at_any_byte_loses_only_what_was_cut(tmp_path_factory, cut):
     path = tmp_path_factory.mktemp("cut") / "study.jsonl"
     with open_journal(path, QUESTION) as journal:
         for length in (4096, 8192, 12288):
@@ -201,7 +195,7 @@ def _line_ends(content: bytes) -> set[int]:
     return {index + 1 for index, byte in enumerate(content) if byte == ord("\n")}
 
 
-def test_a_reader_sees_the_full_lines_of_a_journal_that_is_being_written(tmp_path: Path) -> None:
+def test_a_reader_sees_the_full_lines_of_a_journal_that_is_being_written(tmp_path):
     path = tmp_path / "study.jsonl"
     with open_journal(path, QUESTION) as journal:
         record(journal, 4096)
@@ -212,7 +206,7 @@ def test_a_reader_sees_the_full_lines_of_a_journal_that_is_being_written(tmp_pat
     assert "not complete" in study.notes[0]
 
 
-def test_a_damaged_line_in_the_middle_is_an_error_that_names_the_line(tmp_path: Path) -> None:
+def test_a_damaged_line_in_the_middle_is_an_error_that_names_the_line(tmp_path):
     path = tmp_path / "study.jsonl"
     with open_journal(path, QUESTION) as journal:
         record(journal, 4096)
@@ -225,7 +219,7 @@ def test_a_damaged_line_in_the_middle_is_an_error_that_names_the_line(tmp_path: 
     assert path.read_bytes() == before
 
 
-def test_an_end_without_a_beginning_is_damage(tmp_path: Path) -> None:
+def test_an_end_without_a_beginning_is_damage(tmp_path):
     path = tmp_path / "study.jsonl"
     with open_journal(path, QUESTION) as journal:
         record(journal, 4096)
@@ -235,7 +229,7 @@ def test_an_end_without_a_beginning_is_damage(tmp_path: Path) -> None:
         read_study(path)
 
 
-def test_a_journal_of_a_newer_schema_is_left_alone(tmp_path: Path) -> None:
+def test_a_journal_of_a_newer_schema_is_left_alone(tmp_path):
     path = tmp_path / "study.jsonl"
     open_journal(path, QUESTION).close()
     newer = path.read_bytes().replace(
@@ -252,8 +246,8 @@ def test_a_journal_of_a_newer_schema_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.corpus
 @pytest.mark.parametrize("recorded", sorted(FOUND.glob("*.jsonl")), ids=lambda path: path.stem)
 def test_every_study_that_was_made_before_is_resumed_without_lines_that_its_schema_does_not_have(
-    recorded: Path, tmp_path: Path
-) -> None:
+    recorded, tmp_path
+):
     path = tmp_path / "study.jsonl"
     path.write_bytes(recorded.read_bytes())
     before = read_study(path)
@@ -267,7 +261,7 @@ def test_every_study_that_was_made_before_is_resumed_without_lines_that_its_sche
 @pytest.mark.parametrize(
     "content", [b"my notes", b"my notes\n", b'{"kind":"other"}\n', b"[]\n", b"\0\0\0\0"]
 )
-def test_a_file_that_is_no_study_is_never_touched(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_no_study_is_never_touched(tmp_path, content):
     path = tmp_path / "notes.txt"
     path.write_bytes(content)
     for attempt in (read_study, lambda path: open_journal(path, QUESTION)):
@@ -298,9 +292,7 @@ def test_a_file_that_is_no_study_is_never_touched(tmp_path: Path, content: bytes
         ),
     ],
 )
-def test_another_question_is_refused_and_the_difference_is_told(
-    tmp_path: Path, asked: Question, said: str
-) -> None:
+def test_another_question_is_refused_and_the_difference_is_told(tmp_path, asked, said):
     path = tmp_path / "study.jsonl"
     open_journal(path, QUESTION).close()
     with pytest.raises(StudyError) as refusal:
@@ -310,7 +302,7 @@ def test_another_question_is_refused_and_the_difference_is_told(
     open_journal(offered, asked).close()
 
 
-def test_the_same_model_in_another_place_is_the_same_question(tmp_path: Path) -> None:
+def test_the_same_model_in_another_place_is_the_same_question(tmp_path):
     path = tmp_path / "study.jsonl"
     open_journal(path, QUESTION).close()
     moved = msgspec.structs.replace(
@@ -319,7 +311,7 @@ def test_the_same_model_in_another_place_is_the_same_question(tmp_path: Path) ->
     open_journal(path, moved).close()
 
 
-def test_a_second_writer_is_told_who_writes(tmp_path: Path) -> None:
+def test_a_second_writer_is_told_who_writes(tmp_path):
     path = tmp_path / "study.jsonl"
     with open_journal(path, QUESTION):
         code = (
@@ -337,7 +329,7 @@ def test_a_second_writer_is_told_who_writes(tmp_path: Path) -> None:
     open_journal(path, QUESTION).close()
 
 
-def test_a_writer_killed_with_9_leaves_every_finished_trial_and_no_lock(tmp_path: Path) -> None:
+def test_a_writer_killed_with_9_leaves_every_finished_trial_and_no_lock(tmp_path):
     path = tmp_path / "study.jsonl"
     code = (
         "import sys, itertools; from pathlib import Path\n"
@@ -380,7 +372,7 @@ except MachineError as error: print(length, error.exit_code, "|", error, "|", er
 """
 
 
-def test_a_write_that_does_not_fit_leaves_the_journal_whole(tmp_path: Path) -> None:
+def test_a_write_that_does_not_fit_leaves_the_journal_whole(tmp_path):
     path = tmp_path / "study.jsonl"
     said = _python(_FILL, str(path), str(Path(__file__).parent), "20001").stdout
     _, code, *_ = said.split()
@@ -394,7 +386,7 @@ def test_a_write_that_does_not_fit_leaves_the_journal_whole(tmp_path: Path) -> N
         assert lengths(journal.snapshot()) == list(range(2, failed_at))
 
 
-def test_a_disk_that_is_full_leaves_the_journal_whole(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_leaves_the_journal_whole(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     script = (
@@ -415,7 +407,7 @@ def test_a_disk_that_is_full_leaves_the_journal_whole(tmp_path: Path) -> None:
     assert lengths(read_study(kept)) == list(range(2, int(run.stdout.split()[0])))
 
 
-def test_a_study_that_cannot_be_opened_is_the_users_to_mend(tmp_path: Path) -> None:
+def test_a_study_that_cannot_be_opened_is_the_users_to_mend(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StudyError, match="cannot be opened"):
         open_journal(tmp_path / "file" / "study.jsonl", QUESTION)
@@ -424,8 +416,8 @@ def test_a_study_that_cannot_be_opened_is_the_users_to_mend(tmp_path: Path) -> N
 
 
 def test_a_crash_that_left_no_answer_is_tried_again_where_one_asks_and_a_measured_one_is_not(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     path = tmp_path / "study.jsonl"
     law = FormulaLaw(shape=QUESTION.model.shape)
     crashing = SimulatedRunner(
@@ -444,7 +436,7 @@ def test_a_crash_that_left_no_answer_is_tried_again_where_one_asks_and_a_measure
     assert read_study(path).complete
 
 
-def test_a_repeat_and_a_second_attempt_are_trials_of_their_own(tmp_path: Path) -> None:
+def test_a_repeat_and_a_second_attempt_are_trials_of_their_own(tmp_path):
     with open_journal(tmp_path / "study.jsonl", QUESTION) as journal:
         record(journal, 4096)
         assert journal.recorded(spec_of(4096), attempt=1, repeat=0) == FIT
@@ -459,8 +451,8 @@ def _python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_study_from_before_a_setting_came_goes_on_without_repeating_a_trial(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     path = tmp_path / "study.jsonl"
     with open_journal(path, QUESTION) as journal:
         record(journal, 4096)

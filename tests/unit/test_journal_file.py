@@ -16,6 +16,7 @@ from test_journal import QUESTION, lengths, record, search
 from highwater.cli.app import main
 from highwater.errors import StudyError
 from highwater.store.journal import open_journal, read_study
+from tables import deep
 
 LENGTHS = (4096, 8192, 12288)
 
@@ -58,9 +59,7 @@ EDITS: dict[str, Callable[[list[bytes], int], list[bytes]]] = {
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_a_line_that_was_edited_is_named_by_its_number_with_a_hint_that_works(
-    edit: str, tmp_path: Path
-) -> None:
+def test_a_line_that_was_edited_is_named_by_its_number_with_a_hint_that_works(edit, tmp_path):
     path = tmp_path / "study.jsonl"
     lines = written(path)
     path.write_bytes(b"".join(EDITS[edit](lines, 3)))
@@ -75,9 +74,7 @@ def test_a_line_that_was_edited_is_named_by_its_number_with_a_hint_that_works(
 
 
 @pytest.mark.parametrize("schema_version", [1, 2])
-def test_a_study_from_before_there_were_checksums_goes_on_without_them(
-    schema_version: int, tmp_path: Path
-) -> None:
+def test_a_study_from_before_there_were_checksums_goes_on_without_them(schema_version, tmp_path):
     path = tmp_path / "study.jsonl"
     lines = written(path)
     path.write_text(without_checksums(b"".join(lines[:5]).decode(), schema_version=schema_version))
@@ -87,7 +84,7 @@ def test_a_study_from_before_there_were_checksums_goes_on_without_them(
     assert read_study(path).complete
 
 
-def test_a_resumed_study_goes_on_with_its_checksums(tmp_path: Path) -> None:
+def test_a_resumed_study_goes_on_with_its_checksums(tmp_path):
     path = tmp_path / "study.jsonl"
     for length in LENGTHS:
         with open_journal(path, QUESTION) as journal:
@@ -120,10 +117,10 @@ def _mutations(lines: list[bytes], seed: int) -> bytes:
     return bytes(content)
 
 
-@pytest.mark.parametrize("count", [400, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [400, *deep(20_000)])
 def test_whatever_is_changed_in_a_journal_is_found_or_changes_nothing(
-    count: int, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+    count, tmp_path, record_property
+):
     path = tmp_path / "study.jsonl"
     lines = written(path)
     whole, found, same = read_study(path), 0, 0
@@ -146,10 +143,10 @@ def test_whatever_is_changed_in_a_journal_is_found_or_changes_nothing(
     assert found > 0.9 * count
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [300, *deep(10_000)])
 def test_no_edit_of_a_journal_without_checksums_makes_a_measured_answer_of_it(
-    count: int, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+    count, tmp_path, record_property
+):
     path = tmp_path / "study.jsonl"
     draw = random.Random(7)
     told = {"unproven": 0, "refused": 0, "the same": 0}
@@ -200,8 +197,8 @@ def test_no_edit_of_a_journal_without_checksums_makes_a_measured_answer_of_it(
 
 
 def test_a_study_that_is_deleted_in_mid_search_stops_it_and_its_trials_are_kept_beside_it(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     path = tmp_path / "study.jsonl"
     with open_journal(path, QUESTION) as journal:
         record(journal, 4096)
@@ -216,7 +213,7 @@ def test_a_study_that_is_deleted_in_mid_search_stops_it_and_its_trials_are_kept_
     assert lengths(read_study(kept)) == [4096, 8192]
 
 
-def test_the_trial_that_had_just_ended_is_kept_too(tmp_path: Path) -> None:
+def test_the_trial_that_had_just_ended_is_kept_too(tmp_path):
     path = tmp_path / "study.jsonl"
     with open_journal(path, QUESTION) as journal:
         spec = QUESTION.trial(QUESTION.cells[0], 4096)
@@ -233,9 +230,7 @@ def test_the_trial_that_had_just_ended_is_kept_too(tmp_path: Path) -> None:
     ("left", "said"),
     [(0, "to 0 bytes"), (-1, "was cut from"), (None, "written by somebody else, 5 bytes")],
 )
-def test_a_study_that_is_cut_or_written_in_mid_search_stops_it(
-    left: int | None, said: str, tmp_path: Path
-) -> None:
+def test_a_study_that_is_cut_or_written_in_mid_search_stops_it(left, said, tmp_path):
     path = tmp_path / "study.jsonl"
     with open_journal(path, QUESTION) as journal:
         record(journal, 4096)
@@ -256,8 +251,8 @@ def test_a_study_that_is_cut_or_written_in_mid_search_stops_it(
 
 
 def test_a_folder_that_is_deleted_in_mid_search_stops_it_and_says_that_nothing_could_be_kept(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     path = tmp_path / "logs" / "study.jsonl"
     with open_journal(path, QUESTION) as journal:
         record(journal, 4096)
@@ -284,12 +279,12 @@ def odd_file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 )
 @pytest.mark.parametrize("command", ["show", "report", "guide", "recommend", "find"])
 def test_what_is_no_regular_file_is_no_study(
-    odd_file: Path,
-    command: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+    odd_file,
+    command,
+    capsys,
+    monkeypatch,
+    tmp_path,
+):
     monkeypatch.chdir(tmp_path)
     words = {
         "recommend": (

@@ -2,8 +2,6 @@
 mounted where.
 """
 
-from pathlib import Path
-
 import pytest
 
 from highwater.trials.ranks import kernel_kills, memory_limit
@@ -45,9 +43,7 @@ OTHER = (
         ),
     ],
 )
-def test_the_groups_own_count_is_read(
-    tmp_path: Path, groups: str, mount: str, root: str, below: str
-) -> None:
+def test_the_groups_own_count_is_read(tmp_path, groups, mount, root, below):
     mounted = tmp_path / "mounted"
     counter = mounted / below
     counter.parent.mkdir(parents=True)
@@ -59,7 +55,7 @@ def test_the_groups_own_count_is_read(
     assert kernel_kills(tmp_path) == 3
 
 
-def test_where_nobody_counts_no_kill_is_proven(tmp_path: Path) -> None:
+def test_where_nobody_counts_no_kill_is_proven(tmp_path):
     assert kernel_kills(tmp_path) == 0
     (tmp_path / "cgroup").write_text("0::/gone\n")
     (tmp_path / "mountinfo").write_text(OTHER + V2.format(root="/", at=tmp_path))
@@ -77,8 +73,8 @@ def test_where_nobody_counts_no_kill_is_proven(tmp_path: Path) -> None:
     ],
 )
 def test_the_limit_is_the_least_of_the_group_and_those_around_it(
-    tmp_path: Path, groups: str, mount: str, limits: dict[str, str], found: int | None
-) -> None:
+    tmp_path, groups, mount, limits, found
+):
     mounted = tmp_path / "mounted"
     for name, text in limits.items():
         (mounted / name).parent.mkdir(parents=True, exist_ok=True)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from test_formula_properties import DEVICES, LENGTHS, layouts, rungs, shapes
 
 from highwater.errors import ModelError
-from highwater.memory.formula import layer_bytes as formula
+from highwater.memory.formula import layers as formula
 from highwater.memory.formula.formula import footprint, likely_footprint
-from highwater.memory.formula.layers import busiest_step
+from highwater.memory.formula.layers import Step
 from highwater.model.footprint import (
     checkpoint_bytes,
     device_state_bytes,
@@ -127,8 +127,8 @@ def cut(runs: tuple[LayerRun, ...], layers: int) -> tuple[LayerRun, ...]:
 
 @given(shapes_of_kinds(), rungs(), layouts(), DEVICES, LENGTHS, st.data())
 def test_cutting_a_run_in_two_of_the_same_kind_changes_no_figure(
-    shape: ModelShape, rung: Settings, layout: Layout, device: Any, length: int, data: st.DataObject
-) -> None:
+    shape, rung, layout, device, length, data
+):
     place = data.draw(st.integers(0, shape.layers))
     parts = with_runs(shape, cut(shape.runs, place))
     assert len(parts.runs) - len(shape.runs) in (0, 1)
@@ -155,7 +155,7 @@ def figures(
         host_state_bytes(shape, rung, layout=layout),
         pinned_state_bytes(shape, rung, layout=layout),
         staged_gradient_bytes(shape, rung, layout=layout),
-        *(each(shape, rung, layout, length_tokens=length, device=device) for each in formulas),
+        *(each(Step(shape, rung, layout, length, device)) for each in formulas),
     )
 
 
@@ -166,7 +166,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
-def test_what_adds_up_is_the_sum_of_what_each_kind_has(pair: tuple[LayerKind, LayerKind]) -> None:
+def test_what_adds_up_is_the_sum_of_what_each_kind_has(pair):
     one, other = pair
     both = shape_with(run(2, one), run(5, other))
     parts = shape_with(run(2, one)), shape_with(run(5, other))
@@ -201,7 +201,9 @@ def block_bytes(parameters: int) -> int:
 
 def kept_bytes(shape: ModelShape, recompute: Any) -> int:
     """What all layers keep when the loss is computed."""
-    loss, *_ = footprint(shape, Settings(recompute=recompute), Layout(), length_tokens=2048).phases
+    loss, *_ = footprint(
+        Step(shape, Settings(recompute=recompute), Layout(), length_tokens=2048)
+    ).phases
     (kept,) = (
         term.bytes
         for term in loss.terms
@@ -210,7 +212,7 @@ def kept_bytes(shape: ModelShape, recompute: Any) -> int:
     return kept
 
 
-def test_gradients_of_layers_whose_tensors_have_one_size_share_their_blocks() -> None:
+def test_gradients_of_layers_whose_tensors_have_one_size_share_their_blocks():
     def staged(*runs: LayerRun) -> int:
         return staged_gradient_bytes(
             shape_with(*runs), Settings(offload=True), layout=Layout(gpus=2)
@@ -224,15 +226,15 @@ def test_gradients_of_layers_whose_tensors_have_one_size_share_their_blocks() ->
 
 @given(shapes_of_kinds(), rungs(), layouts(), DEVICES, LENGTHS)
 def test_the_peak_of_the_backward_pass_is_the_most_of_all_layers_one_by_one(
-    shape: ModelShape, rung: Settings, layout: Layout, device: Any, length: int
-) -> None:
+    shape, rung, layout, device, length
+):
     assume(shape.layers > 1)
     # of experts that are shared unevenly gradients are divided over the layers by their parameters
     experts = {each.kind.mlp.experts for each in shape.runs} - {1}
     assume(not any(each % layout.shard_degree for each in experts))
-    step = busiest_step(shape, rung, layout, length, device)
+    step = Step(shape, rung, layout, length, device)
     layers = [each.kind for each in shape.runs for _ in range(each.count)]
-    found = footprint(shape, rung, layout, length_tokens=length, device=device)
+    found = footprint(Step(shape, rung, layout, length_tokens=length, device=device))
     _, last, other, *_ = found.phases
     on_the_host = rung.offloads_model and device == "cuda"
     come_late = rung.strategy == "fsdp" if on_the_host else not rung.keeps_gradients
@@ -264,8 +266,8 @@ def test_the_peak_of_the_backward_pass_is_the_most_of_all_layers_one_by_one(
 
 @pytest.mark.parametrize("length", [1, 2, 1023, 1024, 1025, 4096, 100_000])
 def test_attention_within_a_window_is_as_many_flops_as_pairs_of_tokens_that_read_each_other(
-    length: int,
-) -> None:
+    length,
+):
     windowed, full = (
         attention_flops(shape_with(run(3, kind(attention=each))), length)
         for each in (WINDOWED, FULL)
@@ -285,7 +287,7 @@ def attention_flops(shape: ModelShape, length: int) -> int:
     return flops - 6 * shape.matmul_parameters * length
 
 
-def test_layers_that_alternate_are_as_many_flops_as_full_and_windowed_ones() -> None:
+def test_layers_that_alternate_are_as_many_flops_as_full_and_windowed_ones():
     alternating = shape_with(*(run(1, kind(attention=each)) for each in (WINDOWED, FULL) * 3))
     apart = (shape_with(run(3, kind(attention=each))) for each in (WINDOWED, FULL))
     assert attention_flops(alternating, 8192) == sum(attention_flops(each, 8192) for each in apart)
@@ -307,21 +309,21 @@ def layers_of(folder: Path, **config: Any) -> list[tuple[int, int | None, int, i
     ]
 
 
-def test_a_mixture_with_dense_first_layers_is_two_runs(tmp_path: Path) -> None:
+def test_a_mixture_with_dense_first_layers_is_two_runs(tmp_path):
     found = layers_of(tmp_path, **MIXTURE, first_k_dense_replace=2)
     assert found == [(2, None, 1, 192), (4, None, 8, 32)]
     assert layers_of(tmp_path, **MIXTURE, first_k_dense_replace=0) == [(6, None, 8, 32)]
     assert layers_of(tmp_path, **MIXTURE, first_k_dense_replace=9) == [(6, None, 1, 192)]
 
 
-def test_so_is_one_whose_dense_layers_stand_elsewhere_in_their_order(tmp_path: Path) -> None:
+def test_so_is_one_whose_dense_layers_stand_elsewhere_in_their_order(tmp_path):
     kinds = ["sparse", "dense", "dense", "sparse", "sparse", "dense"]
     config = {**MIXTURE, "model_type": "exaone_moe", "mlp_layer_types": kinds}
     found = layers_of(tmp_path, **config, sliding_window_pattern=1)
     assert [(count, experts) for count, _, experts, _ in found] == [(1, 8), (2, 1), (2, 8), (1, 1)]
 
 
-def test_a_family_that_alternates_windows_is_runs_of_two_kinds(tmp_path: Path) -> None:
+def test_a_family_that_alternates_windows_is_runs_of_two_kinds(tmp_path):
     config = {"model_type": "gemma3_text", "num_hidden_layers": 8, "sliding_window": 512}
     found = layers_of(tmp_path, **config, sliding_window_pattern=3)
     assert [(count, window) for count, window, _, _ in found] == [
@@ -349,7 +351,7 @@ WITH_WINDOWS = {
 
 
 @pytest.mark.parametrize("name", catalog_names())
-def test_a_catalog_model_is_one_run_and_its_document_is_what_it_was(name: str) -> None:
+def test_a_catalog_model_is_one_run_and_its_document_is_what_it_was(name):
     shape = load_model(name).shape
     assert from_json(to_json(shape), ModelShape) == shape
     if name in WITH_WINDOWS:
@@ -360,11 +362,11 @@ def test_a_catalog_model_is_one_run_and_its_document_is_what_it_was(name: str) -
 
 
 @given(shapes_of_kinds())
-def test_a_shape_with_runs_is_read_from_its_document(shape: ModelShape) -> None:
+def test_a_shape_with_runs_is_read_from_its_document(shape):
     assert from_json(to_json(shape), ModelShape) == shape
 
 
-def test_runs_that_are_not_the_layers_of_their_shape_are_refused() -> None:
+def test_runs_that_are_not_the_layers_of_their_shape_are_refused():
     whole = shape_with(run(3, kind()), run(2, kind(mlp=EXPERTS)))
     for changes in ({"layers": 6}, {"hidden_size": 64}, {"layer_runs": ()}):
         with pytest.raises(ModelError, match="the runs of a qwen3 are not its") as refusal:
@@ -372,7 +374,7 @@ def test_runs_that_are_not_the_layers_of_their_shape_are_refused() -> None:
         assert refusal.value.hint
 
 
-def test_more_layers_than_any_model_has_are_refused_before_they_are_read(tmp_path: Path) -> None:
+def test_more_layers_than_any_model_has_are_refused_before_they_are_read(tmp_path):
     with pytest.raises(ModelError, match="describes 2147483647 layers") as refusal:
         load_model(str(write_model(tmp_path, num_hidden_layers=2**31 - 1)))
     assert refusal.value.hint == "check its num_hidden_layers"

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from highwater.memory.formula.formula import likely_footprint
+from highwater.memory.formula.layers import Step
 from highwater.model.model import ModelShape
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.units import GIB
+from tables import table
 
 TOLERANCE = 0.003
 """Relative. Most are off by less than 0.05 %; tiles of an MLP are a little shorter than is taken
@@ -23,43 +25,7 @@ GRPO: dict[str, Any] = {
     "entropy": "full",
     "sequences_per_micro_batch": 2,
 }
-SIZES: dict[str, dict[str, int | bool | str]] = {
-    "mixtral": {
-        "hidden_size": 4096,
-        "kv_heads": 8,
-        "intermediate_size": 14_336,
-        "vocab_size": 32_000,
-        "experts": 8,
-    }
-    | {"experts_per_token": 2},
-    "qwen3_moe": {
-        "hidden_size": 2048,
-        "kv_heads": 4,
-        "intermediate_size": 768,
-        "vocab_size": 151_936,
-        "experts": 128,
-    }
-    | {"experts_per_token": 8},
-    "qwen3": {
-        "hidden_size": 2560,
-        "kv_heads": 8,
-        "intermediate_size": 9728,
-        "vocab_size": 151_936,
-        "tied_embeddings": True,
-    },
-    "llama": {
-        "hidden_size": 4096,
-        "kv_heads": 32,
-        "intermediate_size": 11_008,
-        "vocab_size": 32_000,
-    },
-    "olmo2": {
-        "hidden_size": 4096,
-        "kv_heads": 32,
-        "intermediate_size": 11_008,
-        "vocab_size": 100_352,
-    },
-}
+SIZES: dict[str, dict[str, int | bool | str]] = table("layers", "sizes")
 """Mixtral-8x7B, Qwen3-30B-A3B, Qwen3-4B, Llama-2-7B, OLMo-2-7B."""
 
 
@@ -85,7 +51,7 @@ def allocated_gib(
     layout = Layout(gpus=gpus, ulysses_degree=ulysses)
     return (
         likely_footprint(
-            shape(family), Settings(**named), layout, length_tokens=length
+            Step(shape(family), Settings(**named), layout, length_tokens=length)
         ).allocated_bytes
         / GIB
     )
@@ -116,9 +82,7 @@ def allocated_gib(
         ("olmo2", 2, 2, 131_072, {"recompute": "all-but-attention"}, 31.397),
     ],
 )
-def test_a_layer_takes_what_its_traces_do(
-    family: str, gpus: int, ulysses: int, length: int, settings: dict[str, Any], traced_gib: float
-) -> None:
+def test_a_layer_takes_what_its_traces_do(family, gpus, ulysses, length, settings, traced_gib):
     """Traced with torch 2.13."""
     assert allocated_gib(family, gpus, ulysses, length, settings) == pytest.approx(
         traced_gib, rel=TOLERANCE
@@ -163,12 +127,12 @@ def test_a_layer_takes_what_its_traces_do(
     ],
 )
 def test_a_layer_takes_what_its_traces_do_in_a_ring_and_with_copies(
-    family: str, layout: Layout, length: int, settings: dict[str, Any], traced_gib: float
-) -> None:
+    family, layout, length, settings, traced_gib
+):
     """Traced with torch 2.13."""
     named = {"allocator": "expandable", "loss": "chunked", "sequences_per_micro_batch": 1}
     found = likely_footprint(
-        shape(family), Settings(**named, **settings), layout, length_tokens=length
+        Step(shape(family), Settings(**named, **settings), layout, length_tokens=length)
     )
     assert found.allocated_bytes / GIB == pytest.approx(traced_gib, rel=0.001)
 
@@ -185,8 +149,8 @@ def test_a_layer_takes_what_its_traces_do_in_a_ring_and_with_copies(
     ],
 )
 def test_what_is_kept_without_recompute_is_what_traces_keep(
-    family: str, gpus: int, length: int, settings: dict[str, Any], traced_gib: float
-) -> None:
+    family, gpus, length, settings, traced_gib
+):
     """Traced with torch 2.13; with as much SP as GPUs."""
     found_gib = allocated_gib(family, gpus, gpus, length, settings | {"recompute": "none"})
     assert (

@@ -12,7 +12,6 @@ from highwater.nouns.cells import cells_of
 from highwater.nouns.layout import Layout
 from highwater.nouns.refusals import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.request import request_from
-from highwater.nouns.settings import Strategy
 
 MOST = 8
 """The most of each number that is asked for."""
@@ -45,7 +44,7 @@ def offered(hint: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("gpus", range(1, MOST + 1))
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-def test_every_layout_that_a_hint_names_can_be(gpus: int, strategy: Strategy) -> None:
+def test_every_layout_that_a_hint_names_can_be(gpus, strategy):
     for ulysses, ring, copies in product(range(1, MOST + 1), repeat=3):
         asked = {"ulysses": [ulysses], "ring": [ring], "copies": [copies]}
         hint = refusal_of(gpus, strategy=strategy, **asked)
@@ -58,9 +57,7 @@ def test_every_layout_that_a_hint_names_can_be(gpus: int, strategy: Strategy) ->
 
 @pytest.mark.parametrize("gpus", [17, 20, 24, 48, 64])
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-def test_of_several_machines_a_hint_names_copies_that_each_hold(
-    gpus: int, strategy: Strategy
-) -> None:
+def test_of_several_machines_a_hint_names_copies_that_each_hold(gpus, strategy):
     for ulysses, ring, copies in product((1, 2, 3, 16), (1, 2, 3, 8), (1, 2, 3, 8, 64)):
         asked = {"ulysses": [ulysses], "ring": [ring], "copies": [copies], "strategy": strategy}
         hint = refusal_of(gpus, within_machines=True, **asked)
@@ -89,15 +86,13 @@ def test_of_several_machines_a_hint_names_copies_that_each_hold(
         ({"ulysses": [2], "ring": [3], "copies": [4]}, {"copies": [3]}),
     ],
 )
-def test_the_first_layout_that_is_named_is_the_nearest_on_as_many_gpus(
-    asked: dict[str, Any], nearest: dict[str, list[int]]
-) -> None:
+def test_the_first_layout_that_is_named_is_the_nearest_on_as_many_gpus(asked, nearest):
     hint = refusal_of(6, **({"strategy": "fsdp2"} | asked))
     assert hint is not None
     assert offered(hint)[0] == nearest
 
 
-def test_of_several_numbers_one_that_is_kept_works_with_what_the_hint_changes() -> None:
+def test_of_several_numbers_one_that_is_kept_works_with_what_the_hint_changes():
     for counts, copies in product(([4, 6], [6, 8], [3, 5]), ([1, 4], [3, 4], [5])):
         asked = {"gpus": counts, "ulysses": [5, 7], "copies": copies, "strategy": "fsdp2"}
         with pytest.raises(UsageError) as refused:

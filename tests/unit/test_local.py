@@ -11,7 +11,7 @@ import pytest
 from highwater.errors import MachineError
 from highwater.nouns.codec import to_json
 from highwater.nouns.layout import Layout
-from highwater.nouns.settings import Allocator, Settings
+from highwater.nouns.settings import Settings
 from highwater.nouns.trial import Outcome, RankReport, TrialSpec
 from highwater.trials.engine_trial import EngineLauncher, read_reports
 from highwater.trials.local import LocalRunner
@@ -32,14 +32,14 @@ def cpu_spec() -> TrialSpec:
     return ON_CPU.trial(ON_CPU.cells[0], 4096)
 
 
-def test_a_log_lies_where_its_layout_and_rung_say() -> None:
+def test_a_log_lies_where_its_layout_and_rung_say():
     spec = cuda_spec(layout=Layout(gpus=8, ulysses_degree=4))
     folder = Path("logs/Qwen3-0.6B/gpu-8/sp-4")
     assert log_path_of(Path("logs"), spec, "rung") == folder / "env+chunked" / "model_len-8192.log"
     assert log_path_of(Path("logs"), spec, "published") == folder / "model_len-8192.log"
 
 
-def test_no_log_is_ever_overwritten(tmp_path: Path) -> None:
+def test_no_log_is_ever_overwritten(tmp_path):
     runner = LocalRunner(EngineLauncher(log_directory=tmp_path, timeout_s=AT_ONCE_S))
     paths = []
     for attempt in (1, 2, 3):
@@ -53,7 +53,7 @@ def test_no_log_is_ever_overwritten(tmp_path: Path) -> None:
     assert [path.read_text() for path in paths] == ["mine, 1", "mine, 2", "mine, 3"]
 
 
-def test_a_log_that_cannot_be_written_is_the_machines_fault_not_an_outcome(tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_written_is_the_machines_fault_not_an_outcome(tmp_path):
     (tmp_path / "logs").write_text("a file")
     with pytest.raises(MachineError, match="could not be started") as refusal:
         LocalRunner(EngineLauncher(log_directory=tmp_path / "logs", timeout_s=AT_ONCE_S)).run(
@@ -64,8 +64,8 @@ def test_a_log_that_cannot_be_written_is_the_machines_fault_not_an_outcome(tmp_p
 
 @pytest.mark.parametrize(("allocator", "setting"), [("native", "False"), ("expandable", "True")])
 def test_the_allocator_is_set_under_both_names_over_whatever_the_shell_has(
-    monkeypatch: pytest.MonkeyPatch, allocator: Allocator, setting: str
-) -> None:
+    monkeypatch, allocator, setting
+):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "garbage_collection_threshold:0.5")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:32")
     environment = trial_environment(cuda_spec(settings=Settings(allocator=allocator)))
@@ -101,15 +101,13 @@ def test_the_allocator_is_set_under_both_names_over_whatever_the_shell_has(
         "NCCL_COMM_ID",
     ],
 )
-def test_what_would_change_a_trial_is_not_inherited(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_what_would_change_a_trial_is_not_inherited(monkeypatch, name):
     monkeypatch.setenv(name, "1")
     assert name not in trial_environment(cuda_spec())
     assert name not in trial_environment(cpu_spec())
 
 
-def test_everything_else_of_the_users_environment_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_else_of_the_users_environment_is(monkeypatch):
     mine = {
         "PYTHONPATH": "/my/code",
         "CUDA_VISIBLE_DEVICES": "3",
@@ -123,13 +121,13 @@ def test_everything_else_of_the_users_environment_is(monkeypatch: pytest.MonkeyP
 
 
 def test_a_trial_counts_gpus_as_the_driver_does_whatever_the_shell_says(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     assert trial_environment(cuda_spec())["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
-def test_a_trial_on_the_cpu_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_on_the_cpu_sees_no_gpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert trial_environment(cpu_spec())["CUDA_VISIBLE_DEVICES"] == ""
 
@@ -143,9 +141,7 @@ def test_a_trial_on_the_cpu_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None
         (b'{"rank":1,"device_name":"\xff"}', "invalid start byte"),
     ],
 )
-def test_a_report_that_cannot_be_read_counts_as_none_and_says_why(
-    tmp_path: Path, written: bytes, why: str
-) -> None:
+def test_a_report_that_cannot_be_read_counts_as_none_and_says_why(tmp_path, written, why):
     (tmp_path / "rank-000.json").write_text(to_json(RankReport(rank=0)))
     (tmp_path / "rank-001.json").write_bytes(written)
     reports, damaged = read_reports(tmp_path)
@@ -156,8 +152,8 @@ def test_a_report_that_cannot_be_read_counts_as_none_and_says_why(
 
 
 def test_ranks_talk_to_each_other_on_an_interface_that_nobody_else_reaches(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "eth0")
         assert trial_environment(cuda_spec())[name] == trial_environment(cpu_spec())[name] == "lo"

@@ -35,7 +35,7 @@ VALUES = st.floats(1e-6, 1e6)
 
 
 @given(st.sampled_from(sorted(FIELDS)), VALUES)
-def test_a_value_is_what_multiplies_divides_or_caps(family: str, value: float) -> None:
+def test_a_value_is_what_multiplies_divides_or_caps(family, value):
     found = logit_transform_of({"model_type": family, FIELDS[family]: value}, "config.json")
     if family in FACTORS:
         assert found == LogitTransform(scale=value)
@@ -49,9 +49,7 @@ def test_a_value_is_what_multiplies_divides_or_caps(family: str, value: float) -
     st.sampled_from(sorted(FIELDS)),
     st.sampled_from((0, 0.0, -1.0, -30, math.inf, math.nan, 1e9, True, "8", [8.0], {})),
 )
-def test_what_is_no_factor_and_no_cap_is_refused_by_the_fields_name(
-    family: str, value: Any
-) -> None:
+def test_what_is_no_factor_and_no_cap_is_refused_by_the_fields_name(family, value):
     field = FIELDS[family]
     with pytest.raises(ModelError, match=f"of the family {family}, has {field} ") as refusal:
         logit_transform_of({"model_type": family, field: value}, "config.json")
@@ -60,8 +58,8 @@ def test_what_is_no_factor_and_no_cap_is_refused_by_the_fields_name(
 
 @pytest.mark.parametrize("family", sorted(FIELDS))
 def test_a_whole_number_is_refused_where_the_class_refuses_it_and_the_hint_works(
-    family: str,
-) -> None:
+    family,
+):
     config: dict[str, Any] = {"model_type": family, FIELDS[family]: 8}
     if family in TAKE_WHOLE:
         assert logit_transform_of(config, "config.json") != PLAIN
@@ -74,7 +72,7 @@ def test_a_whole_number_is_refused_where_the_class_refuses_it_and_the_hint_works
 
 
 @pytest.mark.parametrize("family", sorted(FIELDS))
-def test_null_is_no_cap_and_is_no_factor(family: str) -> None:
+def test_null_is_no_cap_and_is_no_factor(family):
     config = {"model_type": family, FIELDS[family]: None}
     if family in CAPS:
         assert logit_transform_of(config, "config.json") == PLAIN
@@ -84,7 +82,7 @@ def test_null_is_no_cap_and_is_no_factor(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", sorted(FIELDS))
-def test_the_class_takes_what_is_taken_and_refuses_what_is_refused(family: str) -> None:
+def test_the_class_takes_what_is_taken_and_refuses_what_is_refused(family):
     """A null factor is refused also where the class takes it: it makes no logits of it."""
     kind = pytest.importorskip("transformers").CONFIG_MAPPING[family]
     field = FIELDS[family]
@@ -101,7 +99,7 @@ def test_the_class_takes_what_is_taken_and_refuses_what_is_refused(family: str) 
                 logit_transform_of({"model_type": family, field: value}, "config.json")
 
 
-def test_every_family_of_transformers_whose_logits_are_transformed_is_known() -> None:
+def test_every_family_of_transformers_whose_logits_are_transformed_is_known():
     """By the source of its causal LM: what it reads of its config."""
     transformers = pytest.importorskip("transformers")
     names = ("logit_scale", "logits_scaling", "final_logit_softcapping")
@@ -115,7 +113,7 @@ def test_every_family_of_transformers_whose_logits_are_transformed_is_known() ->
 
 
 @pytest.mark.parametrize("family", sorted(set(FIELDS) & TRAINED))
-def test_a_model_that_scales_or_caps_its_logits_is_read(tmp_path: Path, family: str) -> None:
+def test_a_model_that_scales_or_caps_its_logits_is_read(tmp_path, family):
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     known = experts if "moe" in family else {}
     directory = write_model(tmp_path, model_type=family, **known, **{FIELDS[family]: 8.0})
@@ -130,9 +128,7 @@ def test_a_model_that_scales_or_caps_its_logits_is_read(tmp_path: Path, family: 
         ({"rope_parameters": {"rope_theta": 7000.0}}, "rope_type"),
     ],
 )
-def test_rope_that_the_mixture_of_coheres_class_does_not_read_is_refused(
-    tmp_path: Path, rope: dict[str, Any], said: str
-) -> None:
+def test_rope_that_the_mixture_of_coheres_class_does_not_read_is_refused(tmp_path, rope, said):
     experts = {"num_experts": 4, "num_experts_per_tok": 2}
     with pytest.raises(ModelError, match=said):
         load_model(str(write_model(tmp_path, model_type="cohere2_moe", **experts, **rope)))

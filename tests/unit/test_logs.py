@@ -1,7 +1,5 @@
 """The end of a trial's log: found, read, and only ever a log."""
 
-from pathlib import Path
-
 import pytest
 from studies import fifo
 
@@ -9,7 +7,7 @@ from highwater.nouns.trial import LogEnd
 from highwater.store.logs import LINES, log_end
 
 
-def test_the_end_of_a_log_is_read_where_it_lies_or_beside_the_study(tmp_path: Path) -> None:
+def test_the_end_of_a_log_is_read_where_it_lies_or_beside_the_study(tmp_path):
     log = tmp_path / "moved" / "gpu-1" / "sp-1" / "env" / "model_len-8192.attempt-2.log"
     log.parent.mkdir(parents=True)
     log.write_bytes(
@@ -51,8 +49,8 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 
 
 def test_the_end_of_a_log_is_what_the_workers_wrote_unless_only_the_launcher_did(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     log = tmp_path / "model_len-8192.log"
     log.write_text(
         f"Traceback (most recent call last):\n    ~~~^^^^\nRuntimeError: no memory\n{LAUNCHER}"
@@ -65,8 +63,8 @@ def test_the_end_of_a_log_is_what_the_workers_wrote_unless_only_the_launcher_did
 
 
 def test_the_end_of_a_log_is_what_the_rank_said_that_failed_first_whatever_its_peers_write_after(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     log = tmp_path / "model_len-8192.log"
     said = "RuntimeError: no memory"
     log.write_text(f"begins\n{said}, 5 GiB\n" + "a peer's traceback\n" * 2 * LINES + LAUNCHER)
@@ -77,14 +75,14 @@ def test_the_end_of_a_log_is_what_the_rank_said_that_failed_first_whatever_its_p
 @pytest.mark.parametrize(
     "name", ["id_rsa", "model_len-8192.log.key", "../model_len-1.txt", "/etc/passwd"]
 )
-def test_what_is_not_called_like_a_log_is_not_read(tmp_path: Path, name: str) -> None:
+def test_what_is_not_called_like_a_log_is_not_read(tmp_path, name):
     (tmp_path / "id_rsa").write_text("private")
     found = log_end(str(tmp_path / name), None)
     assert found == LogEnd(reason=found.reason), "no line of it"
     assert "is not read" in str(found.reason)
 
 
-def test_a_log_that_is_a_link_or_a_pipe_is_not_read(tmp_path: Path) -> None:
+def test_a_log_that_is_a_link_or_a_pipe_is_not_read(tmp_path):
     (tmp_path / "id_rsa").write_text("private")
     (tmp_path / "model_len-1.log").symlink_to(tmp_path / "id_rsa")
     fifo(tmp_path / "model_len-2.log")

@@ -45,22 +45,20 @@ from highwater.nouns.settings import Settings
         ),
     ],
 )
-def test_what_adapters_are_not_trained_with_is_refused(
-    asked: dict[str, object], problem: str, hint: str | None
-) -> None:
+def test_what_adapters_are_not_trained_with_is_refused(asked, problem, hint):
     with pytest.raises(UsageError, match=problem) as refused:
         Settings(**asked)  # pyright: ignore[reportArgumentType]
     assert hint in (None, refused.value.hint)
 
 
 @pytest.mark.parametrize("name", ["lm_head", "norm", "embed_tokens", "self_attn", "nonsense"])
-def test_a_name_that_is_no_linear_layers_is_refused_with_those_that_are(name: str) -> None:
+def test_a_name_that_is_no_linear_layers_is_refused_with_those_that_are(name):
     with pytest.raises(UsageError, match=f"no linear layer {name}") as refused:
         highwater.predict("Qwen3-0.6B", gpus="1xH200-141GB", lora=4, lora_targets=f"q_proj,{name}")
     assert "q_proj" in refused.value.hint
 
 
-def test_experts_have_no_adapters_and_the_hint_names_what_has() -> None:
+def test_experts_have_no_adapters_and_the_hint_names_what_has():
     with pytest.raises(UsageError, match="experts have no adapters") as refused:
         highwater.predict("Qwen3-30B-A3B", gpus="8xH100-80GB", lora=4)
     targets = refused.value.hint.split("--lora-targets ")[1].strip("`")
@@ -68,7 +66,7 @@ def test_experts_have_no_adapters_and_the_hint_names_what_has() -> None:
     assert any(cell.capacity_tokens for cell in found.cells)
 
 
-def test_experts_are_not_packed() -> None:
+def test_experts_are_not_packed():
     with pytest.raises(UsageError, match="qwen3_moe in nf4") as refused:
         highwater.predict(
             "Qwen3-30B-A3B", gpus="1xH200-141GB", lora=4, lora_targets="q_proj", lora_base="nf4"
@@ -76,7 +74,7 @@ def test_experts_are_not_packed() -> None:
     assert refused.value.hint == "leave `--lora-base` out"
 
 
-def test_a_packed_model_is_not_sharded_and_the_hint_works() -> None:
+def test_a_packed_model_is_not_sharded_and_the_hint_works():
     asked = {"gpus": "4xH100-80GB", "lora": 32, "lora_base": "nf4", "rope": "yarn"}
     with pytest.raises(UsageError, match="not sharded") as refused:
         highwater.predict("Llama-3.1-8B", **asked)
@@ -86,7 +84,7 @@ def test_a_packed_model_is_not_sharded_and_the_hint_works() -> None:
     assert shared[4] > shared[1] > 0
 
 
-def test_a_base_in_four_bits_takes_a_quarter_and_is_labelled() -> None:
+def test_a_base_in_four_bits_takes_a_quarter_and_is_labelled():
     """Source: bitsandbytes' 0.5 bytes a number, and one and 4 bytes for each 64 and 16,384."""
     assert nf4_bytes(4096 * 4096) == 2**23 + 2**18 + 4 * 2**10 + 4
     settings = Settings(lora=32, lora_base="nf4")
@@ -99,7 +97,7 @@ def test_a_base_in_four_bits_takes_a_quarter_and_is_labelled() -> None:
     assert saved == pytest.approx(linear * (2 - 0.5 - 1 / 64), rel=2e-4)
 
 
-def test_the_usual_weight_is_the_same_question_as_none() -> None:
+def test_the_usual_weight_is_the_same_question_as_none():
     asked = {"model": "Qwen3-0.6B", "lora": 4}
     usual, same, other = (
         request_from({**asked, **more}, keywords=True).common_settings
@@ -110,7 +108,7 @@ def test_the_usual_weight_is_the_same_question_as_none() -> None:
     assert usual.slug.endswith("lora-4")
 
 
-def test_adapters_are_as_many_numbers_as_peft_says_of_llama() -> None:
+def test_adapters_are_as_many_numbers_as_peft_says_of_llama():
     """Source: 83,886,080 trainable parameters of rank 32 on all linear layers of Llama-3.1-8B."""
     shape = load_model("Llama-3.1-8B").shape
     assert adapter_parameters(shape, Lora(rank=32, alpha=64)) == 83_886_080
@@ -118,7 +116,7 @@ def test_adapters_are_as_many_numbers_as_peft_says_of_llama() -> None:
     assert adapter_parameters(shape, only) == 32 * 16 * (4096 + 4096 + 4096 + 1024)
 
 
-def test_a_frozen_weight_has_no_gradient_to_compute() -> None:
+def test_a_frozen_weight_has_no_gradient_to_compute():
     shape = load_model("Llama-3.1-8B").shape
     asked = {"length_tokens": 4096, "sequences": 1}
     whole = step_flops(shape, **asked, settings=Settings())
@@ -129,7 +127,7 @@ def test_a_frozen_weight_has_no_gradient_to_compute() -> None:
     assert reference - adapters == step_flops(shape, **asked, settings=Settings()) // 3
 
 
-def test_more_gpus_of_a_packed_model_are_copies_and_the_flags_work() -> None:
+def test_more_gpus_of_a_packed_model_are_copies_and_the_flags_work():
     asked = {"length": "128k", "lora": 16, "lora_base": "nf4"}
     found = highwater.recommend("Llama-3.1-8B", gpus="1xRTX-4090", **asked)
     (more,) = (each for each in found.alternatives if each.kind == "more GPUs")
@@ -139,7 +137,7 @@ def test_more_gpus_of_a_packed_model_are_copies_and_the_flags_work() -> None:
     assert highwater.recommend("Llama-3.1-8B", gpus=gpus, copies=copies, **asked).chosen is not None
 
 
-def test_experts_in_nf4_are_refused_with_a_hint_that_works() -> None:
+def test_experts_in_nf4_are_refused_with_a_hint_that_works():
     with pytest.raises(UsageError, match="in nf4") as refused:
         highwater.predict("Qwen3-30B-A3B", gpus="1xH200-141GB", lora=4, lora_base="nf4")
     targets = refused.value.hint.split("--lora-targets ")[1].strip("`")

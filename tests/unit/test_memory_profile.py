@@ -4,7 +4,6 @@ every allocation is known.
 
 import pickle
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,10 +19,9 @@ from highwater.nouns.events import Allocate, Enter, EventLog, Free
 from highwater.pages.profile.profile_page import profile_page
 from highwater.pages.profile.profile_tables import advice, answer, category_table
 from highwater.units import MIB, format_bytes
+from write_snapshots import ENGINE, LINEAR, MAIN, SITE, STEP, Program, megatron, trainer
 
 DATA = Path(__file__).parents[1] / "data"
-sys.path.insert(0, str(DATA))
-from write_snapshots import ENGINE, LINEAR, MAIN, SITE, STEP, Program, megatron, trainer
 
 FREED = ("??", 0, "c10::StorageImpl::release_resources()")
 
@@ -38,7 +36,7 @@ def sizes(profile: MemoryProfile) -> dict[str, int]:
     return {each.category: each.bytes // MIB for each in profile.categories if each.bytes}
 
 
-def test_the_recorded_snapshots_are_what_their_programs_write() -> None:
+def test_the_recorded_snapshots_are_what_their_programs_write():
     for name, program in (
         ("snapshot_rank00_p0d1c0t0", megatron()),
         ("trainer_out_of_memory", trainer()),
@@ -47,7 +45,7 @@ def test_the_recorded_snapshots_are_what_their_programs_write() -> None:
         assert pickle.loads(path.read_bytes()) == program.snapshot()  # noqa: S301 -- ours
 
 
-def test_a_snapshot_of_megatron_has_its_rank_and_its_categories_at_the_peak() -> None:
+def test_a_snapshot_of_megatron_has_its_rank_and_its_categories_at_the_peak():
     profile = memory_profile(DATA / "snapshots" / "snapshot_rank00_p0d1c0t0.pickle")
     assert (profile.rank, profile.coordinates) == (0, ("p0", "d1", "c0", "t0"))
     assert (profile.moment, profile.allocated_bytes) == ("peak", 162 * MIB)
@@ -65,7 +63,7 @@ def test_a_snapshot_of_megatron_has_its_rank_and_its_categories_at_the_peak() ->
     assert "MiB" in answer(profile)
 
 
-def test_out_of_memory_says_what_was_asked_for_what_was_free_and_what_helps() -> None:
+def test_out_of_memory_says_what_was_asked_for_what_was_free_and_what_helps():
     profile = memory_profile(DATA / "snapshots" / "trainer_out_of_memory.pickle")
     assert (profile.moment, profile.requested_bytes) == ("out of memory", 128 * MIB)
     assert profile.device_free_bytes == 5 * MIB
@@ -81,7 +79,7 @@ def test_out_of_memory_says_what_was_asked_for_what_was_free_and_what_helps() ->
     assert advice(profile) == "chunked loss"
 
 
-def test_memory_in_pieces_is_told_and_expandable_segments_are_what_helps(tmp_path: Path) -> None:
+def test_memory_in_pieces_is_told_and_expandable_segments_are_what_helps(tmp_path):
     program = Program()
     held = [program.allocate(40 * MIB, MAIN) for _ in range(4)]
     for address in held[::2]:
@@ -92,7 +90,7 @@ def test_memory_in_pieces_is_told_and_expandable_segments_are_what_helps(tmp_pat
     assert advice(profile) == "expandable segments"
 
 
-def test_segments_that_went_after_the_moment_are_put_back(tmp_path: Path) -> None:
+def test_segments_that_went_after_the_moment_are_put_back(tmp_path):
     program = Program()
     first = program.allocate(100 * MIB, MAIN)
     program.allocate(20 * MIB, MAIN)
@@ -106,7 +104,7 @@ def test_segments_that_went_after_the_moment_are_put_back(tmp_path: Path) -> Non
     assert profile.free_bytes == 0
 
 
-def test_what_was_there_before_the_first_event_is_counted_and_said(tmp_path: Path) -> None:
+def test_what_was_there_before_the_first_event_is_counted_and_said(tmp_path):
     program = Program(max_entries=4)
     program.allocate(50 * MIB, MAIN)  # alive in the end: the segments know its stack
     second = program.allocate(30 * MIB, MAIN)
@@ -119,7 +117,7 @@ def test_what_was_there_before_the_first_event_is_counted_and_said(tmp_path: Pat
     assert "max_entries" in " ".join(category_table([profile]).footnotes)
 
 
-def test_a_snapshot_without_a_trace_says_what_was_alive_in_the_end(tmp_path: Path) -> None:
+def test_a_snapshot_without_a_trace_says_what_was_alive_in_the_end(tmp_path):
     program = Program(max_entries=1)
     program.allocate(50 * MIB, (f"{SITE}/torch/optim/adamw.py", 118, "_init_group"), MAIN)
     document = program.snapshot()
@@ -138,8 +136,8 @@ MM_BACKWARD = (("??", 0, "torch::autograd::generated::MmBackward0::apply"), ENGI
 @pytest.mark.parametrize(("is_phase", "stack"), [(True, ()), (False, MM_BACKWARD)])
 @pytest.mark.parametrize("ends", ["in the pass", "after it", "nobody knows"])
 def test_what_a_backward_pass_makes_is_a_gradient_where_it_is_there_after_the_pass(
-    tmp_path: Path, ends: str, is_phase: bool, stack: tuple[tuple[str, int, str], ...]
-) -> None:
+    tmp_path, ends, is_phase, stack
+):
     program = Program()
     program.phase = "backward of layer 3" if is_phase else ""
     made = program.allocate(30 * MIB, *stack)
@@ -161,8 +159,8 @@ def test_what_a_backward_pass_makes_is_a_gradient_where_it_is_there_after_the_pa
 
 
 def test_a_gradient_that_lives_until_it_is_zeroed_is_one_without_any_optimizer(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     program = Program()
     made = program.allocate(30 * MIB, *MM_BACKWARD)
     program.free(made, *ZERO_GRAD)
@@ -170,8 +168,8 @@ def test_a_gradient_that_lives_until_it_is_zeroed_is_one_without_any_optimizer(
 
 
 def test_what_a_backward_pass_needs_on_its_way_is_no_state_to_put_elsewhere(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     program = Program()
     program.allocate(30 * MIB, (f"{SITE}/torch/nn/modules/linear.py", 106, "__init__"), MAIN)
     program.phase = "backward"
@@ -198,8 +196,8 @@ def test_what_a_backward_pass_needs_on_its_way_is_no_state_to_put_elsewhere(
     ],
 )
 def test_a_place_is_a_line_of_the_program_wherever_it_and_pytorch_are_installed(
-    tmp_path: Path, path: str, is_shown: bool
-) -> None:
+    tmp_path, path, is_shown
+):
     program = Program()
     program.allocate(MIB, (path, 7, "run"), MAIN)
     (place,) = memory_profile(written(tmp_path, program)).places
@@ -208,8 +206,8 @@ def test_a_place_is_a_line_of_the_program_wherever_it_and_pytorch_are_installed(
 
 
 def test_rules_for_this_engine_are_for_no_other_program_below_a_folder_of_its_name(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     program = Program()
     home = "/home/me/highwater/models/.venv/lib/python3.12/site-packages"
     program.allocate(MIB, (f"{home}/torch/optim/adamw.py", 118, "_init_group"), MAIN)
@@ -222,9 +220,7 @@ SIZES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5000)), max_size=60
 
 
 @given(SIZES, st.integers(1, 200))
-def test_the_peak_is_that_of_the_part_of_the_history_that_was_kept(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, int]], kept: int
-) -> None:
+def test_the_peak_is_that_of_the_part_of_the_history_that_was_kept(tmp_path_factory, steps, kept):
     """Against a count of what is alive after each step, from the first that was kept."""
     program = Program(max_entries=kept)
     alive: dict[int, tuple[int, int]] = {}
@@ -244,7 +240,7 @@ def test_the_peak_is_that_of_the_part_of_the_history_that_was_kept(
     assert profile.allocated_bytes in (max(possible), max(*possible, before))
 
 
-def test_a_prediction_is_read_like_a_snapshot_and_has_the_replays_peak(tmp_path: Path) -> None:
+def test_a_prediction_is_read_like_a_snapshot_and_has_the_replays_peak(tmp_path):
     log = EventLog(
         source="traced",
         versions={},
@@ -293,7 +289,7 @@ def test_a_prediction_is_read_like_a_snapshot_and_has_the_replays_peak(tmp_path:
     assert len(Page(profile_page([profile, measured])).all("svg")) >= 4
 
 
-def test_the_rules_for_this_engine_name_files_and_functions_that_are_there() -> None:
+def test_the_rules_for_this_engine_name_files_and_functions_that_are_there():
     source = Path(__file__).parents[2] / "src"
     files = {
         str(path.relative_to(source)): path.read_text() for path in source.glob("highwater/**/*.py")
@@ -317,7 +313,7 @@ def hostile_program() -> Program:
     return program
 
 
-def test_text_from_a_snapshot_stays_text_on_its_page(tmp_path: Path) -> None:
+def test_text_from_a_snapshot_stays_text_on_its_page(tmp_path):
     path = written(tmp_path, hostile_program(), "snapshot_rank00_<script>alert(1)<")
     text = profile_page([memory_profile(path)] * 2)
     page = Page(text)
@@ -332,7 +328,7 @@ def test_text_from_a_snapshot_stays_text_on_its_page(tmp_path: Path) -> None:
     assert "<script>alert(1)</script>" in page.text("li", "summary", "title", "th")
 
 
-def test_a_page_needs_nothing_else_and_draws_every_category() -> None:
+def test_a_page_needs_nothing_else_and_draws_every_category():
     profiles = [memory_profile(path) for path in sorted((DATA / "snapshots").glob("*.pickle"))]
     for shown in (profiles, profiles[:1], profiles[1:]):
         text = profile_page(shown)
@@ -348,7 +344,7 @@ def test_a_page_needs_nothing_else_and_draws_every_category() -> None:
         assert len(boxes) == sum(len(profile.flame_graph) for profile in shown)
 
 
-def test_a_flame_graph_holds_each_frame_inside_its_caller(tmp_path: Path) -> None:
+def test_a_flame_graph_holds_each_frame_inside_its_caller(tmp_path):
     profile = memory_profile(DATA / "snapshots" / "trainer_out_of_memory.pickle")
     boxes = profile.flame_graph
     bottom = [each for each in boxes if each.depth == 0]

@@ -7,7 +7,7 @@ import pytest
 from highwater.errors import ModelError
 from highwater.model.model import load_model
 from highwater.model.model_config import MIN_FIELDS
-from highwater.model.model_place import CatalogModel, catalog_names, model_catalog
+from highwater.model.model_place import catalog_names, model_catalog
 from tiny_models import write_model
 
 MOST_BESIDE_PUBLISHED = 0.015
@@ -19,12 +19,12 @@ MOST_BESIDE_PUBLISHED = 0.015
     [model for model in model_catalog() if model.published_parameters],
     ids=lambda model: model.name,
 )
-def test_a_catalog_model_has_as_many_parameters_as_were_published(model: CatalogModel) -> None:
+def test_a_catalog_model_has_as_many_parameters_as_were_published(model):
     billions = load_model(model.name).shape.parameters / 1e9
     assert billions == pytest.approx(model.published_parameters, rel=MOST_BESIDE_PUBLISHED)
 
 
-def test_every_catalog_model_can_be_read_and_says_where_it_is_from() -> None:
+def test_every_catalog_model_can_be_read_and_says_where_it_is_from():
     assert len(catalog_names()) >= 50
     assert all(load_model(name).name == name for name in catalog_names())
     assert all(model.source for model in model_catalog())
@@ -34,7 +34,7 @@ def test_every_catalog_model_can_be_read_and_says_where_it_is_from() -> None:
     assert sorted(folder.name for folder in folders) == catalog_names()
 
 
-def test_a_model_is_named_after_its_directory(tmp_path: Path) -> None:
+def test_a_model_is_named_after_its_directory(tmp_path):
     model = load_model(str(write_model(tmp_path / "my-model")))
     assert (model.name, model.shape.kv_heads, model.shape.native_length_tokens) == (
         "my-model",
@@ -43,21 +43,19 @@ def test_a_model_is_named_after_its_directory(tmp_path: Path) -> None:
     )
 
 
-def test_two_places_with_one_config_are_one_model(tmp_path: Path) -> None:
+def test_two_places_with_one_config_are_one_model(tmp_path):
     here, there = write_model(tmp_path / "a"), write_model(tmp_path / "b")
     assert load_model(str(here)).config_digest == load_model(str(there)).config_digest
 
 
 @pytest.mark.parametrize("field", MIN_FIELDS)
-def test_a_config_without_a_needed_field_is_refused_by_the_fields_name(
-    tmp_path: Path, field: str
-) -> None:
+def test_a_config_without_a_needed_field_is_refused_by_the_fields_name(tmp_path, field):
     with pytest.raises(ModelError, match=field):
         load_model(str(write_model(tmp_path, **{field: None})))
 
 
 @pytest.mark.parametrize("value", [0, -1, "64", 1.5])
-def test_a_size_that_is_no_positive_whole_number_is_refused(tmp_path: Path, value: object) -> None:
+def test_a_size_that_is_no_positive_whole_number_is_refused(tmp_path, value):
     with pytest.raises(ModelError, match="hidden_size"):
         load_model(str(write_model(tmp_path, hidden_size=value)))
 
@@ -74,7 +72,7 @@ def test_a_size_that_is_no_positive_whole_number_is_refused(tmp_path: Path, valu
         "num_experts_per_tok",
     ],
 )
-def test_so_is_a_size_that_may_be_left_out(tmp_path: Path, field: str, value: object) -> None:
+def test_so_is_a_size_that_may_be_left_out(tmp_path, field, value):
     experts = (
         {"model_type": "qwen3_moe", "num_experts": 8}
         if "expert" in field or field.startswith("moe")
@@ -85,9 +83,7 @@ def test_so_is_a_size_that_may_be_left_out(tmp_path: Path, field: str, value: ob
 
 
 @pytest.mark.parametrize("field", ["num_experts", "num_local_experts", "n_routed_experts"])
-def test_what_a_dense_familys_config_says_of_experts_is_read_by_nobody(
-    tmp_path: Path, field: str
-) -> None:
+def test_what_a_dense_familys_config_says_of_experts_is_read_by_nobody(tmp_path, field):
     plain = load_model(str(write_model(tmp_path / "plain", model_type="llama"))).shape
     assert (
         load_model(
@@ -101,7 +97,7 @@ def test_what_a_dense_familys_config_says_of_experts_is_read_by_nobody(
     )
 
 
-def test_a_family_that_nobody_compared_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_a_family_that_nobody_compared_is_refused_by_its_name(tmp_path):
     with pytest.raises(ModelError, match="family a-type-of-tomorrow"):
         load_model(str(write_model(tmp_path, model_type="a-type-of-tomorrow")))
 
@@ -118,8 +114,8 @@ def test_a_family_that_nobody_compared_is_refused_by_its_name(tmp_path: Path) ->
     ],
 )
 def test_a_value_that_changes_logits_or_attention_is_refused_and_its_neutral_one_is_not(
-    tmp_path: Path, family: str, changes: dict[str, object]
-) -> None:
+    tmp_path, family, changes
+):
     (field,) = changes
     neutral = {
         "logits_scaling": 1.0,
@@ -134,7 +130,7 @@ def test_a_value_that_changes_logits_or_attention_is_refused_and_its_neutral_one
     load_model(str(write_model(tmp_path, model_type=family, **{field: neutral})))
 
 
-def test_a_671_billion_model_is_never_read_as_one_of_40(tmp_path: Path) -> None:
+def test_a_671_billion_model_is_never_read_as_one_of_40(tmp_path):
     """DeepSeek-V3's sizes."""
     sizes = {
         "hidden_size": 7168,
@@ -158,46 +154,42 @@ def test_a_671_billion_model_is_never_read_as_one_of_40(tmp_path: Path) -> None:
         )
 
 
-def test_an_encoder_decoder_model_is_refused(tmp_path: Path) -> None:
+def test_an_encoder_decoder_model_is_refused(tmp_path):
     with pytest.raises(ModelError, match="encoder-decoder"):
         load_model(str(write_model(tmp_path, is_encoder_decoder=True)))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "\udcff"])
-def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_config_that_is_no_json_object_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ModelError):
         load_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["Qwen3-0.7B", "/no/such/directory", ""])
-def test_an_unknown_model_is_answered_with_the_known_ones(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_model_is_answered_with_the_known_ones(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError) as refusal:
         load_model(name)
     assert "Qwen3-0.6B" in refusal.value.hint
 
 
-def test_a_model_that_scales_its_own_rope_says_so() -> None:
+def test_a_model_that_scales_its_own_rope_says_so():
     assert load_model("Llama-3.1-8B").own_rope_scaling
     assert not load_model("Qwen3-0.6B").own_rope_scaling
 
 
 @pytest.mark.parametrize("model_type", ["opt"])
-def test_positions_that_are_learned_are_no_rope(tmp_path: Path, model_type: str) -> None:
+def test_positions_that_are_learned_are_no_rope(tmp_path, model_type):
     without_dropout = {"attention_probs_dropout_prob": 0.0}
     assert not load_model(str(write_model(tmp_path, model_type=model_type, **without_dropout))).rope
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mistral", "phi3"])
-def test_a_config_that_leaves_rope_to_its_types_default_has_rope(
-    tmp_path: Path, model_type: str
-) -> None:
+def test_a_config_that_leaves_rope_to_its_types_default_has_rope(tmp_path, model_type):
     assert load_model(str(write_model(tmp_path, model_type=model_type))).rope
 
 
-def test_the_tiny_model_of_the_catalog_is_the_one_in_the_examples() -> None:
+def test_the_tiny_model_of_the_catalog_is_the_one_in_the_examples():
     example = Path(__file__).parents[2] / "examples" / "tiny"
     assert load_model("tiny").config_digest == load_model(str(example)).config_digest

@@ -44,25 +44,21 @@ def keep(cache: Path, hub_id: str, **changes: object) -> Path:
     return snapshot
 
 
-def test_an_id_is_read_from_the_cache_of_the_hub(cache: Path) -> None:
+def test_an_id_is_read_from_the_cache_of_the_hub(cache):
     snapshot = keep(cache, "someone/small-model")
     model = load_model("someone/small-model")
     assert (model.name, model.directory) == ("small-model", str(snapshot))
     assert model.config_digest == load_model(str(snapshot)).config_digest
 
 
-def test_reading_the_cache_and_the_catalog_imports_no_library_of_the_hub(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reading_the_cache_and_the_catalog_imports_no_library_of_the_hub(cache, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     keep(cache, "someone/small-model")
     assert load_model("someone/small-model").shape == load_model(str(keep(cache, "b/c"))).shape
     assert load_model("Qwen/Qwen3-4B").name == "Qwen3-4B"
 
 
-def test_where_no_library_of_the_hub_is_the_hint_installs_it(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_no_library_of_the_hub_is_the_hint_installs_it(cache, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     monkeypatch.delenv("HF_HUB_OFFLINE")
     with pytest.raises(ModelError, match="huggingface_hub is not installed") as refusal:
@@ -70,7 +66,7 @@ def test_where_no_library_of_the_hub_is_the_hint_installs_it(
     assert "pip install" in refusal.value.hint
 
 
-def test_a_path_comes_before_the_cache_and_the_cache_before_the_catalog(cache: Path) -> None:
+def test_a_path_comes_before_the_cache_and_the_cache_before_the_catalog(cache):
     in_catalog = load_model("Qwen/Qwen3-4B")
     keep(cache, "Qwen/Qwen3-4B", num_hidden_layers=3)
     in_cache = load_model("Qwen/Qwen3-4B")
@@ -82,14 +78,14 @@ def test_a_path_comes_before_the_cache_and_the_cache_before_the_catalog(cache: P
 
 
 @pytest.mark.parametrize("revision", ["", "../../elsewhere", "no-revision", "\udcff"])
-def test_a_cache_without_a_revision_of_the_model_is_no_model(cache: Path, revision: str) -> None:
+def test_a_cache_without_a_revision_of_the_model_is_no_model(cache, revision):
     snapshot = keep(cache, "someone/small-model")
     (snapshot.parents[1] / "refs" / "main").write_bytes(revision.encode(errors="surrogateescape"))
     with pytest.raises(ModelError, match="not in the Hub's cache"):
         load_model("someone/small-model")
 
 
-def test_the_cache_is_where_the_hubs_own_library_has_it() -> None:
+def test_the_cache_is_where_the_hubs_own_library_has_it():
     home = Path.home()
     assert cache_folder({}) == home / ".cache/huggingface/hub"
     assert cache_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/huggingface/hub")
@@ -99,11 +95,11 @@ def test_the_cache_is_where_the_hubs_own_library_has_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3-4b", "QWEN3-4B", "Qwen/Qwen3-4B", "qwen/qwen3-4b"])
-def test_a_catalog_name_is_known_in_any_case(cache: Path, name: str) -> None:
+def test_a_catalog_name_is_known_in_any_case(cache, name):
     assert load_model(name) == load_model("Qwen3-4B")
 
 
-def test_a_tuned_model_has_the_shape_of_its_base_and_its_own_name(cache: Path) -> None:
+def test_a_tuned_model_has_the_shape_of_its_base_and_its_own_name(cache):
     base = load_model("Llama-3.1-8B")
     for name in ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b-instruct"):
         tuned = load_model(name)
@@ -112,7 +108,7 @@ def test_a_tuned_model_has_the_shape_of_its_base_and_its_own_name(cache: Path) -
     assert load_model(tuned.name) == tuned, "what a study calls it is found again"
 
 
-def test_a_config_file_is_the_model_of_its_directory(cache: Path) -> None:
+def test_a_config_file_is_the_model_of_its_directory(cache):
     directory = write_model(Path("mine"))
     assert load_model("mine/config.json") == load_model(str(directory))
     (directory / "other.json").write_text("{}")
@@ -120,7 +116,7 @@ def test_a_config_file_is_the_model_of_its_directory(cache: Path) -> None:
         load_model("mine/other.json")
 
 
-def test_every_name_of_the_catalog_means_one_model() -> None:
+def test_every_name_of_the_catalog_means_one_model():
     ids = [hub_id.lower() for model in model_catalog() for hub_id in model.hub_ids]
     assert len(ids) == len(set(ids))
     assert all(is_hub_id(hub_id) for hub_id in ids)
@@ -144,11 +140,11 @@ def test_every_name_of_the_catalog_means_one_model() -> None:
         ("a/", False),
     ],
 )
-def test_an_id_of_the_hub_is_told_from_a_path(text: str, is_id: bool) -> None:
+def test_an_id_of_the_hub_is_told_from_a_path(text, is_id):
     assert is_hub_id(text) is is_id
 
 
-def test_what_other_programs_open_is_a_path_or_the_id(cache: Path) -> None:
+def test_what_other_programs_open_is_a_path_or_the_id(cache):
     keep(cache, "someone/small-model")
     here = write_model(Path("mine"))
     assert model_place("someone/small-model").opened_as == "someone/small-model"
@@ -157,7 +153,7 @@ def test_what_other_programs_open_is_a_path_or_the_id(cache: Path) -> None:
     assert model_place("Qwen3-4B").opened_as is None
 
 
-def test_a_name_that_is_nearly_one_is_offered(cache: Path) -> None:
+def test_a_name_that_is_nearly_one_is_offered(cache):
     assert near_names("lama-3.1-8b")[0] == "Llama-3.1-8B"
     assert near_names("Qwen3-4")[0] == "Qwen3-4B"
     assert near_names("nothing-like-it") == []
@@ -170,9 +166,7 @@ def test_a_name_that_is_nearly_one_is_offered(cache: Path) -> None:
     "name", ["config.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors"]
 )
 @pytest.mark.parametrize("kind", ["pipe", "/dev/zero"])
-def test_a_pipe_or_a_device_in_a_models_directory_is_refused_by_its_name(
-    name: str, kind: str, tmp_path: Path
-) -> None:
+def test_a_pipe_or_a_device_in_a_models_directory_is_refused_by_its_name(name, kind, tmp_path):
     directory = write_model(tmp_path / "model")
     (directory / name).unlink(missing_ok=True)
     if kind == "pipe":

@@ -6,7 +6,6 @@ import errno
 import os
 import resource
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -25,7 +24,7 @@ def small_disk() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_file_that_came_while_another_was_being_made_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_that_came_while_another_was_being_made_is_left_alone(tmp_path):
     path = tmp_path / "guide.html"
     path.write_text("mine")
     with pytest.raises(MachineError, match=os.strerror(errno.EEXIST)):
@@ -33,7 +32,7 @@ def test_a_file_that_came_while_another_was_being_made_is_left_alone(tmp_path: P
     assert path.read_text() == "mine"
 
 
-def test_where_there_is_no_room_no_half_file_is_left(tmp_path: Path, small_disk: None) -> None:
+def test_where_there_is_no_room_no_half_file_is_left(tmp_path, small_disk):
     write_new_file(tmp_path / "short.md", b"x" * LIMIT_BYTES, flag="-o")
     with pytest.raises(MachineError, match=os.strerror(errno.EFBIG)) as refused:
         write_new_file(tmp_path / "long.md", b"x" * (LIMIT_BYTES + 1), flag="-o")
@@ -41,7 +40,7 @@ def test_where_there_is_no_room_no_half_file_is_left(tmp_path: Path, small_disk:
     assert [path.name for path in tmp_path.iterdir()] == ["short.md"]
 
 
-def test_checking_a_log_directory_touches_no_file_that_is_there(tmp_path: Path) -> None:
+def test_checking_a_log_directory_touches_no_file_that_is_there(tmp_path):
     mine = tmp_path / f".highwater-{os.getpid()}"
     mine.write_text("mine")
     check_log_directory(tmp_path)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from highwater.api import predict
+from highwater.api.prediction import predict
 from highwater.errors import HighwaterError, ModelError
 from highwater.model import rope_block
 from highwater.model.model import load_model
@@ -69,7 +69,7 @@ def ask(directory: Path) -> None:
 @pytest.mark.corpus
 @pytest.mark.parametrize("field", FULL)
 @pytest.mark.parametrize("family", ["qwen3_moe", "mistral", "smollm3", "a-type-of-tomorrow"])
-def test_whatever_a_field_holds_is_read_or_refused(tmp_path: Path, family: str, field: str) -> None:
+def test_whatever_a_field_holds_is_read_or_refused(tmp_path, family, field):
     whole = {**FULL, "model_type": family}
     del whole["text_config"]
     for odd in ODD:
@@ -80,14 +80,14 @@ def test_whatever_a_field_holds_is_read_or_refused(tmp_path: Path, family: str, 
 @pytest.mark.parametrize(
     "field", ["rope_type", "type", "factor", "original_max_position_embeddings", "rope_theta"]
 )
-def test_so_is_whatever_its_rope_scaling_holds(tmp_path: Path, field: str) -> None:
+def test_so_is_whatever_its_rope_scaling_holds(tmp_path, field):
     for odd in ODD:
         write_model(tmp_path, rope_scaling={**FULL["rope_scaling"], field: odd})
         ask(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "3", "{}", '{"a":' * 100_000])
-def test_a_config_that_is_no_object_of_fields_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_config_that_is_no_object_of_fields_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelError):
         load_model(str(tmp_path))
@@ -120,15 +120,13 @@ def test_a_config_that_is_no_object_of_fields_is_refused(tmp_path: Path, text: s
         ({"torch_dtype": "\ud800"}, "holds what is no text"),
     ],
 )
-def test_what_cannot_be_is_said_with_its_value(
-    tmp_path: Path, changes: dict[str, Any], said: str
-) -> None:
+def test_what_cannot_be_is_said_with_its_value(tmp_path, changes, said):
     with pytest.raises(ModelError, match=said) as refusal:
         load_model(str(write_model(tmp_path, **changes)))
     assert refusal.value.hint
 
 
-def test_a_null_text_config_is_refused_with_what_to_remove(tmp_path: Path) -> None:
+def test_a_null_text_config_is_refused_with_what_to_remove(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**TINY, "text_config": None}))
     with pytest.raises(ModelError, match="has the text_config None") as refusal:
         load_model(str(tmp_path))
@@ -145,9 +143,7 @@ def test_a_null_text_config_is_refused_with_what_to_remove(tmp_path: Path) -> No
         ("t5", {"d_model": 64, "num_layers": 2}),
     ],
 )
-def test_a_family_that_is_not_understood_is_refused_by_its_name(
-    tmp_path: Path, family: str, config: dict[str, Any]
-) -> None:
+def test_a_family_that_is_not_understood_is_refused_by_its_name(tmp_path, family, config):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **config}))
     with pytest.raises(ModelError, match=f"of the family {family}") as refusal:
         load_model(str(tmp_path))
@@ -180,8 +176,8 @@ def test_a_family_that_is_not_understood_is_refused_by_its_name(
     ],
 )
 def test_layers_that_slide_without_a_window_are_refused_and_the_hint_works(
-    tmp_path: Path, config: dict[str, Any], mended: dict[str, Any]
-) -> None:
+    tmp_path, config, mended
+):
     """A null window, where the config names none and its class would."""
     experts = {"num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2}
     experts |= {"moe_intermediate_size": 32, "n_shared_experts": 1}
@@ -198,8 +194,8 @@ def test_layers_that_slide_without_a_window_are_refused_and_the_hint_works(
 
 
 def test_a_null_window_is_refused_where_the_class_masks_by_it_whatever_its_layers(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     full = {**TINY, "sliding_window": None, "layer_types": ["full_attention"] * 2}
     for family, is_refused in (("gemma2", True), ("olmo3", True), ("qwen3", False)):
         (tmp_path / "config.json").write_text(json.dumps({**full, "model_type": family}))
@@ -215,7 +211,7 @@ def hint_of(directory: Path) -> str:
     return refusal.value.hint
 
 
-def test_a_mistral_that_names_its_layers_is_a_ministral_as_in_transformers(tmp_path: Path) -> None:
+def test_a_mistral_that_names_its_layers_is_a_ministral_as_in_transformers(tmp_path):
     config = {**TINY, "model_type": "mistral", "sliding_window": 8, "layer_types": SLIDING}
     shape = load_model(str(write_model(tmp_path, **config))).shape
     assert shape.model_type == "ministral"
@@ -224,9 +220,7 @@ def test_a_mistral_that_names_its_layers_is_a_ministral_as_in_transformers(tmp_p
 
 @pytest.mark.parametrize("field", ["layer_types", "mlp_layer_types"])
 @pytest.mark.parametrize("layers", [1, 3, 0])
-def test_kinds_of_more_or_fewer_layers_than_there_are_are_refused(
-    tmp_path: Path, field: str, layers: int
-) -> None:
+def test_kinds_of_more_or_fewer_layers_than_there_are_are_refused(tmp_path, field, layers):
     kind = {"layer_types": "full_attention", "mlp_layer_types": "sparse"}[field]
     with pytest.raises(ModelError, match=f"{field} names {layers} layers in .*is 2") as refusal:
         load_model(str(write_model(tmp_path, **{field: [kind] * layers})))
@@ -234,7 +228,7 @@ def test_kinds_of_more_or_fewer_layers_than_there_are_are_refused(
     load_model(str(write_model(tmp_path, **{field: [kind] * 2})))
 
 
-def test_the_types_of_rope_are_those_of_transformers() -> None:
+def test_the_types_of_rope_are_those_of_transformers():
     module = pytest.importorskip("transformers.modeling_rope_utils")
     assert {*rope_block.TYPES} == {"default", *module.ROPE_INIT_FUNCTIONS}
 
@@ -253,8 +247,8 @@ def test_the_types_of_rope_are_those_of_transformers() -> None:
     ],
 )
 def test_a_rope_type_that_transformers_does_not_know_is_refused_with_those_it_does(
-    tmp_path: Path, block: dict[str, Any], field: str
-) -> None:
+    tmp_path, block, field
+):
     """In a block of one kind of layer, too; of both keys the newer one counts."""
     for family, rope in (("qwen3", block), ("gemma3_text", {"full_attention": block})):
         config = {"model_type": family, "sliding_window": 8, field: rope}
@@ -283,16 +277,14 @@ def test_a_rope_type_that_transformers_does_not_know_is_refused_with_those_it_do
         ({"rope_type": "longrope", "short_factor": [1.0]}, {"long_factor": [1.0]}),
     ],
 )
-def test_a_rope_that_lacks_a_field_is_refused_by_its_name(
-    tmp_path: Path, block: dict[str, Any], missing: dict[str, Any]
-) -> None:
+def test_a_rope_that_lacks_a_field_is_refused_by_its_name(tmp_path, block, missing):
     with pytest.raises(ModelError, match=f"and no {', '.join(missing)}") as refusal:
         load_model(str(write_model(tmp_path, rope_scaling=block)))
     assert refusal.value.hint.startswith(f"add {', '.join(missing)} ")
     load_model(str(write_model(tmp_path, rope_scaling=block | missing)))
 
 
-def test_of_two_rope_blocks_the_older_names_one_counts_as_in_transformers(tmp_path: Path) -> None:
+def test_of_two_rope_blocks_the_older_names_one_counts_as_in_transformers(tmp_path):
     plain, scaled = {"rope_type": "default"}, {"rope_type": "linear", "factor": 2.0}
     for scaling, parameters in ((plain, scaled), (scaled, plain)):
         directory = write_model(tmp_path, rope_scaling=scaling, rope_parameters=parameters)
@@ -300,9 +292,7 @@ def test_of_two_rope_blocks_the_older_names_one_counts_as_in_transformers(tmp_pa
 
 
 @pytest.mark.parametrize("family", ["laguna", "mellum"])
-def test_a_class_that_reads_rope_by_kinds_of_layers_needs_a_block_for_each(
-    tmp_path: Path, family: str
-) -> None:
+def test_a_class_that_reads_rope_by_kinds_of_layers_needs_a_block_for_each(tmp_path, family):
     block = {"rope_type": "default", "rope_theta": 10000.0}
     config = {"model_type": family, "sliding_window": 8, "layer_types": SLIDING, "num_experts": 64}
     with pytest.raises(ModelError, match="no block for full_attention, sliding_attention"):
@@ -321,9 +311,7 @@ def test_a_class_that_reads_rope_by_kinds_of_layers_needs_a_block_for_each(
         ("mixtral", "num_experts_per_tok"),
     ],
 )
-def test_too_many_experts_a_token_are_refused_by_the_field_that_says_so(
-    tmp_path: Path, family: str, field: str
-) -> None:
+def test_too_many_experts_a_token_are_refused_by_the_field_that_says_so(tmp_path, family, field):
     config = {"model_type": family, "num_experts": 4, "num_local_experts": 4, field: 6}
     config |= {"moe_num_experts": 4, "moe_intermediate_size": 32}
     with pytest.raises(ModelError, match="6 experts of 4") as refusal:
@@ -333,7 +321,7 @@ def test_too_many_experts_a_token_are_refused_by_the_field_that_says_so(
 
 
 @pytest.mark.corpus
-def test_the_text_model_alone_is_offered_where_it_trains_and_nowhere_else(tmp_path: Path) -> None:
+def test_the_text_model_alone_is_offered_where_it_trains_and_nowhere_else(tmp_path):
     """Over every family of transformers with a text model in it, as its class writes it."""
     transformers = pytest.importorskip("transformers")
     offered: set[str] = set()

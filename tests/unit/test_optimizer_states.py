@@ -1,12 +1,11 @@
 """Bytes that an optimizer keeps, and what it cannot be combined with."""
 
-from typing import Any
-
 import pytest
 
-from highwater.api import predict
+from highwater.api.prediction import predict
 from highwater.errors import MachineError, UsageError
 from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.layers import Step
 from highwater.memory.snapshot.attribution import category_of
 from highwater.memory.snapshot.snapshot import Frame
 from highwater.model.footprint import checkpoint_bytes, device_state_bytes, gradient_bytes
@@ -33,8 +32,8 @@ def shape() -> ModelShape:
 )
 @pytest.mark.parametrize("shards", [1, 8])
 def test_states_take_the_bytes_a_parameter_that_the_help_says(
-    shape: ModelShape, optimizer: Any, per_parameter: float, shards: int
-) -> None:
+    shape, optimizer, per_parameter, shards
+):
     """But for the tables of each matrix, and norms, which 8 bits leave in float32."""
     states = device_state_bytes(shape, Settings(optimizer=optimizer), device="cuda", shards=shards)
     assert states / shape.parameters == pytest.approx(per_parameter, rel=2e-4)
@@ -49,14 +48,12 @@ def test_states_take_the_bytes_a_parameter_that_the_help_says(
         (LEAST_QUANTIZED + QUANTIZED_BLOCK - 1, False),
     ],
 )
-def test_a_shard_has_8_bits_where_blocks_divide_it_and_there_are_enough(
-    numbers: int, is_quantized: bool
-) -> None:
+def test_a_shard_has_8_bits_where_blocks_divide_it_and_there_are_enough(numbers, is_quantized):
     in_bits = 2 * (numbers + numbers // 64 + TABLE_BYTES)
     assert EIGHT_BITS.moments_bytes(numbers) == (in_bits if is_quantized else 8 * numbers)
 
 
-def test_shards_that_are_too_small_keep_float32_moments(shape: ModelShape) -> None:
+def test_shards_that_are_too_small_keep_float32_moments(shape):
     """Then the states are those of AdamW in float32."""
     narrow = Settings(optimizer="adamw-8bit")
     tiny = load_model("tiny").shape
@@ -65,10 +62,10 @@ def test_shards_that_are_too_small_keep_float32_moments(shape: ModelShape) -> No
     assert device_state_bytes(tiny, narrow, device="cuda") < of_many
 
 
-def test_a_prediction_has_what_the_moments_save(shape: ModelShape) -> None:
+def test_a_prediction_has_what_the_moments_save(shape):
     wide, narrow = (
         footprint(
-            shape, Settings(optimizer=optimizer), Layout(gpus=8), length_tokens=8192
+            Step(shape, Settings(optimizer=optimizer), Layout(gpus=8), length_tokens=8192)
         ).allocated_bytes
         for optimizer in ("adamw", "adamw-bf16")
     )
@@ -76,12 +73,10 @@ def test_a_prediction_has_what_the_moments_save(shape: ModelShape) -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_gradients_of_one_micro_batch_come_late_with_every_optimizer(
-    shape: ModelShape, optimizer: Any
-) -> None:
+def test_gradients_of_one_micro_batch_come_late_with_every_optimizer(shape, optimizer):
     states = device_state_bytes(shape, Settings(optimizer=optimizer), device="cuda")
     one = Settings(optimizer=optimizer, accumulates=False)
-    (loss, *_) = footprint(shape, one, Layout(), length_tokens=8192).phases
+    (loss, *_) = footprint(Step(shape, one, Layout(), length_tokens=8192)).phases
     found = {term.name: term.bytes for term in loss.terms}
     assert found["states"] == states - 4 * shape.parameters
 
@@ -89,9 +84,7 @@ def test_gradients_of_one_micro_batch_come_late_with_every_optimizer(
 @pytest.mark.parametrize(
     ("optimizer", "per_parameter"), [("adamw", 12), ("adamw-8bit", 6.03125), ("adamw-bf16", 8)]
 )
-def test_a_checkpoint_has_weights_and_moments(
-    shape: ModelShape, optimizer: Any, per_parameter: float
-) -> None:
+def test_a_checkpoint_has_weights_and_moments(shape, optimizer, per_parameter):
     saves = Settings(optimizer=optimizer, checkpoint="sharded")
     saved = checkpoint_bytes(shape, saves, "cuda").sharded_bytes
     assert saved / shape.parameters == pytest.approx(per_parameter, rel=2e-4)
@@ -100,9 +93,7 @@ def test_a_checkpoint_has_weights_and_moments(
 @pytest.mark.parametrize(
     ("optimizer", "per_parameter"), [("adamw-8bit", 6.03125), ("adamw-bf16", 8)]
 )
-def test_parameters_in_bf16_take_half_and_so_do_their_gradients(
-    shape: ModelShape, optimizer: Any, per_parameter: float
-) -> None:
+def test_parameters_in_bf16_take_half_and_so_do_their_gradients(shape, optimizer, per_parameter):
     narrow = Settings(
         optimizer=optimizer, parameters="bf16", accumulates=False, checkpoint="sharded"
     )
@@ -127,9 +118,7 @@ WORKS = {"optimizer": "adamw-8bit", "micro_batches": 1}
         (WORKS | {"copies": [2]}, "2 copies of parameters in bf16", {"parameters": "float32"}),
     ],
 )
-def test_what_parameters_in_bf16_are_not_trained_with_is_refused_by_name(
-    asked: dict[str, Any], words: str, hint: dict[str, Any]
-) -> None:
+def test_what_parameters_in_bf16_are_not_trained_with_is_refused_by_name(asked, words, hint):
     with pytest.raises(UsageError, match=words) as refused:
         predict("Qwen3-0.6B", gpus="2xH100-80GB", **BF16, **asked)
     typed = {name: value for name, value in hint.items() if value is not False}
@@ -142,9 +131,7 @@ def test_what_parameters_in_bf16_are_not_trained_with_is_refused_by_name(
     ("other", "words"),
     [({"offload": True}, "`--offload` on the host"), ({"strategy": "fsdp"}, "FSDP1 flat ones")],
 )
-def test_what_moments_of_few_bits_are_not_computed_with_is_refused_by_name(
-    optimizer: Any, other: dict[str, Any], words: str
-) -> None:
+def test_what_moments_of_few_bits_are_not_computed_with_is_refused_by_name(optimizer, other, words):
     with pytest.raises(UsageError, match=words) as refused:
         Settings(optimizer=optimizer, **other)
     assert "`--optimizer adamw`" in str(refused.value.hint)
@@ -159,11 +146,11 @@ def test_what_moments_of_few_bits_are_not_computed_with_is_refused_by_name(
         Frame("/opt/site-packages/torch/optim/adamw.py", 90, "_init_group"),
     ],
 )
-def test_a_snapshot_tells_moments_by_the_file_that_makes_them(frame: Frame) -> None:
+def test_a_snapshot_tells_moments_by_the_file_that_makes_them(frame):
     assert category_of(frame) == "optimizer_states"
 
 
-def test_a_label_names_an_optimizer_that_is_lossy() -> None:
+def test_a_label_names_an_optimizer_that_is_lossy():
     assert Settings().label == "vanilla"
     assert {Settings(optimizer=name).label for name in OPTIMIZERS if name != "adamw"} == {
         "adamw-8bit",
@@ -172,7 +159,7 @@ def test_a_label_names_an_optimizer_that_is_lossy() -> None:
     assert [name for name, traits in OPTIMIZERS.items() if traits.is_exact] == ["adamw"]
 
 
-def test_a_missing_package_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_said_before_anything_starts(monkeypatch):
     monkeypatch.setattr(probe, "find_spec", lambda _: None)
     probe.refuse_missing_package(Settings())
     with pytest.raises(MachineError, match="adamw-8bit needs torchao") as refused:
@@ -181,7 +168,7 @@ def test_a_missing_package_is_said_before_anything_starts(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("asked", OPTIMIZERS)
-def test_an_optimizer_is_recommended_only_where_it_is_asked_for(asked: Any) -> None:
+def test_an_optimizer_is_recommended_only_where_it_is_asked_for(asked):
     here = {"length": "64k", "gpus": "4xH20-96GB"}
     found, by_default = (
         recommend("Qwen3-8B", **here, optimizer=asked),
@@ -199,7 +186,7 @@ def test_an_optimizer_is_recommended_only_where_it_is_asked_for(asked: Any) -> N
     assert is_offloaded == ({False, "states", True} if asked == "adamw" else {False})
 
 
-def test_a_lossy_optimizer_fits_longer_lengths() -> None:
+def test_a_lossy_optimizer_fits_longer_lengths():
     gpu = {"gpus": "1xH100-80GB", "ulysses": [1]}
     longest = {
         name: max(each.capacity_tokens for each in predict("Qwen3-4B", **gpu, optimizer=name).cells)
@@ -214,7 +201,7 @@ def test_a_lossy_optimizer_fits_longer_lengths() -> None:
     assert longest["adamw-8bit"] > longest["adamw-bf16"] > max(on_the_gpu)
 
 
-def test_trainers_without_words_for_an_optimizer_refuse_it() -> None:
+def test_trainers_without_words_for_an_optimizer_refuse_it():
     found = recommend("Qwen3-8B", length="64k", gpus="4xH20-96GB", optimizer="adamw-8bit")
     assert found.chosen is not None
     with pytest.raises(UsageError, match="torchtitan's configuration has no words") as refused:

@@ -1,7 +1,5 @@
 """Paths on a page: no folder of the machine that made it, and everything else as it was."""
 
-from pathlib import Path
-
 import pytest
 
 from highwater.pages.page import without_folders
@@ -20,9 +18,7 @@ from highwater.pages.page import without_folders
         ("Env + chunked / SP=2", None),
     ],
 )
-def test_a_path_names_no_folder_of_this_machine(
-    text: str, shown: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_names_no_folder_of_this_machine(text, shown, tmp_path, monkeypatch):
     here, home = tmp_path / "home" / "me" / "here", tmp_path / "home" / "me"
     here.mkdir(parents=True)
     monkeypatch.chdir(here)

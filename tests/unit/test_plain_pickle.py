@@ -43,11 +43,11 @@ CALLING = {"INST", "OBJ", "GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD", "NEWOBJ",
 
 
 @given(PLAIN, st.integers(2, 5))
-def test_what_pickle_writes_is_read_as_it_was(value: object, protocol: int) -> None:
+def test_what_pickle_writes_is_read_as_it_was(value, protocol):
     assert read_plain_pickle(pickle.dumps(value, protocol)) == value
 
 
-def test_what_is_shared_stays_shared() -> None:
+def test_what_is_shared_stays_shared():
     frames = [{"name": "forward"}]
     first, second = read_plain_pickle(pickle.dumps([frames, frames]))
     assert first is second
@@ -64,7 +64,7 @@ class Calls:
 
 
 @pytest.mark.parametrize("protocol", range(6))
-def test_a_file_that_would_run_a_command_runs_none(tmp_path: Path, protocol: int) -> None:
+def test_a_file_that_would_run_a_command_runs_none(tmp_path, protocol):
     marker = tmp_path / "ran"
     path = tmp_path / "snapshot.pickle"
     hostile = {"segments": [], "device_traces": [[Calls(marker)]]}
@@ -79,13 +79,13 @@ def test_a_file_that_would_run_a_command_runs_none(tmp_path: Path, protocol: int
 
 
 @pytest.mark.parametrize("name", sorted(CALLING))
-def test_every_opcode_that_calls_something_is_refused_by_its_name(name: str) -> None:
+def test_every_opcode_that_calls_something_is_refused_by_its_name(name):
     code = next(each.code for each in pickletools.opcodes if each.name == name).encode("latin-1")
     with pytest.raises(PlainPickleError, match=rf"{name} at byte 3 would run code"):
         read_plain_pickle(b"\x80\x04]" + code + b"os\nsystem\n")
 
 
-def test_the_opcodes_that_are_read_make_plain_data_and_no_others_are() -> None:
+def test_the_opcodes_that_are_read_make_plain_data_and_no_others_are():
     read = set()
     for each in pickletools.opcodes:
         code = each.code.encode("latin-1")
@@ -131,7 +131,7 @@ def test_the_opcodes_that_are_read_make_plain_data_and_no_others_are() -> None:
         b"\x80\x04(\x85.",
     ],
 )
-def test_a_bomb_is_refused_before_it_takes_memory(data: bytes) -> None:
+def test_a_bomb_is_refused_before_it_takes_memory(data):
     tracemalloc.start()
     try:
         with pytest.raises(PlainPickleError):
@@ -142,7 +142,7 @@ def test_a_bomb_is_refused_before_it_takes_memory(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("depth", [10, 200_000])
-def test_nesting_takes_no_recursion_and_what_contains_itself_is_left_so(depth: int) -> None:
+def test_nesting_takes_no_recursion_and_what_contains_itself_is_left_so(depth):
     value = read_plain_pickle(b"\x80\x04" + b"]" * depth + b"a" * (depth - 1) + b".")
     for _ in range(depth - 1):
         (value,) = value
@@ -173,9 +173,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     st.lists(st.tuples(st.integers(0, 2**20), st.integers(0, 255)), min_size=1, max_size=8),
     st.none() | st.integers(0, 2**20),
 )
-def test_a_damaged_snapshot_is_refused_or_read_and_nothing_else(
-    file: Path, real: bytes, changes: list[tuple[int, int]], end: int | None
-) -> None:
+def test_a_damaged_snapshot_is_refused_or_read_and_nothing_else(file, real, changes, end):
     damaged = bytearray(real)
     for at, value in changes:
         damaged[at % len(damaged)] = value
@@ -192,7 +190,7 @@ def test_a_damaged_snapshot_is_refused_or_read_and_nothing_else(
         max_size=60,
     )
 )  # fmt: skip
-def test_no_program_of_opcodes_does_anything_but_end(file: Path, program: list[bytes]) -> None:
+def test_no_program_of_opcodes_does_anything_but_end(file, program):
     file.write_bytes(b"\x80\x04" + b"".join(program) + b".")
     profile_or_refusal(file)
 
@@ -239,6 +237,6 @@ SEGMENT = st.fixed_dictionaries(
 
 
 @given(st.lists(st.lists(ENTRY, max_size=6) | VALUES, max_size=2), st.lists(SEGMENT, max_size=3))
-def test_values_of_any_type_are_refused_or_read(file: Path, traces: list, segments: list) -> None:
+def test_values_of_any_type_are_refused_or_read(file, traces, segments):
     file.write_bytes(pickle.dumps({"device_traces": traces, "segments": segments}))
     profile_or_refusal(file)

@@ -1,7 +1,6 @@
 """Plans: a request and a machine make a question, or an error before anything starts."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,7 +26,6 @@ from highwater.nouns.layout import Layout
 from highwater.nouns.plan import Plan, plan, plan_trial
 from highwater.nouns.request import request_from
 from highwater.nouns.settings import Settings
-from highwater.nouns.trial import Device
 from highwater.units import GIB, MIB
 from places import H200, NO_GPU, machine_with, write_safetensors
 from tiny_models import write_model
@@ -41,11 +39,11 @@ def planned(machine: Machine, **settings: Any) -> Plan:
 @pytest.mark.parametrize(
     ("present", "counts"), [(1, {1}), (4, {1, 2, 4}), (6, {1, 2, 4}), (8, {1, 2, 4, 8})]
 )
-def test_by_default_every_power_of_two_of_gpus_is_searched(present: int, counts: set[int]) -> None:
+def test_by_default_every_power_of_two_of_gpus_is_searched(present, counts):
     assert {cell.layout.gpus for cell in planned(machine_with(present)).question.cells} == counts
 
 
-def test_every_rung_is_searched_on_every_count_of_gpus() -> None:
+def test_every_rung_is_searched_on_every_count_of_gpus():
     cells = planned(machine_with(2)).question.cells
     assert [cell.label for cell in cells] == [
         *("nothing set, 1 GPU", "expandable, 1 GPU", "expandable, chunked loss, 1 GPU"),
@@ -53,14 +51,14 @@ def test_every_rung_is_searched_on_every_count_of_gpus() -> None:
     ]
 
 
-def test_more_gpus_than_present_are_refused_with_a_count_that_works() -> None:
+def test_more_gpus_than_present_are_refused_with_a_count_that_works():
     with pytest.raises(MachineError, match=r"8 GPUs .* 2 ") as refusal:
         planned(machine_with(2), gpus=[1, 2, 4, 8])
     assert refusal.value.hint == "use `--gpus 1 2`"
     planned(machine_with(2), gpus=[1, 2])
 
 
-def test_a_memory_only_trial_is_one_of_its_own() -> None:
+def test_a_memory_only_trial_is_one_of_its_own():
     settings = {"model": "Qwen3-0.6B", "loss": "chunked"}
     full, memory_only = (
         plan_trial(request_from({**settings, **depth}), machine_with(1), 131_072)
@@ -78,9 +76,7 @@ def test_a_memory_only_trial_is_one_of_its_own() -> None:
         ({"attention_depth": 1}, 131_071, "cannot be cut"),
     ],
 )
-def test_a_memory_only_trial_that_would_be_none_is_refused(
-    settings: dict[str, Any], length: int, said: str
-) -> None:
+def test_a_memory_only_trial_that_would_be_none_is_refused(settings, length, said):
     with pytest.raises(UsageError, match=said) as refusal:
         plan_trial(request_from({"model": "Qwen3-0.6B", **settings}), machine_with(1), length)
     named = re.search(r"`--length (\d+)`", refusal.value.hint)
@@ -90,7 +86,7 @@ def test_a_memory_only_trial_that_would_be_none_is_refused(
         )
 
 
-def test_a_search_proves_by_memory_under_the_time_limit_of_a_trial() -> None:
+def test_a_search_proves_by_memory_under_the_time_limit_of_a_trial():
     by_memory, in_full = (
         planned(machine_with(1), timeout="5m", proof=proof).question for proof in ("memory", "full")
     )
@@ -110,23 +106,19 @@ def test_a_search_proves_by_memory_under_the_time_limit_of_a_trial() -> None:
         ({"attention_depth": 1}, "a search chooses it"),
     ],
 )
-def test_a_search_that_cannot_prove_in_that_way_is_refused(
-    settings: dict[str, Any], said: str
-) -> None:
+def test_a_search_that_cannot_prove_in_that_way_is_refused(settings, said):
     with pytest.raises(UsageError, match=said):
         planned(machine_with(1), **settings)
 
 
-def test_a_model_of_one_layer_has_nothing_to_save(tmp_path: Path) -> None:
+def test_a_model_of_one_layer_has_nothing_to_save(tmp_path):
     directory = write_model(tmp_path / "one", num_hidden_layers=1)
     with pytest.raises(UsageError, match="one layer"):
         planned(machine_with(1), model=str(directory), proof="memory")
 
 
 @given(st.integers(2, 3_000_000), st.sampled_from(["cuda", "cpu"]))
-def test_pieces_cut_a_run_evenly_into_lengths_that_kernels_treat_alike(
-    tokens: int, device: Device
-) -> None:
+def test_pieces_cut_a_run_evenly_into_lengths_that_kernels_treat_alike(tokens, device):
     count = pieces(tokens, device)
     if count is None or count == 1:
         assert count is None or tokens <= 16_384
@@ -137,12 +129,12 @@ def test_pieces_cut_a_run_evenly_into_lengths_that_kernels_treat_alike(
 
 
 @given(st.integers(1, 1024))
-def test_every_length_of_the_published_grid_can_be_cut(steps: int) -> None:
+def test_every_length_of_the_published_grid_can_be_cut(steps):
     assert pieces(4096 * steps, "cuda") is not None
     assert pieces(4096 * steps, "cpu") is not None
 
 
-def test_without_a_gpu_the_search_is_on_the_cpu_where_that_or_a_memory_limit_is_named() -> None:
+def test_without_a_gpu_the_search_is_on_the_cpu_where_that_or_a_memory_limit_is_named():
     with pytest.raises(UsageError, match="neither the CPU nor a memory limit is named") as refusal:
         planned(NO_GPU)
     assert CPU_SEARCH in refusal.value.hint
@@ -164,8 +156,8 @@ def test_without_a_gpu_the_search_is_on_the_cpu_where_that_or_a_memory_limit_is_
     ],
 )
 def test_on_the_cpu_the_memory_limit_is_a_share_of_half_of_the_free_memory(
-    free_bytes: int, settings: dict[str, Any], limit_bytes: int
-) -> None:
+    free_bytes, settings, limit_bytes
+):
     """A search, one trial and a foreign trainer have one answer; who names a limit has that."""
     machine = msgspec.structs.replace(NO_GPU, host_memory_available_bytes=free_bytes)
     found = planned(machine, device="cpu", **settings)
@@ -180,13 +172,13 @@ def test_on_the_cpu_the_memory_limit_is_a_share_of_half_of_the_free_memory(
     assert plan_trial(request, machine, 256).memory_budget_bytes == limit_bytes
 
 
-def test_gpus_that_are_not_there_are_refused_with_the_cpu_as_the_hint() -> None:
+def test_gpus_that_are_not_there_are_refused_with_the_cpu_as_the_hint():
     with pytest.raises(MachineError, match="no GPU") as refusal:
         planned(NO_GPU, device="cuda")
     assert CPU_SEARCH in refusal.value.hint
 
 
-def test_gpus_can_be_simulated_where_there_are_none() -> None:
+def test_gpus_can_be_simulated_where_there_are_none():
     question = planned(NO_GPU, device="cuda", memory="80GiB", gpus=[1, 8], dry_run=True).question
     assert question.simulated
     assert {cell.layout.gpus for cell in question.cells} == {1, 8}
@@ -207,12 +199,12 @@ def test_gpus_can_be_simulated_where_there_are_none() -> None:
         ({"mlp_tiles": 0}, "0 MLP tiles"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], said: str) -> None:
+def test_settings_that_cannot_work_are_refused(settings, said):
     with pytest.raises(UsageError, match=said):
         planned(machine_with(1), **settings)
 
 
-def test_experts_without_weights_are_said_to_route_evenly(tmp_path: Path) -> None:
+def test_experts_without_weights_are_said_to_route_evenly(tmp_path):
     moe = write_model(
         tmp_path / "moe",
         model_type="qwen3_moe",
@@ -227,7 +219,7 @@ def test_experts_without_weights_are_said_to_route_evenly(tmp_path: Path) -> Non
     assert planned(machine_with(1), model=str(moe), gpus=[1]).notes == ()
 
 
-def test_random_weights_are_said_wherever_something_trains_with_them(tmp_path: Path) -> None:
+def test_random_weights_are_said_wherever_something_trains_with_them(tmp_path):
     model = write_model(tmp_path / "m")
     (note,) = planned(machine_with(1), model=str(model), gpus=[1]).notes
     assert note.startswith("random weights: m ")
@@ -256,19 +248,19 @@ def besides_weights(result: Plan) -> tuple[str, ...]:
     return tuple(note for note in result.notes if not note.startswith("random weights"))
 
 
-def test_tiles_are_part_of_every_rung_and_its_name() -> None:
+def test_tiles_are_part_of_every_rung_and_its_name():
     rungs = {cell.settings for cell in planned(machine_with(1), mlp_tiles=4).question.cells}
     assert {rung.mlp_tiles for rung in rungs} == {4}
     assert all(rung.label.endswith("mlp-tiles-4") for rung in rungs)
 
 
-def test_more_memory_than_the_host_has_is_refused_on_the_cpu() -> None:
+def test_more_memory_than_the_host_has_is_refused_on_the_cpu():
     with pytest.raises(MachineError, match="this machine's memory") as refusal:
         planned(NO_GPU, memory="20GiB", gpus=[2], device="cpu")
     planned(NO_GPU, memory=refusal.value.hint.split()[-1].strip("`"), gpus=[2], device="cpu")
 
 
-def test_more_processes_than_the_cores_can_run_are_refused() -> None:
+def test_more_processes_than_the_cores_can_run_are_refused():
     with pytest.raises(MachineError, match=r"9 processes .* 2 CPU") as refusal:
         planned(NO_GPU, memory="100MiB", gpus=[9], device="cpu")
     assert refusal.value.hint == "use `--gpus 8` or fewer"
@@ -276,13 +268,13 @@ def test_more_processes_than_the_cores_can_run_are_refused() -> None:
     planned(NO_GPU, memory="100MiB", gpus=[64], device="cpu", dry_run=True)
 
 
-def test_a_length_that_is_named_is_searched_to_on_the_cpu_too() -> None:
+def test_a_length_that_is_named_is_searched_to_on_the_cpu_too():
     assert planned(NO_GPU, memory="2GiB").question.grid.max_tokens == 8192
     assert planned(NO_GPU, memory="2GiB", start_length="16k").question.grid.max_tokens == 16384
     assert planned(NO_GPU, memory="2GiB", max_length="64k").question.grid.max_tokens == 65536
 
 
-def test_gpus_of_different_kinds_are_refused() -> None:
+def test_gpus_of_different_kinds_are_refused():
     both = msgspec.structs.replace(
         NO_GPU, gpus=(H200, msgspec.structs.replace(H200, index=1, name="NVIDIA A100-SXM4-80GB"))
     )
@@ -291,7 +283,7 @@ def test_gpus_of_different_kinds_are_refused() -> None:
     assert "`CUDA_VISIBLE_DEVICES=0`" in refusal.value.hint
 
 
-def test_degrees_that_cannot_share_a_sequence_are_skipped_and_said() -> None:
+def test_degrees_that_cannot_share_a_sequence_are_skipped_and_said():
     result = planned(machine_with(4), gpus=[1, 4], ulysses=[1, 2, 3])
     assert [(cell.layout.gpus, cell.layout.ulysses_degree) for cell in result.question.cells][
         ::3
@@ -300,16 +292,14 @@ def test_degrees_that_cannot_share_a_sequence_are_skipped_and_said() -> None:
     assert any(note.startswith("SP=3 on 4 GPUs is skipped") for note in result.notes)
 
 
-def test_a_degree_that_does_not_divide_the_heads_is_skipped(tmp_path: Path) -> None:
+def test_a_degree_that_does_not_divide_the_heads_is_skipped(tmp_path):
     model = str(write_model(tmp_path / "m", num_attention_heads=6, num_key_value_heads=6))
     with pytest.raises(UsageError, match=r"4 .* 6 query heads"):
         plan(request_from({"model": model, "gpus": [4], "ulysses": [4]}), machine_with(4))
 
 
 @pytest.mark.parametrize(("kv_heads", "refused"), [(4, [3, 6]), (6, [4]), (12, []), (1, [])])
-def test_sp_and_the_kv_heads_have_to_divide_one_another(
-    tmp_path: Path, kv_heads: int, refused: list[int]
-) -> None:
+def test_sp_and_the_kv_heads_have_to_divide_one_another(tmp_path, kv_heads, refused):
     model = str(write_model(tmp_path / "m", num_attention_heads=12, num_key_value_heads=kv_heads))
     degrees = [1, 2, 3, 4, 6, 12]
     result = plan(
@@ -322,7 +312,7 @@ def test_sp_and_the_kv_heads_have_to_divide_one_another(
         assert any(note.startswith(f"SP={degree} ") and why in note for note in result.notes)
 
 
-def test_a_model_with_its_own_rope_scaling_is_searched_up_to_its_maximum() -> None:
+def test_a_model_with_its_own_rope_scaling_is_searched_up_to_its_maximum():
     result = plan(request_from({"model": "Llama-3.1-8B"}), machine_with(1))
     assert result.question.grid.max_tokens == 131072
     assert "`--rope yarn`" in result.notes[0]
@@ -334,7 +324,7 @@ def test_a_model_with_its_own_rope_scaling_is_searched_up_to_its_maximum() -> No
     )
 
 
-def test_one_trial_past_a_models_own_rope_scaling_is_refused_unless_yarn_is_asked_for() -> None:
+def test_one_trial_past_a_models_own_rope_scaling_is_refused_unless_yarn_is_asked_for():
     with pytest.raises(UsageError, match=r"its own RoPE .* 131,072") as refusal:
         plan_trial(request_from({"model": "Llama-3.1-8B"}), machine_with(1), 262144)
     assert "`--rope yarn`" in refusal.value.hint
@@ -346,7 +336,7 @@ def test_one_trial_past_a_models_own_rope_scaling_is_refused_unless_yarn_is_aske
     )
 
 
-def test_scaling_that_grows_with_the_length_has_no_end_and_needs_no_yarn(tmp_path: Path) -> None:
+def test_scaling_that_grows_with_the_length_has_no_end_and_needs_no_yarn(tmp_path):
     grows = {"rope_type": "dynamic", "factor": 2.0}
     model = str(write_model(tmp_path / "m", rope_scaling=grows))
     result = plan(request_from({"model": model}), machine_with(1))
@@ -367,9 +357,7 @@ def test_scaling_that_grows_with_the_length_has_no_end_and_needs_no_yarn(tmp_pat
         {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     ],
 )
-def test_a_rope_for_each_kind_of_layer_is_not_scaled(
-    tmp_path: Path, rope: str, config: dict[str, Any]
-) -> None:
+def test_a_rope_for_each_kind_of_layer_is_not_scaled(tmp_path, rope, config):
     model = str(write_model(tmp_path / "m", **config))
     result = plan(request_from({"model": model, "rope": rope}), machine_with(1))
     assert result.question.grid.max_tokens == 4096
@@ -379,7 +367,7 @@ def test_a_rope_for_each_kind_of_layer_is_not_scaled(
     assert refusal.value.hint == "use `--length 4096`"
 
 
-def test_yarn_is_refused_where_a_family_cannot_have_it_or_not_in_its_files(tmp_path: Path) -> None:
+def test_yarn_is_refused_where_a_family_cannot_have_it_or_not_in_its_files(tmp_path):
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     scales = {"short_mscale": 1.0, "long_mscale": 1.0, "original_max_position_embeddings": 1024}
     longrope = {"rope_scaling": {"rope_type": "longrope", **factors, **scales}}
@@ -406,8 +394,8 @@ def test_yarn_is_refused_where_a_family_cannot_have_it_or_not_in_its_files(tmp_p
 
 @pytest.mark.parametrize("rope", ["auto", "yarn"])
 def test_a_model_without_rope_is_searched_up_to_its_native_length_whatever_rope_is_asked_for(
-    tmp_path: Path, rope: str
-) -> None:
+    tmp_path, rope
+):
     model = str(write_model(tmp_path / "m", model_type="opt", max_position_embeddings=10_000))
     result = plan(request_from({"model": model, "rope": rope}), machine_with(1))
     grid = result.question.grid
@@ -418,8 +406,8 @@ def test_a_model_without_rope_is_searched_up_to_its_native_length_whatever_rope_
 
 
 def test_a_trial_past_the_positions_of_a_model_without_rope_is_refused_with_a_length_that_works(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     model = str(write_model(tmp_path / "m", model_type="opt", max_position_embeddings=2048))
     problem = "4,096 .* 2,048 .*opt has no RoPE"
     with pytest.raises(UsageError, match=problem) as refusal:
@@ -437,7 +425,7 @@ def test_a_trial_past_the_positions_of_a_model_without_rope_is_refused_with_a_le
     )
 
 
-def test_one_trial_takes_the_cheapest_rung_unless_another_is_named() -> None:
+def test_one_trial_takes_the_cheapest_rung_unless_another_is_named():
     machine = machine_with(2)
     assert (
         plan_trial(request_from({"model": "Qwen3-0.6B"}), machine, 4096).settings.label == "vanilla"
@@ -449,23 +437,23 @@ def test_one_trial_takes_the_cheapest_rung_unless_another_is_named() -> None:
     assert (trial.settings.label, trial.layout.gpus) == ("Env + chunked", 2)
 
 
-def test_one_trial_has_one_layout() -> None:
+def test_one_trial_has_one_layout():
     with pytest.raises(UsageError, match="several"):
         plan_trial(request_from({"model": "Qwen3-0.6B", "gpus": [1, 2]}), machine_with(2), 4096)
 
 
-def test_what_a_model_lacks_is_told_before_anything_starts(tmp_path: Path) -> None:
+def test_what_a_model_lacks_is_told_before_anything_starts(tmp_path):
     with pytest.raises(ModelError, match="vocab_size"):
         plan(request_from({"model": str(write_model(tmp_path, vocab_size=None))}), machine_with(1))
 
 
-def test_the_same_request_asks_the_same_question_and_another_budget_another() -> None:
+def test_the_same_request_asks_the_same_question_and_another_budget_another():
     machine = machine_with(1)
     first, again, other = planned(machine), planned(machine), planned(machine, memory="80GiB")
     assert first.question.key == again.question.key != other.question.key
 
 
-def test_offloaded_states_that_the_host_cannot_hold_are_refused_before_anything_starts() -> None:
+def test_offloaded_states_that_the_host_cannot_hold_are_refused_before_anything_starts():
     asked = {"model": "Qwen3-4B", "offload": True}
     with pytest.raises(MachineError, match=r"Qwen3-4B on 1 GPU .* 24\.00 GiB") as refusal:
         plan(request_from(asked), machine_with(1))
@@ -484,8 +472,8 @@ def test_offloaded_states_that_the_host_cannot_hold_are_refused_before_anything_
 @pytest.mark.parametrize("name", catalog_names())
 @pytest.mark.parametrize("gpus", [1, 2, 8])
 def test_offloaded_states_take_16_or_20_bytes_a_parameter_and_what_pinned_blocks_are_rounded_up_by(
-    name: str, gpus: int
-) -> None:
+    name, gpus
+):
     shape = load_model(name).shape
     assert sum(count * rows * size for count, rows, size in matrices(shape)) == pytest.approx(
         shape.parameters, rel=1e-3
@@ -515,8 +503,8 @@ def test_offloaded_states_take_16_or_20_bytes_a_parameter_and_what_pinned_blocks
 @pytest.mark.parametrize("family", sorted(TRAINED))
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_matrices_of_a_family_that_trains_are_all_its_parameters_but_norms(
-    tmp_path: Path, family: str, tied: bool
-) -> None:
+    tmp_path, family, tied
+):
     """With its class's own experts, shared ones and layers without any; a gate only where its MLP
     has one.
     """
@@ -543,8 +531,8 @@ def test_the_matrices_of_a_family_that_trains_are_all_its_parameters_but_norms(
 
 
 def test_offloaded_gradients_of_layers_with_experts_and_of_those_without_have_their_own_blocks(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     def staged(dense_layers: int) -> int:
         sizes = {
             "num_hidden_layers": 12,
@@ -563,8 +551,8 @@ def test_offloaded_gradients_of_layers_with_experts_and_of_those_without_have_th
 @pytest.mark.parametrize("name", catalog_names())
 @pytest.mark.parametrize("gpus", [1, 2, 8])
 def test_fsdp2s_offloaded_gradients_pass_through_blocks_for_a_few_layers_embedding_and_head(
-    name: str, gpus: int
-) -> None:
+    name, gpus
+):
     shape = load_model(name).shape
     outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
     passing = 4 * (outside + STAGED_LAYERS * (shape.parameters - outside) / shape.layers)
@@ -598,14 +586,14 @@ def test_fsdp2s_offloaded_gradients_pass_through_blocks_for_a_few_layers_embeddi
         ),
     ],
 )
-def test_what_offload_does_not_do_is_said(settings: dict[str, Any], said: tuple[str, ...]) -> None:
+def test_what_offload_does_not_do_is_said(settings, said):
     notes = besides_weights(planned(machine_with(1), offload=True, **settings))
     assert len(notes) == len(said)
     assert all(note.startswith(start) for note, start in zip(notes, said, strict=True))
     assert not any("offload" in note for note in planned(machine_with(1), **settings).notes)
 
 
-def test_every_rung_has_the_settings_that_the_request_names() -> None:
+def test_every_rung_has_the_settings_that_the_request_names():
     named = {
         "strategy": "fsdp",
         "save_hf": "last",
@@ -623,7 +611,7 @@ def test_every_rung_has_the_settings_that_the_request_names() -> None:
     )
 
 
-def test_a_degree_that_does_not_work_is_answered_with_all_that_do(tmp_path: Path) -> None:
+def test_a_degree_that_does_not_work_is_answered_with_all_that_do(tmp_path):
     model = str(write_model(tmp_path / "m", num_attention_heads=6, num_key_value_heads=6))
     with pytest.raises(UsageError) as refusal:
         plan(request_from({"model": model, "gpus": [4, 6], "ulysses": [4]}), machine_with(8))

@@ -49,8 +49,8 @@ def ask(*cells: Cell, **changes: Any) -> Question:
 
 @given(st.integers(0, SIZE), st.integers(0, 2 * SIZE))
 def test_a_predicted_edge_costs_two_trials_where_it_is_right_and_no_answer_where_it_is_not(
-    capacity: int, expected: int
-) -> None:
+    capacity, expected
+):
     cell = Cell(layout=Layout(), settings=Settings())
     question = ask(cell)
     runner = SimulatedRunner(
@@ -95,7 +95,7 @@ def find(path: Path, **changes: Any) -> Study:
     return highwater.find(**asked)
 
 
-def test_the_first_trial_of_a_search_is_the_length_in_the_file(tmp_path: Path) -> None:
+def test_the_first_trial_of_a_search_is_the_length_in_the_file(tmp_path):
     path = predicted(tmp_path)
     told = json.loads(path.read_text())
     told["cells"][0]["likely_tokens"] = 61_440
@@ -104,8 +104,8 @@ def test_the_first_trial_of_a_search_is_the_length_in_the_file(tmp_path: Path) -
 
 
 def test_a_file_from_before_there_were_intervals_names_the_likely_length_as_its_capacity(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     path = predicted(tmp_path)
     told = json.loads(path.read_text())
     del told["calibration"], told["cells"][0]["likely_tokens"], told["cells"][0]["interval"]
@@ -118,21 +118,21 @@ def test_a_file_from_before_there_were_intervals_names_the_likely_length_as_its_
 @pytest.mark.parametrize(
     "path", sorted(FOUND.glob("*.prediction.json")), ids=lambda path: path.name
 )
-def test_every_prediction_that_was_made_before_can_still_be_read(path: Path) -> None:
+def test_every_prediction_that_was_made_before_can_still_be_read(path):
     found = from_json(path.read_bytes(), Prediction)
     assert found.cells
     assert all(cell.likely_edge_tokens >= cell.capacity_tokens for cell in found.cells)
 
 
 def test_a_cell_that_a_file_does_not_name_is_left_to_the_formula_with_a_note(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     study = find(predicted(tmp_path), allocator=None)
     assert [answer.cell.settings.label for answer in study.answers] == ["vanilla", "Env"]
     assert any(note.endswith(" nothing set, 1 GPU") for note in study.notes)
 
 
-def test_a_study_says_what_was_predicted_of_each_cell_and_by_what(tmp_path: Path) -> None:
+def test_a_study_says_what_was_predicted_of_each_cell_and_by_what(tmp_path):
     path = predicted(tmp_path)
     (told,) = from_json(path.read_bytes(), Prediction).cells
     asked = {"allocator": None, "study": str(tmp_path / "study.jsonl")}
@@ -153,7 +153,7 @@ def test_a_study_says_what_was_predicted_of_each_cell_and_by_what(tmp_path: Path
     )
 
 
-def test_a_prediction_that_came_after_the_trials_is_not_recorded(tmp_path: Path) -> None:
+def test_a_prediction_that_came_after_the_trials_is_not_recorded(tmp_path):
     asked: dict[str, Any] = {"study": str(tmp_path / "study.jsonl")}
     before = find(Path("formula"), **asked)
     assert [each.prediction for each in before.expectations] == ["formula"]
@@ -166,8 +166,8 @@ def test_a_prediction_that_came_after_the_trials_is_not_recorded(tmp_path: Path)
 
 
 def test_a_study_from_before_predictions_were_recorded_is_resumed_without_them(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     whole, older = tmp_path / "study.jsonl", tmp_path / "older.jsonl"
     asked: dict[str, Any] = {"allocator": None}
     find(Path("formula"), study=str(whole), **asked)
@@ -185,7 +185,7 @@ def test_a_study_from_before_predictions_were_recorded_is_resumed_without_them(
     assert '"cell_expected"' not in older.read_text()
 
 
-def test_what_a_trace_told_stands_in_the_report() -> None:
+def test_what_a_trace_told_stands_in_the_report():
     cell = Cell(layout=Layout(), settings=Settings())
     request = Request(model="Qwen3-0.6B", prediction="trace")
     told = predicted_start.expectation(request, ask(cell), cell, 41_000)
@@ -200,7 +200,7 @@ def test_what_a_trace_told_stands_in_the_report() -> None:
     )
 
 
-def test_a_formula_that_says_nothing_of_the_trials_is_not_recorded() -> None:
+def test_a_formula_that_says_nothing_of_the_trials_is_not_recorded():
     cell = Cell(layout=Layout(), settings=Settings())
     request, question = Request(model="Qwen3-0.6B"), ask(cell)
     assert predicted_start.expectation(request, question, cell, None) is not None
@@ -228,9 +228,7 @@ def test_a_formula_that_says_nothing_of_the_trials_is_not_recorded() -> None:
         ({"loss": "chunked"}, "says nothing of expandable, 1 GPU"),
     ],
 )
-def test_a_file_that_speaks_of_other_trials_is_refused(
-    tmp_path: Path, changes: dict[str, Any], problem: str
-) -> None:
+def test_a_file_that_speaks_of_other_trials_is_refused(tmp_path, changes, problem):
     with pytest.raises(UsageError, match=problem):
         find(predicted(tmp_path, **changes))
 
@@ -238,9 +236,7 @@ def test_a_file_that_speaks_of_other_trials_is_refused(
 @pytest.mark.parametrize(
     "changes", [{"length": "32k"}, {"trainer": "trinity", "allocator": "native"}]
 )
-def test_a_file_without_this_engines_longest_lengths_is_refused(
-    tmp_path: Path, changes: dict[str, Any]
-) -> None:
+def test_a_file_without_this_engines_longest_lengths_is_refused(tmp_path, changes):
     asked: dict[str, Any] = {
         "gpus": "1xH200-141GB",
         "gpu_memory": "79.15GiB",
@@ -252,7 +248,7 @@ def test_a_file_without_this_engines_longest_lengths_is_refused(
         find(path)
 
 
-def test_what_is_no_prediction_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_prediction_is_refused(tmp_path):
     with pytest.raises(UsageError, match="cannot be read"):
         find(tmp_path / "none.json")
     (tmp_path / "other.json").write_text("{}")
@@ -260,14 +256,14 @@ def test_what_is_no_prediction_is_refused(tmp_path: Path) -> None:
         find(tmp_path / "other.json")
 
 
-def test_simulated_trials_are_not_traced() -> None:
+def test_simulated_trials_are_not_traced():
     with pytest.raises(UsageError, match="a dry run traces nothing"):
         find(Path("trace"))
 
 
 def test_cells_are_traced_in_their_order_and_the_search_begins_where_the_traces_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     cells = tuple(
         Cell(layout=Layout(), settings=Settings(allocator=name))
         for name in ("native", "expandable")

@@ -36,7 +36,7 @@ def making(
     return process, Path(process.stdout.readline().strip())
 
 
-def test_a_folder_is_its_users_alone_and_gone_when_its_maker_is_done(tmp_path: Path) -> None:
+def test_a_folder_is_its_users_alone_and_gone_when_its_maker_is_done(tmp_path):
     with private_folder(tmp_path) as folder:
         assert folder.parent == tmp_path
         assert folder.stat().st_mode & 0o777 == 0o700
@@ -46,9 +46,7 @@ def test_a_folder_is_its_users_alone_and_gone_when_its_maker_is_done(tmp_path: P
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
 @pytest.mark.parametrize("kind", ["", "checkpoint-"])
-def test_what_a_killed_maker_left_is_removed_by_the_next_start(
-    tmp_path: Path, number: signal.Signals, kind: str
-) -> None:
+def test_what_a_killed_maker_left_is_removed_by_the_next_start(tmp_path, number, kind):
     process, left = making(tmp_path, "and wait", kind)
     process.send_signal(number)
     process.wait(10)
@@ -57,7 +55,7 @@ def test_what_a_killed_maker_left_is_removed_by_the_next_start(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_folder_of_somebody_who_still_runs_stays(tmp_path: Path) -> None:
+def test_the_folder_of_somebody_who_still_runs_stays(tmp_path):
     process, folder = making(tmp_path, "and wait")
     making(tmp_path)[0].wait(10)
     assert (folder / "big").read_text() == "mine"
@@ -65,7 +63,7 @@ def test_the_folder_of_somebody_who_still_runs_stays(tmp_path: Path) -> None:
     process.wait(10)
 
 
-def test_what_nobody_of_ours_made_stays_whatever_it_is_called(tmp_path: Path) -> None:
+def test_what_nobody_of_ours_made_stays_whatever_it_is_called(tmp_path):
     target = tmp_path / "target"
     process, left = making(tmp_path, "and wait")
     process.kill()
@@ -81,7 +79,7 @@ def test_what_nobody_of_ours_made_stays_whatever_it_is_called(tmp_path: Path) ->
     assert (tmp_path / "highwater-study" / "notes").read_text() == "a user's"
 
 
-def test_a_folder_of_another_user_stays(tmp_path: Path) -> None:
+def test_a_folder_of_another_user_stays(tmp_path):
     process, left = making(tmp_path, "and wait")
     process.kill()
     process.wait(10)

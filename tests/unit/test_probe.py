@@ -48,13 +48,11 @@ UUIDS = ("GPU-aaa1", "GPU-aab2", "GPU-ccc3")
         ("GPU-aab2, 0", (1, 0)),
     ],
 )
-def test_the_gpus_seen_are_those_that_cuda_would_show(
-    visible: str | None, seen: tuple[int, ...]
-) -> None:
+def test_the_gpus_seen_are_those_that_cuda_would_show(visible, seen):
     assert visible_indices(UUIDS, visible) == seen
 
 
-def test_this_machine_can_be_probed_and_knows_its_versions() -> None:
+def test_this_machine_can_be_probed_and_knows_its_versions():
     machine = probe()
     assert machine.cpu_cores >= 1
     assert 0 < machine.host_memory_available_bytes <= machine.host_memory_total_bytes
@@ -62,7 +60,7 @@ def test_this_machine_can_be_probed_and_knows_its_versions() -> None:
     assert "highwater" in machine.versions
 
 
-def test_with_every_gpu_hidden_none_is_seen() -> None:
+def test_with_every_gpu_hidden_none_is_seen():
     code = "from highwater.trials.probe import probe; print(len(probe().gpus))"
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     assert (
@@ -77,11 +75,11 @@ def test_with_every_gpu_hidden_none_is_seen() -> None:
     )
 
 
-def test_what_a_driver_keeps_on_an_empty_card_does_not_make_it_busy() -> None:
+def test_what_a_driver_keeps_on_an_empty_card_does_not_make_it_busy():
     assert busy_gpus(machine_with(2).gpus) == ()
 
 
-def test_a_gpu_in_use_is_reported_with_bytes_and_processes_and_a_free_one_is_offered() -> None:
+def test_a_gpu_in_use_is_reported_with_bytes_and_processes_and_a_free_one_is_offered():
     machine = machine_with(3)
     used = msgspec.structs.replace(H200, memory_used_bytes=20 * GIB, processes=(4711,))
     machine = msgspec.structs.replace(machine, gpus=(used, *machine.gpus[1:]))
@@ -92,7 +90,7 @@ def test_a_gpu_in_use_is_reported_with_bytes_and_processes_and_a_free_one_is_off
     refuse_busy_gpus(msgspec.structs.replace(machine, gpus=machine.gpus[1:]), count=2)
 
 
-def test_when_no_gpu_is_free_the_hint_is_to_wait() -> None:
+def test_when_no_gpu_is_free_the_hint_is_to_wait():
     with pytest.raises(MachineError) as refusal:
         refuse_busy_gpus(machine_with(1, processes=(1,)), count=1)
     assert "wait" in refusal.value.hint
@@ -107,14 +105,12 @@ def test_when_no_gpu_is_free_the_hint_is_to_wait() -> None:
         ("NVIDIA GeForce GTX 1080 Ti", (6, 1)),
     ],
 )
-def test_a_gpu_without_bf16_and_flash_is_refused_by_name(
-    name: str, capability: tuple[int, int]
-) -> None:
+def test_a_gpu_without_bf16_and_flash_is_refused_by_name(name, capability):
     with pytest.raises(MachineError, match=name):
         refuse_unfit_gpu(name, capability)
 
 
-def test_a_modern_gpu_is_not_refused_even_if_nobody_knows_its_name() -> None:
+def test_a_modern_gpu_is_not_refused_even_if_nobody_knows_its_name():
     refuse_unfit_gpu("NVIDIA X1000", (9, 0))
 
 
@@ -131,9 +127,7 @@ def test_a_modern_gpu_is_not_refused_even_if_nobody_knows_its_name() -> None:
         ("NVIDIA GeForce GTX 1080 Ti", "GTX-1080-Ti"),
     ],
 )
-def test_a_gpu_is_of_the_kind_that_says_the_most_of_its_name(
-    driver_name: str, kind: str | None
-) -> None:
+def test_a_gpu_is_of_the_kind_that_says_the_most_of_its_name(driver_name, kind):
     found = kind_of(driver_name)
     assert (found.name if found else None) == kind
 
@@ -189,8 +183,8 @@ def machine_read_from(nvml: Nvml, visible: str | None = None) -> Machine:
     ],
 )
 def test_a_gpu_that_cannot_be_read_hides_no_other_and_is_refused_only_where_it_would_be_used(
-    nvml: Nvml, reason: str
-) -> None:
+    nvml, reason
+):
     machine = machine_read_from(nvml)
     assert [gpu.index for gpu in machine.gpus] == [0, 2, 3]
     refuse_unreadable_gpus(machine, count=1)
@@ -202,7 +196,7 @@ def test_a_gpu_that_cannot_be_read_hides_no_other_and_is_refused_only_where_it_w
     assert "CUDA_VISIBLE_DEVICES=0,2,3" in findings[f"GPU 1 cannot be read: {reason}"].hint
 
 
-def test_where_no_gpu_can_be_read_the_cpu_is_offered() -> None:
+def test_where_no_gpu_can_be_read_the_cpu_is_offered():
     machine = machine_read_from(
         Nvml(nvmlDeviceGetMemoryInfo={0: pynvml.NVML_ERROR_NOT_SUPPORTED}), "0"
     )
@@ -212,7 +206,7 @@ def test_where_no_gpu_can_be_read_the_cpu_is_offered() -> None:
     assert not any("no GPU is visible" in finding.problem for finding in diagnose(machine).findings)
 
 
-def test_processes_that_a_container_does_not_tell_leave_the_gpu_readable() -> None:
+def test_processes_that_a_container_does_not_tell_leave_the_gpu_readable():
     machine = machine_read_from(
         Nvml(nvmlDeviceGetComputeRunningProcesses={0: pynvml.NVML_ERROR_NO_PERMISSION})
     )
@@ -240,9 +234,7 @@ def test_processes_that_a_container_does_not_tell_leave_the_gpu_readable() -> No
         ),
     ],
 )
-def test_versions_that_cannot_run_a_trial_are_named(
-    torch: str | None, transformers: str, obstacles: tuple[str, ...]
-) -> None:
+def test_versions_that_cannot_run_a_trial_are_named(torch, transformers, obstacles):
     versions = {
         name: text for name, text in (("torch", torch), ("transformers", transformers)) if text
     }
@@ -256,7 +248,7 @@ def test_versions_that_cannot_run_a_trial_are_named(
     )
 
 
-def test_the_versions_that_work_are_those_that_the_package_asks_for() -> None:
+def test_the_versions_that_work_are_those_that_the_package_asks_for():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
@@ -291,8 +283,8 @@ def test_the_versions_that_work_are_those_that_the_package_asks_for() -> None:
     ],
 )
 def test_a_torch_that_cannot_use_the_gpus_is_refused_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: str, problem: str | None
-) -> None:
+    tmp_path, monkeypatch, installed, problem
+):
     (tmp_path / "torch.py").write_text(installed)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     machine = msgspec.structs.replace(machine_with(1), versions={"torch": "2.13.0"})

@@ -29,7 +29,7 @@ from trial_specs import trial_of
 SPEC = trial_of("Qwen3-0.6B", layout=Layout(gpus=2, ulysses_degree=2))
 
 
-def test_a_file_a_command_line_and_python_ask_for_the_same(tmp_path: Path) -> None:
+def test_a_file_a_command_line_and_python_ask_for_the_same(tmp_path):
     path = tmp_path / "study.yaml"
     path.write_text(
         "model: Qwen3-0.6B\n"
@@ -63,14 +63,14 @@ def test_a_file_a_command_line_and_python_ask_for_the_same(tmp_path: Path) -> No
         [0, 1],
     ],
 )
-def test_what_cannot_be_recorded_is_refused_with_what_can(asked: object) -> None:
+def test_what_cannot_be_recorded_is_refused_with_what_can(asked):
     with pytest.raises(UsageError) as refused:
         request_from({"model": "Qwen3-0.6B", "memory_profiler": asked}, config_file="study.yaml")
     assert "memory_profiler: 0,1" in refused.value.hint
 
 
 @pytest.mark.parametrize("changes", [{"device": "cpu"}, {"device": "cuda", "dry_run": True}])
-def test_where_there_is_no_history_to_record_it_is_refused_by_name(changes: dict) -> None:
+def test_where_there_is_no_history_to_record_it_is_refused_by_name(changes):
     request = request_from(
         {"model": "Qwen3-0.6B", "memory_profiler": "0", **changes}, keywords=True
     )
@@ -79,7 +79,7 @@ def test_where_there_is_no_history_to_record_it_is_refused_by_name(changes: dict
 
 
 @pytest.mark.parametrize(("asked", "steps"), [("2", 2), ("0,7", 5), (100, 100)])
-def test_a_step_that_there_is_not_is_refused_by_its_number(asked: str | int, steps: int) -> None:
+def test_a_step_that_there_is_not_is_refused_by_its_number(asked, steps):
     values = {"model": "Qwen3-0.6B", "memory_profiler": asked}
     request = request_from(values, keywords=True)
     with pytest.raises(UsageError, match=f"and the last one is {steps - 1}") as refused:
@@ -95,9 +95,7 @@ def test_a_step_that_there_is_not_is_refused_by_its_number(asked: str | int, ste
     ("ranks", "gpus", "absent"),
     [([9], [1], 9), ([0, 1], [1], 1), ([0, 4], [1, 2, 4], 4), ([1], None, 1), ([3], [1, 4], None)],
 )
-def test_a_rank_that_no_layout_has_is_refused_by_its_number(
-    ranks: list[int], gpus: list[int] | None, absent: int | None
-) -> None:
+def test_a_rank_that_no_layout_has_is_refused_by_its_number(ranks, gpus, absent):
     values = {"model": "Qwen3-0.6B", "gpus": gpus, "memory_profiler": {"ranks": ranks}}
     request = request_from(values, keywords=True)
     machine = machine_with(4 if gpus else 1)
@@ -110,15 +108,13 @@ def test_a_rank_that_no_layout_has_is_refused_by_its_number(
     assert plan(request_from({**values, "memory_profiler": {}}, keywords=True), machine)
 
 
-def test_recording_changes_no_trials_key() -> None:
+def test_recording_changes_no_trials_key():
     order = SnapshotOrder(directory="/somewhere", profiling=Profiling())
     assert msgspec.structs.replace(SPEC, memory_snapshots=order).key == SPEC.key
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
-def test_every_rank_has_coordinates_of_its_own_which_a_profile_reads_again(
-    data: int, ring: int, ulysses: int
-) -> None:
+def test_every_rank_has_coordinates_of_its_own_which_a_profile_reads_again(data, ring, ulysses):
     layout = Layout(gpus=data * ring * ulysses, ring_degree=ring, ulysses_degree=ulysses)
     places = [coordinates(layout, rank) for rank in range(layout.gpus)]
     # ranks that exchange heads are neighbours (docs/decisions/040)
@@ -145,16 +141,14 @@ def test_every_rank_has_coordinates_of_its_own_which_a_profile_reads_again(
         ),
     ],
 )
-def test_where_states_have_copies_a_ranks_place_begins_with_its_copy(
-    layout: Layout, places: str
-) -> None:
+def test_where_states_have_copies_a_ranks_place_begins_with_its_copy(layout, places):
     found = [coordinates(layout, rank) for rank in range(layout.gpus)]
     assert found == places.split()
     name = snapshot_name(3, found[3])
     assert _coordinates(Path(name).stem)[1] == tuple(found[3][at : at + 2] for at in (0, 2, 4, 6))
 
 
-def test_ranks_that_left_no_snapshot_are_named(tmp_path: Path) -> None:
+def test_ranks_that_left_no_snapshot_are_named(tmp_path):
     log = tmp_path / "model_len-4096.attempt-2.log"
     reports = (RankReport(rank=0), RankReport(rank=1))
     result = TrialResult(outcome=Outcome.OUT_OF_MEMORY, reason="", ranks=reports, log_path=str(log))
@@ -178,8 +172,8 @@ def test_ranks_that_left_no_snapshot_are_named(tmp_path: Path) -> None:
 
 
 def test_a_search_names_the_ranks_that_were_ended_in_each_of_its_recorded_trials(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     both, first = (RankReport(rank=0), RankReport(rank=1)), (RankReport(rank=0),)
     trials = tuple(
         RecordedTrial(

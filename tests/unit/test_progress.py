@@ -46,7 +46,7 @@ def finished(
     )
 
 
-def test_the_time_left_comes_from_the_trials_so_far_and_runs_down_with_the_clock() -> None:
+def test_the_time_left_comes_from_the_trials_so_far_and_runs_down_with_the_clock():
     now_s = [0.0]
     progress = Progress(QUESTION, clock=lambda: now_s[0])
     progress.hear(started(4096, trials_left=3))
@@ -65,7 +65,7 @@ def test_the_time_left_comes_from_the_trials_so_far_and_runs_down_with_the_clock
     assert progress.left_s == (80 + 100) / 2  # how fast memory ran out says nothing
 
 
-def test_nothing_is_said_of_the_time_left_before_a_length_that_nothing_is_known_about() -> None:
+def test_nothing_is_said_of_the_time_left_before_a_length_that_nothing_is_known_about():
     progress = Progress(QUESTION, clock=lambda: 0.0)
     progress.hear(finished(4096, Outcome.FIT, wall_s=40))
     progress.hear(started(8192, trials_left=1))
@@ -74,14 +74,14 @@ def test_nothing_is_said_of_the_time_left_before_a_length_that_nothing_is_known_
     assert progress.left_s is None
 
 
-def test_nothing_is_estimated_from_trials_that_took_no_time() -> None:
+def test_nothing_is_estimated_from_trials_that_took_no_time():
     progress = Progress(QUESTION)
     progress.hear(started(4096, trials_left=3))
     progress.hear(finished(4096, Outcome.FIT, wall_s=0))
     assert progress.left_s is None
 
 
-def test_the_table_says_where_every_cell_stands() -> None:
+def test_the_table_says_where_every_cell_stands():
     progress = Progress(QUESTION)
     assert [row[3] for row in progress.table().rows] == ["waiting", "waiting"]
     progress.hear(started(40960, trials_left=1, attempt=2, repeat=1))
@@ -106,7 +106,7 @@ def test_the_table_says_where_every_cell_stands() -> None:
     assert progress.table().rows[0][3] == "done: 40,960"
 
 
-def test_a_trial_that_was_recorded_before_is_not_told_as_if_it_had_just_run() -> None:
+def test_a_trial_that_was_recorded_before_is_not_told_as_if_it_had_just_run():
     progress = Progress(QUESTION)
     events = (
         finished(4096, Outcome.FIT, wall_s=2, is_recorded=True),
@@ -123,7 +123,7 @@ def test_a_trial_that_was_recorded_before_is_not_told_as_if_it_had_just_run() ->
     assert "8,192" in told[2][0]
 
 
-def test_a_line_is_told_for_every_event_and_a_workers_words_are_cut_and_cleaned() -> None:
+def test_a_line_is_told_for_every_event_and_a_workers_words_are_cut_and_cleaned():
     progress = Progress(QUESTION)
     assert "4,096" in progress.line(started(4096, trials_left=1))
     line = progress.line(
@@ -134,7 +134,7 @@ def test_a_line_is_told_for_every_event_and_a_workers_words_are_cut_and_cleaned(
     assert len(line) < 160
 
 
-def test_a_memory_only_trial_is_named_in_every_line() -> None:
+def test_a_memory_only_trial_is_named_in_every_line():
     (cell, *_) = QUESTION.cells
     progress = Progress(QUESTION)
     spec = QUESTION.trial(cell, 8192, memory_only=True)
@@ -162,7 +162,7 @@ H200 = msgspec.structs.replace(
 )
 
 
-def test_a_trial_that_runs_says_for_how_long_of_about_how_long_and_what_it_does() -> None:
+def test_a_trial_that_runs_says_for_how_long_of_about_how_long_and_what_it_does():
     now_s = [0.0]
     progress = Progress(H200, clock=lambda: now_s[0])
     spec = H200.trial(CELL, 65_536)
@@ -184,7 +184,7 @@ def test_a_trial_that_runs_says_for_how_long_of_about_how_long_and_what_it_does(
     assert progress.left_s == before_s - 10
 
 
-def test_a_pipe_gets_a_line_a_minute_of_a_trial_that_runs() -> None:
+def test_a_pipe_gets_a_line_a_minute_of_a_trial_that_runs():
     now_s = [0.0]
     progress = Progress(H200, clock=lambda: now_s[0])
     spec = H200.trial(CELL, 65_536)
@@ -199,14 +199,14 @@ def test_a_pipe_gets_a_line_a_minute_of_a_trial_that_runs() -> None:
     assert said == [60.0, 120.0, 180.0]
 
 
-def test_what_a_dry_run_takes_is_not_foretold() -> None:
+def test_what_a_dry_run_takes_is_not_foretold():
     progress = Progress(QUESTION)
     begun = started(4096, trials_left=3)
     progress.hear(begun)
     assert "about" not in progress.line(begun)
 
 
-def test_out_of_memory_is_told_shortly_and_the_log_with_the_whole_message_once() -> None:
+def test_out_of_memory_is_told_shortly_and_the_log_with_the_whole_message_once():
     progress = Progress(QUESTION)
     whole = (
         "OutOfMemoryError: CUDA out of memory. Tried to allocate 17.97 GiB. GPU 0 has a total "
@@ -225,7 +225,7 @@ def test_out_of_memory_is_told_shortly_and_the_log_with_the_whole_message_once()
     assert second == "no room for 17.97 GiB"
 
 
-def test_out_of_memory_says_what_had_no_room_where_that_is_known() -> None:
+def test_out_of_memory_says_what_had_no_room_where_that_is_known():
     failure = Failure(
         kind="device_memory",
         phase="forward",
@@ -249,7 +249,7 @@ def test_out_of_memory_says_what_had_no_room_where_that_is_known() -> None:
     assert progress.line(event).endswith("in 20 s: forward: no room for 1.00 GiB")
 
 
-def test_several_trials_that_run_are_told_each_with_its_cell_and_share_the_time_left() -> None:
+def test_several_trials_that_run_are_told_each_with_its_cell_and_share_the_time_left():
     now_s = [0.0]
     progress = Progress(QUESTION, clock=lambda: now_s[0])
     progress.hear(finished(8192, Outcome.FIT, wall_s=40, is_recorded=True))

@@ -12,7 +12,7 @@ ROWS = [
 ]
 
 
-def test_every_row_has_a_sentence_and_what_shows_it() -> None:
+def test_every_row_has_a_sentence_and_what_shows_it():
     assert len(ROWS) > 150
     for row in ROWS:
         assert len(row) == 3, row
@@ -23,7 +23,7 @@ def test_every_row_has_a_sentence_and_what_shows_it() -> None:
     assert f"**Each of {len(ROWS)} rows" in PAGE
 
 
-def test_every_named_test_and_script_exists() -> None:
+def test_every_named_test_and_script_exists():
     named = set(re.findall(r"`(tests/[^`:]+)::(\w+)`", PAGE))
     assert len(named) > 100
     for path, name in named:

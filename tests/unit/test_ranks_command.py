@@ -38,7 +38,7 @@ def run(folder: Path, script: str, *words: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_every_rank_is_numbered_and_meets_in_a_private_folder(tmp_path: Path) -> None:
+def test_every_rank_is_numbered_and_meets_in_a_private_folder(tmp_path):
     process = run(tmp_path, SAYS, "--nproc", "2", "--own", "words")
     _, said = process.communicate(timeout=60)
     assert process.returncode == 0, said
@@ -53,14 +53,14 @@ def test_every_rank_is_numbered_and_meets_in_a_private_folder(tmp_path: Path) ->
     assert not Path(stores.pop()).parent.exists(), "it is gone afterwards"
 
 
-def test_the_first_that_fails_ends_the_others(tmp_path: Path) -> None:
+def test_the_first_that_fails_ends_the_others(tmp_path):
     process = run(tmp_path, FAILS, "--nproc", "2")
     _, said = process.communicate(timeout=60)
     assert process.returncode == 3, said
     assert not Path("/proc", (tmp_path / "0").read_text()).exists()
 
 
-def test_a_launcher_that_is_ended_ends_its_ranks(tmp_path: Path) -> None:
+def test_a_launcher_that_is_ended_ends_its_ranks(tmp_path):
     process = run(tmp_path, FAILS.replace('== "1"', '== "none"'), "--nproc", "1")
     while not (tmp_path / "0").exists():
         assert process.poll() is None
@@ -72,7 +72,7 @@ def test_a_launcher_that_is_ended_ends_its_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [("--nproc", "0"), ("--nproc", "many")])
-def test_a_number_that_cannot_be_is_refused(words: tuple[str, str], tmp_path: Path) -> None:
+def test_a_number_that_cannot_be_is_refused(words, tmp_path):
     process = run(tmp_path, SAYS, *words)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 2

@@ -1,7 +1,6 @@
 """Joining a Ray cluster, as far as it can be tried without one; what of a model is sent to it."""
 
 import socket
-from pathlib import Path
 
 import pytest
 
@@ -15,13 +14,13 @@ from tiny_models import write_model
 
 
 @pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "head", "head:", ":6379", "head:x"])
-def test_what_is_no_address_of_a_head_is_refused(address: str) -> None:
+def test_what_is_no_address_of_a_head_is_refused(address):
     with pytest.raises(UsageError, match="HOST:PORT") as refused:
         RayCluster(address)
     assert "`--address 10.0.0.1:6379`" in refused.value.hint
 
 
-def test_a_port_where_nobody_listens_is_said_at_once() -> None:
+def test_a_port_where_nobody_listens_is_said_at_once():
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{bound.getsockname()[1]}"
@@ -30,7 +29,7 @@ def test_a_port_where_nobody_listens_is_said_at_once() -> None:
     assert "`ray start --head`" in refused.value.hint
 
 
-def test_an_address_alone_means_ray_and_contradicts_a_runner_of_this_machine() -> None:
+def test_an_address_alone_means_ray_and_contradicts_a_runner_of_this_machine():
     assert not request_from({"model": "tiny"}).on_ray
     assert request_from({"model": "tiny", "runner": "ray"}).on_ray
     assert request_from({"model": "tiny", "address": "head:6379"}).on_ray
@@ -40,7 +39,7 @@ def test_an_address_alone_means_ray_and_contradicts_a_runner_of_this_machine() -
         request_from({"model": "tiny", "runner": "ray", "dry_run": True})
 
 
-def test_a_small_model_is_sent_and_opened_from_what_was_sent(tmp_path: Path) -> None:
+def test_a_small_model_is_sent_and_opened_from_what_was_sent(tmp_path):
     files = model_files(write_model(tmp_path / "model"))
     assert files.missing() is None
     placed = files.placed(tmp_path / "there")
@@ -48,7 +47,7 @@ def test_a_small_model_is_sent_and_opened_from_what_was_sent(tmp_path: Path) -> 
     assert (placed / "config.json").read_bytes() == (tmp_path / "model/config.json").read_bytes()
 
 
-def test_a_large_one_is_a_shared_path_whose_files_are_the_same(tmp_path: Path) -> None:
+def test_a_large_one_is_a_shared_path_whose_files_are_the_same(tmp_path):
     directory = write_model(tmp_path / "model")
     with (directory / "model.safetensors").open("wb") as weights:
         weights.truncate(33 * 2**20)
@@ -64,8 +63,8 @@ def test_a_large_one_is_a_shared_path_whose_files_are_the_same(tmp_path: Path) -
 
 
 def test_what_a_node_lacks_is_named(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     model = model_files(write_model(tmp_path / "model"))
     needs = Needs(on_gpus=True, model=model, data_module="nowhere_to_be_found.batches")
     assert read_node(0, needs).problem == "it has no module nowhere_to_be_found.batches"
@@ -76,7 +75,7 @@ def test_what_a_node_lacks_is_named(
 
 
 @pytest.mark.parametrize("kind", [UsageError, MachineError])
-def test_a_refusal_crosses_processes_as_what_it_was(kind: type[UsageError | MachineError]) -> None:
+def test_a_refusal_crosses_processes_as_what_it_was(kind):
     error = Refusal(kind.__name__, "no", "yes").error()
     assert type(error) is kind
     assert (error.problem, error.hint) == ("no", "yes")
@@ -100,7 +99,5 @@ def test_a_refusal_crosses_processes_as_what_it_was(kind: type[UsageError | Mach
         ),
     ],
 )
-def test_the_reason_of_a_loss_is_one_line_and_names_nobody_elses_processes(
-    said: str, reason: str
-) -> None:
+def test_the_reason_of_a_loss_is_one_line_and_names_nobody_elses_processes(said, reason):
     assert loss_reason(RuntimeError(said)) == reason

@@ -51,7 +51,7 @@ def names(nodes: tuple[Node, ...]) -> list[str]:
     return [node.node_id for node in nodes]
 
 
-def test_gpus_of_another_kind_are_kept_apart_and_named() -> None:
+def test_gpus_of_another_kind_are_kept_apart_and_named():
     nodes = [node("a", gpus=2), node("b", gpus=8, kind=L4), node("c", gpus=8), node("d")]
     chosen = choose(nodes, None, None)
     assert names(chosen.nodes) == ["a", "c"]
@@ -60,7 +60,7 @@ def test_gpus_of_another_kind_are_kept_apart_and_named() -> None:
     assert any(note == "node d is left out: it has no GPU" for note in chosen.notes)
 
 
-def test_the_kind_is_one_that_has_as_many_gpus_in_a_node_as_are_asked_for() -> None:
+def test_the_kind_is_one_that_has_as_many_gpus_in_a_node_as_are_asked_for():
     nodes = [*(node(f"a{number}", gpus=2) for number in range(9)), node("b", gpus=4, kind=L4)]
     assert names(choose(nodes, "cuda", [1, 4]).nodes) == ["b"]
     assert len(choose(nodes, "cuda", [1, 2]).nodes) == 9
@@ -69,26 +69,26 @@ def test_the_kind_is_one_that_has_as_many_gpus_in_a_node_as_are_asked_for() -> N
     assert refused.value.hint == "use `--gpus 2`"
 
 
-def test_two_versions_of_torch_are_not_in_one_study() -> None:
+def test_two_versions_of_torch_are_not_in_one_study():
     chosen = choose([node("a"), node("b", torch="2.12.0"), node("c")], "cpu", None)
     assert names(chosen.nodes) == ["a", "c"]
     assert any("torch 2.12.0 left out" in note for note in chosen.notes)
 
 
-def test_a_cluster_without_a_node_for_trials_says_what_each_lacks() -> None:
+def test_a_cluster_without_a_node_for_trials_says_what_each_lacks():
     nodes = [node("a", problem="torch is not installed"), node("b", cpus=0)]
     with pytest.raises(MachineError, match=r"torch is not installed.*Ray hands out no CPU"):
         choose(nodes, "cpu", None)
 
 
-def test_gpus_that_cannot_be_used_do_not_make_it_a_question_to_the_cpu() -> None:
+def test_gpus_that_cannot_be_used_do_not_make_it_a_question_to_the_cpu():
     nodes = [node("a", gpus=8, problem="torch is built without CUDA"), node("b")]
     with pytest.raises(MachineError, match=r"built without CUDA.*node b is left out: it has no"):
         choose(nodes, None, None)
     assert names(choose(nodes, "cpu", None).nodes) == ["b"]
 
 
-def test_small_trials_share_a_node_so_that_another_stays_free() -> None:
+def test_small_trials_share_a_node_so_that_another_stays_free():
     placement = Placement([node("a", gpus=4), node("b", gpus=4)])
     firsts = [placement.take(number, demand(1)).first for number in range(3)]
     assert len(set(firsts)) == 1
@@ -99,7 +99,7 @@ def test_small_trials_share_a_node_so_that_another_stays_free() -> None:
     assert not placement.has_room(demand(2))
 
 
-def test_a_trial_on_the_cpu_has_a_node_of_its_own() -> None:
+def test_a_trial_on_the_cpu_has_a_node_of_its_own():
     placement = Placement([node("a", cpus=4), node("b", cpus=16)])
     alone = demand(0, whole_node=True)
     wanted = [placement.take(number, alone) for number in range(2)]
@@ -109,7 +109,7 @@ def test_a_trial_on_the_cpu_has_a_node_of_its_own() -> None:
     assert placement.has_room(alone)
 
 
-def test_states_in_host_memory_have_all_gpus_of_a_node_and_so_nobody_beside_them() -> None:
+def test_states_in_host_memory_have_all_gpus_of_a_node_and_so_nobody_beside_them():
     cell = Cell(layout=Layout(gpus=2), settings=Settings(offload=True))
     offloads = demand_of(QUESTION.trial(cell, 4096))
     assert offloads.whole_node
@@ -118,13 +118,13 @@ def test_states_in_host_memory_have_all_gpus_of_a_node_and_so_nobody_beside_them
     assert not placement.has_room(demand(1))
 
 
-def test_a_trial_is_tried_elsewhere_where_there_is_an_elsewhere() -> None:
+def test_a_trial_is_tried_elsewhere_where_there_is_an_elsewhere():
     nodes = [node("a", gpus=1), node("b", gpus=1)]
     assert Placement(nodes).take(0, demand(), avoided=frozenset("a")).any_of == ("b",)
     assert Placement(nodes[:1]).take(0, demand(), avoided=frozenset("a")).any_of == ("a",)
 
 
-def test_where_ray_has_put_a_trial_is_where_it_counts() -> None:
+def test_where_ray_has_put_a_trial_is_where_it_counts():
     placement = Placement([node("a", gpus=1), node("b", gpus=1)])
     first = placement.take(0, demand()).first
     other = {"a": "b", "b": "a"}[first]
@@ -133,7 +133,7 @@ def test_where_ray_has_put_a_trial_is_where_it_counts() -> None:
     assert placement.beside(0) == frozenset()
 
 
-def test_what_no_node_could_hold_is_refused_and_a_lost_cluster_too() -> None:
+def test_what_no_node_could_hold_is_refused_and_a_lost_cluster_too():
     placement = Placement([node("a", gpus=1)])
     with pytest.raises(MachineError, match=r"a trial takes 2 GPUs, and no node"):
         placement.take(0, demand(2))
@@ -148,9 +148,7 @@ def test_what_no_node_could_hold_is_refused_and_a_lost_cluster_too() -> None:
     sizes=st.lists(st.integers(1, 8), min_size=1, max_size=4),
     asked=st.lists(st.tuples(st.integers(1, 8), st.booleans()), max_size=20),
 )
-def test_no_node_has_more_trials_than_it_holds(
-    sizes: list[int], asked: list[tuple[int, bool]]
-) -> None:
+def test_no_node_has_more_trials_than_it_holds(sizes, asked):
     nodes = {f"n{number}": size for number, size in enumerate(sizes)}
     placement = Placement([node(name, gpus=size) for name, size in nodes.items()])
     taken = dict.fromkeys(nodes, 0)

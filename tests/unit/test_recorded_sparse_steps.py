@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.layers import Step
 from highwater.model.model import load_model
 from highwater.nouns.trial import TrialSpec
 
@@ -16,14 +17,16 @@ TOLERANCE = 0.0025
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
-def test_the_formula_has_the_peak_of_a_recorded_step(path: Path) -> None:
+def test_the_formula_has_the_peak_of_a_recorded_step(path):
     document = json.loads(path.read_text())
     spec = msgspec.convert(document["spec"], TrialSpec, strict=False)
     found = footprint(
-        load_model(spec.model_name).shape,
-        spec.settings,
-        spec.layout,
-        length_tokens=spec.length_tokens,
+        Step(
+            load_model(spec.model_name).shape,
+            spec.settings,
+            spec.layout,
+            length_tokens=spec.length_tokens,
+        )
     )
     (rank,) = document["result"]["ranks"]
     measured = rank["memory"]["peak_allocated_bytes"]

@@ -4,9 +4,9 @@ of a second.
 
 import pytest
 
+from highwater.memory import trinity
 from highwater.memory.question import memory_limit_of
 from highwater.memory.trainers import predict_by_formula
-from highwater.memory.trinity import bundled_traces
 from highwater.recommendation.candidates import Goal, first_fit, predicted_candidates
 from highwater.recommendation.recommend import recommend
 from highwater.trials.probe import gpus_meant
@@ -67,16 +67,16 @@ def test_the_first_that_fits_is_the_simplest_of_all_that_do(model, gpus, length_
 
 def test_the_question_with_the_most_cells_takes_no_replay_twice(monkeypatch):
     replays: list[tuple[object, ...]] = []
-    replay_scaled = bundled_traces.replay_scaled
+    replay_scaled = trinity.replay_scaled
 
     def counted(trace, tokens, **asked):
         replays.append((id(trace), tokens, *asked.items()))
         return replay_scaled(trace, tokens, **asked)
 
-    for memory in (bundled_traces._replayed, bundled_traces._needed):
+    for memory in (trinity._replayed, trinity._needed):
         memory.cache_clear()
-    monkeypatch.setattr(bundled_traces, "_ROOMY", {})
-    monkeypatch.setattr(bundled_traces, "replay_scaled", counted)
+    monkeypatch.setattr(trinity, "_ROOMY", {})
+    monkeypatch.setattr(trinity, "replay_scaled", counted)
     found = recommend("Qwen3-8B", gpus="4xA100-80GB", length="64k", trainer="trinity")
     assert len(set(replays)) == len(replays) <= MOST_REPLAYS
     # what was recommended when every cell was replayed for all that a prediction tells

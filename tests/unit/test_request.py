@@ -4,7 +4,6 @@ what works.
 
 import ast
 import re
-from typing import Any
 
 import pytest
 import yaml
@@ -13,7 +12,7 @@ from highwater.errors import UsageError
 from highwater.nouns.request import Request, choices, request_from
 
 
-def test_typed_text_becomes_numbers() -> None:
+def test_typed_text_becomes_numbers():
     request = request_from(
         {
             "model": "Qwen3-0.6B",
@@ -31,7 +30,7 @@ def test_typed_text_becomes_numbers() -> None:
     )
 
 
-def test_a_file_must_have_the_right_types() -> None:
+def test_a_file_must_have_the_right_types():
     with pytest.raises(UsageError, match=r"study\.yaml: .*'two'"):
         request_from({"model": "Qwen3-0.6B", "confirm": "two"}, config_file="study.yaml")
 
@@ -56,7 +55,7 @@ def test_a_file_must_have_the_right_types() -> None:
         ({"headroom": "-1GiB"}, "'-1GiB'"),
     ],
 )
-def test_a_mistake_is_told_in_the_users_words(values: dict[str, object], said: str) -> None:
+def test_a_mistake_is_told_in_the_users_words(values, said):
     with pytest.raises(UsageError, match=re.escape(said)):
         request_from({"model": "Qwen3-0.6B", **values})
 
@@ -71,7 +70,7 @@ def test_a_mistake_is_told_in_the_users_words(values: dict[str, object], said: s
         ({"gpus": ["one"]}, "--gpus 1"),
     ],
 )
-def test_the_hint_is_the_nearest_thing_that_works(values: dict[str, object], hint: str) -> None:
+def test_the_hint_is_the_nearest_thing_that_works(values, hint):
     with pytest.raises(UsageError) as refusal:
         request_from({"model": "Qwen3-0.6B", **values})
     assert f"`{hint}`" in refusal.value.hint
@@ -79,8 +78,8 @@ def test_the_hint_is_the_nearest_thing_that_works(values: dict[str, object], hin
 
 @pytest.mark.parametrize("name", Request.__struct_fields__)
 def test_a_wrong_type_of_any_setting_is_answered_with_a_line_of_the_file_that_works(
-    name: str,
-) -> None:
+    name,
+):
     good = {"model": "Qwen3-0.6B"}
     with pytest.raises(UsageError) as refusal:
         request_from({**good, name: {"a": 1}}, config_file="study.yaml")
@@ -91,7 +90,7 @@ def test_a_wrong_type_of_any_setting_is_answered_with_a_line_of_the_file_that_wo
 
 
 @pytest.mark.parametrize("name", Request.__struct_fields__)
-def test_a_wrong_type_from_python_is_answered_with_a_keyword_that_works(name: str) -> None:
+def test_a_wrong_type_from_python_is_answered_with_a_keyword_that_works(name):
     good = {"model": "Qwen3-0.6B"}
     with pytest.raises(UsageError) as refusal:
         request_from({**good, name: {"a": 1}}, keywords=True)
@@ -100,7 +99,7 @@ def test_a_wrong_type_from_python_is_answered_with_a_keyword_that_works(name: st
 
 
 @pytest.mark.parametrize("value", [1, [1], (1,)])
-def test_one_number_is_a_list_of_one(value: object) -> None:
+def test_one_number_is_a_list_of_one(value):
     assert request_from({"model": "Qwen3-0.6B", "gpus": value, "ulysses": value}).gpus == (1,)
     assert request_from(
         {"model": "Qwen3-0.6B", "gpus": 1, "ulysses": 1}, config_file="study.yaml"
@@ -118,8 +117,8 @@ def test_one_number_is_a_list_of_one(value: object) -> None:
     ],
 )
 def test_a_value_that_cannot_be_is_told_with_its_key_in_a_file_and_its_keyword_in_python(
-    name: str, value: object, said: str
-) -> None:
+    name, value, said
+):
     with pytest.raises(UsageError) as in_a_file:
         request_from({"model": "Qwen3-0.6B", name: value}, config_file="study.yaml")
     assert in_a_file.value.problem == f"study.yaml: {said}"
@@ -137,15 +136,13 @@ def test_a_value_that_cannot_be_is_told_with_its_key_in_a_file_and_its_keyword_i
         ({"keywords": True}, "memory='80GiB'"),
     ],
 )
-def test_a_memory_without_its_unit_is_answered_with_it_as_the_user_spells_it(
-    origin: dict[str, Any], hint: str
-) -> None:
+def test_a_memory_without_its_unit_is_answered_with_it_as_the_user_spells_it(origin, hint):
     with pytest.raises(UsageError) as refusal:
         request_from({"model": "Qwen3-0.6B", "memory": "80"}, **origin)
     assert refusal.value.hint == f"give the unit: `{hint}`"
 
 
-def test_in_a_file_the_hint_is_a_line_of_the_file() -> None:
+def test_in_a_file_the_hint_is_a_line_of_the_file():
     with pytest.raises(UsageError) as refusal:
         request_from({"model": "Qwen3-0.6B", "loss": "ful"}, config_file="study.yaml")
     assert "`loss: full`" in refusal.value.hint
@@ -161,8 +158,8 @@ def test_in_a_file_the_hint_is_a_line_of_the_file() -> None:
     ],
 )
 def test_a_token_budget_beside_a_number_of_sequences_is_refused_and_either_alone_is_not(
-    origin: dict[str, Any], names: tuple[str, str], sequences: int
-) -> None:
+    origin, names, sequences
+):
     both = {"model": "Qwen3-0.6B", "token_budget": "64k", "sequences_per_micro_batch": sequences}
     with pytest.raises(UsageError, match=names[0]) as refusal:
         request_from(both, **origin)
@@ -172,7 +169,7 @@ def test_a_token_budget_beside_a_number_of_sequences_is_refused_and_either_alone
         request_from({key: value for key, value in both.items() if key != name}, **origin)
 
 
-def test_a_request_names_a_model() -> None:
+def test_a_request_names_a_model():
     with pytest.raises(UsageError, match="no model is named"):
         request_from({"gpus": ["1"]})
 
@@ -181,5 +178,5 @@ def test_a_request_names_a_model() -> None:
     ("name", "allowed"),
     [("loss", {"full", "chunked"}), ("device", {"cuda", "cpu"}), ("memory", set())],
 )
-def test_the_choices_of_a_setting_are_known(name: str, allowed: set[str]) -> None:
+def test_the_choices_of_a_setting_are_known(name, allowed):
     assert set(choices(name)) == allowed

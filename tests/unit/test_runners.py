@@ -102,9 +102,7 @@ def told(answer: CellAnswer) -> tuple[int | None, int | None, str, bool]:
 
 @pytest.mark.parametrize("method", ["bisect", "linear"])
 @pytest.mark.parametrize("places", [1, 2, 3, 8])
-def test_cells_that_are_searched_side_by_side_have_the_answers_of_one_after_another(
-    places: int, method: str
-) -> None:
+def test_cells_that_are_searched_side_by_side_have_the_answers_of_one_after_another(places, method):
     question = msgspec.structs.replace(QUESTION, method=method)
     alone = answers(list(search_cells(question, SimulatedRunner(FormulaLaw(shape=SHAPE)))))
     runner = SideBySide(places)
@@ -117,7 +115,7 @@ def test_cells_that_are_searched_side_by_side_have_the_answers_of_one_after_anot
     assert (runner.most > 1) == (places > 1)
 
 
-def test_a_runner_of_one_place_has_the_events_of_a_search_without_any() -> None:
+def test_a_runner_of_one_place_has_the_events_of_a_search_without_any():
     def shown(event: SearchEvent) -> object:
         return event.answer if isinstance(event, CellAnswered) else (type(event), event.spec.key)
 
@@ -131,8 +129,8 @@ def test_a_runner_of_one_place_has_the_events_of_a_search_without_any() -> None:
 @settings(max_examples=examples(25), deadline=None)
 @given(places=st.integers(1, 6), kill=st.integers(1, 40))
 def test_a_search_side_by_side_that_was_killed_goes_on_and_runs_nothing_twice_that_ended(
-    tmp_path_factory: pytest.TempPathFactory, places: int, kill: int
-) -> None:
+    tmp_path_factory, places, kill
+):
     path: Path = tmp_path_factory.mktemp("study") / "study.jsonl"
     first, second = SideBySide(places, killed_after=kill), SideBySide(places)
     try:
@@ -196,7 +194,7 @@ def places_of(launcher: Waiting) -> list[tuple[str, ...] | None]:
     return [gpus for _, gpus in launcher.launched]
 
 
-def test_each_trial_has_gpus_of_its_own_and_as_many_run_as_there_are() -> None:
+def test_each_trial_has_gpus_of_its_own_and_as_many_run_as_there_are():
     launcher = Waiting()
     runner = LocalRunner(launcher, machine=machine_with(4))
     assert runner.has_room(trial(gpus=4))
@@ -212,7 +210,7 @@ def test_each_trial_has_gpus_of_its_own_and_as_many_run_as_there_are() -> None:
     assert runner.has_room(trial(9, gpus=4))
 
 
-def test_gpus_of_another_kind_are_left_alone() -> None:
+def test_gpus_of_another_kind_are_left_alone():
     machine = machine_with(3)
     other = msgspec.structs.replace(machine.gpus[1], name="NVIDIA L4", memory_total_bytes=2**34)
     machine = msgspec.structs.replace(machine, gpus=(machine.gpus[0], other, machine.gpus[2]))
@@ -223,7 +221,7 @@ def test_gpus_of_another_kind_are_left_alone() -> None:
     assert places_of(launcher) == [("0", "2")]
 
 
-def test_a_trial_that_keeps_states_in_host_memory_runs_alone() -> None:
+def test_a_trial_that_keeps_states_in_host_memory_runs_alone():
     launcher = Waiting()
     runner = LocalRunner(launcher, machine=machine_with(4))
     offloads = trial(1, offload=True)
@@ -238,7 +236,7 @@ def test_a_trial_that_keeps_states_in_host_memory_runs_alone() -> None:
     alone.result(timeout=WAITS_S)
 
 
-def test_host_memory_bounds_the_trials_that_run_at_a_time() -> None:
+def test_host_memory_bounds_the_trials_that_run_at_a_time():
     machine = msgspec.structs.replace(machine_with(8), host_memory_available_bytes=2**30)
     launcher = Waiting()
     runner = LocalRunner(launcher, machine=machine)
@@ -250,7 +248,7 @@ def test_host_memory_bounds_the_trials_that_run_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 3])
-def test_no_more_trials_run_at_a_time_than_somebody_said(most: int) -> None:
+def test_no_more_trials_run_at_a_time_than_somebody_said(most):
     runner = LocalRunner(Waiting(), machine=machine_with(8), most_trials=most)
     for number in range(most):
         assert runner.has_room(trial(number))
@@ -259,7 +257,7 @@ def test_no_more_trials_run_at_a_time_than_somebody_said(most: int) -> None:
     runner.close()
 
 
-def test_host_memory_that_ran_out_beside_others_is_tried_again_alone() -> None:
+def test_host_memory_that_ran_out_beside_others_is_tried_again_alone():
     no_host = Outcome.HOST_OUT_OF_MEMORY
     launcher = Waiting(ends={4096: [no_host], 4097: [no_host, no_host]})
     runner = LocalRunner(launcher, machine=machine_with(4))
@@ -275,7 +273,7 @@ def test_host_memory_that_ran_out_beside_others_is_tried_again_alone() -> None:
     assert len(alone.launched) == 1, "nobody was beside it"
 
 
-def test_closing_ends_every_trial_also_one_that_waits_for_the_others() -> None:
+def test_closing_ends_every_trial_also_one_that_waits_for_the_others():
     launcher = Waiting(ends={4096: [Outcome.HOST_OUT_OF_MEMORY]})
     runner = LocalRunner(launcher, machine=machine_with(4))
     futures = [runner.submit(Launch(spec=trial(number))) for number in range(3)]
@@ -286,7 +284,7 @@ def test_closing_ends_every_trial_also_one_that_waits_for_the_others() -> None:
     assert runner.has_room(trial(gpus=4))
 
 
-def test_what_a_launcher_raises_reaches_whoever_waits() -> None:
+def test_what_a_launcher_raises_reaches_whoever_waits():
     class Broken(Waiting):
         def launch(self, *_: object, **__: object) -> TrialResult:
             raise OSError("the disk is on fire")

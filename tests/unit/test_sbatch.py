@@ -56,9 +56,7 @@ HOSTILE = [
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", HOSTILE)
-def test_the_name_of_a_model_runs_nothing_and_is_no_other_option(
-    name: str, place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_name_of_a_model_runs_nothing_and_is_no_other_option(name, place, capsys):
     named = model(place, name)
     (place / "find.yaml").write_text(f"model: {json.dumps(named)}\n")
     assert main(("find", "--config", "find.yaml", *FIND)) == 0, capsys.readouterr().err
@@ -78,9 +76,7 @@ def test_the_name_of_a_model_runs_nothing_and_is_no_other_option(
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("end", ["\n", "\r", "\r\n", "\u2028", "\x85"])
 @pytest.mark.parametrize("at", ["model", "--study", "--log-dir", "--command"])
-def test_a_word_with_a_line_end_is_refused(
-    at: str, end: str, place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_word_with_a_line_end_is_refused(at, end, place, capsys):
     hostile = f"x{end}touch {RAN}.made"
     if at == "model":
         words = (model(place, hostile),)
@@ -103,9 +99,7 @@ def test_a_word_with_a_line_end_is_refused(
 
 
 @pytest.mark.timeout(60)
-def test_what_a_shell_would_expand_reaches_the_search_as_it_was_typed(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_shell_would_expand_reaches_the_search_as_it_was_typed(place, capsys):
     named = model(place, f"$(touch {RAN}.made) 'a'")
     assert main(("find", named, *FIND)) == 0
     assert shlex.quote(named) in (script := capsys.readouterr().out)

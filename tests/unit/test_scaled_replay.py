@@ -10,11 +10,11 @@ from test_scaled_trace import STEPS, WORKSPACES, log
 
 from highwater.memory.trace.replay import Replayed, alive_at, replay
 from highwater.memory.trace.scaled_trace import ScaledTrace, replay_scaled, scaled_trace
-from highwater.memory.trinity.bundled_traces import bundled_trace
+from highwater.memory.trinity import bundled_trace
 from highwater.model.model import load_model
 from highwater.nouns.events import Allocate, EventLog, Free, GiveBack, TraceEvent
 from highwater.nouns.layout import Layout
-from highwater.nouns.settings import Allocator, Settings
+from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
 from highwater.units import GIB, MIB
 
@@ -48,12 +48,12 @@ def given_back(events: EventLog, share: int) -> EventLog:
     spare_bytes=st.one_of(st.none(), st.integers(-(2**26), 2**30)),
 )
 def test_what_is_replayed_of_any_events_is_what_their_log_gives(
-    allocator: Allocator,
-    steps: list[tuple[int, int, int, bool]],
-    tokens: int,
-    share: int,
-    spare_bytes: int | None,
-) -> None:
+    allocator,
+    steps,
+    tokens,
+    share,
+    spare_bytes,
+):
     trace = scaled_trace({n: given_back(log(steps, n), share) for n in (64, 1024)})
     capacity_bytes = None
     if spare_bytes is not None:
@@ -65,11 +65,11 @@ def test_what_is_replayed_of_any_events_is_what_their_log_gives(
 @ALLOCATORS
 @given(steps=STEPS, tokens=st.integers(0, 10**4), spare_bytes=st.integers(0, 2**30))
 def test_what_gave_nothing_back_does_the_same_on_every_device_that_holds_its_peak(
-    allocator: Allocator,
-    steps: list[tuple[int, int, int, bool]],
-    tokens: int,
-    spare_bytes: int,
-) -> None:
+    allocator,
+    steps,
+    tokens,
+    spare_bytes,
+):
     trace = scaled_trace({64: log(steps, 64), 1024: log(steps, 1024)})
     free = replay_scaled(trace, tokens, allocator=allocator)
     held = free[0].peak_reserved_bytes + spare_bytes
@@ -79,9 +79,7 @@ def test_what_gave_nothing_back_does_the_same_on_every_device_that_holds_its_pea
 
 @ALLOCATORS
 @pytest.mark.parametrize("capacity_bytes", [None, 75 * GIB, 60 * GIB, 30 * GIB])
-def test_a_bundled_step_is_replayed_as_its_log_is(
-    allocator: Allocator, capacity_bytes: int | None
-) -> None:
+def test_a_bundled_step_is_replayed_as_its_log_is(allocator, capacity_bytes):
     cell = Cell(layout=Layout(gpus=4, ulysses_degree=2), settings=Settings(strategy="fsdp"))
     trace = bundled_trace(load_model("Qwen3-8B").shape, cell)
     assert trace is not None

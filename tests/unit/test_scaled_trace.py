@@ -19,7 +19,6 @@ from highwater.nouns.events import (
     ReleaseCached,
     TraceEvent,
 )
-from highwater.nouns.settings import Allocator
 
 STEPS = st.lists(
     st.tuples(st.integers(0, 10**9), st.integers(0, 10**6), st.integers(0, 2), st.booleans()),
@@ -63,18 +62,14 @@ def renumbered(events: EventLog) -> EventLog:
 
 
 @given(STEPS, st.integers(1, 10**6))
-def test_the_lines_through_two_lengths_give_any_other(
-    steps: list[tuple[int, int, int, bool]], tokens: int
-) -> None:
+def test_the_lines_through_two_lengths_give_any_other(steps, tokens):
     lines = scaled_trace({64: log(steps, 64), 1024: log(steps, 1024)})
     assert lines.at(tokens) == renumbered(log(steps, tokens))
     assert msgspec.json.decode(msgspec.json.encode(lines), type=type(lines)) == lines
 
 
 @given(STEPS, st.integers(0, 10**4))
-def test_what_is_alive_at_once_is_what_pages_without_end_have_allocated(
-    steps: list[tuple[int, int, int, bool]], tokens: int
-) -> None:
+def test_what_is_alive_at_once_is_what_pages_without_end_have_allocated(steps, tokens):
     lines = scaled_trace({64: log(steps, 64), 1024: log(steps, 1024)})
     free = replay(lines.at(tokens), allocator="expandable")
     assert WORKSPACES + lines.least_bytes(tokens) == free.peak_allocated_bytes
@@ -83,8 +78,8 @@ def test_what_is_alive_at_once_is_what_pages_without_end_have_allocated(
 @pytest.mark.parametrize("allocator", ["native", "expandable"])
 @given(steps=STEPS, tokens=st.integers(0, 10**4), lacking_bytes=st.integers(1, 2**30))
 def test_no_allocator_does_with_less_than_what_is_alive_at_once(
-    allocator: Allocator, steps: list[tuple[int, int, int, bool]], tokens: int, lacking_bytes: int
-) -> None:
+    allocator, steps, tokens, lacking_bytes
+):
     lines = scaled_trace({64: log(steps, 64), 1024: log(steps, 1024)})
     capacity_bytes = WORKSPACES + lines.least_bytes(tokens) - lacking_bytes
     assert not replay(lines.at(tokens), allocator=allocator, capacity_bytes=capacity_bytes).fits
@@ -98,8 +93,8 @@ def test_no_allocator_does_with_less_than_what_is_alive_at_once(
     st.integers(0, 10**5),
 )
 def test_a_line_may_be_a_part_of_a_byte_steep_and_end_at_a_ceiling(
-    numerator: int, denominator: int, fixed: int, most: int, tokens: int
-) -> None:
+    numerator, denominator, fixed, most, tokens
+):
     def at(count: int) -> EventLog:
         own = min(fixed + numerator * count // denominator, fixed + numerator * most // denominator)
         return log([(own, 0, 0, False), (0, 3, 0, False)], count)
@@ -111,7 +106,7 @@ def test_a_line_may_be_a_part_of_a_byte_steep_and_end_at_a_ceiling(
     assert lines.at(tokens) == renumbered(at(tokens))
 
 
-def test_a_line_that_is_a_part_of_a_byte_steep_has_no_ceiling_where_it_ends_between_bytes() -> None:
+def test_a_line_that_is_a_part_of_a_byte_steep_has_no_ceiling_where_it_ends_between_bytes():
     def at(tokens: int) -> EventLog:
         return log([(tokens // 7, 0, 0, False)], tokens)
 
@@ -119,7 +114,7 @@ def test_a_line_that_is_a_part_of_a_byte_steep_has_no_ceiling_where_it_ends_betw
     assert lines.at(2000) == renumbered(at(2000))
 
 
-def test_events_that_differ_in_more_than_bytes_are_refused() -> None:
+def test_events_that_differ_in_more_than_bytes_are_refused():
     def at(*ends: TraceEvent) -> EventLog:
         events = (Allocate(1, 512, 0, 0), Allocate(2, 512, 0, 0), *ends)
         return EventLog(source="traced", versions={}, operators=("mm",), events=events)
@@ -131,7 +126,7 @@ def test_events_that_differ_in_more_than_bytes_are_refused() -> None:
             scaled_trace({2: at(Free(1)), 3: at(Free(1)), 4: other})
 
 
-def test_what_is_given_back_while_another_stream_uses_it_is_no_more_needed() -> None:
+def test_what_is_given_back_while_another_stream_uses_it_is_no_more_needed():
     def at(tokens: int) -> EventLog:
         events: tuple[TraceEvent, ...] = (
             *(
@@ -156,7 +151,7 @@ def test_what_is_given_back_while_another_stream_uses_it_is_no_more_needed() -> 
     assert replay(lines.at(34), allocator="expandable", capacity_bytes=120 * 2**20).fits
 
 
-def test_what_is_on_no_line_is_refused() -> None:
+def test_what_is_on_no_line_is_refused():
     steps = [(0, 4, 0, False)]
     bent = msgspec.structs.replace(
         log(steps, 1024), events=(Enter("setup"), Allocate(7, 999, 0, 1, 0))

@@ -40,7 +40,7 @@ def planned(**named: Any) -> Plan:
     return plan(request_from({"model": "Qwen3-0.6B", **named}, keywords=True), machine_with(1))
 
 
-def test_half_of_the_edges_take_two_trials_and_none_begins_at_the_bottom() -> None:
+def test_half_of_the_edges_take_two_trials_and_none_begins_at_the_bottom():
     played = [each for path in STUDIES for each in trials.played_again(read_study(path))]
     counts = [now for _, now, _ in played]
     assert len(counts) > 40
@@ -48,7 +48,7 @@ def test_half_of_the_edges_take_two_trials_and_none_begins_at_the_bottom() -> No
     assert sum(now <= then for _, now, then in played) > 0.85 * len(played)
 
 
-def test_a_recorded_search_begins_where_the_edge_is_predicted_and_not_with_the_shortest() -> None:
+def test_a_recorded_search_begins_where_the_edge_is_predicted_and_not_with_the_shortest():
     for path in STUDIES:
         study = read_study(path)
         if study.question.proof == "memory" and list(trials.edges(study)):
@@ -58,7 +58,7 @@ def test_a_recorded_search_begins_where_the_edge_is_predicted_and_not_with_the_s
             assert first.edge_s is not None
 
 
-def test_the_time_of_a_recorded_trial_is_predicted() -> None:
+def test_the_time_of_a_recorded_trial_is_predicted():
     off: list[float] = []
     for path in STUDIES:
         study = read_study(path)
@@ -78,9 +78,7 @@ def test_the_time_of_a_recorded_trial_is_predicted() -> None:
 @pytest.mark.parametrize("slower", [1.0, 1.5])
 @pytest.mark.parametrize("kind", trials.KINDS)
 @pytest.mark.parametrize("model", trials.MODELS)
-def test_a_search_without_flags_ends_in_about_15_minutes_with_something_found(
-    model: str, kind: str, slower: float
-) -> None:
+def test_a_search_without_flags_ends_in_about_15_minutes_with_something_found(model, kind, slower):
     found = trials.whole_search(model, kind, slower=slower)
     assert found.planned.budget_s == 15 * 60
     assert found.took_s <= ABOUT * 15 * 60 + 1e-6
@@ -91,7 +89,7 @@ def test_a_search_without_flags_ends_in_about_15_minutes_with_something_found(
         assert answer.limit in ("memory", "ceiling")
 
 
-def test_more_time_trains_more_in_full() -> None:
+def test_more_time_trains_more_in_full():
     usual, longer = (
         trials.whole_search("Qwen3-0.6B", "H100-80GB", slower=1.0, **named)
         for named in ({}, {"budget": "2h"})
@@ -107,7 +105,7 @@ def test_more_time_trains_more_in_full() -> None:
     )
 
 
-def test_a_budget_is_no_part_of_the_question() -> None:
+def test_a_budget_is_no_part_of_the_question():
     usual, longer, named = planned(), planned(budget="2h"), planned(budget="2h", timeout="5m")
     assert usual.question.key == longer.question.key == named.question.key
     assert (usual.budget_s, longer.budget_s, named.budget_s) == (900, 7200, 7200)
@@ -130,21 +128,19 @@ def test_a_budget_is_no_part_of_the_question() -> None:
         ({"device": "cpu", "memory": "2GiB", "model": "tiny", "budget": "1m"}, "full", 60),
     ],
 )
-def test_who_names_a_proof_or_a_limit_alone_gets_what_they_always_did(
-    named: dict[str, Any], proof: str, budget_s: float | None
-) -> None:
+def test_who_names_a_proof_or_a_limit_alone_gets_what_they_always_did(named, proof, budget_s):
     found = planned(**named)
     assert (found.question.proof, found.budget_s) == (proof, budget_s)
 
 
-def test_several_layouts_have_as_much_time_each() -> None:
+def test_several_layouts_have_as_much_time_each():
     request = request_from({"model": "Qwen3-0.6B", "gpus": [1, 2]}, keywords=True)
     found = plan(request, machine_with(2))
     assert found.budget_s == 2 * 900
     assert found.timeout_s == 100
 
 
-def test_a_budget_that_ends_before_a_trial_has_is_refused_and_the_hint_works() -> None:
+def test_a_budget_that_ends_before_a_trial_has_is_refused_and_the_hint_works():
     with pytest.raises(UsageError, match=r"a budget of 5.00 s ends before") as refusal:
         planned(budget="5s")
     assert "`--budget 60s`" in refusal.value.hint
@@ -212,11 +208,11 @@ def reaching(indices: dict[Cell, int], question: Question) -> Law:
 @given(st.lists(st.integers(0, 32), min_size=3, max_size=3), st.integers(70, 1500), st.data())
 @settings(max_examples=examples(15), deadline=None)
 def test_a_search_that_ends_early_and_goes_on_has_the_answers_of_one_without_end(
-    tmp_path_factory: pytest.TempPathFactory,
-    indices: list[int],
-    budget_s: int,
-    data: st.DataObject,
-) -> None:
+    tmp_path_factory,
+    indices,
+    budget_s,
+    data,
+):
     question = on_h200()
     size = question.grid.size
     found = {cell: min(i, size) for cell, i in zip(question.cells, indices, strict=True)}
@@ -249,7 +245,7 @@ def test_a_search_that_ends_early_and_goes_on_has_the_answers_of_one_without_end
         assert is_end or told[question.grid.length(index + 1)] is Outcome.OUT_OF_MEMORY
 
 
-def test_a_trial_that_the_budget_ends_has_no_result_and_is_run_again(tmp_path: Path) -> None:
+def test_a_trial_that_the_budget_ends_has_no_result_and_is_run_again(tmp_path):
     question = on_h200(device_name="a GPU of no known rates")
     law = reaching(dict.fromkeys(question.cells, 5), question)
     path = tmp_path / "s.jsonl"
@@ -276,7 +272,7 @@ def test_a_trial_that_the_budget_ends_has_no_result_and_is_run_again(tmp_path: P
     assert search.launched[0][0] == trial.spec.key
 
 
-def test_where_no_time_is_predicted_the_shortest_length_in_full_tells_it() -> None:
+def test_where_no_time_is_predicted_the_shortest_length_in_full_tells_it():
     question = on_h200(device_name="a GPU of no known rates")
     assert all(each.expected_s is None for each in outlook(question))
     runner = trials.TimedRunner(
@@ -287,7 +283,7 @@ def test_where_no_time_is_predicted_the_shortest_length_in_full_tells_it() -> No
     assert not first.spec.is_memory_only
 
 
-def test_full_trials_take_no_more_than_their_share() -> None:
+def test_full_trials_take_no_more_than_their_share():
     question = on_h200()
     law = reaching(dict.fromkeys(question.cells, question.grid.size), question)
     runner = trials.TimedRunner(question, law, trials.Clock(), timeout_s=question.timeout_s)

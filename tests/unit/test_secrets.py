@@ -2,7 +2,6 @@
 
 import shlex
 import time
-from pathlib import Path
 
 import pytest
 from studies import QUESTION, REAL, report_of, study_of, trial
@@ -18,35 +17,16 @@ from highwater.search.cell_outcomes import TrialFinished
 from highwater.search.scheduler import recorded_search
 from highwater.store.journal import open_journal
 from highwater.trials.simulated import OneByOne
+from tables import table
 
 SECONDS = 5.0
 """Of processor time for a text as long as is looked at: a pattern that goes over it once for each
 letter takes minutes."""
-SECRETS = (
-    "HF_TOKEN=hf_abcdefghijklmnopqrst",
-    'headers: {"Authorization": "Bearer abcdefgh12345678"}',
-    "loading with token hf_abcdefghijklmnopqrst",
-    "api_key='Zm9vYmFyYmF6'",
-    "WANDB_API_KEY: 0123456789abcdef0123456789abcdef01234567",
-    "https://user:hunter22@mirror.example/simple",
-    "AWS_SECRET_ACCESS_KEY=wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY",
-    "AKIAIOSFODNN7EXAMPLE",
-    "ghp_abcdefghijklmnopqrstuvwxyz0123456789",
-    "--password=correct-horse",
-    "password: swordfish",
-    "mail: {'password': 'sword-fish'}",
-    "db password=tuna",
-    "PASSWD: 123456",
-    "client_secret: swordfish",
-    "api_key: swordfish",
-    "token: swordfish",
-    '"hf_token": "swordfish"',
-    "highwater find --hf-token swordfish",
-)
+SECRETS = table("secrets", "texts")
 
 
 @pytest.mark.parametrize("text", SECRETS)
-def test_what_looks_like_a_secret_is_hidden_wherever_it_stands(text: str) -> None:
+def test_what_looks_like_a_secret_is_hidden_wherever_it_stands(text):
     hidden = without_secrets(text)
     assert HIDDEN in hidden
     study = study_of(trial(8192, Outcome.CRASHED, text=text), command=("highwater", "find", text))
@@ -55,59 +35,11 @@ def test_what_looks_like_a_secret_is_hidden_wherever_it_stands(text: str) -> Non
     assert value not in document
 
 
-COMMANDS = (
-    *(f"train {{length}} --{name} S3cr3t" for name in ("api-key", "api_key", "apikey", "api.key")),
-    *(
-        f"train {{length}} --{name}=S3cr3t"
-        for name in ("access-token", "hf-token", "token", "auth")
-    ),
-    *(f"train {{length}} {name} S3cr3t" for name in ("--password", "-passwd", "--wandb_api_key")),
-    *(f"env {name}=S3cr3t train {{length}}" for name in ("HF_TOKEN", "PGPASSWORD", "MYSQL_PWD")),
-    *(
-        f"train {{length}} {name}=S3cr3t"
-        for name in ("+a.api_key", "--env=KEY_SECRET", "-eHFTOKEN")
-    ),
-    "train {length} --url https://me:S3cr3t@host/x",
-    "train {length} --url 'https://host/x?lr=1&access_token=S3cr3t'",
-    "curl {length} -H 'Authorization: Bearer S3cr3t'",
-    "curl {length} -H 'X-Api-Key: S3cr3t'",
-    "bash -c 'HF_TOKEN=S3cr3t train --max-len {length} --lr 1e-5'",
-    "bash -c 'train {length} --password \"S3cr3t and\" --api-key S3cr3t'",
-    'train {length} --config \'{"password": "S3cr3t"}\'',
-    "train {length} --password 'S3cr3t with S3cr3t in it'",
-    # a value with blanks within one word, to its end
-    "train {length} --password='correct horse S3cr3t'",
-    'train {length} --api-key="a S3cr3t b"',
-    "train {length} --env WANDB_API_KEY='x S3cr3t'",
-    "train {length} '--password two S3cr3t'",
-    "train {length} '--passphrase two S3cr3t --lr 1e-5'",
-    "train {length} -e'HF_TOKEN=x S3cr3t'",
-    "train {length} --env=DB_PASSWORD='x\tS3cr3t'",
-    "bash -c 'train {length} --password=\"two S3cr3t\"'",
-    "bash -c 'HF_TOKEN=\"two S3cr3t\" train {length}'",
-    # a value that begins as a flag does
-    *(f"train {{length}} {name} -S3cr3t" for name in ("--password", "--hf-token", "-api_key")),
-    "train {length} --password --1S3cr3t",
-    "bash -c 'train {length} --password -S3cr3t'",
-    # short names
-    *(
-        f"train {{length}} {name} S3cr3t"
-        for name in ("--pass", "--pwd", "--db-pass", "--session-key", "--session_key", "--pat")
-    ),
-    *(f"train {{length}} {name}=S3cr3t" for name in ("--pass", "db.pwd", "--gh-pat", "--cookie")),
-    *(f"env {name}=S3cr3t train {{length}}" for name in ("GH_PAT", "SMTP_PASS", "SESSION_KEY")),
-    "train {length} export:GH_PAT=S3cr3t",
-    "train {length} --cookie x=S3cr3t",
-    "curl {length} -H 'Cookie: a=b; x=S3cr3t'",
-    # a user with a password
-    *(f"curl {{length}} {name} me:S3cr3t" for name in ("-u", "--user", "--login", "--proxy-user")),
-    "curl {length} --login=me:S3cr3t",
-    "bash -c 'curl {length} -u \"me:two S3cr3t\"'",
-)
+COMMANDS = table("secrets", "commands")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_no_secret_of_a_command_is_left_in_it_and_its_placeholder_is(command: str) -> None:
+def test_no_secret_of_a_command_is_left_in_it_and_its_placeholder_is(command):
     words = tuple(shlex.split(command))
     hidden = hidden_words(words)
     assert len(hidden) == len(words)
@@ -134,11 +66,11 @@ def test_no_secret_of_a_command_is_left_in_it_and_its_placeholder_is(command: st
         "python -u train.py {length} -u 2 --user-agent a:b --bypass=x --password-file=/run/p",
     ],
 )
-def test_words_of_a_command_that_are_no_secret_stay(command: str) -> None:
+def test_words_of_a_command_that_are_no_secret_stay(command):
     assert hidden_words(shlex.split(command)) == tuple(shlex.split(command))
 
 
-def test_no_flag_of_ours_is_taken_for_a_secrets() -> None:
+def test_no_flag_of_ours_is_taken_for_a_secrets():
     flags = {flag for each in commands().values() for flag in each._option_string_actions}
     assert "--command" in flags
     for flag in flags:
@@ -158,7 +90,7 @@ def test_no_flag_of_ours_is_taken_for_a_secrets() -> None:
         "sent Cookie: a=123456; b=swordfish",
     ],
 )
-def test_a_command_that_an_error_quotes_is_quoted_without_its_secrets(text: str) -> None:
+def test_a_command_that_an_error_quotes_is_quoted_without_its_secrets(text):
     hidden = without_secrets(text)
     assert "123456" not in hidden
     assert "swordfish" not in hidden
@@ -181,19 +113,19 @@ def test_a_command_that_an_error_quotes_is_quoted_without_its_secrets(text: str)
         "1 pass over the data, forward pass 3 ms, cookies are off, user: me, pat: x, PWD=/work",
     ],
 )
-def test_what_is_no_secret_stays(text: str) -> None:
+def test_what_is_no_secret_stays(text):
     assert without_secrets(text) == text
 
 
-def test_texts_of_real_studies_hold_nothing_that_is_taken_for_a_secret() -> None:
+def test_texts_of_real_studies_hold_nothing_that_is_taken_for_a_secret():
     for path in REAL:
         assert HIDDEN not in to_json(study_report(path).study)
 
 
 @pytest.mark.parametrize("length", [0, 10, KEPT - 1, KEPT, KEPT + 1, 30_000_000])
 def test_of_a_long_text_the_beginning_and_the_end_are_kept_and_done_again_nothing_changes(
-    length: int,
-) -> None:
+    length,
+):
     text = f"RuntimeError: begins {'x' * length} ends"
     short = kept(text)
     assert len(short) <= KEPT + 1
@@ -203,7 +135,7 @@ def test_of_a_long_text_the_beginning_and_the_end_are_kept_and_done_again_nothin
     assert ("characters are left out" in short) == (len(text) > KEPT)
 
 
-def test_no_part_of_a_secret_is_left_where_a_text_is_cut() -> None:
+def test_no_part_of_a_secret_is_left_where_a_text_is_cut():
     whole = "hf_abcdefghijklmnopqrst"
     for before in range(KEPT * 3 // 4 - 100, KEPT * 3 // 4 + 10):
         short = kept(
@@ -214,8 +146,8 @@ def test_no_part_of_a_secret_is_left_where_a_text_is_cut() -> None:
 
 
 def test_what_a_runner_returns_is_kept_and_recorded_without_secrets_and_within_bounds(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     text = "RuntimeError: HF_TOKEN=hf_abcdefghijklmnopqrst " + "x" * 1_000_000
 
     class Talkative(OneByOne):
@@ -241,7 +173,7 @@ def test_what_a_runner_returns_is_kept_and_recorded_without_secrets_and_within_b
         assert HIDDEN in shown
 
 
-def test_an_error_on_stderr_shows_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_on_stderr_shows_no_secret(capsys):
     error(
         UsageError(
             "loading failed: Authorization: Bearer abcdefgh12345678",
@@ -256,7 +188,7 @@ def test_an_error_on_stderr_shows_no_secret(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     "letters", ["a", "token", "token:", "-", "a.", "password", "://x:", "x@", 'token="', " "]
 )
-def test_no_text_is_looked_at_for_long(letters: str) -> None:
+def test_no_text_is_looked_at_for_long(letters):
     text = letters * (LOGGED // len(letters))
     began = time.process_time()
     kept(text, most=LOGGED)

@@ -29,7 +29,7 @@ def terms(of: CellPrediction) -> dict[str, int]:
     return {term.name: term.bytes for term in (*of.footprint.peak.terms, *of.footprint.outside)}
 
 
-def test_64_gpus_take_what_8_do_and_what_copies_take() -> None:
+def test_64_gpus_take_what_8_do_and_what_copies_take():
     one, several = predicted(8), predicted(64, copies=[8])
     for alone, copied in zip(one.cells, several.cells, strict=True):
         assert copied.cell.settings == alone.cell.settings
@@ -43,7 +43,7 @@ def test_64_gpus_take_what_8_do_and_what_copies_take() -> None:
         assert used == pytest.approx(sum(more.values()), rel=KEPT_SHARE)
 
 
-def test_the_number_of_machines_changes_no_gpu_and_no_machine() -> None:
+def test_the_number_of_machines_changes_no_gpu_and_no_machine():
     few, many = predicted(24, copies=[3]), predicted(64, copies=[8])
     for a, b in zip(few.cells, many.cells, strict=True):
         assert a.footprint.device_used_bytes == b.footprint.device_used_bytes
@@ -54,13 +54,11 @@ def test_the_number_of_machines_changes_no_gpu_and_no_machine() -> None:
     ("gpus", "copies", "of_a_machine"),
     [(8, 1, 8), (16, 2, 16), (64, 8, 8), (64, 4, 16), (64, 32, 8), (48, 8, 6), (24, 2, 12)],
 )
-def test_a_machine_has_whole_copies_and_8_gpus_where_they_are_smaller(
-    gpus: int, copies: int, of_a_machine: int
-) -> None:
+def test_a_machine_has_whole_copies_and_8_gpus_where_they_are_smaller(gpus, copies, of_a_machine):
     assert Layout(gpus=gpus, replicate_degree=copies).machine_gpus == of_a_machine
 
 
-def test_what_was_measured_nowhere_is_said_once() -> None:
+def test_what_was_measured_nowhere_is_said_once():
     def said(notes: tuple[str, ...]) -> list[str]:
         return [note for note in notes if "between those was measured nowhere" in note]
 
@@ -72,19 +70,19 @@ def test_what_was_measured_nowhere_is_said_once() -> None:
     assert not said(predicted(16, copies=[2]).notes)
 
 
-def test_no_degree_that_is_not_named_shares_a_sequence_across_machines() -> None:
+def test_no_degree_that_is_not_named_shares_a_sequence_across_machines():
     cells = predict("Qwen3-8B", gpus="64xH100-80GB", copies=[8]).cells
     assert {each.cell.layout.ulysses_degree for each in cells} == {1, 2, 4, 8}
 
 
-def test_a_configuration_is_of_one_machine() -> None:
+def test_a_configuration_is_of_one_machine():
     found = recommend("Qwen3-8B", gpus="64xH100-80GB", length="64k", copies=[8])
     assert found.chosen is not None
     with pytest.raises(UsageError, match="a configuration is of one machine"):
         configured("accelerate", found, found.chosen, model="Qwen3-8B")
 
 
-def test_more_gpus_of_several_machines_can_be_typed_where_copies_are_named() -> None:
+def test_more_gpus_of_several_machines_can_be_typed_where_copies_are_named():
     asked = {"length": "400k", "copies": [2], "offload": False}
     found = recommend("Qwen3-32B", gpus="8xH200-141GB", **asked)
     more, *_ = found.alternatives
@@ -95,7 +93,7 @@ def test_more_gpus_of_several_machines_can_be_typed_where_copies_are_named() -> 
     assert chosen.label == more.label
 
 
-def test_machines_that_are_named_have_a_copy_each_and_their_own_gpus() -> None:
+def test_machines_that_are_named_have_a_copy_each_and_their_own_gpus():
     named = predict("Qwen3-8B", gpus="2x8xH100-80GB", length="64k")
     layouts = [each.cell.layout for each in named.cells]
     assert {layout.replicate_degree for layout in layouts} == {2}
@@ -107,8 +105,8 @@ def test_machines_that_are_named_have_a_copy_each_and_their_own_gpus() -> None:
 
 @pytest.mark.parametrize("machines", [4, 8, 128])
 def test_machines_of_8_that_are_named_are_the_machines_that_follow_from_copies(
-    machines: int,
-) -> None:
+    machines,
+):
     asked = {"length": "64k", "ulysses": [2], "host_memory": "256GiB"}
     named = predict("Qwen3-8B", gpus=f"{machines}x8xH100-80GB", **asked)
     copied = predicted(8 * machines, copies=[machines])
@@ -116,7 +114,7 @@ def test_machines_of_8_that_are_named_are_the_machines_that_follow_from_copies(
         assert (a.footprint, a.cell.label) == (b.footprint, b.cell.label)
 
 
-def test_the_host_of_a_small_machine_keeps_the_states_of_its_own_gpus() -> None:
+def test_the_host_of_a_small_machine_keeps_the_states_of_its_own_gpus():
     asked = {"length": "32k", "ulysses": [1], "offload": True, "allocator": "expandable"}
     one = predict("Qwen3-8B", gpus="4xH100-80GB", **asked)
     two = predict("Qwen3-8B", gpus="2x4xH100-80GB", **asked)
@@ -134,9 +132,7 @@ def test_the_host_of_a_small_machine_keeps_the_states_of_its_own_gpus() -> None:
         ("0x8xH100-80GB", None, "1 to 1024"),
     ],
 )
-def test_machines_that_cannot_be_are_refused_with_what_can(
-    gpus: str, copies: list[int] | None, said: str
-) -> None:
+def test_machines_that_cannot_be_are_refused_with_what_can(gpus, copies, said):
     settings: dict[str, Any] = {} if copies is None else {"copies": copies}
     with pytest.raises(UsageError, match=said) as refusal:
         predict("Qwen3-8B", gpus=gpus, **settings)
@@ -145,7 +141,7 @@ def test_machines_that_cannot_be_are_refused_with_what_can(
     assert predict("Qwen3-8B", **mended).cells
 
 
-def test_more_machines_are_offered_where_machines_were_named() -> None:
+def test_more_machines_are_offered_where_machines_were_named():
     asked: dict[str, Any] = {"length": "64k", "offload": False}
     found = recommend("Qwen3-30B-A3B", gpus="2x2xH100-80GB", **asked)
     assert found.chosen is None
@@ -156,7 +152,7 @@ def test_more_machines_are_offered_where_machines_were_named() -> None:
         assert recommend("Qwen3-30B-A3B", gpus=gpus, **asked).chosen is not None
 
 
-def test_a_layout_without_named_machines_has_none_in_its_document() -> None:
+def test_a_layout_without_named_machines_has_none_in_its_document():
     assert "machines" not in to_json(Layout(gpus=16, replicate_degree=2))
     named = Layout(gpus=16, replicate_degree=2, machines=2)
     assert from_json(to_json(named), Layout) == named

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from highwater.memory.formula.constants import CONTEXT_BYTES, FILLED_SHARE
 from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.layers import Step
 from highwater.model.model import load_model
 from highwater.model.model_place import catalog_names
 from highwater.nouns.layout import Layout
@@ -89,7 +90,7 @@ def test_a_budget_is_context_nccl_and_what_is_left_for_the_allocator(layout, run
         == budget.budget_bytes
         == 80 * GIB
     )
-    needed = footprint(load_model("Qwen3-0.6B").shape, rung, layout, length_tokens=8192)
+    needed = footprint(Step(load_model("Qwen3-0.6B").shape, rung, layout, length_tokens=8192))
     assert rank.memory.peak_reserved_bytes == needed.needed_bytes - needed.outside_bytes
     assert rank.memory.device_used_bytes == needed.needed_bytes
 

@@ -91,7 +91,7 @@ def counts(family: str, folder: Path, fields: dict[str, Any]) -> tuple[ModelShap
 
 @pytest.mark.corpus
 @pytest.mark.parametrize("family", sorted(TRAINED))
-def test_a_model_has_as_many_parameters_as_its_class_builds(family: str, tmp_path: Path) -> None:
+def test_a_model_has_as_many_parameters_as_its_class_builds(family, tmp_path):
     for number in range(DRAWS):
         found = counts(family, tmp_path, draw(family, number))
         assert found is not None
@@ -102,7 +102,7 @@ def test_a_model_has_as_many_parameters_as_its_class_builds(family: str, tmp_pat
 
 @pytest.mark.corpus
 @pytest.mark.parametrize("family", sorted(TRAINED))
-def test_a_part_that_a_config_switches_is_counted_or_refused(family: str, tmp_path: Path) -> None:
+def test_a_part_that_a_config_switches_is_counted_or_refused(family, tmp_path):
     usual = pytest.importorskip("transformers").CONFIG_MAPPING[family]().to_dict()
     switches = [
         name
@@ -118,7 +118,7 @@ def test_a_part_that_a_config_switches_is_counted_or_refused(family: str, tmp_pa
 
 @pytest.mark.corpus
 @pytest.mark.parametrize("name", catalog_names())
-def test_a_catalog_model_has_as_many_parameters_as_its_class_builds(name: str) -> None:
+def test_a_catalog_model_has_as_many_parameters_as_its_class_builds(name):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     model = load_model(name)
     config = transformers.AutoConfig.from_pretrained(model.directory)
@@ -127,7 +127,7 @@ def test_a_catalog_model_has_as_many_parameters_as_its_class_builds(name: str) -
     assert model.shape.parameters == sum(parameter.numel() for parameter in theirs.parameters())
 
 
-def test_what_its_class_has_already_stands_in_no_document(tmp_path: Path) -> None:
+def test_what_its_class_has_already_stands_in_no_document(tmp_path):
     fields = {**draw("qwen2", 0), "model_type": "qwen2"}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     usual = load_model(str(tmp_path)).shape

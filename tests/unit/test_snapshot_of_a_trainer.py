@@ -9,7 +9,7 @@ from highwater.memory.snapshot.memory_profile import memory_profile
 RECORDED = Path(__file__).parents[2] / "docs/results/profiler/trainer/snapshot_rank00.pickle"
 
 
-def test_a_snapshot_of_hugging_faces_trainer_has_a_name_for_what_was_alive() -> None:
+def test_a_snapshot_of_hugging_faces_trainer_has_a_name_for_what_was_alive():
     profile = memory_profile(RECORDED)
     parameters = 4 * (32_000 * 512 * 2 + 4 * (512 * 512 * 3 + 3 * 512 * 1536))
     assert profile.bytes_of("unattributed") <= 0.05 * profile.allocated_bytes
@@ -18,7 +18,7 @@ def test_a_snapshot_of_hugging_faces_trainer_has_a_name_for_what_was_alive() -> 
     assert profile.bytes_of("logits") >= 4 * 4 * 1024 * 32_000
 
 
-def test_the_largest_place_in_it_is_an_operator_where_no_program_has_a_line() -> None:
+def test_the_largest_place_in_it_is_an_operator_where_no_program_has_a_line():
     """What an operator of the backward pass takes is no gradient that stays, and unwinding asked
     for nothing.
     """

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from highwater.api import predict
+from highwater.api.prediction import predict
 from highwater.errors import HighwaterError, UsageError
 from highwater.model.footprint import step_flops
 from highwater.model.model import load_model
@@ -16,7 +16,7 @@ from highwater.nouns.sparse_pattern import SparsePatternConfig
 SPARSE = {"attention": "block_sparse"}
 
 
-def test_a_pattern_is_what_the_settings_say_with_the_published_names() -> None:
+def test_a_pattern_is_what_the_settings_say_with_the_published_names():
     request = request_from(
         {
             "model": "Qwen3-0.6B",
@@ -34,21 +34,21 @@ def test_a_pattern_is_what_the_settings_say_with_the_published_names() -> None:
 
 
 @pytest.mark.parametrize("ratio", ["0.05", 0.05, 1, "adaptive"])
-def test_a_ratio_is_typed_or_given_as_a_number(ratio: Any) -> None:
+def test_a_ratio_is_typed_or_given_as_a_number(ratio):
     request = request_from({"model": "Qwen3-0.6B", **SPARSE, "sparsity_ratio": ratio})
     pattern = request.common_settings.pattern
     assert pattern is not None
     assert pattern.sparsity_ratio == (ratio if ratio == "adaptive" else float(ratio))
 
 
-def test_dense_settings_have_the_identity_that_they_had_before_there_were_others() -> None:
+def test_dense_settings_have_the_identity_that_they_had_before_there_were_others():
     dense, sparse = Settings(), Settings(attention="block_sparse")
     assert "attention" not in key_of(dense, without=())
     assert key_of(dense, without=()) == key_of(Settings(block_size=128), without=())
     assert key_of(dense, without=()) != key_of(sparse, without=())
 
 
-def test_a_label_says_what_is_kept_where_it_is_not_the_default() -> None:
+def test_a_label_says_what_is_kept_where_it_is_not_the_default():
     settings = Settings(attention="block_sparse", sparsity_ratio=0.02, block_size=256)
     assert settings.label == "block-sparse + kept-0.02 + block-256"
     assert Settings(attention="block_sparse").label == "block-sparse"
@@ -90,14 +90,14 @@ def test_a_label_says_what_is_kept_where_it_is_not_the_default() -> None:
         ({**SPARSE, "recompute": "all-but-attention"}, "not kept in recomputation", "layer"),
     ],
 )
-def test_what_no_pattern_can_be_is_refused(values: dict[str, Any], said: str, hint: str) -> None:
+def test_what_no_pattern_can_be_is_refused(values, said, hint):
     with pytest.raises(HighwaterError) as refused:
         predict("Qwen3-0.6B", gpus="1xH100-80GB", **values)
     assert said in refused.value.problem
     assert hint in (refused.value.hint or "")
 
 
-def test_a_prediction_says_that_the_model_is_another_one() -> None:
+def test_a_prediction_says_that_the_model_is_another_one():
     (note,) = [
         note
         for note in predict("Qwen3-0.6B", gpus="1xH100-80GB", **SPARSE).notes
@@ -108,20 +108,20 @@ def test_a_prediction_says_that_the_model_is_another_one() -> None:
     assert not any("changes the model" in note for note in dense.notes)
 
 
-def test_an_adaptive_share_of_a_window_is_refused_in_the_flags_that_were_typed() -> None:
+def test_an_adaptive_share_of_a_window_is_refused_in_the_flags_that_were_typed():
     with pytest.raises(UsageError, match="the window of local_window says") as refused:
         Settings(attention="block_sparse", pattern_type="local_window", sparsity_ratio="adaptive")
     assert "`--sparsity-ratio`" in (refused.value.hint or "")
 
 
-def test_a_ring_of_gpus_is_refused_with_a_layout_that_works() -> None:
+def test_a_ring_of_gpus_is_refused_with_a_layout_that_works():
     with pytest.raises(UsageError, match="in a ring of GPUs is not predicted") as refused:
         predict("Qwen3-0.6B", gpus="2xH100-80GB", ulysses=[1], ring=[2], **SPARSE)
     assert "`--ulysses 2 --ring 1`" in (refused.value.hint or "")
     predict("Qwen3-0.6B", gpus="2xH100-80GB", ulysses=[2], ring=[1], **SPARSE)
 
 
-def test_flops_of_attention_are_those_of_the_pairs_that_are_kept() -> None:
+def test_flops_of_attention_are_those_of_the_pairs_that_are_kept():
     shape = load_model("Qwen3-0.6B").shape
 
     def flops(**settings: Any) -> int:

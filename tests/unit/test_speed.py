@@ -8,21 +8,21 @@ from statistics import median, quantiles
 import pytest
 
 import highwater
+from highwater import speed
 from highwater.model.footprint import step_flops
 from highwater.model.model import load_model
 from highwater.nouns.hardware import gpu_catalog
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.pages.prediction_tables import prediction_table
-from highwater.speed import step_seconds
-from highwater.speed.step_seconds import predicted_step, rates_of, sheets
+from highwater.speed import predicted_step, rates_of, sheets
 
 SCRIPTS = Path(__file__).parents[2] / "docs" / "results" / "speed"
 SHAPE = load_model("Qwen3-4B").shape
 CHUNKED = Settings(loss="chunked", allocator="expandable")
 
 
-def test_times_that_are_held_out_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_that_are_held_out_are_predicted(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     found = runpy.run_path(str(SCRIPTS / "predicted.py"))
     steps = [step for step in found["steps"]() if step.split == "held out"]
@@ -41,9 +41,9 @@ def seconds(settings: Settings = CHUNKED, layout: Layout | None = None, **asked)
     return step.time_s
 
 
-def test_without_recomputation_products_are_those_of_model_flops() -> None:
+def test_without_recomputation_products_are_those_of_model_flops():
     length = 4096
-    work = step_seconds._micro_batch(  # pyright: ignore[reportPrivateUsage]
+    work = speed._micro_batch(  # pyright: ignore[reportPrivateUsage]
         SHAPE,
         Settings(recompute="none"),
         Layout(),
@@ -57,7 +57,7 @@ def test_without_recomputation_products_are_those_of_model_flops() -> None:
     assert work.attention_backward_flops == pytest.approx(2.5 * forward)
 
 
-def test_longer_takes_longer_and_more_gpus_take_less() -> None:
+def test_longer_takes_longer_and_more_gpus_take_less():
     lengths = [seconds(length_tokens=length) for length in (8192, 16384, 65_536, 262_144)]
     assert all(a < b for a, b in pairwise(lengths))
     shared = [seconds(layout=Layout(gpus=n, ulysses_degree=n)) for n in (1, 2, 4, 8)]
@@ -65,7 +65,7 @@ def test_longer_takes_longer_and_more_gpus_take_less() -> None:
     assert seconds(micro_batches=4) > 1.9 * seconds(micro_batches=2)
 
 
-def test_what_is_kept_is_not_computed_again() -> None:
+def test_what_is_kept_is_not_computed_again():
     again, kept, nothing = (
         seconds(Settings(loss="chunked", recompute=each))
         for each in ("layer", "all-but-attention", "none")
@@ -73,13 +73,13 @@ def test_what_is_kept_is_not_computed_again() -> None:
     assert again > kept > nothing
 
 
-def test_frozen_weights_cost_less_and_offload_costs_more() -> None:
+def test_frozen_weights_cost_less_and_offload_costs_more():
     assert seconds(Settings(loss="chunked", lora=32)) < seconds()
     assert seconds(Settings(loss="chunked", offload=True)) > seconds()
     assert seconds(Settings(loss="chunked", attention="block_sparse")) < seconds()
 
 
-def test_other_gpus_are_scaled_and_unknown_ones_have_no_times() -> None:
+def test_other_gpus_are_scaled_and_unknown_ones_have_no_times():
     known = {kind.name for kind in gpu_catalog()}
     assert set(sheets()) <= known
     slow, fast = rates_of("NVIDIA A100-SXM4-80GB"), rates_of("H200-141GB")
@@ -93,7 +93,7 @@ def test_other_gpus_are_scaled_and_unknown_ones_have_no_times() -> None:
     assert predicted_step(SHAPE, CHUNKED, Layout(), **usual) is None
 
 
-def test_a_prediction_says_how_long_a_step_takes_and_how_good_that_is() -> None:
+def test_a_prediction_says_how_long_a_step_takes_and_how_good_that_is():
     found = highwater.predict("Qwen3-4B", gpus="1xH200-141GB")
     (best,) = (cell for cell in found.cells if cell.cell.settings.label == "Env + chunked")
     assert best.step is not None
@@ -114,7 +114,7 @@ def test_a_prediction_says_how_long_a_step_takes_and_how_good_that_is() -> None:
     assert all(cell.step is None for cell in other.cells)
 
 
-def test_a_recommendation_has_a_time_without_a_study() -> None:
+def test_a_recommendation_has_a_time_without_a_study():
     found = highwater.recommend("Qwen3-8B", gpus="4xH200-141GB", length="64k")
     assert found.chosen is not None
     assert found.chosen.step_time is not None

@@ -32,7 +32,7 @@ def answered(**changes: object) -> Study:
     return Study(question=QUESTION, answers=(answer,))
 
 
-def test_what_was_trained_comes_first_with_what_is_left_how_fast_and_what_ran_out() -> None:
+def test_what_was_trained_comes_first_with_what_is_left_how_fast_and_what_ran_out():
     said = study_answer(answered())
     assert said == (
         "Qwen3-0.6B trains up to 65,536 tokens on 1 x simulated GPU with 80.00 GiB, measured, with "
@@ -41,7 +41,7 @@ def test_what_was_trained_comes_first_with_what_is_left_how_fast_and_what_ran_ou
     )
 
 
-def test_what_memory_holds_is_never_said_to_be_trained() -> None:
+def test_what_memory_holds_is_never_said_to_be_trained():
     proof = MemoryOnlyFit(length_tokens=131_072, peak_reserved_bytes=2**36, headroom_bytes=2**30)
     said = study_answer(answered(memory_only=proof, does_not_fit_tokens=135_168))
     assert said.startswith("Memory holds Qwen3-0.6B at 131,072 tokens on ")
@@ -61,11 +61,11 @@ def test_what_memory_holds_is_never_said_to_be_trained() -> None:
         ({"does_not_fit_tokens": None, "limit": "time"}, "Qwen3-0.6B trains up to 65,536 "),
     ],
 )
-def test_every_end_of_a_search_has_its_words(changes: dict[str, object], said: str) -> None:
+def test_every_end_of_a_search_has_its_words(changes, said):
     assert study_answer(answered(**changes)).startswith(said)
 
 
-def test_an_unfinished_search_says_between_which_lengths_it_is() -> None:
+def test_an_unfinished_search_says_between_which_lengths_it_is():
     trials = (trial(40_960, Outcome.FIT), trial(61_440, Outcome.OUT_OF_MEMORY))
     said = study_answer(msgspec.structs.replace(answered(), trials=trials, answers=()))
     assert said.startswith("Qwen3-0.6B fits at 40,960 tokens, and does not at 61,440, on ")
@@ -73,7 +73,7 @@ def test_an_unfinished_search_says_between_which_lengths_it_is() -> None:
 
 
 @pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
-def test_every_figure_of_a_recorded_study_is_one_of_its_own(path) -> None:
+def test_every_figure_of_a_recorded_study_is_one_of_its_own(path):
     study = read_study(path)
     said = study_answer(study)
     lengths = {format_tokens(each.spec.length_tokens) for each in study.trials}

@@ -1,7 +1,5 @@
 """What a report says of predictions that were made before the trials, and of what ordered these."""
 
-from pathlib import Path
-
 import msgspec
 import pytest
 from studies import QUESTION, REAL, fifo, report_of, study_of, trial
@@ -34,8 +32,8 @@ BUDGETED = question_of(token_budget="16k").cells
     ],
 )
 def test_a_search_without_a_prediction_is_ordered_by_the_formula_only_where_that_says_something(
-    changes: dict[str, object], said: str
-) -> None:
+    changes, said
+):
     report = report_of(study_of(question=msgspec.structs.replace(QUESTION, **changes)))
     ordered = dict(question_table(report).rows)["ordered by"]
     assert ordered.startswith(said)
@@ -43,8 +41,8 @@ def test_a_search_without_a_prediction_is_ordered_by_the_formula_only_where_that
 
 
 def test_each_prediction_that_ordered_a_study_is_named_once_and_without_your_own_home(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("HOME", str(tmp_path))
     named = (str(tmp_path / "kept" / "a.json"), "trace", "b.json", "trace", "formula")
     told = tuple(
@@ -60,8 +58,8 @@ def test_each_prediction_that_ordered_a_study_is_named_once_and_without_your_own
 
 @pytest.mark.parametrize("prediction", ["trace", "a.json"])
 def test_a_linear_search_says_that_the_prediction_it_was_given_ordered_nothing(
-    prediction: str,
-) -> None:
+    prediction,
+):
     told = Expectation(cell=QUESTION.cells[0], likely_tokens=4096, prediction=prediction)
     linear = msgspec.structs.replace(QUESTION, method="linear")
     report = study_report(study_of(trial(8192, Outcome.FIT), question=linear, expectations=(told,)))
@@ -73,7 +71,7 @@ def test_a_linear_search_says_that_the_prediction_it_was_given_ordered_nothing(
     assert (report.cells[0].expected_tokens, report.cells[0].begun_at_tokens) == (4096, None)
 
 
-def test_a_report_of_a_search_whose_prediction_left_cells_out_says_what_ordered_those() -> None:
+def test_a_report_of_a_search_whose_prediction_left_cells_out_says_what_ordered_those():
     question = question_of(loss="full")
     vanilla, env = question.cells
     trials = [RecordedTrial(spec=question.trial(cell, 8192)) for cell in question.cells]
@@ -88,8 +86,8 @@ def test_a_report_of_a_search_whose_prediction_left_cells_out_says_what_ordered_
 
 
 def test_a_prediction_that_cannot_be_read_any_more_is_named_without_your_own_home(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "a.json").write_text("{}")
     command = ("highwater", "find", "Qwen3-0.6B", "--prediction", str(tmp_path / "a.json"))
@@ -100,7 +98,7 @@ def test_a_prediction_that_cannot_be_read_any_more_is_named_without_your_own_hom
     assert str(tmp_path) not in ordered
 
 
-def test_a_report_says_where_the_search_was_told_to_begin() -> None:
+def test_a_report_says_where_the_search_was_told_to_begin():
     report = study_report(REAL[0].parent / "edge-4b-1-full.jsonl")
     assert report.beginning is not None
     assert report.beginning.predictions == ("docs/results/find/edge-4b-1-full.prediction.json",)
@@ -121,7 +119,7 @@ def test_a_report_says_where_the_search_was_told_to_begin() -> None:
     assert study_report(by_formula).beginning is None
 
 
-def test_what_a_formula_said_before_the_trials_stands_beside_what_todays_says() -> None:
+def test_what_a_formula_said_before_the_trials_stands_beside_what_todays_says():
     told = Expectation(cell=QUESTION.cells[0], likely_tokens=12_345, prediction="formula")
     report = report_of(study_of(trial(8192, Outcome.FIT), expectations=(told,)))
     cell = report.cells[0]
@@ -142,7 +140,7 @@ def test_what_a_formula_said_before_the_trials_stands_beside_what_todays_says() 
     assert before in study_markdown(report)
 
 
-def test_what_was_recorded_is_shown_where_todays_formula_says_nothing() -> None:
+def test_what_was_recorded_is_shown_where_todays_formula_says_nothing():
     told = Expectation(cell=QUESTION.cells[0], likely_tokens=0, prediction="formula")
     silent = msgspec.structs.replace(QUESTION, data="my.batches:packed")
     table = predicted_cells(report_of(study_of(question=silent, expectations=(told,))))
@@ -152,7 +150,7 @@ def test_what_was_recorded_is_shown_where_todays_formula_says_nothing() -> None:
     assert recorded.startswith("none by ")
 
 
-def test_each_cell_says_what_predicted_it_before_its_trials() -> None:
+def test_each_cell_says_what_predicted_it_before_its_trials():
     question = question_of(loss="full")
     vanilla, env = question.cells
     told = (
@@ -172,7 +170,7 @@ def test_each_cell_says_what_predicted_it_before_its_trials() -> None:
     assert "8,192 by a\\|b.json" in study_markdown(report)
 
 
-def test_a_prediction_that_a_study_did_not_record_has_ordered_nothing() -> None:
+def test_a_prediction_that_a_study_did_not_record_has_ordered_nothing():
     assert (
         study_report(
             study_of(command=("highwater", "find", "Qwen3-0.6B", "--prediction=late.json"))
@@ -181,7 +179,7 @@ def test_a_prediction_that_a_study_did_not_record_has_ordered_nothing() -> None:
     )
 
 
-def test_a_prediction_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_prediction_that_is_no_file_is_not_waited_for(tmp_path):
     pipe = fifo(tmp_path / "prediction.json")
     command = ("highwater", "find", "Qwen3-0.6B", "--prediction", str(pipe))
     found = study_report(study_of(schema_version=1, command=command)).beginning

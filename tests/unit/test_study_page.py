@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from itertools import pairwise
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -19,7 +18,6 @@ from studies import HOSTILE, QUESTION, REAL, hostile_study, real_report, report_
 
 from highwater import study_report, write_report
 from highwater.errors import UsageError
-from highwater.nouns.study import RecordedTrial
 from highwater.nouns.trial import LogEnd, Outcome
 from highwater.pages.study.build import COLUMNS, study_csv, study_markdown, study_page
 from highwater.pages.study.study_answer import study_answer
@@ -39,7 +37,7 @@ OUTCOMES = (
 
 @pytest.mark.corpus
 @pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
-def test_the_page_of_a_real_study_has_every_trial_and_every_section(path: Path) -> None:
+def test_the_page_of_a_real_study_has_every_trial_and_every_section(path):
     report = study_report(path)
     text = study_page(report)
     page = Page(text)
@@ -56,7 +54,7 @@ def test_the_page_of_a_real_study_has_every_trial_and_every_section(path: Path) 
     assert len(text.encode()) < LARGEST_BYTES / 5
 
 
-def test_a_page_needs_nothing_else() -> None:
+def test_a_page_needs_nothing_else():
     text = study_page(real_report("grpo-0.6b-1"))
     page = Page(text)
     assert "default-src 'none'" in str(page.all("meta"))
@@ -70,7 +68,7 @@ def test_a_page_needs_nothing_else() -> None:
     assert {str(link["href"])[1:] for link in page.all("a")} <= set(places)
 
 
-def test_a_page_is_readable_with_a_screen_reader_a_keyboard_a_phone_at_night_and_on_paper() -> None:
+def test_a_page_is_readable_with_a_screen_reader_a_keyboard_a_phone_at_night_and_on_paper():
     text = study_page(real_report("qwen3-4b-79gib"))
     page = Page(text)
     assert page.all("html") == [{"lang": "en"}]
@@ -97,7 +95,7 @@ def test_a_page_is_readable_with_a_screen_reader_a_keyboard_a_phone_at_night_and
     assert "width=device-width" in str(viewport["content"])
 
 
-def test_a_picture_shows_each_outcome_by_a_shape_of_its_own() -> None:
+def test_a_picture_shows_each_outcome_by_a_shape_of_its_own():
     trials = (
         trial(4096 * (i + 1), outcome, used_bytes=(10 + i) * GIB)
         for i, outcome in enumerate(OUTCOMES)
@@ -115,7 +113,7 @@ def test_a_picture_shows_each_outcome_by_a_shape_of_its_own() -> None:
     assert ">?</text>" in text
 
 
-def test_the_band_of_a_picture_is_the_bracket() -> None:
+def test_the_band_of_a_picture_is_the_bracket():
     report = real_report("qwen3-4b-card-full")
     picture = bracket_picture(report.cells[0], report)
     assert picture is not None
@@ -127,7 +125,7 @@ def test_the_band_of_a_picture_is_the_bracket() -> None:
     assert areas == sorted(areas, reverse=True), "it only closes"
 
 
-def test_a_picture_of_memory_draws_the_limit_and_of_many_trials_only_the_edges() -> None:
+def test_a_picture_of_memory_draws_the_limit_and_of_many_trials_only_the_edges():
     report = real_report("qwen3-0.6b-79gib-full")
     picture = memory_picture(report)
     assert picture is not None
@@ -153,7 +151,7 @@ def test_a_picture_of_memory_draws_the_limit_and_of_many_trials_only_the_edges()
     assert memory_picture(report_of(study_of(trial(8192, None)))) is None
 
 
-def test_a_page_opens_with_the_sentence_that_the_command_prints() -> None:
+def test_a_page_opens_with_the_sentence_that_the_command_prints():
     report = real_report("qwen3-4b-79gib")
     text = study_page(report)
     assert study_answer(report.study) in Page(text).text("p")
@@ -161,7 +159,7 @@ def test_a_page_opens_with_the_sentence_that_the_command_prints() -> None:
     assert [text.index(each) for each in order] == sorted(text.index(each) for each in order)
 
 
-def test_no_folder_of_the_machine_of_a_trial_is_on_its_page() -> None:
+def test_no_folder_of_the_machine_of_a_trial_is_on_its_page():
     text = 'File "/home/somebody/venv/lib/torch/nn/linear.py", line 1; see https://a.org/b/c'
     log = LogEnd(lines=("cd /mnt/share/people/me && ls /dev/shm/x",))
     page = study_page(report_of(study_of(trial(8192, Outcome.CRASHED, text=text)), log))
@@ -177,8 +175,8 @@ def test_no_folder_of_the_machine_of_a_trial_is_on_its_page() -> None:
     "trials", [(), (trial(8192, None),), (trial(8192, Outcome.FIT), trial(16384, None))], ids=len
 )
 def test_a_study_that_is_not_finished_is_a_page_that_says_so(
-    trials: tuple[RecordedTrial, ...],
-) -> None:
+    trials,
+):
     report = report_of(study_of(*trials))
     page = Page(study_page(report))
     assert "Unfinished" in page.text("strong")
@@ -186,7 +184,7 @@ def test_a_study_that_is_not_finished_is_a_page_that_says_so(
     assert len(list(csv.reader(io.StringIO(study_csv(report))))) == 1 + len(trials)
 
 
-def test_text_from_outside_stays_text_on_a_page() -> None:
+def test_text_from_outside_stays_text_on_a_page():
     report = report_of(hostile_study(), LogEnd(lines=(HOSTILE, "\x1b]0;title\x07")))
     text = study_page(report)
     page = Page(text)
@@ -202,7 +200,7 @@ def test_text_from_outside_stays_text_on_a_page() -> None:
     assert {"c", "b"}.isdisjoint(data for tag, data in page.texts if tag in ("code", "strong"))
 
 
-def test_text_from_outside_stays_text_in_markdown() -> None:
+def test_text_from_outside_stays_text_in_markdown():
     report = report_of(
         hostile_study(), LogEnd(lines=(HOSTILE, "```", "# a heading", "<script>alert(4)</script>"))
     )
@@ -227,7 +225,7 @@ def test_text_from_outside_stays_text_in_markdown() -> None:
     }
 
 
-def test_markdown_has_every_trial_and_the_words_predicted_and_measured() -> None:
+def test_markdown_has_every_trial_and_the_words_predicted_and_measured():
     report = real_report("qwen3-4b-card-full")
     text = study_markdown(report)
     cells = {cell for row in markdown_rows(text) for cell in row}
@@ -237,7 +235,7 @@ def test_markdown_has_every_trial_and_the_words_predicted_and_measured() -> None
     assert text.count("OutOfMemoryError") >= len(report.failures)
 
 
-def test_a_csv_has_a_row_for_each_trial_and_no_formula() -> None:
+def test_a_csv_has_a_row_for_each_trial_and_no_formula():
     report = real_report("qwen3-4b-79gib")
     rows = list(csv.DictReader(io.StringIO(study_csv(report))))
     assert [int(row["length_tokens"]) for row in rows] == [
@@ -252,7 +250,7 @@ def test_a_csv_has_a_row_for_each_trial_and_no_formula() -> None:
         assert row["outcome"] == str(reported.outcome)
 
 
-def test_a_trial_that_ran_out_of_memory_has_no_headroom_anywhere() -> None:
+def test_a_trial_that_ran_out_of_memory_has_no_headroom_anywhere():
     report = real_report("qwen3-4b-79gib")
     rows = list(csv.DictReader(io.StringIO(study_csv(report))))
     table = memory_table(report)
@@ -268,7 +266,7 @@ def test_a_trial_that_ran_out_of_memory_has_no_headroom_anywhere() -> None:
 
 
 @pytest.mark.parametrize("beginning", ["=", "+", "-", "@", " =", "\t=", "＝"])
-def test_a_cell_of_a_csv_that_begins_like_a_formula_is_text(beginning: str) -> None:
+def test_a_cell_of_a_csv_that_begins_like_a_formula_is_text(beginning):
     danger = f'{beginning}HYPERLINK("http://evil","x")'
     model = msgspec.structs.replace(QUESTION.model, name=danger)
     study = study_of(
@@ -281,8 +279,8 @@ def test_a_cell_of_a_csv_that_begins_like_a_formula_is_text(beginning: str) -> N
 
 
 def test_the_name_of_the_file_says_the_form_and_a_file_that_is_there_is_left_alone(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     report = real_report("edge-4b-1-full")
     for name, beginning in (
         ("r.html", "<!doctype html>"),
@@ -300,13 +298,13 @@ def test_the_name_of_the_file_says_the_form_and_a_file_that_is_there_is_left_alo
     assert not (tmp_path / "r.pdf").exists()
 
 
-def test_a_json_report_holds_nothing_that_a_terminal_acts_upon(tmp_path: Path) -> None:
+def test_a_json_report_holds_nothing_that_a_terminal_acts_upon(tmp_path):
     text = write_report(tmp_path / "r.json", report_of(hostile_study())).read_text()
     assert not {"\x1b", "\u202e"} & set(text)
     assert HOSTILE in [failed["text"] for failed in json.loads(text)["failures"]]
 
 
-def test_only_a_page_loads_the_templates() -> None:
+def test_only_a_page_loads_the_templates():
     code = "import sys, highwater.cli.documents; print('jinja2' in sys.modules)"
     assert (
         subprocess.run(

@@ -1,7 +1,5 @@
 """A report about a study, as data: what it says is what the study has."""
 
-from pathlib import Path
-
 import msgspec
 import pytest
 from studies import QUESTION, REAL, real_report, report_of, study_of, trial
@@ -29,7 +27,7 @@ from places import machine_with, question_of
 
 @pytest.mark.corpus
 @pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
-def test_a_report_of_a_real_study_closes_every_bracket_at_its_answer(path: Path) -> None:
+def test_a_report_of_a_real_study_closes_every_bracket_at_its_answer(path):
     report = study_report(path)
     assert len(report.trials) == len(report.study.trials)
     for cell in report.cells:
@@ -51,7 +49,7 @@ FULL = ("--proof", "full")
 """What a search has to name now that proved in full before that was something to name."""
 
 
-def test_figures_of_a_real_study_are_those_of_its_fullest_rank() -> None:
+def test_figures_of_a_real_study_are_those_of_its_fullest_rank():
     report = real_report("qwen3-4b-card-full")
     fourth = report.trials[3]
     assert (fourth.length_tokens, fourth.outcome) == (131072, Outcome.FIT)
@@ -65,13 +63,13 @@ def test_figures_of_a_real_study_are_those_of_its_fullest_rank() -> None:
     assert report.predictions.shared_trials == 3
 
 
-def test_a_report_is_one_document_that_can_be_read_again() -> None:
+def test_a_report_is_one_document_that_can_be_read_again():
     report = real_report("grpo-0.6b-1")
     assert from_json(to_json(report), StudyReport) == report
     assert report.schema_version == 1
 
 
-def test_a_bracket_closes_by_what_trials_told_and_by_nothing_else() -> None:
+def test_a_bracket_closes_by_what_trials_told_and_by_nothing_else():
     report = report_of(
         study_of(
             trial(8192, Outcome.FIT),
@@ -94,14 +92,14 @@ def test_a_bracket_closes_by_what_trials_told_and_by_nothing_else() -> None:
     ]
 
 
-def test_a_fit_below_the_margin_does_not_count() -> None:
+def test_a_fit_below_the_margin_does_not_count():
     question = msgspec.structs.replace(QUESTION, margin_bytes=2 * GIB)
     report = report_of(study_of(trial(8192, Outcome.FIT, used_bytes=79 * GIB), question=question))
     assert not report.trials[0].counts_as_fit
     assert report.cells[0].bracket[0].does_not_fit_tokens == 8192
 
 
-def test_a_cell_without_an_answer_shows_how_far_its_bracket_has_closed() -> None:
+def test_a_cell_without_an_answer_shows_how_far_its_bracket_has_closed():
     def edge(*trials: RecordedTrial) -> tuple[str, ...]:
         table = predicted_cells(report_of(study_of(*trials)))
         assert table is not None
@@ -117,7 +115,7 @@ def test_a_cell_without_an_answer_shows_how_far_its_bracket_has_closed() -> None
     assert edge(*closed, trial(12288, None)) == ("16,384", "20,480")
 
 
-def test_a_study_that_is_not_finished_says_so() -> None:
+def test_a_study_that_is_not_finished_says_so():
     empty = report_of(study_of())
     assert not empty.is_complete
     assert (empty.trials, empty.failures, empty.cells[0].bracket, empty.cells[0].answer) == (
@@ -143,9 +141,7 @@ def test_a_study_that_is_not_finished_says_so() -> None:
         (Outcome.OUT_OF_MEMORY, 10, "above"),
     ],
 )
-def test_what_was_measured_lies_inside_the_interval_or_it_is_said(
-    outcome: Outcome, used: int | None, said: str
-) -> None:
+def test_what_was_measured_lies_inside_the_interval_or_it_is_said(outcome, used, said):
     interval = msgspec.structs.replace(
         a_prediction().interval, low_bytes=29 * GIB, high_bytes=30 * GIB
     )
@@ -156,7 +152,7 @@ def test_what_was_measured_lies_inside_the_interval_or_it_is_said(
     assert judged(msgspec.structs.replace(reported, predicted=predicted)) == said
 
 
-def test_a_trial_that_ran_out_is_no_surprise_where_the_upper_end_is_above_its_limit() -> None:
+def test_a_trial_that_ran_out_is_no_surprise_where_the_upper_end_is_above_its_limit():
     reported = report_of(study_of(trial(8192, Outcome.OUT_OF_MEMORY, used_bytes=GIB))).trials[0]
     tight = msgspec.structs.replace(reported, limit_bytes=a_prediction().interval.high_bytes - 1)
     assert judged(tight).startswith("ran out, as ")
@@ -182,9 +178,7 @@ def a_prediction() -> PredictedTrial:
         ),
     ],
 )
-def test_where_the_formula_has_nothing_to_say_the_report_says_why(
-    changes: dict[str, object], said: str
-) -> None:
+def test_where_the_formula_has_nothing_to_say_the_report_says_why(changes, said):
     report = report_of(
         study_of(trial(8192, Outcome.FIT), question=msgspec.structs.replace(QUESTION, **changes))
     )
@@ -193,7 +187,7 @@ def test_where_the_formula_has_nothing_to_say_the_report_says_why(
     assert (report.trials[0].predicted, report.cells[0].predicted) == (None, None)
 
 
-def test_a_family_that_the_formula_does_not_know_is_reported_all_the_same() -> None:
+def test_a_family_that_the_formula_does_not_know_is_reported_all_the_same():
     shape = msgspec.structs.replace(QUESTION.model.shape, model_type="mamba")
     model = msgspec.structs.replace(QUESTION.model, shape=shape)
     report = report_of(
@@ -215,7 +209,7 @@ def the_trial(words: tuple[str, ...], machine: Machine) -> TrialSpec:
 
 @pytest.mark.corpus
 @pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
-def test_the_commands_of_a_real_study_ask_the_very_same(path: Path) -> None:
+def test_the_commands_of_a_real_study_ask_the_very_same(path):
     study = read_study(path)
     total_bytes = study.question.device_total_bytes
     machine = msgspec.structs.replace(
@@ -258,7 +252,7 @@ def test_the_commands_of_a_real_study_ask_the_very_same(path: Path) -> None:
         },
     ],
 )
-def test_a_question_that_was_asked_from_python_can_be_typed(settings: dict[str, object]) -> None:
+def test_a_question_that_was_asked_from_python_can_be_typed(settings):
     question = question_of(**settings)
     assert the_question(find_words(question), machine_with(0)).key == question.key
     spec = question.trial(question.cells[-1], 8192)
@@ -267,7 +261,7 @@ def test_a_question_that_was_asked_from_python_can_be_typed(settings: dict[str, 
     )
 
 
-def test_the_commands_are_the_typed_one_one_in_a_new_study_and_one_for_each_end() -> None:
+def test_the_commands_are_the_typed_one_one_in_a_new_study_and_one_for_each_end():
     report = real_report("qwen3-0.6b-79gib-full")
     typed, again, *edges = report.commands
     assert typed.words == report.study.command
@@ -292,12 +286,12 @@ def test_the_commands_are_the_typed_one_one_in_a_new_study_and_one_for_each_end(
     ],
 )
 def test_the_command_that_answers_the_rest_is_about_the_file_that_was_read(
-    named: tuple[str, ...],
-    path: str,
-    words: tuple[str, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    named,
+    path,
+    words,
+    tmp_path,
+    monkeypatch,
+):
     monkeypatch.chdir(tmp_path)
     find = ("highwater", "find", "tiny")
     study = study_of(path=path.format(here=tmp_path), command=(*find, *named, "--loss", "full"))
@@ -306,9 +300,7 @@ def test_the_command_that_answers_the_rest_is_about_the_file_that_was_read(
     assert report_of(in_memory).commands[0].words == in_memory.command
 
 
-def test_a_command_is_typed_without_the_name_of_your_own_home(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_is_typed_without_the_name_of_your_own_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     study = study_of(path=f"{tmp_path}/my kept/a.jsonl", command=("highwater", "find", "tiny"))
     words = ("highwater", "find", "tiny", *FULL, "--study", "~/'my kept/a.jsonl'")
@@ -327,8 +319,8 @@ def test_a_command_is_typed_without_the_name_of_your_own_home(
     ],
 )
 def test_a_study_is_shown_by_its_name_and_its_folder_and_not_your_own_home(
-    typed: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    typed, shown, tmp_path, monkeypatch
+):
     here, home = tmp_path / "here", tmp_path / "mine"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -351,8 +343,8 @@ def test_a_study_is_shown_by_its_name_and_its_folder_and_not_your_own_home(
     ],
 )
 def test_wherever_a_report_is_made_your_own_home_is_not_named(
-    here: str, home: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    here, home, shown, tmp_path, monkeypatch
+):
     (tmp_path / "mine" / "kept").mkdir(parents=True)
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / here)
@@ -363,7 +355,7 @@ def test_wherever_a_report_is_made_your_own_home_is_not_named(
     assert dict(question_table(report_of(study)).rows)["study"] == shown.format(top=tmp_path)
 
 
-def test_a_failure_is_in_the_words_of_the_rank_that_failed_first() -> None:
+def test_a_failure_is_in_the_words_of_the_rank_that_failed_first():
     report = report_of(
         study_of(trial(8192, Outcome.CRASHED, text="ValueError: no\nsecond line")),
         LogEnd(lines=("the end",)),
@@ -374,7 +366,7 @@ def test_a_failure_is_in_the_words_of_the_rank_that_failed_first() -> None:
     assert failed.log.lines == ("the end",)
 
 
-def test_a_simulated_study_is_never_called_measured(tmp_path: Path) -> None:
+def test_a_simulated_study_is_never_called_measured(tmp_path):
     question = question_of(max_length="64k")
     with open_journal(tmp_path / "s.jsonl", question) as journal:
         runner = SimulatedRunner(FormulaLaw(shape=question.model.shape))

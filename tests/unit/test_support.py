@@ -36,7 +36,7 @@ from highwater.pages.study.study_pictures import (
     published_text,
 )
 from highwater.pages.study.tables import answer_table
-from highwater.pages.text_table import plain_table
+from highwater.pages.text import plain_table
 from highwater.search.cell_outcomes import CellAnswered, TrialFinished
 from highwater.search.scheduler import recorded_search, search_cells
 from highwater.store.journal import open_journal, read_study
@@ -51,7 +51,7 @@ PROVEN_BEFORE = 42
 """Answers in the recorded studies, each of which was shown as measured when it was recorded."""
 
 
-def test_every_answer_of_every_recorded_study_is_proven_as_it_stands_in_its_file() -> None:
+def test_every_answer_of_every_recorded_study_is_proven_as_it_stands_in_its_file():
     studies = [read_study(path) for path in RECORDED]
     for path, study in zip(RECORDED, studies, strict=True):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -135,8 +135,8 @@ def asked(**changes: object) -> Question:
 @settings(max_examples=examples(300), deadline=None)
 @given(seed=st.integers(0, 10**9), changes=st.sampled_from(QUESTIONS))
 def test_every_answer_that_a_search_gives_is_borne_out_by_its_trials_however_they_end(
-    seed: int, changes: dict[str, object]
-) -> None:
+    seed, changes
+):
     question = asked(**changes)
     trials: list[RecordedTrial] = []
     for event in search_cells(question, Odd(seed, question)):
@@ -186,7 +186,7 @@ def edited(source: Path, target: Path, change: Callable[[dict], None]) -> Study:
 
 
 @pytest.mark.parametrize("claim", CLAIMS)
-def test_an_answer_that_its_trials_do_not_bear_out_is_unproven(claim: str, tmp_path: Path) -> None:
+def test_an_answer_that_its_trials_do_not_bear_out_is_unproven(claim, tmp_path):
     study = edited(FOUND / "qwen3-0.6b-79gib-full.jsonl", tmp_path / "study.jsonl", CLAIMS[claim])
     assert [each.cell for each in study.answers] == [study.question.cells[1]]
     assert [each.answer.cell for each in study.unproven] == [study.question.cells[0]]
@@ -208,7 +208,7 @@ def claiming_a_million(tmp_path: Path) -> Path:
     return path
 
 
-def test_no_table_line_or_page_calls_it_measured(tmp_path: Path) -> None:
+def test_no_table_line_or_page_calls_it_measured(tmp_path):
     study = read_study(claiming_a_million(tmp_path))
     table = plain_table(answer_table(study))
     assert next(line for line in table.splitlines() if line.startswith("nothing set ")).split()[
@@ -232,7 +232,7 @@ def test_no_table_line_or_page_calls_it_measured(tmp_path: Path) -> None:
     assert "1000000" not in commands
 
 
-def test_no_guide_recommendation_or_configuration_takes_it(tmp_path: Path) -> None:
+def test_no_guide_recommendation_or_configuration_takes_it(tmp_path):
     path = claiming_a_million(tmp_path)
     found = {each.cell.label: each for each in study_capacities(read_study(path))}
     assert found["nothing set, 1 GPU"].capacity_tokens == 196_608
@@ -248,7 +248,7 @@ def test_no_guide_recommendation_or_configuration_takes_it(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("kind", ["trial_started", "trial_finished"])
-def test_an_answer_without_its_trials_is_unproven(kind: str, tmp_path: Path) -> None:
+def test_an_answer_without_its_trials_is_unproven(kind, tmp_path):
     lines = [
         json.loads(line)
         for line in (FOUND / "qwen3-0.6b-79gib-full.jsonl").read_text().splitlines()
@@ -280,9 +280,7 @@ def test_an_answer_without_its_trials_is_unproven(kind: str, tmp_path: Path) -> 
         ("memory_budget_bytes", GIB),
     ],
 )
-def test_trials_of_another_question_prove_nothing(
-    field: str, value: object, tmp_path: Path
-) -> None:
+def test_trials_of_another_question_prove_nothing(field, value, tmp_path):
     lines = [
         json.loads(line)
         for line in (FOUND / "qwen3-0.6b-79gib-full.jsonl").read_text().splitlines()
@@ -296,7 +294,7 @@ def test_trials_of_another_question_prove_nothing(
     assert (len(study.answers), len(study.unproven)) == (0, 2)
 
 
-def test_simulated_trials_prove_nothing_of_a_question_to_a_machine(tmp_path: Path) -> None:
+def test_simulated_trials_prove_nothing_of_a_question_to_a_machine(tmp_path):
     def change(line: dict) -> None:
         if line["kind"] == "trial_finished":
             line["result"]["simulated"] = True
@@ -313,8 +311,8 @@ def test_simulated_trials_prove_nothing_of_a_question_to_a_machine(tmp_path: Pat
 
 
 def test_a_resumed_search_answers_an_unproven_cell_anew_from_the_trials_there_are(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     path = claiming_a_million(tmp_path)
     before = read_study(path)
 

@@ -4,7 +4,6 @@ terminal.
 
 import json
 import re
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -23,9 +22,8 @@ from highwater.pages.study.study_pictures import (
     published_text,
 )
 from highwater.pages.study.tables import answer_table, trial_table
-from highwater.pages.terminal_table import terminal_table
-from highwater.pages.text import plain, plain_json, plain_lines
-from highwater.pages.text_table import plain_table
+from highwater.pages.terminal import terminal_table
+from highwater.pages.text import plain, plain_json, plain_lines, plain_table
 from highwater.units import GIB
 from places import NO_GPU, question_of
 from tiny_models import write_model
@@ -65,7 +63,7 @@ def answered(question: Question, *capacities: int | None) -> Study:
     return Study(question=question, answers=answers)
 
 
-def test_the_final_table_has_each_figure_once_and_says_how_it_was_got() -> None:
+def test_the_final_table_has_each_figure_once_and_says_how_it_was_got():
     text = plain_table(answer_table(answered(QUESTION, 36864, 51200, 0, None)))
     assert text.splitlines()[0].startswith("Qwen3-0.6B on simulated ")
     rows = [columns(line) for line in text.splitlines()[2:9]]
@@ -109,7 +107,7 @@ def unfinished(question: Question, *cells: dict[int, Outcome | None]) -> Study:
     return msgspec.structs.replace(answered(question, 36864), trials=trials)
 
 
-def test_an_unfinished_cell_shows_the_longest_length_that_fit_so_far() -> None:
+def test_an_unfinished_cell_shows_the_longest_length_that_fit_so_far():
     study = unfinished(
         QUESTION,
         {4096: FIT, 51200: FIT, 61440: OUT, 56320: None},
@@ -125,12 +123,12 @@ def test_an_unfinished_cell_shows_the_longest_length_that_fit_so_far() -> None:
     assert "mark: ≥51,200 " in text
 
 
-def test_a_length_that_leaves_too_little_is_not_shown_as_one_that_fit() -> None:
+def test_a_length_that_leaves_too_little_is_not_shown_as_one_that_fit():
     greedy = msgspec.structs.replace(QUESTION, margin_bytes=2 * GIB)
     assert "≥" not in plain_table(answer_table(unfinished(greedy, {4096: FIT})))
 
 
-def test_an_unfinished_cell_shows_what_a_memory_only_trial_held_beside_what_was_trained() -> None:
+def test_an_unfinished_cell_shows_what_a_memory_only_trial_held_beside_what_was_trained():
     by_memory = msgspec.structs.replace(QUESTION, proof="memory", timeout_s=300.0)
     study = unfinished(
         by_memory, {4096: FIT, 8192: Outcome.TIMEOUT, 65536: Outcome.MEMORY_ONLY_FIT}, {4096: FIT}
@@ -140,17 +138,17 @@ def test_an_unfinished_cell_shows_what_a_memory_only_trial_held_beside_what_was_
     assert columns(other)[3:5] == ["≥4,096", "-"]
 
 
-def test_the_published_layout_of_an_unfinished_cell_stays_a_question_mark() -> None:
+def test_the_published_layout_of_an_unfinished_cell_stays_a_question_mark():
     assert "≥" not in published([unfinished(QUESTION, {4096: FIT})])
 
 
-def test_measured_figures_are_called_measured() -> None:
+def test_measured_figures_are_called_measured():
     study = answered(msgspec.structs.replace(QUESTION, simulated=False), 36864)
     assert plain_table(answer_table(study)).splitlines()[0].endswith(": measured")
     assert "simulated," not in plain_table(answer_table(study))
 
 
-def test_the_division_of_a_memory_budget_is_shown_once_for_each_number_of_gpus() -> None:
+def test_the_division_of_a_memory_budget_is_shown_once_for_each_number_of_gpus():
     study = answered(QUESTION, 4096)
     budget = MemoryBudget(
         budget_bytes=80 * GIB,
@@ -169,7 +167,7 @@ def test_the_division_of_a_memory_budget_is_shown_once_for_each_number_of_gpus()
     assert re.search(divided, plain_table(trial_table(trials[0].spec, result)))
 
 
-def test_a_study_resumed_under_other_versions_says_so_and_one_under_the_same_does_not() -> None:
+def test_a_study_resumed_under_other_versions_says_so_and_one_under_the_same_does_not():
     def under(torch: str) -> RecordedTrial:
         rank = RankReport(rank=0, versions={"torch": torch, "cuda": "13.0"})
         return RecordedTrial(
@@ -186,7 +184,7 @@ def test_a_study_resumed_under_other_versions_says_so_and_one_under_the_same_doe
     assert not [note for note in answer_table(same).footnotes if "version" in note]
 
 
-def test_columns_line_up_and_no_line_ends_in_blanks() -> None:
+def test_columns_line_up_and_no_line_ends_in_blanks():
     lines = plain_table(answer_table(answered(QUESTION, 4096, 40960, 51200))).splitlines()[2:9]
     assert all(line == line.rstrip() for line in lines)
     assert (
@@ -202,7 +200,7 @@ def test_columns_line_up_and_no_line_ends_in_blanks() -> None:
     )
 
 
-def test_the_published_layout_has_a_table_for_each_rung() -> None:
+def test_the_published_layout_has_a_table_for_each_rung():
     text = published([answered(QUESTION, 36864, 51200, 0, None)])
     vanilla, env, chunked = text.split("\n\n")
     rows = [re.split(" *\\| *", line) for line in vanilla.splitlines()[1:]]
@@ -212,7 +210,7 @@ def test_the_published_layout_has_a_table_for_each_rung() -> None:
     assert all("simulated" in table.splitlines()[0] for table in (vanilla, env, chunked))
 
 
-def test_the_published_layout_puts_models_side_by_side() -> None:
+def test_the_published_layout_puts_models_side_by_side():
     other = question_of(model="Qwen3-1.7B", gpus=[1, 2])
     table = published([answered(QUESTION, 36864), answered(other, 16384)]).split("\n\n")[0]
     heading, row = (re.split(" *\\| *", line) for line in table.splitlines()[1:3])
@@ -220,7 +218,7 @@ def test_the_published_layout_puts_models_side_by_side() -> None:
     assert row == ["1", "1", "36864", "16384"]
 
 
-def test_the_published_line_is_the_one_that_scripts_parse() -> None:
+def test_the_published_line_is_the_one_that_scripts_parse():
     study = answered(QUESTION, 40960)
     line = published_line(QUESTION, QUESTION.cells[0], study.answers[0])
     assert line == "model_name = Qwen3-0.6B, trainer_gpu_num = 1, sp_num = 1, max_model_len = 40960"
@@ -230,26 +228,26 @@ def test_the_published_line_is_the_one_that_scripts_parse() -> None:
 
 
 @given(st.text())
-def test_plain_text_holds_nothing_that_a_terminal_acts_upon(text: str) -> None:
+def test_plain_text_holds_nothing_that_a_terminal_acts_upon(text):
     assert not set("\n\r\t\x1b\x07\x9b\u202e\u200b") & set(plain(text))
     assert plain(plain(text)) == plain(text)
 
 
 @given(st.text())
 def test_a_json_document_holds_nothing_that_a_terminal_acts_upon_and_means_the_same(
-    text: str,
-) -> None:
+    text,
+):
     shown = plain_json(to_json({"text": text}, indent=2))
     assert json.loads(shown) == {"text": text}
     assert plain_lines(shown) == shown
 
 
 @pytest.mark.parametrize("text", ["Qwen3-0.6B", "模型", "naïve – 80×", "[red]"])
-def test_plain_text_is_left_as_it_is(text: str) -> None:
+def test_plain_text_is_left_as_it_is(text):
     assert plain(text) == text
 
 
-def test_a_models_name_is_data_to_every_renderer(tmp_path: Path) -> None:
+def test_a_models_name_is_data_to_every_renderer(tmp_path):
     evil = "evil[red]\x1b[31m\r\x1b]0;title\x07"
     model = write_model(tmp_path / evil)
     request = request_from(
@@ -271,7 +269,7 @@ def test_a_models_name_is_data_to_every_renderer(tmp_path: Path) -> None:
         assert "\r" not in text
 
 
-def test_what_a_trial_said_is_data_too() -> None:
+def test_what_a_trial_said_is_data_too():
     study = answered(QUESTION, 4096)
     said = msgspec.structs.replace(
         study.answers[0], reason="[bold]boom[/bold]\x1b[2J", contradictions=("[link=x]\x9b",)

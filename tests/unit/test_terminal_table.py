@@ -8,10 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from highwater.pages.terminal import terminal_text
-from highwater.pages.terminal_table import terminal_table
-from highwater.pages.text import folded, pieces
-from highwater.pages.text_table import TextTable
+from highwater.pages.terminal import terminal_table, terminal_text
+from highwater.pages.text import TextTable, folded, pieces
 
 WIDTHS = st.integers(20, 240)
 FIGURES = st.one_of(
@@ -58,9 +56,7 @@ def words(text: str) -> set[str]:
 @given(tables(), WIDTHS)
 @example(TextTable(title="", columns=("a",), rows=(("131,072 " * 20,),)), 20)
 @example(TextTable(title="", columns=("rung", ""), rows=(("", ""),)), 20)
-def test_every_cell_of_any_table_stands_there_whole_and_no_line_is_too_long(
-    table: TextTable, width: int
-) -> None:
+def test_every_cell_of_any_table_stands_there_whole_and_no_line_is_too_long(table, width):
     drawn = terminal_table(table, width=width)
     assert max(map(len, drawn.splitlines())) <= width
     assert all(line == line.rstrip() for line in drawn.splitlines())
@@ -79,7 +75,7 @@ def test_every_cell_of_any_table_stands_there_whole_and_no_line_is_too_long(
 
 
 @given(tables(), WIDTHS)
-def test_no_figure_stands_there_that_the_table_has_not(table: TextTable, width: int) -> None:
+def test_no_figure_stands_there_that_the_table_has_not(table, width):
     theirs = " ".join(
         (table.title, *table.footnotes, *table.columns, *(" ".join(row) for row in table.rows))
     )
@@ -89,9 +85,7 @@ def test_no_figure_stands_there_that_the_table_has_not(table: TextTable, width: 
 
 
 @given(st.lists(st.tuples(NAMES.filter(bool), NAMES), min_size=1), WIDTHS)
-def test_names_and_what_they_say_stay_within_any_width(
-    rows: list[tuple[str, str]], width: int
-) -> None:
+def test_names_and_what_they_say_stay_within_any_width(rows, width):
     drawn = terminal_table(
         TextTable(title="t", columns=(), rows=tuple(rows), left_columns=2), width=width
     )
@@ -117,7 +111,7 @@ LADDER = TextTable(
 )
 
 
-def test_a_row_that_does_not_fit_on_a_line_goes_on_below_with_its_headings() -> None:
+def test_a_row_that_does_not_fit_on_a_line_goes_on_below_with_its_headings():
     assert terminal_table(LADDER, width=60).splitlines() == [
         "capacities",
         "in every row: GPUs 4",
@@ -133,7 +127,7 @@ def test_a_row_that_does_not_fit_on_a_line_goes_on_below_with_its_headings() -> 
     ]
 
 
-def test_what_goes_on_below_shares_lines_and_is_aligned_over_all_rows() -> None:
+def test_what_goes_on_below_shares_lines_and_is_aligned_over_all_rows():
     assert terminal_table(LADDER, width=70).splitlines()[4:] == [
         "-----------------------  --  --------  ------------------------------",
         "vanilla                  1     69,632  73,728: GPU memory",
@@ -143,13 +137,13 @@ def test_what_goes_on_below_shares_lines_and_is_aligned_over_all_rows() -> None:
     ]
 
 
-def test_where_there_is_room_a_row_is_a_line_and_nothing_is_left_out() -> None:
+def test_where_there_is_room_a_row_is_a_line_and_nothing_is_left_out():
     lines = terminal_table(LADDER, width=200).splitlines()
     assert re.split(" {2,}", lines[2]) == list(LADDER.columns)
     assert [tuple(re.split(" {2,}", line)) for line in lines[4:]] == list(LADDER.rows)
 
 
-def test_sentences_break_before_a_row_goes_on_below() -> None:
+def test_sentences_break_before_a_row_goes_on_below():
     name, gap = "Env + Offload + chunked", " " * 16
     assert terminal_table(LADDER, width=96).splitlines()[5:] == [
         f"vanilla{gap}  1     69,632  73,728: GPU memory  73.24 GiB to 79.15 GiB  loss",
@@ -158,7 +152,7 @@ def test_sentences_break_before_a_row_goes_on_below() -> None:
     ]
 
 
-def test_a_heading_takes_two_lines_before_anything_else_breaks() -> None:
+def test_a_heading_takes_two_lines_before_anything_else_breaks():
     table = TextTable(
         title="t",
         columns=("rung", "predicted GPU memory", "headroom, at least"),
@@ -174,7 +168,7 @@ def test_a_heading_takes_two_lines_before_anything_else_breaks() -> None:
     ]
 
 
-def test_the_second_line_of_a_name_is_indented_and_begins_with_a_plus() -> None:
+def test_the_second_line_of_a_name_is_indented_and_begins_with_a_plus():
     table = TextTable(
         title="t",
         columns=("rung", "capacity"),
@@ -195,7 +189,7 @@ def test_the_second_line_of_a_name_is_indented_and_begins_with_a_plus() -> None:
     ]
 
 
-def test_a_name_that_stands_for_several_rows_has_a_line_of_its_own() -> None:
+def test_a_name_that_stands_for_several_rows_has_a_line_of_its_own():
     table = TextTable(
         title="t",
         columns=("phase", "term", "", "GiB"),
@@ -246,9 +240,7 @@ def tables_of_distinct_words(draw: st.DrawFn) -> TextTable:
 
 
 @given(tables_of_distinct_words(), st.integers(40, 200))
-def test_every_cell_is_whole_in_reading_order_and_no_row_runs_into_the_next(
-    table: TextTable, width: int
-) -> None:
+def test_every_cell_is_whole_in_reading_order_and_no_row_runs_into_the_next(table, width):
     lines = terminal_table(table, width=width).splitlines()
     assert max(map(len, lines)) <= width
     rule = next(index for index, line in enumerate(lines) if line and set(line) <= {"-", " "})
@@ -291,13 +283,11 @@ def test_every_cell_is_whole_in_reading_order_and_no_row_runs_into_the_next(
         ("模型模型模型 4", ["模型模型模", "型 4"]),
     ],
 )
-def test_lines_break_between_words_and_never_within_a_figure_or_a_command(
-    text: str, lines: list[str]
-) -> None:
+def test_lines_break_between_words_and_never_within_a_figure_or_a_command(text, lines):
     assert folded(text, 10) == lines
 
 
-def test_an_item_goes_on_below_itself_and_what_is_fenced_stays_as_it_is() -> None:
+def test_an_item_goes_on_below_itself_and_what_is_fenced_stays_as_it_is():
     fenced = "```text\nhighwater find Qwen3-0.6B --max-length 8k\n```"
     text = (
         f"- an item of eleven words that does not fit on a line\n{fenced}\n| a | row of | 131,072 |"
@@ -311,9 +301,7 @@ def test_an_item_goes_on_below_itself_and_what_is_fenced_stays_as_it_is() -> Non
 
 @pytest.mark.parametrize("indent", [0, 2, 4, 8])
 @pytest.mark.parametrize("width", [40, 80])
-def test_no_line_is_wider_than_the_terminal_however_far_it_is_indented(
-    indent: int, width: int
-) -> None:
+def test_no_line_is_wider_than_the_terminal_however_far_it_is_indented(indent, width):
     text = f"{' ' * indent}- {' '.join(['131,072 tokens'] * 20)}"
     lines = terminal_text(text, width=width).splitlines()
     assert len(lines) > 1
@@ -321,7 +309,7 @@ def test_no_line_is_wider_than_the_terminal_however_far_it_is_indented(
     assert " ".join(line.strip() for line in lines) == text.strip()
 
 
-def test_a_table_in_markdown_folds_as_others_do_where_the_terminal_is_narrower() -> None:
+def test_a_table_in_markdown_folds_as_others_do_where_the_terminal_is_narrower():
     text = "\n".join(
         (
             "| found in | figures | cells |",
@@ -338,7 +326,7 @@ def test_a_table_in_markdown_folds_as_others_do_where_the_terminal_is_narrower()
     ]
 
 
-def test_a_word_of_many_thousand_characters_is_broken_at_once() -> None:
+def test_a_word_of_many_thousand_characters_is_broken_at_once():
     pieces = folded("x" * 100_000, 80)
     assert "".join(pieces) == "x" * 100_000
     assert {len(piece) for piece in pieces} == {80}

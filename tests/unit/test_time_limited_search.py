@@ -59,9 +59,7 @@ def predicted_tokens(question: Question) -> int:
 
 
 @pytest.mark.parametrize("timeout", [100, 160, 400])
-def test_the_published_command_begins_where_time_allows_and_begins_nothing_twice(
-    tmp_path: Path, timeout: int
-) -> None:
+def test_the_published_command_begins_where_time_allows_and_begins_nothing_twice(tmp_path, timeout):
     words = ["--model_path", "Qwen3-0.6B", "--test_gpu_num", "2", "--test_sp_num", "2"]
     arguments = parse([*words, "--timeout", str(timeout), "--entropy_saving"])
     place: dict[str, str | int] = {"device": "cuda", "max_length": "16m"}
@@ -82,7 +80,7 @@ def test_the_published_command_begins_where_time_allows_and_begins_nothing_twice
     assert f"{expected:,}" in note
 
 
-def test_the_answer_of_a_search_that_time_ended_is_no_capacity_of_memory(tmp_path: Path) -> None:
+def test_the_answer_of_a_search_that_time_ended_is_no_capacity_of_memory(tmp_path):
     planned = in_full("90s")
     question = planned.question
     found_with(question, holds(predicted_tokens(question)), tmp_path / "s.jsonl", 90)
@@ -100,12 +98,12 @@ def test_the_answer_of_a_search_that_time_ended_is_no_capacity_of_memory(tmp_pat
 )
 @settings(max_examples=examples(40), deadline=None)
 def test_nothing_predicted_to_be_late_starts_and_the_answer_is_what_was_seen(
-    tmp_path_factory: pytest.TempPathFactory,
-    limit_s: int,
-    share: float,
-    slower: float,
-    method: str,
-) -> None:
+    tmp_path_factory,
+    limit_s,
+    share,
+    slower,
+    method,
+):
     question = msgspec.structs.replace(in_full(f"{limit_s}s").question, method=method)
     capacity = int(share * predicted_tokens(question))
     path = tmp_path_factory.mktemp("limit") / "s.jsonl"
@@ -134,8 +132,8 @@ def test_nothing_predicted_to_be_late_starts_and_the_answer_is_what_was_seen(
 
 
 def test_where_even_the_shortest_length_is_predicted_to_be_late_it_is_tried_once(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     question = in_full("60s", start_length="256k").question
     assert (trial_s(question, question.trial(question.cells[0], 262_144)) or 0) > 60
     ended, answer = found_with(question, holds(2**20), tmp_path / "late.jsonl", 60)
@@ -148,8 +146,8 @@ def test_where_even_the_shortest_length_is_predicted_to_be_late_it_is_tried_once
 
 
 def test_a_length_that_is_predicted_not_to_fit_is_tried_where_running_out_takes_no_time(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     question = in_full("40m").question
     edge = first_index(question, question.cells[0], []) or 1
     grid, cell = question.grid, question.cells[0]
@@ -160,7 +158,7 @@ def test_a_length_that_is_predicted_not_to_fit_is_tried_where_running_out_takes_
     assert len(ended) == 2
 
 
-def test_a_late_trial_that_nobody_predicted_is_not_begun_again(tmp_path: Path) -> None:
+def test_a_late_trial_that_nobody_predicted_is_not_begun_again(tmp_path):
     question = msgspec.structs.replace(in_full("90s").question, device_name="a GPU of no rates")
     assert time_notes(question, 90) == ()
     law = holds(2**20)

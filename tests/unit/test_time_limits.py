@@ -438,7 +438,7 @@ def test_a_crash_before_a_trial_ran_out_of_time_is_not_tried_again(tmp_path):
 
 
 @pytest.mark.parametrize("recorded", TIMED, ids=lambda path: path.stem)
-def test_a_study_from_before_goes_on_under_another_limit(recorded: Path, tmp_path: Path) -> None:
+def test_a_study_from_before_goes_on_under_another_limit(recorded, tmp_path):
     path = tmp_path / "study.jsonl"
     path.write_bytes(recorded.read_bytes())
     before = read_study(path)

@@ -15,7 +15,7 @@ from highwater.trainers.targets import TARGETS
 SRC = Path(__file__).parents[2] / "src" / "highwater"
 
 
-def test_every_room_has_a_row_of_every_trainer() -> None:
+def test_every_room_has_a_row_of_every_trainer():
     tree = ast.parse((SRC / "engine/tracer/trainers.py").read_text())  # torch stays outside
     (traced,) = (
         node.value
@@ -30,13 +30,13 @@ def test_every_room_has_a_row_of_every_trainer() -> None:
     assert {name for name, traits in TRAINERS.items() if traits.is_watched} <= set(FOREIGN)
 
 
-def test_every_target_has_a_row_whose_step_some_trainer_has() -> None:
+def test_every_target_has_a_row_whose_step_some_trainer_has():
     assert tuple(TARGETS) == get_args(Target)
     assert {row.predicted_for for row in TARGETS.values()} <= set(TRAINERS)
     assert {target for row in TRAINERS.values() for target in row.targets} <= set(TARGETS)
 
 
-def test_nobody_compares_a_trainer_with_a_name() -> None:
+def test_nobody_compares_a_trainer_with_a_name():
     names = set(get_args(TrainerName))
     compared = [
         f"{path.relative_to(SRC)}:{node.lineno}"
@@ -51,7 +51,7 @@ def test_nobody_compares_a_trainer_with_a_name() -> None:
     assert compared == []
 
 
-def test_every_setting_of_a_rung_has_a_name_that_a_target_may_know() -> None:
+def test_every_setting_of_a_rung_has_a_name_that_a_target_may_know():
     fields = {row.rung_field for row in DECLARED.values()}
     assert set(Settings.__struct_fields__) <= fields
     names = {*DECLARED, *Layout().degree_settings}

@@ -3,7 +3,7 @@
 import pytest
 
 from highwater.nouns.training import TrainingResult
-from highwater.pages.prediction_tables import training_table
+from highwater.pages.training_lines import training_table
 
 
 @pytest.mark.parametrize(
@@ -14,9 +14,7 @@ from highwater.pages.prediction_tables import training_table
         (((8, 5.25), (12, 5.125)), "5.250 after step 8, 5.125 after step 12"),
     ],
 )
-def test_a_held_out_loss_is_of_before_only_where_it_was_measured_then(
-    evaluations: tuple[tuple[int, float], ...], said: str
-) -> None:
+def test_a_held_out_loss_is_of_before_only_where_it_was_measured_then(evaluations, said):
     result = TrainingResult(
         status="done",
         step=12,

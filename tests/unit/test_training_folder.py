@@ -19,7 +19,7 @@ def checkpoint(run: Path, name: str, step: int) -> Path:
     return path
 
 
-def test_a_checkpoint_that_is_half_written_or_set_aside_is_none(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_half_written_or_set_aside_is_none(tmp_path):
     for step in (7, 1_000_000):
         checkpoint(tmp_path, checkpoint_name(step), step)
     for name in ("step-2000000.partial", "step-2000000.set-aside", "step-9", "step-mine"):
@@ -37,7 +37,7 @@ def test_a_checkpoint_that_is_half_written_or_set_aside_is_none(tmp_path: Path) 
     assert "`--resume-from step-1000000`" in refused.value.hint
 
 
-def test_a_model_is_never_put_where_one_is(tmp_path: Path) -> None:
+def test_a_model_is_never_put_where_one_is(tmp_path):
     folder, taken = TrainingFolder(tmp_path), []
     for _ in range(4):
         path = folder.new_model(200)
@@ -47,9 +47,7 @@ def test_a_model_is_never_put_where_one_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["statistics.jsonl", "checkpoints"])
-def test_a_folder_that_lost_what_was_decided_is_refused_with_another(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_folder_that_lost_what_was_decided_is_refused_with_another(name, tmp_path):
     assert TrainingFolder(tmp_path / "new").spec() is None
     (tmp_path / name).mkdir()
     with pytest.raises(UsageError, match=r"without its training\.json") as refused:

@@ -40,9 +40,7 @@ def spec() -> TrainingSpec:
     )
 
 
-def test_without_a_terminal_every_evaluation_is_a_line_of_its_own(
-    spec: TrainingSpec, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_terminal_every_evaluation_is_a_line_of_its_own(spec, capsys):
     started = TrainingProgress(phase="training", steps=STEPS)
     before = msgspec.structs.replace(started, evaluation_loss=3.5, evaluation_step=0)
     first = msgspec.structs.replace(before, step=1, loss=3.25, tokens=512, seconds=2.0)

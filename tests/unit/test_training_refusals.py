@@ -33,9 +33,7 @@ def train(folder: Path, **changes: Any) -> None:
         ({"resume_from": "the latest"}, "no checkpoint 'the latest'", "leave `--resume-from` out"),
     ],
 )
-def test_what_is_not_there_is_refused_and_leaves_no_folder(
-    changes: dict[str, Any], problem: str, hint: str, tmp_path: Path
-) -> None:
+def test_what_is_not_there_is_refused_and_leaves_no_folder(changes, problem, hint, tmp_path):
     with pytest.raises(UsageError) as refused:
         train(tmp_path, **changes)
     assert problem in refused.value.problem
@@ -43,7 +41,7 @@ def test_what_is_not_there_is_refused_and_leaves_no_folder(
     assert not (tmp_path / "run").exists()
 
 
-def test_any_step_of_the_training_may_be_recorded_and_no_later_one(tmp_path: Path) -> None:
+def test_any_step_of_the_training_may_be_recorded_and_no_later_one(tmp_path):
     with pytest.raises(UsageError, match="records step 10, and the last one is 9") as refused:
         train(tmp_path, steps=10, device="cuda", memory_profiler="3,10")
     assert "`--memory-profiler 0`" in refused.value.hint
@@ -51,9 +49,7 @@ def test_any_step_of_the_training_may_be_recorded_and_no_later_one(tmp_path: Pat
 
 
 @pytest.mark.parametrize("below", ["notes.txt", "notes.txt/run", "notes.txt/a/run"])
-def test_a_run_below_a_file_is_offered_a_folder_that_can_be_made(
-    below: str, tmp_path: Path
-) -> None:
+def test_a_run_below_a_file_is_offered_a_folder_that_can_be_made(below, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with (
         pytest.raises(UsageError, match=r"notes\.txt is no folder") as refused,
@@ -67,7 +63,7 @@ def test_a_run_below_a_file_is_offered_a_folder_that_can_be_made(
 
 
 @pytest.mark.parametrize("name", ["dry_run", "max_length", "runner", "trainer"])
-def test_a_keyword_of_searches_is_refused_by_its_name(name: str, tmp_path: Path) -> None:
+def test_a_keyword_of_searches_is_refused_by_its_name(name, tmp_path):
     with pytest.raises(UsageError, match=f"^{name} is a setting of searches") as refused:
         train(tmp_path, **{name: None})
     assert refused.value.hint == f"leave `{name}` out"
@@ -75,9 +71,7 @@ def test_a_keyword_of_searches_is_refused_by_its_name(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("line", ["dry_run: true", "runner: ray", "trainer: trl"])
-def test_a_file_that_names_another_run_than_the_engines_is_refused(
-    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_names_another_run_than_the_engines_is_refused(line, tmp_path, capsys):
     (tmp_path / "study.yaml").write_text(f"{line}\n")
     (tmp_path / "data.jsonl").write_text('{"text": "a text"}\n')
     files = ("--config", tmp_path / "study.yaml", "--data", tmp_path / "data.jsonl")
@@ -88,7 +82,7 @@ def test_a_file_that_names_another_run_than_the_engines_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_that_was_removed_meanwhile_hides_no_error(tmp_path: Path) -> None:
+def test_a_folder_that_was_removed_meanwhile_hides_no_error(tmp_path):
     def remove_and_stop() -> None:
         shutil.rmtree(tmp_path / "run")
         raise KeyboardInterrupt

@@ -19,7 +19,7 @@ ASKED: Mapping[str, Any] = {
 TYPED = ("train", "tiny", "--data", "data.jsonl", "--length", "8k", "--steps", "100", "-o", "./run")
 
 
-def test_what_is_typed_is_what_python_is_given() -> None:
+def test_what_is_typed_is_what_python_is_given():
     assert training_request_of(parse(TYPED)) == training_request_from(ASKED)
     more = {
         "eval_data": ("held_out.jsonl", "more.jsonl"),
@@ -39,7 +39,7 @@ def test_what_is_typed_is_what_python_is_given() -> None:
     assert training_request_of(parse(words)) == training_request_from({**ASKED, **more})
 
 
-def test_the_length_may_be_spelled_as_everywhere() -> None:
+def test_the_length_may_be_spelled_as_everywhere():
     assert training_request_from(ASKED).length_tokens == 8192
     assert training_request_from({**ASKED, "length": 5000}).length_tokens == 5000
 
@@ -61,9 +61,7 @@ def test_the_length_may_be_spelled_as_everywhere() -> None:
         ({"steps": "many"}, "steps 'many'", "--steps"),
     ],
 )
-def test_what_cannot_be_is_refused_by_its_name(
-    changes: dict[str, Any], problem: str, hint: str
-) -> None:
+def test_what_cannot_be_is_refused_by_its_name(changes, problem, hint):
     with pytest.raises(UsageError) as refused:
         training_request_from({**ASKED, **changes})
     assert problem in refused.value.problem
@@ -71,7 +69,7 @@ def test_what_cannot_be_is_refused_by_its_name(
 
 
 @pytest.mark.parametrize("flag", ["--data", "--length", "--steps", "-o"])
-def test_what_has_to_be_named_is_asked_for_with_an_example(flag: str) -> None:
+def test_what_has_to_be_named_is_asked_for_with_an_example(flag):
     at = TYPED.index(flag)
     with pytest.raises(UsageError) as refused:
         training_request_of(parse([*TYPED[:at], *TYPED[at + 2 :]]))
@@ -79,7 +77,7 @@ def test_what_has_to_be_named_is_asked_for_with_an_example(flag: str) -> None:
     assert named in refused.value.hint
 
 
-def test_a_schedule_is_a_share_of_the_rate_and_ends_where_it_says() -> None:
+def test_a_schedule_is_a_share_of_the_rate_and_ends_where_it_says():
     linear = Schedule(name="linear", warmup_steps=4, steps=12)
     assert [linear.factor(step) for step in (1, 2, 3, 4, 5)] == [0.0, 0.25, 0.5, 0.75, 1.0]
     assert linear.factor(12) == pytest.approx(1 / 8)
@@ -89,5 +87,5 @@ def test_a_schedule_is_a_share_of_the_rate_and_ends_where_it_says() -> None:
     assert {Schedule(steps=9).factor(step) for step in range(1, 10)} == {1.0}
 
 
-def test_a_request_is_frozen_and_has_a_default_for_all_but_four_fields() -> None:
+def test_a_request_is_frozen_and_has_a_default_for_all_but_four_fields():
     assert TrainingRequest(**ASKED) == training_request_from(ASKED)

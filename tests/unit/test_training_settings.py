@@ -35,7 +35,7 @@ def on_the_cpu(memory: str, **named):
     return request_from(fields, keywords=True)
 
 
-def test_what_is_named_is_taken_and_what_is_not_is_recommended() -> None:
+def test_what_is_named_is_taken_and_what_is_not_is_recommended():
     named = chosen_trial(on_the_cpu("16GiB", loss="chunked"), asked(4096), MACHINE)
     assert named.spec.settings.loss == "chunked"
     usual = chosen_trial(on_the_cpu("64GiB"), asked(4096), MACHINE)
@@ -43,7 +43,7 @@ def test_what_is_named_is_taken_and_what_is_not_is_recommended() -> None:
     assert usual.predicted.capacity_tokens == 4096
 
 
-def test_the_simplest_settings_that_fit_are_recommended() -> None:
+def test_the_simplest_settings_that_fit_are_recommended():
     roomy, tight = (
         chosen_trial(on_the_cpu(memory), asked(16384, "recommended"), MACHINE)
         for memory in ("64GiB", "16GiB")
@@ -52,7 +52,7 @@ def test_the_simplest_settings_that_fit_are_recommended() -> None:
     assert tight.predicted.footprint.needed_bytes < roomy.predicted.footprint.needed_bytes
 
 
-def test_what_is_predicted_not_to_fit_is_refused_with_the_settings_that_would() -> None:
+def test_what_is_predicted_not_to_fit_is_refused_with_the_settings_that_would():
     with pytest.raises(MachineError) as refused:
         chosen_trial(on_the_cpu("16GiB", loss="full"), asked(16384), MACHINE)
     assert "do not fit" in refused.value.problem
@@ -62,7 +62,7 @@ def test_what_is_predicted_not_to_fit_is_refused_with_the_settings_that_would() 
     assert "--memory" in refused.value.hint
 
 
-def test_the_rows_of_a_step_are_counted_where_they_lie_in_the_same_memory() -> None:
+def test_the_rows_of_a_step_are_counted_where_they_lie_in_the_same_memory():
     def chosen(memory_bytes: int, rows: int) -> ChosenTrial:
         request = on_the_cpu(f"{memory_bytes}B", loss="full")
         return chosen_trial(request, msgspec.structs.replace(asked(4096), rows=rows), MACHINE)
@@ -76,7 +76,7 @@ def test_the_rows_of_a_step_are_counted_where_they_lie_in_the_same_memory() -> N
         chosen(enough, 66)
 
 
-def test_a_studys_answer_is_taken_for_the_length_that_it_measured() -> None:
+def test_a_studys_answer_is_taken_for_the_length_that_it_measured():
     study = read_study(STUDY)
     (answer,) = study.answers
     machine = machine_with(1)
@@ -90,14 +90,14 @@ def test_a_studys_answer_is_taken_for_the_length_that_it_measured() -> None:
     assert f"--length {answer.reach_tokens}" in refused.value.hint
 
 
-def test_a_studys_memory_is_taken_where_none_is_named() -> None:
+def test_a_studys_memory_is_taken_where_none_is_named():
     study = read_study(STUDY)
     request = request_from({"model": "Qwen3-4B", "gpus": [1]}, keywords=True)
     found = chosen_trial(request, asked(4096, str(STUDY)), machine_with(1))
     assert found.spec.memory_budget_bytes == study.question.memory_budget_bytes == 80 * GIB
 
 
-def test_a_study_of_another_model_or_device_says_nothing() -> None:
+def test_a_study_of_another_model_or_device_says_nothing():
     machine = machine_with(1)
     other = request_from({"model": "Qwen3-0.6B", "memory": "80GiB", "gpus": [1]}, keywords=True)
     with pytest.raises(UsageError, match="another model"):
@@ -106,7 +106,7 @@ def test_a_study_of_another_model_or_device_says_nothing() -> None:
         chosen_trial(on_the_cpu("64GiB"), asked(4096, str(STUDY)), MACHINE)
 
 
-def test_a_study_of_whole_models_says_nothing_of_adapters_that_are_named_beside_it() -> None:
+def test_a_study_of_whole_models_says_nothing_of_adapters_that_are_named_beside_it():
     values = {"model": "Qwen3-4B", "memory": "80GiB", "gpus": [1], "lora": 16}
     request = request_from(values, keywords=True)
     with pytest.raises(UsageError, match="was trained as it is named") as refused:
@@ -114,7 +114,7 @@ def test_a_study_of_whole_models_says_nothing_of_adapters_that_are_named_beside_
     assert "--settings recommended" in refused.value.hint
 
 
-def test_settings_are_named_or_taken_from_somewhere_and_never_both() -> None:
+def test_settings_are_named_or_taken_from_somewhere_and_never_both():
     request = on_the_cpu("64GiB", recompute="none", lora=8)
     assert named_settings(request) == ("recompute",), "an adapter is what is trained, not how"
     with pytest.raises(UsageError, match="--recompute") as refused:
@@ -122,7 +122,7 @@ def test_settings_are_named_or_taken_from_somewhere_and_never_both() -> None:
     assert "leave `--recompute` out" in refused.value.hint
 
 
-def test_one_row_for_each_rank_is_predicted_without_gradients_that_are_added_up() -> None:
+def test_one_row_for_each_rank_is_predicted_without_gradients_that_are_added_up():
     def chosen(rows: int | None) -> ChosenTrial:
         request = on_the_cpu("64GiB", loss="chunked")
         return chosen_trial(request, msgspec.structs.replace(asked(4096), rows=rows), MACHINE)
@@ -134,7 +134,7 @@ def test_one_row_for_each_rank_is_predicted_without_gradients_that_are_added_up(
     assert usual.predicted.device_used_bytes == two.predicted.device_used_bytes
 
 
-def test_rows_over_machines_are_chosen_for_as_those_of_one_machine_are() -> None:
+def test_rows_over_machines_are_chosen_for_as_those_of_one_machine_are():
     def chosen(rows: int, **machines: object) -> ChosenTrial:
         request = on_the_cpu("16GiB", **machines)
         wanted = msgspec.structs.replace(asked(8192, "recommended"), rows=rows)
@@ -146,7 +146,7 @@ def test_rows_over_machines_are_chosen_for_as_those_of_one_machine_are() -> None
     assert not both.spec.settings.accumulates
 
 
-def test_rows_that_ranks_cannot_share_are_refused_before_any_data_is_read() -> None:
+def test_rows_that_ranks_cannot_share_are_refused_before_any_data_is_read():
     request = on_the_cpu("64GiB", gpus=(2,))
     with pytest.raises(UsageError, match="3 rows a step, and 2 GPUs") as refused:
         chosen_trial(request, msgspec.structs.replace(asked(4096), rows=3), MACHINE)

@@ -6,13 +6,13 @@ import msgspec
 import pytest
 
 from highwater.memory.formula.formula import likely_footprint
+from highwater.memory.formula.layers import Step
 from highwater.model.model import load_model
 from highwater.nouns.corpus import Corpus
 from highwater.nouns.request import request_from
 from highwater.nouns.training import TrainingRequest
 from highwater.nouns.trial import PROMPT_TOKENS
-from highwater.recommendation.training_notes import data_notes
-from highwater.recommendation.training_settings import chosen_trial
+from highwater.recommendation.training_settings import chosen_trial, data_notes
 from highwater.trials.probe import probe
 from highwater.units import format_bytes
 
@@ -50,9 +50,7 @@ def notes(*, memory: str, trained_tokens: int, loss: str = "full") -> tuple[str,
     return data_notes(chosen._replace(spec=measured, predicted=predicted), corpus)
 
 
-def test_texts_that_are_trained_from_their_beginning_are_noted_where_their_logits_lack_room() -> (
-    None
-):
+def test_texts_that_are_trained_from_their_beginning_are_noted_where_their_logits_lack_room():
     (note,) = notes(memory="4GiB", trained_tokens=999)
     assert note.startswith(f"up to {format_bytes(HALF_BYTES)} more of logits than predicted")
 
@@ -63,21 +61,23 @@ def test_texts_that_are_trained_from_their_beginning_are_noted_where_their_logit
     ids=["room", "prompts", "a chunked loss"],
 )
 def test_nothing_is_noted_where_there_is_room_a_prompt_or_a_chunked_loss(
-    otherwise: dict[str, str | int],
-) -> None:
+    otherwise,
+):
     assert notes(**{"memory": "4GiB", "trained_tokens": 999, **otherwise}) == ()
 
 
-def test_a_prediction_of_a_training_has_the_logits_of_every_token() -> None:
+def test_a_prediction_of_a_training_has_the_logits_of_every_token():
     fields = {"model": "tiny", "device": "cpu", "memory": "4GiB", "loss": "full"}
     asked = TrainingRequest(data=("data.jsonl",), length=LENGTH, steps=1, output="run")
     chosen = chosen_trial(request_from(fields, keywords=True), asked, probe())
     spec = chosen.spec
     in_a_trial = likely_footprint(
-        load_model(spec.model_directory).shape,
-        spec.settings,
-        spec.layout,
-        length_tokens=LENGTH,
-        device="cpu",
+        Step(
+            load_model(spec.model_directory).shape,
+            spec.settings,
+            spec.layout,
+            length_tokens=LENGTH,
+            device="cpu",
+        )
     )
     assert chosen.predicted.footprint.needed_bytes >= in_a_trial.needed_bytes + HALF_BYTES

@@ -3,8 +3,8 @@
 import pytest
 
 import highwater
-from highwater.memory.trinity.bundled_traces import covers
-from highwater.memory.trinity.closed_form import OF_ADAPTERS, footprint
+from highwater.memory.formula.layers import Step
+from highwater.memory.trinity import OF_ADAPTERS, covers, footprint
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 from highwater.nouns.lora import adapter_parameters
@@ -16,9 +16,11 @@ RANK = 16
 SETTINGS = {"objective": "grpo", "entropy": "full"}
 
 
-def test_a_frozen_model_is_in_float32_and_adapters_have_states() -> None:
+def test_a_frozen_model_is_in_float32_and_adapters_have_states():
     whole, adapted = (
-        footprint(SHAPE, Settings(**SETTINGS, lora=lora), Layout(gpus=4), length_tokens=16_384)
+        footprint(
+            Step(SHAPE, Settings(**SETTINGS, lora=lora), Layout(gpus=4), length_tokens=16_384)
+        )
         for lora in (None, RANK)
     )
     lora = Settings(lora=RANK).adapters
@@ -32,14 +34,16 @@ def test_a_frozen_model_is_in_float32_and_adapters_have_states() -> None:
     assert of_adapted == of_whole
 
 
-def test_offloaded_all_of_it_is_in_host_memory() -> None:
+def test_offloaded_all_of_it_is_in_host_memory():
     layout = Layout(gpus=4)
     on_gpus, on_host = (
         footprint(
-            SHAPE,
-            Settings(**SETTINGS, lora=RANK, offload=offload),
-            layout,
-            length_tokens=16_384,
+            Step(
+                SHAPE,
+                Settings(**SETTINGS, lora=RANK, offload=offload),
+                layout,
+                length_tokens=16_384,
+            )
         )
         for offload in (False, True)
     )
@@ -50,7 +54,7 @@ def test_offloaded_all_of_it_is_in_host_memory() -> None:
 
 
 @pytest.mark.parametrize("model", ["Qwen3-0.6B", "Qwen3-8B"])
-def test_no_bundled_trace_speaks_of_adapters(model: str) -> None:
+def test_no_bundled_trace_speaks_of_adapters(model):
     asked = {"gpus": "4xA100-80GB", "trainer": "trinity"}
     whole, adapted = (highwater.predict(model, **asked, **lora) for lora in ({}, {"lora": RANK}))
     assert any(cell.replayed for cell in whole.cells)
@@ -64,7 +68,7 @@ def test_no_bundled_trace_speaks_of_adapters(model: str) -> None:
     assert not covers(shape, Cell(layout=of_whole.layout, settings=Settings(lora=RANK)))
 
 
-def test_longer_sequences_fit_where_adapters_alone_are_trained() -> None:
+def test_longer_sequences_fit_where_adapters_alone_are_trained():
     asked = {"gpus": "4xA100-80GB", "trainer": "trinity", "allocator": "expandable"}
     longest = [
         max(

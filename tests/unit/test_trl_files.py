@@ -46,7 +46,7 @@ def files(spec: TrialSpec, *, has_flash: bool = False, **base: Any) -> TrialFile
     return trial_files(launched, Base(config=base, launcher=launcher, source="base.yaml"))
 
 
-def test_a_trial_has_its_length_batch_steps_data_and_output() -> None:
+def test_a_trial_has_its_length_batch_steps_data_and_output():
     spec = trial(sequences_per_micro_batch=3, micro_batches=4, steps=5)
     config = files(spec).config
     assert config["max_length"] == LENGTH
@@ -61,7 +61,7 @@ def test_a_trial_has_its_length_batch_steps_data_and_output() -> None:
     assert batch_of(spec, {}).sequences == 12
 
 
-def test_flash_attention_is_asked_for_where_the_trainer_has_it() -> None:
+def test_flash_attention_is_asked_for_where_the_trainer_has_it():
     with_flash, without = files(trial(), has_flash=True).config, files(trial()).config
     assert with_flash["attn_implementation"] == "flash_attention_2"
     assert with_flash["packing"] is True
@@ -69,7 +69,7 @@ def test_flash_attention_is_asked_for_where_the_trainer_has_it() -> None:
     assert "packing" not in without
 
 
-def test_the_users_other_fields_stay() -> None:
+def test_the_users_other_fields_stay():
     own = {"warmup_ratio": 0.1, "learning_rate": 3e-5, "use_liger_kernel": True, "dtype": "auto"}
     config = files(trial(), **own).config
     assert own.items() <= config.items()
@@ -77,7 +77,7 @@ def test_the_users_other_fields_stay() -> None:
     assert config["max_length"] == LENGTH
 
 
-def test_what_is_the_trials_own_is_said() -> None:
+def test_what_is_the_trials_own_is_said():
     found = files(trial(), max_length=2048, max_steps=2, dataset_name="org/name", packing=True)
     assert found.config["max_length"] == LENGTH
     assert found.config["packing"] is True
@@ -88,22 +88,22 @@ def test_what_is_the_trials_own_is_said() -> None:
     )
 
 
-def test_the_batch_does_not_shrink_where_memory_runs_out() -> None:
+def test_the_batch_does_not_shrink_where_memory_runs_out():
     assert files(trial(), auto_find_batch_size=True).config["auto_find_batch_size"] is False
 
 
-def test_the_allocator_is_the_rungs() -> None:
+def test_the_allocator_is_the_rungs():
     env = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync", "NCCL_DEBUG": "WARN"}
     assert files(trial(), env=env).config["env"] == {"NCCL_DEBUG": "WARN"}
 
 
 @pytest.mark.parametrize("name", ["deepspeed", "fsdp", "use_vllm", "parallelism_config"])
-def test_what_a_trial_cannot_take_over_is_refused_by_name(name: str) -> None:
+def test_what_a_trial_cannot_take_over_is_refused_by_name(name):
     with pytest.raises(UsageError, match=f"base.yaml has {name}"):
         files(trial(), **{name: "true"})
 
 
-def test_one_of_both_recomputes() -> None:
+def test_one_of_both_recomputes():
     by_trl = files(trial(), gradient_checkpointing=True)
     assert by_trl.config["gradient_checkpointing"] is True
     assert by_trl.launcher["fsdp_config"]["fsdp_activation_checkpointing"] is False
@@ -115,7 +115,7 @@ def test_one_of_both_recomputes() -> None:
     assert by_fsdp.launcher["fsdp_config"]["fsdp_activation_checkpointing"] is True
 
 
-def test_a_setting_that_is_named_is_the_trials() -> None:
+def test_a_setting_that_is_named_is_the_trials():
     found = files(trial(recompute="none"), gradient_checkpointing=True)
     assert found.config["gradient_checkpointing"] is False
     assert found.launcher["fsdp_config"]["fsdp_activation_checkpointing"] is False
@@ -124,7 +124,7 @@ def test_a_setting_that_is_named_is_the_trials() -> None:
     assert files(trial(), lora_r=64, use_peft=True).config["lora_r"] == 64
 
 
-def test_a_ring_is_accelerates_whatever_the_user_has() -> None:
+def test_a_ring_is_accelerates_whatever_the_user_has():
     spec = trial(layout={"gpus": 2, "ring_degree": 2})
     found = files(spec, attn_implementation="flash_attention_2", packing=True)
     assert found.config["attn_implementation"] == "sdpa"
@@ -135,14 +135,14 @@ def test_a_ring_is_accelerates_whatever_the_user_has() -> None:
     assert batch_of(spec, {}).sequences == 2, "both GPUs have one sequence together"
 
 
-def test_positions_are_scaled_past_the_native_length() -> None:
+def test_positions_are_scaled_past_the_native_length():
     spec = trial(length_tokens=81920)
     found = files(spec, model_init_kwargs={"use_kernels": True}).config["model_init_kwargs"]
     assert found["rope_parameters"]["factor"] == 2.0
     assert found["use_kernels"] is True
 
 
-def test_the_users_launcher_stays_but_for_processes_and_shards() -> None:
+def test_the_users_launcher_stays_but_for_processes_and_shards():
     launcher = {
         "distributed_type": "FSDP",
         "num_processes": 8,
@@ -157,7 +157,7 @@ def test_the_users_launcher_stays_but_for_processes_and_shards() -> None:
     assert found["fsdp_config"]["fsdp_min_num_params"] == 5
 
 
-def test_another_way_to_share_states_stays_and_is_said() -> None:
+def test_another_way_to_share_states_stays_and_is_said():
     launcher = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}}
     found = files(trial(), launcher=launcher)
     assert found.launcher["deepspeed_config"] == {"zero_stage": 2}
@@ -167,7 +167,7 @@ def test_another_way_to_share_states_stays_and_is_said() -> None:
         files(trial(layout={"gpus": 2, "ring_degree": 2}), launcher=launcher)
 
 
-def test_grpo_generates_so_many_tokens_and_no_fewer() -> None:
+def test_grpo_generates_so_many_tokens_and_no_fewer():
     spec = trial(objective="grpo")
     whole = files(spec).config
     assert whole["max_completion_length"] == LENGTH - document_tokens(spec, {})
@@ -197,7 +197,7 @@ def test_grpo_generates_so_many_tokens_and_no_fewer() -> None:
         ),
     ],
 )
-def test_what_trl_is_not_tried_with_is_refused_by_name(spec: TrialSpec, said: str) -> None:
+def test_what_trl_is_not_tried_with_is_refused_by_name(spec, said):
     with pytest.raises(UsageError, match=said):
         refuse_untried(spec, load_model(spec.model_directory).shape)
 
@@ -210,7 +210,7 @@ def logged(*steps: tuple[str, str]) -> str:
     )
 
 
-def test_steps_are_read_from_the_log() -> None:
+def test_steps_are_read_from_the_log():
     assert steps_of(logged(("6.2", "512"), ("6.1", "1024")), step_tokens=512) == 2
     assert steps_of(logged(("6.2", "1.311e+05")), step_tokens=131072) == 1
     older = "{'loss': 6.2, 'grad_norm': 0.6, 'num_tokens': 512.0, 'epoch': 0.25}"
@@ -219,7 +219,7 @@ def test_steps_are_read_from_the_log() -> None:
     assert steps_of(end, step_tokens=512) == 0
 
 
-def test_steps_on_other_lengths_do_not_count() -> None:
+def test_steps_on_other_lengths_do_not_count():
     assert steps_of(logged(("6.2", "511")), step_tokens=512) == 0
     assert steps_of(logged(("6.2", "1.31e+05")), step_tokens=131072) == 0
     assert steps_of(logged(("6.2", "512"), ("6.1", "1023")), step_tokens=512) == 1
@@ -227,7 +227,7 @@ def test_steps_on_other_lengths_do_not_count() -> None:
     assert steps_of(logged(("6.2", "1024")), step_tokens=512, shared_by=2) == 1
 
 
-def test_a_step_without_a_finite_loss_does_not_count() -> None:
+def test_a_step_without_a_finite_loss_does_not_count():
     assert steps_of(logged(("nan", "512")), step_tokens=512) == 0
     assert steps_of(logged(("6.2", "512"), ("inf", "1024")), step_tokens=512) == 1
     assert steps_of("{'loss': '6.2', 'epoch': 1", step_tokens=512) == 0

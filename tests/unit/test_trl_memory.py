@@ -12,6 +12,7 @@ import highwater
 from highwater.errors import HighwaterError, UsageError
 from highwater.memory.formula.constants import Footprint
 from highwater.memory.formula.formula import likely_footprint
+from highwater.memory.formula.layers import Step
 from highwater.memory.interval.calibration import edge_residuals, factors_of
 from highwater.memory.interval.residuals import Residual
 from highwater.memory.trainers import MEMORY
@@ -38,7 +39,7 @@ def study(name: str) -> Study:
 
 def needed(model: str, length: int, layout: Layout = ALONE, **settings: object) -> Footprint:
     shape = load_model(model).shape
-    return MEMORY["trl"].formula(shape, Settings(**settings), layout, length_tokens=length)
+    return MEMORY["trl"].formula(Step(shape, Settings(**settings), layout, length))
 
 
 def learned(edges: tuple[Residual, ...]) -> tuple[float, float]:
@@ -55,7 +56,7 @@ def bundled() -> tuple[Residual, ...]:
     return residuals()
 
 
-def test_the_edges_that_come_along_are_those_of_the_recorded_studies() -> None:
+def test_the_edges_that_come_along_are_those_of_the_recorded_studies():
     sys.path.insert(0, str(RESULTS))
     try:
         import edges
@@ -66,16 +67,15 @@ def test_the_edges_that_come_along_are_those_of_the_recorded_studies() -> None:
 
 
 @pytest.mark.parametrize("name", TRIED)
-def test_no_recorded_trial_is_outside_the_interval(name: str) -> None:
+def test_no_recorded_trial_is_outside_the_interval(name):
     recorded, (low, high) = study(name), learned(bundled())
     shape, total = recorded.question.model.shape, recorded.question.device_total_bytes
     assert total is not None
     for trial in recorded.trials:
         spec, result = trial.spec, trial.result
         assert result is not None
-        found = MEMORY["trl"].formula(
-            shape, spec.settings, spec.layout, length_tokens=spec.length_tokens
-        )
+        step = Step(shape, spec.settings, spec.layout, spec.length_tokens)
+        found = MEMORY["trl"].formula(step)
         caps = [rank.budget.allocator_cap_bytes for rank in result.ranks if rank.budget]
         given_bytes = min(caps) + found.outside_bytes
         if result.outcome is Outcome.FIT:
@@ -87,14 +87,14 @@ def test_no_recorded_trial_is_outside_the_interval(name: str) -> None:
 
 
 @pytest.mark.parametrize("left_out", range(len(TRIED)))
-def test_an_interval_of_the_other_edges_reaches_what_one_allows(left_out: int) -> None:
+def test_an_interval_of_the_other_edges_reaches_what_one_allows(left_out):
     every = bundled()
     low, high = learned(every[:left_out] + every[left_out + 1 :])
     assert low <= every[left_out].factor
     assert high >= every[left_out].least_factor
 
 
-def test_an_edge_lies_between_what_it_was_given_at_both_lengths() -> None:
+def test_an_edge_lies_between_what_it_was_given_at_both_lengths():
     recorded = study("two-gpus-ring-trl")
 
     def told(spec: TrialSpec) -> Footprint:
@@ -112,7 +112,7 @@ def test_an_edge_lies_between_what_it_was_given_at_both_lengths() -> None:
     assert 0.995 * cap < edge.measured_bytes < cap
 
 
-def test_a_study_that_ran_out_nowhere_has_no_edge() -> None:
+def test_a_study_that_ran_out_nowhere_has_no_edge():
     recorded = study("one-gpu-trl")
     fits = tuple(t for t in recorded.trials if t.result and t.result.outcome is Outcome.FIT)
     learn = MEMORY["trl"].learn
@@ -129,8 +129,8 @@ def test_a_study_that_ran_out_nowhere_has_no_edge() -> None:
     st.sampled_from([None, 16]),
 )
 def test_a_longer_sequence_never_needs_less_nor_more_gpus_more(
-    model: str, objective: str, length: int, more: int, lora: int | None
-) -> None:
+    model, objective, length, more, lora
+):
     pairs = 2 if objective in ("rw", "dpo") else 1
     settings = {"objective": objective, "lora": lora, "sequences_per_micro_batch": pairs}
     one = needed(model, length, **settings)
@@ -141,7 +141,7 @@ def test_a_longer_sequence_never_needs_less_nor_more_gpus_more(
     assert tensors == sorted(tensors, reverse=True)
 
 
-def test_grpo_keeps_the_keys_of_a_whole_group_while_it_generates() -> None:
+def test_grpo_keeps_the_keys_of_a_whole_group_while_it_generates():
     shape = load_model("Qwen3-0.6B").shape
     (phase,) = [
         each
@@ -162,7 +162,7 @@ def test_grpo_keeps_the_keys_of_a_whole_group_while_it_generates() -> None:
     assert shared["keys and values of completions"] == 2 * 16_384 * of_a_token
 
 
-def test_the_loss_is_a_tile_of_logits_beside_gradients_in_float32() -> None:
+def test_the_loss_is_a_tile_of_logits_beside_gradients_in_float32():
     shape = load_model("Qwen3-4B").shape
     (loss,) = [each for each in needed("Qwen3-4B", 32_768).phases if each.name == "loss"]
     bytes_of = {term.name: term.bytes for term in loss.terms}
@@ -176,9 +176,9 @@ def test_the_loss_is_a_tile_of_logits_beside_gradients_in_float32() -> None:
     assert "gradient of the head" not in [term.name for term in frozen[0].terms]
 
 
-def test_no_reference_is_kept_and_the_launcher_is_on_the_first_gpu() -> None:
+def test_no_reference_is_kept_and_the_launcher_is_on_the_first_gpu():
     ours = likely_footprint(
-        load_model("Qwen3-4B").shape, Settings(objective="grpo"), Layout(), length_tokens=4096
+        Step(load_model("Qwen3-4B").shape, Settings(objective="grpo"), Layout(), length_tokens=4096)
     )
     theirs = needed("Qwen3-4B", 4096, objective="grpo")
     assert "offloaded states and reference" in [term.name for term in ours.host]
@@ -189,9 +189,7 @@ def test_no_reference_is_kept_and_the_launcher_is_on_the_first_gpu() -> None:
 
 
 @pytest.mark.parametrize(("name", "trials"), list(zip(TRIED, (2, 2, 2), strict=True)))
-def test_a_search_of_trl_starts_where_the_formula_says_and_is_done_in(
-    name: str, trials: int
-) -> None:
+def test_a_search_of_trl_starts_where_the_formula_says_and_is_done_in(name, trials):
     recorded = study(name)
     (before,) = recorded.answers
     assert before.capacity_tokens is not None
@@ -228,9 +226,7 @@ def test_a_search_of_trl_starts_where_the_formula_says_and_is_done_in(
         ({"mlp_tiles": 4}, "another mlp-tiles", {"mlp_tiles": None}),
     ],
 )
-def test_what_trl_cannot_be_told_is_refused_with_what_can(
-    settings: dict, said: str, instead: dict
-) -> None:
+def test_what_trl_cannot_be_told_is_refused_with_what_can(settings, said, instead):
     asked = {"gpus": "2xH200-141GB", "trainer": "trl", "length": "8k"}
     with pytest.raises(HighwaterError, match=said) as refused:
         highwater.predict("Qwen3-4B", **asked, **settings)
@@ -239,7 +235,7 @@ def test_what_trl_cannot_be_told_is_refused_with_what_can(
     assert highwater.predict("Qwen3-4B", **asked, **changed).answer is not None
 
 
-def test_sequences_go_round_a_ring_where_nobody_names_a_degree() -> None:
+def test_sequences_go_round_a_ring_where_nobody_names_a_degree():
     cells = highwater.predict("Qwen3-4B", gpus="4xH200-141GB", trainer="trl", length="8k").cells
     assert {each.cell.layout.ring_degree for each in cells} == {1, 2, 4}
     assert {each.cell.layout.ulysses_degree for each in cells} == {1}
@@ -248,7 +244,7 @@ def test_sequences_go_round_a_ring_where_nobody_names_a_degree() -> None:
         assert {each.cell.layout.ring_degree for each in found.cells} == {1}
 
 
-def test_a_study_of_trl_teaches_and_counts_once() -> None:
+def test_a_study_of_trl_teaches_and_counts_once():
     asked = {"gpus": "1xH200-141GB", "trainer": "trl", "length": "8k"}
     known = highwater.predict("Qwen3-4B", **asked).calibration
     again = highwater.predict(
@@ -269,7 +265,7 @@ def test_a_study_of_trl_teaches_and_counts_once() -> None:
         )
 
 
-def test_a_recommendation_takes_trials_and_predicts_the_rest() -> None:
+def test_a_recommendation_takes_trials_and_predicts_the_rest():
     asked = {"gpus": "1xH200-141GB", "gpu_memory": "80GiB", "trainer": "trl", "length": "56k"}
     measured = highwater.recommend(
         "Qwen3-4B", **asked, studies=[RESULTS / "studies" / "one-gpu-trl.jsonl"]

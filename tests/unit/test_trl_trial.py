@@ -30,11 +30,11 @@ def trial(name: str, **settings: Any) -> TrialSpec:
     return trial_of(name, loss="chunked", **settings)
 
 
-def test_without_a_configuration_there_is_nothing_to_keep() -> None:
+def test_without_a_configuration_there_is_nothing_to_keep():
     assert not trl_base(trainer()).config
 
 
-def test_accelerates_file_is_read_beside_the_configuration(tmp_path: Path) -> None:
+def test_accelerates_file_is_read_beside_the_configuration(tmp_path):
     own = tmp_path / "base.yaml"
     own.write_text("learning_rate: 1.0e-4\naccelerate_config: launch.yaml\n")
     (tmp_path / "launch.yaml").write_text("distributed_type: DEEPSPEED\n")
@@ -52,14 +52,14 @@ def test_accelerates_file_is_read_beside_the_configuration(tmp_path: Path) -> No
         ("accelerate_config: fsdp2\n", "no file beside it"),
     ],
 )
-def test_what_is_no_configuration_is_refused(text: str, said: str, tmp_path: Path) -> None:
+def test_what_is_no_configuration_is_refused(text, said, tmp_path):
     own = tmp_path / "base.yaml"
     own.write_text(text)
     with pytest.raises(UsageError, match=said):
         trl_base(trainer(own))
 
 
-def test_a_configuration_that_changed_is_refused(tmp_path: Path) -> None:
+def test_a_configuration_that_changed_is_refused(tmp_path):
     own = tmp_path / "base.yaml"
     own.write_text("bf16: true\n")
     asked = trainer(own)
@@ -68,7 +68,7 @@ def test_a_configuration_that_changed_is_refused(tmp_path: Path) -> None:
         trl_base(asked)
 
 
-def test_the_python_of_a_program_is_that_of_its_first_line(tmp_path: Path) -> None:
+def test_the_python_of_a_program_is_that_of_its_first_line(tmp_path):
     program = tmp_path / "trl"
     program.write_text(f"#!{sys.executable}\nprint(1)\n")
     program.chmod(0o755)
@@ -78,13 +78,13 @@ def test_the_python_of_a_program_is_that_of_its_first_line(tmp_path: Path) -> No
     assert python_of(str(tmp_path / "nowhere")) is None
 
 
-def test_versions_are_those_of_the_other_python(tmp_path: Path) -> None:
+def test_versions_are_those_of_the_other_python(tmp_path):
     found = versions_there(Path(sys.executable), ("msgspec", "no-such-package"))
     assert list(found) == ["msgspec"]
     assert versions_there(tmp_path / "nowhere", ("msgspec",)) == {}
 
 
-def test_what_a_reader_should_know_is_said_before_the_first_trial(tmp_path: Path) -> None:
+def test_what_a_reader_should_know_is_said_before_the_first_trial(tmp_path):
     program = tmp_path / "trl"
     program.write_text(f"#!{sys.executable}\n")
     program.chmod(0o755)
@@ -96,9 +96,7 @@ def test_what_a_reader_should_know_is_said_before_the_first_trial(tmp_path: Path
         check_trl(spec, trainer(None, str(tmp_path / "nowhere")))
 
 
-def test_a_disk_without_room_for_random_weights_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_without_room_for_random_weights_is_said(tmp_path, monkeypatch):
     program = tmp_path / "trl"
     program.write_text(f"#!{sys.executable}\n")
     program.chmod(0o755)
@@ -112,5 +110,5 @@ def test_a_disk_without_room_for_random_weights_is_said(
         check_trl(spec, trainer(None, str(program)))
 
 
-def test_prepared_models_are_in_the_users_cache() -> None:
+def test_prepared_models_are_in_the_users_cache():
     assert model_cache({"XDG_CACHE_HOME": "/here"}) == Path("/here/highwater/models")

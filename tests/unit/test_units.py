@@ -30,7 +30,7 @@ from highwater.units import (
         ("2tib", 2048 * GIB),
     ],
 )
-def test_memory_sizes_are_binary(text: str, count: int) -> None:
+def test_memory_sizes_are_binary(text, count):
     assert parse_bytes(text) == count
 
 
@@ -47,9 +47,7 @@ def test_memory_sizes_are_binary(text: str, count: int) -> None:
         ("300k", "292KiB", 300e3),
     ],
 )
-def test_a_decimal_memory_size_is_refused_with_a_binary_one_that_is_no_more(
-    text: str, hinted: str, meant: float
-) -> None:
+def test_a_decimal_memory_size_is_refused_with_a_binary_one_that_is_no_more(text, hinted, meant):
     with pytest.raises(UsageError) as refusal:
         parse_bytes(text)
     assert refusal.value.hint.endswith(f"`{hinted}`")
@@ -57,7 +55,7 @@ def test_a_decimal_memory_size_is_refused_with_a_binary_one_that_is_no_more(
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1e9", "80 parsecs", "--"])
-def test_what_is_no_memory_size_is_refused(text: str) -> None:
+def test_what_is_no_memory_size_is_refused(text):
     with pytest.raises(UsageError):
         parse_bytes(text)
 
@@ -66,9 +64,7 @@ def test_what_is_no_memory_size_is_refused(text: str) -> None:
     ("text", "meant"),
     [("79.15", "79.15GiB"), ("80", "80GiB"), ("1024", "1024GiB"), ("81559", "81559MiB")],
 )
-def test_a_memory_without_its_unit_is_refused_with_the_unit_that_is_meant(
-    text: str, meant: str
-) -> None:
+def test_a_memory_without_its_unit_is_refused_with_the_unit_that_is_meant(text, meant):
     with pytest.raises(UsageError) as refusal:
         parse_memory(text)
     assert refusal.value.hint == f"give the unit: `{meant}`"
@@ -78,7 +74,7 @@ def test_a_memory_without_its_unit_is_refused_with_the_unit_that_is_meant(
     ("text", "count"),
     [("0", 0), ("512KiB", 512 * 1024), ("84986665369", 84986665369), ("80GiB", 80 * GIB)],
 )
-def test_a_memory_is_a_size_with_its_unit_or_a_count_of_bytes(text: str, count: int) -> None:
+def test_a_memory_is_a_size_with_its_unit_or_a_count_of_bytes(text, count):
     assert parse_memory(text) == count
 
 
@@ -86,12 +82,12 @@ def test_a_memory_is_a_size_with_its_unit_or_a_count_of_bytes(text: str, count: 
     ("text", "count"),
     [("32768", 32768), ("128k", 131072), ("1m", 1048576), ("1.5k", 1536), ("4,096", 4096)],
 )
-def test_lengths_count_in_binary_thousands(text: str, count: int) -> None:
+def test_lengths_count_in_binary_thousands(text, count):
     assert parse_tokens(text) == count
 
 
 @pytest.mark.parametrize("text", ["0", "0.3", "1.0001k", "12 miles", "-5"])
-def test_a_length_is_a_whole_positive_number_of_tokens(text: str) -> None:
+def test_a_length_is_a_whole_positive_number_of_tokens(text):
     with pytest.raises(UsageError):
         parse_tokens(text)
 
@@ -100,23 +96,23 @@ def test_a_length_is_a_whole_positive_number_of_tokens(text: str) -> None:
     ("text", "seconds"),
     [("2400", 2400.0), ("40m", 2400.0), ("1h30m", 5400.0), ("90s", 90.0), ("1.5h", 5400.0)],
 )
-def test_times_take_hours_minutes_and_seconds(text: str, seconds: float) -> None:
+def test_times_take_hours_minutes_and_seconds(text, seconds):
     assert parse_seconds(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["0", "0s", "soon", "-40m", "40 minutes"])
-def test_what_is_no_time_is_refused(text: str) -> None:
+def test_what_is_no_time_is_refused(text):
     with pytest.raises(UsageError):
         parse_seconds(text)
 
 
 @given(st.integers(min_value=0, max_value=2**50))
-def test_a_printed_size_is_within_half_of_its_last_digit(count: int) -> None:
+def test_a_printed_size_is_within_half_of_its_last_digit(count):
     assert abs(parse_bytes(format_bytes(count)) - count) <= 0.0051 * GIB
 
 
 @given(st.integers(min_value=1, max_value=MOST_TOKENS))
-def test_a_printed_length_reads_back_as_itself(count: int) -> None:
+def test_a_printed_length_reads_back_as_itself(count):
     assert parse_tokens(format_tokens(count)) == count
 
 
@@ -124,9 +120,9 @@ def test_a_printed_length_reads_back_as_itself(count: int) -> None:
     ("seconds", "text"),
     [(2.314, "2.31 s"), (41.2, "41 s"), (245, "4m 05s"), (3725, "1h 02m"), (None, "-")],
 )
-def test_a_time_is_printed_as_one_says_it(seconds: float | None, text: str) -> None:
+def test_a_time_is_printed_as_one_says_it(seconds, text):
     assert format_seconds(seconds) == text
 
 
-def test_unknown_is_a_dash() -> None:
+def test_unknown_is_a_dash():
     assert (format_bytes(None), format_tokens(None), format_seconds(None)) == ("-", "-", "-")

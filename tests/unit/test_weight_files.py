@@ -37,8 +37,8 @@ def refused(directory: Path) -> ModelError:
     ],
 )
 def test_a_quantised_checkpoint_is_refused_by_its_methods_name_and_the_hint_works(
-    block: dict[str, object], method: str, tmp_path: Path
-) -> None:
+    block, method, tmp_path
+):
     directory = write_model(tmp_path / "m", quantization_config=block)
     problem = refused(directory)
     assert f"a quantised checkpoint ({method})" in problem.problem
@@ -47,7 +47,7 @@ def test_a_quantised_checkpoint_is_refused_by_its_methods_name_and_the_hint_work
 
 
 @pytest.mark.parametrize("block", [None, {}])
-def test_a_config_that_says_of_no_quantisation_is_read(block: object, tmp_path: Path) -> None:
+def test_a_config_that_says_of_no_quantisation_is_read(block, tmp_path):
     directory = write_model(tmp_path)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "quantization_config": block}))
@@ -66,9 +66,7 @@ def test_a_config_that_says_of_no_quantisation_is_read(block: object, tmp_path: 
         ("model.layers.0.mlp.experts.down_proj_blocks", "U8", "numbers of dtype U8"),
     ],
 )
-def test_quantised_tensors_are_refused_whatever_the_config_says(
-    name: str, dtype: str, said: str, tmp_path: Path
-) -> None:
+def test_quantised_tensors_are_refused_whatever_the_config_says(name, dtype, said, tmp_path):
     directory = write_model(tmp_path)
     write_safetensors(
         directory / "model.safetensors", {EMBEDDING: ("BF16", (1000, 64)), name: (dtype, (64, 64))}
@@ -79,8 +77,8 @@ def test_quantised_tensors_are_refused_whatever_the_config_says(
 
 
 def test_mxfp4_is_read_where_blocks_have_scales_and_refused_where_they_have_not(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     config = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
     directory = write_model(tmp_path, **config)
     experts = "model.layers.0.mlp.experts.gate_up_proj"
@@ -95,19 +93,19 @@ def test_mxfp4_is_read_where_blocks_have_scales_and_refused_where_they_have_not(
 
 
 @pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16"])
-def test_wide_numbers_are_not_quantised(dtype: str, tmp_path: Path) -> None:
+def test_wide_numbers_are_not_quantised(dtype, tmp_path):
     directory = write_model(tmp_path)
     write_safetensors(directory / "model.safetensors", {EMBEDDING: (dtype, (8, 64))})
     assert load_model(str(directory)).shape.layers == 2
 
 
-def test_an_old_files_causal_mask_is_no_quantised_weight(tmp_path: Path) -> None:
+def test_an_old_files_causal_mask_is_no_quantised_weight(tmp_path):
     directory = write_model(tmp_path)
     write_safetensors(directory / "model.safetensors", {"h.0.attn.bias": ("U8", (1, 1, 8, 8))})
     assert load_model(str(directory)).shape.layers == 2
 
 
-def test_the_single_file_goes_before_the_index_and_both_before_pytorchs_own(tmp_path: Path) -> None:
+def test_the_single_file_goes_before_the_index_and_both_before_pytorchs_own(tmp_path):
     assert weight_files(tmp_path) == ()
     (tmp_path / "pytorch_model.bin").touch()
     assert [file.name for file in weight_files(tmp_path)] == ["pytorch_model.bin"]
@@ -128,7 +126,7 @@ def test_the_single_file_goes_before_the_index_and_both_before_pytorchs_own(tmp_
     assert tensors[HEAD].end - tensors[HEAD].begin == 64
 
 
-def test_numbered_files_without_an_index_are_read_when_all_are_there(tmp_path: Path) -> None:
+def test_numbered_files_without_an_index_are_read_when_all_are_there(tmp_path):
     directory = write_model(tmp_path)
     for number in (1, 2):
         write_safetensors(
@@ -152,14 +150,14 @@ def test_numbered_files_without_an_index_are_read_when_all_are_there(tmp_path: P
     ],
 )
 def test_weights_that_would_not_be_read_are_refused_and_not_replaced_by_random_ones(
-    name: str, said: str, tmp_path: Path
-) -> None:
+    name, said, tmp_path
+):
     directory = write_model(tmp_path)
     (directory / name).touch()
     assert said in refused(directory).problem
 
 
-def test_an_adapter_beside_its_model_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_beside_its_model_is_refused(tmp_path):
     directory = write_model(tmp_path)
     write_safetensors(directory / "model.safetensors", {EMBEDDING: ("F32", (8, 4))})
     (directory / "adapter_config.json").touch()
@@ -180,7 +178,7 @@ def test_an_adapter_beside_its_model_is_refused(tmp_path: Path) -> None:
         ("{}", "cannot be read"),
     ],
 )
-def test_an_index_that_cannot_be_followed_is_refused(index: str, said: str, tmp_path: Path) -> None:
+def test_an_index_that_cannot_be_followed_is_refused(index, said, tmp_path):
     directory = write_model(tmp_path)
     write_safetensors(directory / "model-1.safetensors", {"b": ("F32", (4,))})
     (directory / "model.safetensors.index.json").write_text(index)
@@ -202,13 +200,13 @@ def test_an_index_that_cannot_be_followed_is_refused(index: str, said: str, tmp_
         ),
     ],
 )
-def test_a_damaged_file_is_refused(content: bytes, said: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_refused(content, said, tmp_path):
     directory = write_model(tmp_path)
     (directory / "model.safetensors").write_bytes(content)
     assert said in refused(directory).problem
 
 
-def test_a_tensor_that_two_files_hold_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_that_two_files_hold_is_refused(tmp_path):
     directory = write_model(tmp_path)
     for number in (1, 2):
         write_safetensors(
@@ -217,7 +215,7 @@ def test_a_tensor_that_two_files_hold_is_refused(tmp_path: Path) -> None:
     assert f"both hold {EMBEDDING}" in refused(directory).problem
 
 
-def test_a_tied_head_that_differs_from_the_embedding_is_one_of_its_own(tmp_path: Path) -> None:
+def test_a_tied_head_that_differs_from_the_embedding_is_one_of_its_own(tmp_path):
     directory = write_model(tmp_path)
     file = directory / "model.safetensors"
     write_safetensors(file, BOTH)
@@ -235,7 +233,7 @@ def test_a_tied_head_that_differs_from_the_embedding_is_one_of_its_own(tmp_path:
     )
 
 
-def test_a_tied_head_of_another_dtype_is_refused(tmp_path: Path) -> None:
+def test_a_tied_head_of_another_dtype_is_refused(tmp_path):
     directory = write_model(tmp_path)
     write_safetensors(directory / "model.safetensors", {**BOTH, HEAD: ("F32", (1000, 64))})
     assert "of dtypes F32 and BF16" in refused(directory).problem

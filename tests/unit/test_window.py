@@ -38,7 +38,7 @@ def mistral(tmp_path: Path) -> str:
     )
 
 
-def test_no_length_ends_at_a_window(mistral: str) -> None:
+def test_no_length_ends_at_a_window(mistral):
     result = plan(request_from({"model": mistral}), machine_with(1))
     assert result.question.grid.max_tokens == 1024**2
     assert about_windows(result.notes) == []
@@ -48,14 +48,14 @@ def test_no_length_ends_at_a_window(mistral: str) -> None:
     assert spec.length_tokens == 16384
 
 
-def test_a_ring_shares_documents_up_to_the_window(mistral: str) -> None:
+def test_a_ring_shares_documents_up_to_the_window(mistral):
     asked = {"model": mistral, "gpus": [2], "ring": [2]}
     within = plan(request_from({**asked, "max_length": 8192}), machine_with(2))
     assert {cell.layout.ring_degree for cell in within.question.cells} == {2}
     assert plan_trial(request_from(asked), machine_with(2), 8192).layout.ring_degree == 2
 
 
-def test_a_ring_of_longer_documents_is_refused_and_the_hint_works(mistral: str) -> None:
+def test_a_ring_of_longer_documents_is_refused_and_the_hint_works(mistral):
     asked = {"model": mistral, "gpus": [2], "ring": [2], "max_length": 16384}
     with pytest.raises(UsageError, match=RING) as refusal:
         plan(request_from(asked), machine_with(2))
@@ -67,7 +67,7 @@ def test_a_ring_of_longer_documents_is_refused_and_the_hint_works(mistral: str) 
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_so_is_a_predicted_one_before_anything_is_traced(mistral: str, exact: bool) -> None:
+def test_so_is_a_predicted_one_before_anything_is_traced(mistral, exact):
     with pytest.raises(UsageError, match=RING) as refusal:
         predict(mistral, gpus="2xH100-80GB", ring=[2], length="16k", exact=exact)
     assert "`--ulysses 2 --ring 1`" in refusal.value.hint
@@ -75,14 +75,14 @@ def test_so_is_a_predicted_one_before_anything_is_traced(mistral: str, exact: bo
         recommend(mistral, gpus="2xH100-80GB", ring=[2], length=16384)
 
 
-def test_one_layout_of_several_is_skipped_and_that_is_said(mistral: str) -> None:
+def test_one_layout_of_several_is_skipped_and_that_is_said(mistral):
     asked = {"model": mistral, "gpus": [2], "ring": [1, 2], "max_length": 16384}
     result = plan(request_from(asked), machine_with(2))
     assert {cell.layout.ring_degree for cell in result.question.cells} == {1}
     assert len(about_windows(result.notes)) == 1
 
 
-def test_no_ring_is_offered_that_would_be_refused(tmp_path: Path) -> None:
+def test_no_ring_is_offered_that_would_be_refused(tmp_path):
     """Three GPUs, between which two key heads cannot be divided."""
     sizes = {"max_position_embeddings": 32768, "num_attention_heads": 8, "num_key_value_heads": 2}
     windowed, full = (
@@ -93,7 +93,7 @@ def test_no_ring_is_offered_that_would_be_refused(tmp_path: Path) -> None:
     assert [any("--ring" in note for note in each) for each in notes] == [False, True]
 
 
-def test_capped_scores_are_refused_in_a_ring_alone(tmp_path: Path) -> None:
+def test_capped_scores_are_refused_in_a_ring_alone(tmp_path):
     """With a hint that works: heads are traded."""
     gemma = str(write_model(tmp_path / "g", model_type="gemma2"))
     asked = {"model": gemma, "gpus": [2], "ring": [2], "max_length": 4096}
@@ -111,7 +111,7 @@ def test_capped_scores_are_refused_in_a_ring_alone(tmp_path: Path) -> None:
         load_model(str(write_model(tmp_path / "z", model_type="gemma2", attn_logit_softcapping=0)))
 
 
-def test_models_of_capped_scores_are_predicted(tmp_path: Path) -> None:
+def test_models_of_capped_scores_are_predicted(tmp_path):
     sizes = {"hidden_size": 2048, "head_dim": 256, "num_hidden_layers": 24}
     gemma = str(write_model(tmp_path / "g", model_type="gemma2", **sizes))
     shared = predict(gemma, gpus="2xH100-80GB", ulysses=[2], rope="yarn")
@@ -122,9 +122,7 @@ def test_models_of_capped_scores_are_predicted(tmp_path: Path) -> None:
 
 
 @given(st.integers(1, 10**6), st.one_of(st.none(), st.integers(1, 10**6)), st.integers(1, 2**20))
-def test_plain_attention_has_room_for_its_scores(
-    tokens: int, window: int | None, heads: int
-) -> None:
+def test_plain_attention_has_room_for_its_scores(tokens, window, heads):
     rows, keys = stretch(tokens, window, heads)
     assert rows * keys * heads <= SCORES_AT_HAND or rows == 1
     assert 1 <= rows <= tokens
@@ -132,13 +130,13 @@ def test_plain_attention_has_room_for_its_scores(
     assert keys >= min(tokens, window or tokens), "a row reads all of its window"
 
 
-def test_documents_of_a_users_data_are_held_to_a_window_when_they_come(mistral: str) -> None:
+def test_documents_of_a_users_data_are_held_to_a_window_when_they_come(mistral):
     own = request_from({"model": mistral, "data": "batches:short", "gpus": [2], "ring": [2]})
     assert plan_trial(own, machine_with(2), 16384).length_tokens == 16384
     assert about_windows(plan(own, machine_with(2)).notes) == []
 
 
-def test_the_window_is_no_part_of_what_a_study_asks(mistral: str) -> None:
+def test_the_window_is_no_part_of_what_a_study_asks(mistral):
     """Studies from before layers were recorded are read, and have the keys that they had."""
     question = plan(request_from({"model": mistral}), machine_with(1)).question
     assert question.model.shape.window_tokens == 8192
@@ -150,7 +148,7 @@ def test_the_window_is_no_part_of_what_a_study_asks(mistral: str) -> None:
     assert before.model.shape.window_tokens is None
 
 
-def test_the_drop_in_command_searches_past_the_window(mistral: str) -> None:
+def test_the_drop_in_command_searches_past_the_window(mistral):
     place = place_of(load_model(mistral), machine_with(1), drop_in(mistral))
     result = plan(request_from({"model": mistral, "rope": "yarn", **place}), machine_with(1))
     assert result.question.grid.max_tokens == 16 * 1024**2

@@ -16,8 +16,6 @@ from highwater.nouns.plan_notes import yarn_notes
         ("Qwen3-8B", None, None),
     ],
 )
-def test_a_factor_above_eight_is_told(
-    name: str, length_tokens: int | None, times: str | None
-) -> None:
+def test_a_factor_above_eight_is_told(name, length_tokens, times):
     notes = yarn_notes(load_model(name), length_tokens, "auto")
     assert [times in note for note in notes] == ([] if times is None else [True])

@@ -20,6 +20,7 @@ from transformers import CONFIG_MAPPING
 
 from highwater.errors import HighwaterError
 from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.layers import Step
 from highwater.memory.formula.moments import families
 from highwater.memory.trace.replay import replay
 from highwater.model.model import load_model
@@ -109,7 +110,7 @@ def predicted(family: str, settings: Settings, folder: Path) -> tuple[TrialSpec 
         spec = trial(family, settings, folder)
         shape = load_model(spec.model_directory).shape
         row.formula_bytes = footprint(
-            shape, settings, Layout(), length_tokens=LENGTH
+            Step(shape, settings, Layout(), length_tokens=LENGTH)
         ).allocated_bytes
         with CachedTracer(folder / "traces", kernel="cudnn") as tracer:
             log = tracer(spec)

@@ -18,6 +18,7 @@ from typing import Any
 import highwater
 from highwater.memory.formula.constants import Footprint
 from highwater.memory.formula.formula import likely_footprint
+from highwater.memory.formula.layers import Step
 from highwater.model.model import load_model
 from highwater.nouns.codec import from_builtins, to_builtins
 from highwater.nouns.study import Cell
@@ -175,7 +176,7 @@ def by_formula(row: dict[str, Any]) -> Footprint:
     """What it says of a row today."""
     (model, _, _, length, _), context = row["case"], from_builtins(row["cell"], Cell)
     return likely_footprint(
-        load_model(model).shape, context.settings, context.layout, length_tokens=length
+        Step(load_model(model).shape, context.settings, context.layout, length_tokens=length)
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from highwater.api import prepare_trial
+from highwater.api.search import prepare_trial
 from highwater.memory.trace.allocator import CachingAllocator, CapacityError
 from highwater.memory.trace.replay import replay
 from highwater.nouns.events import Allocate, Enter, EventLog, Free, ReleaseCached, TraceEvent

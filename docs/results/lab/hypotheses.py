@@ -16,11 +16,11 @@ import msgspec
 
 from highwater.memory.capacity import MemoryLimit
 from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES
+from highwater.memory.formula.layers import Step
 from highwater.memory.trace.allocator import CachingAllocator, CapacityError
 from highwater.memory.trace.exact import edge
 from highwater.memory.trace.replay import replay
-from highwater.memory.trinity.bundled_traces import OUTSIDE_BYTES, bundled_trace
-from highwater.memory.trinity.closed_form import tokens_of_a_gpu
+from highwater.memory.trinity import OUTSIDE_BYTES, bundled_trace
 from highwater.nouns.events import (
     Allocate,
     Enter,
@@ -217,7 +217,8 @@ def events_of(question: Question, cell: Cell, length_tokens: int) -> EventLog:
     """As shipped."""
     log = bundled_trace(question.model.shape, cell)
     assert log is not None, "asked for cells that have a trace"  # noqa: S101
-    return log.at(tokens_of_a_gpu(cell.settings, cell.layout, length_tokens))
+    step = Step(question.model.shape, cell.settings, cell.layout, length_tokens)
+    return log.at(step.tokens)
 
 
 def memory_limit(question: Question) -> MemoryLimit:

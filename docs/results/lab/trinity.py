@@ -3,7 +3,7 @@ published A100 table.
 
 ``python docs/results/lab/trinity.py --folder FOLDER`` (no GPU; three traces a cell, a quarter
 of an hour for all on 2 cores) keeps what it has made in the folder and writes
-``src/highwater/memory/trinity/trinity.json.xz`` when all are there.
+``src/highwater/memory/trinity.json.xz`` when all are there.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from highwater.memory.trace.scaled_trace import ScaledTrace, scaled_trace
-from highwater.memory.trinity.bundled_traces import FILE, BundledTrace
+from highwater.memory.trinity import TRACES_FILE, BundledTrace
 from highwater.model.model import ModelShape, load_model
 from highwater.nouns.events import EventLog, TraceOrder
 from highwater.nouns.layout import Layout
@@ -50,8 +50,10 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(max_workers=2) as pool:
         traces = list(pool.map(lambda cell: traced(*cell, folder), cells()))
-    FILE.write_bytes(lzma.compress(msgspec.json.encode(traces), preset=9 | lzma.PRESET_EXTREME))
-    print(f"{len(traces)} traces, {FILE.stat().st_size:,} bytes")
+    TRACES_FILE.write_bytes(
+        lzma.compress(msgspec.json.encode(traces), preset=9 | lzma.PRESET_EXTREME)
+    )
+    print(f"{len(traces)} traces, {TRACES_FILE.stat().st_size:,} bytes")
 
 
 def cells() -> Iterator[tuple[str, Layout]]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import highwater
 from highwater.memory.formula.formula import likely_footprint
+from highwater.memory.formula.layers import Step
 from highwater.memory.interval.calibration import Factors, factors_of, interval
 from highwater.memory.interval.residuals import (
     PredictionMethod,
@@ -140,10 +141,12 @@ def judged(
             ):
                 continue
             formula = likely_footprint(
-                study.question.model.shape,
-                spec.settings,
-                spec.layout,
-                length_tokens=spec.length_tokens,
+                Step(
+                    study.question.model.shape,
+                    spec.settings,
+                    spec.layout,
+                    length_tokens=spec.length_tokens,
+                )
             )
             if method == "formula":
                 tally.add(

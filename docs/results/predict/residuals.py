@@ -14,6 +14,7 @@ from typing import Any
 import highwater
 from highwater.memory.formula.constants import Footprint
 from highwater.memory.formula.formula import likely_footprint
+from highwater.memory.formula.layers import Step
 from highwater.memory.interval.residuals import Residual, residual
 from highwater.nouns.codec import to_json
 from highwater.nouns.trial import TrialResult, TrialSpec
@@ -69,7 +70,7 @@ def told() -> Iterator[tuple[dict[str, Any], TrialSpec, TrialResult, Footprint]]
                     spec,
                     trial.result,
                     likely_footprint(
-                        shape, spec.settings, spec.layout, length_tokens=spec.length_tokens
+                        Step(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens)
                     ),
                 )
 

@@ -23,6 +23,7 @@ import msgspec
 import highwater
 from highwater.memory.capacity import Prediction, predict_cell
 from highwater.memory.formula.formula import likely_footprint
+from highwater.memory.formula.layers import Step
 from highwater.memory.trace.replay import replay
 from highwater.model.model import load_model
 from highwater.nouns.codec import from_json
@@ -172,7 +173,9 @@ def beside(study_name: str, spec: TrialSpec, result: TrialResult, log: EventLog)
 def by_formula(spec: TrialSpec, capacity_bytes: int | None) -> dict[str, int]:
     """What the formula says of the same, in the allocator's memory."""
     shape = load_model(spec.model_name).shape
-    found = likely_footprint(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens)
+    found = likely_footprint(
+        Step(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens)
+    )
     if capacity_bytes is not None:
         found = found.within(capacity_bytes + found.outside_bytes)
     return dict(zip(PEAKS, (found.allocated_bytes, found.reserved_bytes), strict=True))

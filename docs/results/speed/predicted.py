@@ -10,7 +10,7 @@ from typing import get_args
 from steps import Split, TimedStep, steps
 
 from highwater.model.model import load_model
-from highwater.speed.step_seconds import predicted_step
+from highwater.speed import predicted_step
 
 SHOWN = 8
 

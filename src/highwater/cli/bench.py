@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import shlex
 import time
 from collections.abc import Collection, Sequence
 from datetime import datetime
@@ -75,25 +74,36 @@ def bench(arguments: argparse.Namespace) -> int:
     folder = _folder(arguments.out)
     told: list[BenchLine] = []
     interrupt: KeyboardInterrupt | None = None
+    began_s = time.monotonic()
     try:
-        _gather(order, told)
+        with bench_lines(order) as lines:
+            for line in lines:
+                told.append(line)
+                console.talk(f"{format_seconds(time.monotonic() - began_s)}: {_line_words(line)}")
     except KeyboardInterrupt as caught:
         interrupt = caught
-    found = _found(order, told, arguments.command_line, is_whole=interrupt is None)
-    if found is None:
-        if interrupt is not None:
-            console.talk("interrupted: no case had ended, and nothing of it runs any more")
-            return exit_code_of(interrupt)
-        not_run = (each.not_run for each in told if each.not_run is not None)
+    not_run = tuple(each.not_run for each in told if each.not_run is not None)
+    rows = tuple(each.row for each in told if each.row is not None)
+    if not rows and interrupt is not None:
+        console.talk("interrupted: no case had ended, and nothing of it runs any more")
+        return exit_code_of(interrupt)
+    if not rows:
         reasons = "; ".join(f"{each.implementation}: {each.reason}" for each in not_run)
         raise UsageError(
             f"nothing that is named runs here: {reasons}", hint="add `--implementations dense`"
         )
+    found = AttentionBench(
+        made_at=datetime.now().astimezone().isoformat(timespec="seconds"),
+        command=arguments.command_line,
+        order=order,
+        machine=next(each.machine for each in told if each.machine is not None),
+        checks=tuple(each.check for each in told if each.check is not None),
+        rows=rows,
+        not_run=not_run,
+        is_whole=interrupt is None,
+    )
     document = bench_document(found)
-    for suffix, text in (
-        ("json", to_json(document, indent=2)),
-        ("md", attention_markdown(found)),
-    ):
+    for suffix, text in (("json", to_json(document, indent=2)), ("md", attention_markdown(found))):
         write_new_file(folder / f"{_REPORT}.{suffix}", f"{text}\n".encode(), flag="--out")
     if arguments.json:
         console.answer_json(document)
@@ -104,17 +114,13 @@ def bench(arguments: argparse.Namespace) -> int:
         console.talk("interrupted: what had ended is in the report, nothing runs any more")
         return exit_code_of(interrupt)
     if not arguments.json:
-        console.next_command(_next(order, machine))
-    return _exit_code(found)
-
-
-def _gather(order: BenchOrder, told: list[BenchLine]) -> None:
-    """Run the benchmark, say each thing to who waits, and keep it."""
-    began_s = time.monotonic()
-    with bench_lines(order) as lines:
-        for line in lines:
-            told.append(line)
-            console.talk(f"{format_seconds(time.monotonic() - began_s)}: {_line_words(line)}")
+        # the same on two GPUs, where there are as many; else another kind of attention's layer
+        has_two = order.gpus == 1 and (order.device == "cpu" or len(machine.gpus) > 1)
+        more = "--gpus 2" if has_two else "--heads 32 --kv-heads 8 --head-dim 128"
+        console.next_command(f"highwater bench attention --device {order.device} {more}")
+    if any(row.result in ("red", "crashed") for row in rows):
+        return EXIT_INCONCLUSIVE
+    return EXIT_ANSWERED if any(row.fits for row in rows) else EXIT_ANSWERED_NO
 
 
 def _line_words(line: BenchLine) -> str:
@@ -136,25 +142,6 @@ def _line_words(line: BenchLine) -> str:
     return f"{entry_words(row.entry)}: {format_tokens(row.length_tokens)} tokens{batch}: {how}"
 
 
-def _found(
-    order: BenchOrder, told: Sequence[BenchLine], command: tuple[str, ...], *, is_whole: bool
-) -> AttentionBench | None:
-    """All that was told; None where no case had ended."""
-    rows = tuple(each.row for each in told if each.row is not None)
-    if not rows:
-        return None
-    return AttentionBench(
-        made_at=datetime.now().astimezone().isoformat(timespec="seconds"),
-        command=command,
-        order=order,
-        machine=next(each.machine for each in told if each.machine is not None),
-        checks=tuple(each.check for each in told if each.check is not None),
-        rows=rows,
-        not_run=tuple(each.not_run for each in told if each.not_run is not None),
-        is_whole=is_whole,
-    )
-
-
 def _order(arguments: argparse.Namespace, machine: Machine) -> BenchOrder:
     """What was typed, with the defaults of this machine. Raises UsageError and MachineError."""
     typed = {
@@ -162,7 +149,13 @@ def _order(arguments: argparse.Namespace, machine: Machine) -> BenchOrder:
     }
     names = implementations_named(arguments.implementations, has_pattern=bool(typed))
     device = _device(arguments, machine)
-    _check_counts(arguments, device)
+    processes = _MOST_PROCESSES if device == "cpu" else max(1, arguments.gpus)
+    limits = {"gpus": processes, "heads": _MOST_HEADS, "kv_heads": _MOST_HEADS, "head_dim": 512}
+    for name, limit in limits.items():
+        count = getattr(arguments, name)
+        if count is not None and not 1 <= count <= limit:
+            flag = flag_of(name)
+            raise UsageError(f"{flag} {count}", hint=f"use 1 to {limit}, for example `{flag} 2`")
     heads: int = arguments.heads
     lengths = tuple(map(parse_tokens, arguments.lengths or ()))
     most = MOST_SEARCHED_TOKENS if device == "cuda" else max(CPU_MOST_TOKENS, *lengths, 0)
@@ -192,7 +185,21 @@ def _order(arguments: argparse.Namespace, machine: Machine) -> BenchOrder:
         timeout_s=parse_seconds(arguments.timeout) if arguments.timeout else _TIMEOUTS[device],
         threads=max(1, len(os.sched_getaffinity(0)) // arguments.gpus),
     )
-    _check_together(order)
+    if heads % order.kv_heads:
+        raise UsageError(
+            f"{order.kv_heads} key/value heads do not divide {heads} query heads",
+            hint=f"use `--kv-heads {heads}`",
+        )
+    if order.same_qkv and order.kv_heads != heads:
+        raise UsageError(
+            f"one tensor is {heads} query heads and {order.kv_heads} key/value heads at once",
+            hint="leave `--kv-heads` out, or `--same-qkv`",
+        )
+    if order.gpus == 1 and not any("single" in IMPLEMENTATIONS[name].modes for name in names):
+        raise UsageError(
+            f"{', '.join(names)}: a sequence is shared by two GPUs or more",
+            hint="add `--gpus 2`, on one machine without them `--device cpu --gpus 2`",
+        )
     return order
 
 
@@ -248,26 +255,6 @@ def _taking(flags: str, typed: Collection[str], names: Sequence[str]) -> dict[st
     return found
 
 
-def _check_together(order: BenchOrder) -> None:
-    """Raise UsageError for values that cannot be together."""
-    if order.heads % order.kv_heads:
-        raise UsageError(
-            f"{order.kv_heads} key/value heads do not divide {order.heads} query heads",
-            hint=f"use `--kv-heads {order.heads}`",
-        )
-    if order.same_qkv and order.kv_heads != order.heads:
-        raise UsageError(
-            f"one tensor is {order.heads} query heads and {order.kv_heads} key/value heads at once",
-            hint="leave `--kv-heads` out, or `--same-qkv`",
-        )
-    names = order.implementations
-    if order.gpus == 1 and not any("single" in IMPLEMENTATIONS[name].modes for name in names):
-        raise UsageError(
-            f"{', '.join(names)}: a sequence is shared by two GPUs or more",
-            hint="add `--gpus 2`, on one machine without them `--device cpu --gpus 2`",
-        )
-
-
 def _device(arguments: argparse.Namespace, machine: Machine) -> Device:
     device = cast("Device | None", arguments.device)
     if device == "cpu":
@@ -288,17 +275,6 @@ def _device(arguments: argparse.Namespace, machine: Machine) -> Device:
             hint = error.hint.replace("highwater find --", "highwater bench attention --")
             raise MachineError(error.problem, hint=hint) from error
     return "cuda"
-
-
-def _check_counts(arguments: argparse.Namespace, device: Device) -> None:
-    """Raise UsageError for numbers that cannot be."""
-    processes = _MOST_PROCESSES if device == "cpu" else max(1, arguments.gpus)
-    limits = {"gpus": processes, "heads": _MOST_HEADS, "kv_heads": _MOST_HEADS, "head_dim": 512}
-    for name, most in limits.items():
-        count = getattr(arguments, name)
-        if count is not None and not 1 <= count <= most:
-            flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{flag} {count}", hint=f"use 1 to {most}, for example `{flag} 2`")
 
 
 def _memory_bytes(arguments: argparse.Namespace, device: Device, machine: Machine) -> int | None:
@@ -333,33 +309,15 @@ def _folder(named: str | None) -> Path:
     """The folder that the report goes to, made and without one. Raises UsageError."""
     parent = Path("logs", _REPORT)
     folder = parent / f"{datetime.now():%Y%m%d-%H%M%S}" if named is None else Path(named)
-    example = f"`--out {shlex.quote(str(parent / 'another'))}`"
+    hint = f"name another: `--out {parent / 'another'}`"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         is_taken = (folder / f"{_REPORT}.json").exists()
         is_writable = os.access(folder, os.W_OK)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError(
-            f"no report can be written to {folder}: {why}", hint=f"name another: {example}"
-        ) from error
+        raise UsageError(f"no report can be written to {folder}: {why}", hint=hint) from error
     if is_taken or not is_writable:
         why = "has a report already" if is_taken else "cannot be written"
-        raise UsageError(f"{folder} {why}", hint=f"name another: {example}")
+        raise UsageError(f"{folder} {why}", hint=hint)
     return folder
-
-
-def _next(order: BenchOrder, machine: Machine) -> str:
-    """The same on two GPUs, where there are as many; else another kind of attention's layer."""
-    if order.gpus == 1 and (order.device == "cpu" or len(machine.gpus) > 1):
-        return f"highwater bench attention --device {order.device} --gpus 2"
-    return (
-        f"highwater bench attention --device {order.device} --heads 32 --kv-heads 8 --head-dim 128"
-    )
-
-
-def _exit_code(found: AttentionBench) -> int:
-    """4 where an implementation has no answer, 1 where nothing fits."""
-    if any(row.result in ("red", "crashed") for row in found.rows):
-        return EXIT_INCONCLUSIVE
-    return EXIT_ANSWERED if any(row.fits for row in found.rows) else EXIT_ANSWERED_NO

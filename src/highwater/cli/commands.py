@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from highwater import api
+from highwater.api import search
 from highwater.cli import console
-from highwater.cli.config import config_schema, request_of, to_yaml
+from highwater.cli.config import config_schema, request_of, sbatch_script, to_yaml
 from highwater.cli.console import exit_code_of
 from highwater.cli.progress import shown
-from highwater.cli.sbatch import sbatch_script
 from highwater.errors import (
     EXIT_ANSWERED,
     EXIT_ANSWERED_NO,
@@ -52,6 +51,7 @@ from highwater.pages.study.study_pictures import (
 from highwater.pages.study.tables import answer_table, trial_table
 from highwater.search.predicted_study import completed_study
 from highwater.store.directory import newest_studies
+from highwater.store.journal import read_study
 from highwater.store.logs import snapshot_lines, study_snapshot_lines
 from highwater.trials.diagnosis import diagnose, undiagnosed
 from highwater.trials.foreign_trial import check_foreign
@@ -73,7 +73,7 @@ def find(arguments: argparse.Namespace) -> int:
     if known is not None:
         console.notes(known.notes)
         return _say_found(arguments, known)
-    planned = api.prepare(request)
+    planned = search.prepare(request)
     console.notes((*ignored_options(os.environ, planned.question.device), *planned.notes))
     is_resumed = _note_resumed(request, planned.question)
     for line in outlook_lines(planned, is_resumed=is_resumed):
@@ -81,9 +81,9 @@ def find(arguments: argparse.Namespace) -> int:
     typed = with_memory(arguments.command_line, request, planned.question.memory_budget_bytes)
     try:
         with shown(planned) as listener:
-            study = api.answer(request, planned, on_event=listener, command=typed)
+            study = search.answer(request, planned, on_event=listener, command=typed)
     except KeyboardInterrupt as interrupt:
-        say_interrupted(api.study_file(request, planned.question))
+        say_interrupted(search.study_file(request, planned.question))
         return exit_code_of(interrupt)
     console.notes([note for note in study.notes if note not in planned.notes])
     if request.memory_profiler is not None:
@@ -94,10 +94,10 @@ def find(arguments: argparse.Namespace) -> int:
 def try_(arguments: argparse.Namespace) -> int:
     """``highwater try``: one trial."""
     request = request_of(arguments)
-    spec = api.prepare_trial(request, arguments.length)
+    spec = search.prepare_trial(request, arguments.length)
     if request.device is None and spec.device == "cpu":
         console.notes([ON_THE_CPU_NOTE])
-    console.notes(api.machine_notes(request))
+    console.notes(search.machine_notes(request))
     console.notes(
         (
             *ignored_options(os.environ, spec.device),
@@ -110,7 +110,7 @@ def try_(arguments: argparse.Namespace) -> int:
         f"{short_settings(spec.settings)}, {spec.layout.gpus} x {spec.device}"
     )
     try:
-        result = api.answer_trial(request, spec)
+        result = search.answer_trial(request, spec)
     except KeyboardInterrupt as interrupt:
         console.talk("interrupted: nothing of the trial runs any more")
         return exit_code_of(interrupt)
@@ -144,7 +144,7 @@ def show(arguments: argparse.Namespace) -> int:
     """``highwater show``: a study, or several, as a table, in the published layout, as its final
     lines, or as JSON.
     """
-    studies = [api.open_study(name) for name in arguments.studies] or [
+    studies = [read_study(Path(name)) for name in arguments.studies] or [
         newest_study(Path(arguments.log_dir))
     ]
     for study in studies:
@@ -212,7 +212,7 @@ def exit_code(study: Study, *, has_budget: bool = False) -> int:
 def say_interrupted(path: Path | None) -> None:
     """Say after Ctrl-C what the study keeps, and how to go on."""
     try:
-        study = None if path is None else api.open_study(path)
+        study = None if path is None else read_study(path)
     except StudyError:
         study = None
     if study is None or path is None:
@@ -232,9 +232,7 @@ def _say_found(
     request: Request | None = None,
     planned: Plan | None = None,
 ) -> int:
-    """The answer, as JSON or as a sentence and a table with the next command; the exit code. After
-    the answer the first out of memory is diagnosed, where a request is given and has time left.
-    """
+    """The answer, as JSON or as a sentence and a table with the next command; the exit code."""
     if arguments.json:
         console.answer_json(study)
     else:
@@ -273,12 +271,12 @@ def _note_resumed(request: Request, question: Question) -> bool:
     """Say what a study has already, and whether that is anything; what is wrong with it is told
     when it is opened for writing.
     """
-    path = api.study_file(request, question)
+    path = search.study_file(request, question)
     # which knows no name too long, and no folder without rights
     if path is None or not os.path.exists(path):  # noqa: PTH110
         return False
     with suppress(StudyError):
-        study = api.open_study(path)
+        study = read_study(path)
         if study.question.key == question.key and study.finished_trials:
             late = sum(
                 trial.ran_out_of_less_than(question.timeout_s or 0.0) for trial in study.trials
@@ -344,7 +342,7 @@ def newest_study(log_directory: Path) -> Study:
     paths = newest_studies(log_directory)
     for path in paths:
         try:
-            return api.open_study(path)
+            return read_study(path)
         except StudyError as error:
             console.notes([f"not shown: {error.problem}"])
     raise StudyError(

@@ -1,10 +1,5 @@
-"""``highwater report``: a page about one study.
-
-``highwater profile``: what was alive in a memory snapshot, at its peak or when memory ran
-out.
-
-``highwater guide``: the simplest settings for each length, from studies, tables and
-predictions.
+"""``highwater report``, ``profile`` and ``guide``: a page about one study, about a memory snapshot,
+and of the simplest settings for each length.
 """
 
 import argparse
@@ -13,7 +8,6 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from highwater import api
 from highwater.cli import console
 from highwater.cli.commands import newest_study
 from highwater.errors import (
@@ -39,6 +33,7 @@ from highwater.pages.study.study_commands import resumed
 from highwater.pages.study.study_report import StudyReport
 from highwater.pages.study.tables import answer_table
 from highwater.store.directory import check_new_file, free_name, write_new_file
+from highwater.store.journal import read_study
 from highwater.store.logs import ranks_snapshots
 from highwater.units import format_bytes
 
@@ -49,7 +44,7 @@ def report(arguments: argparse.Namespace) -> int:
     if output is not None:
         reporting.check_report_file(output)
     study = (
-        api.open_study(arguments.study)
+        read_study(Path(arguments.study))
         if arguments.study
         else newest_study(Path(arguments.log_dir))
     )

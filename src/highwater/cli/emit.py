@@ -10,15 +10,15 @@ from pathlib import Path
 import msgspec
 
 from highwater.cli import console
-from highwater.cli.flags import named_model
-from highwater.cli.recommend import EXAMPLE, found_for, words_again
+from highwater.cli.flags import named_model, words_again
+from highwater.cli.recommend import EXAMPLE, found_for
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, HighwaterError, UsageError
 from highwater.nouns.objective import TRAITS
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.trainer import is_step_of, step_in_words
 from highwater.pages.answer_sentence import assumed_host, recommendation_answer
 from highwater.pages.check_page import check_page
-from highwater.recommendation.drafts import drafted
+from highwater.recommendation.recommend import drafted
 from highwater.trainers.emitted import Emitted, answered_first, unpredicted
 from highwater.trainers.folder import CHECK, LAUNCH, launch_script, refuse_no_folder, write_folder
 from highwater.trainers.targets import (
@@ -87,9 +87,7 @@ def emit(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_early(arguments: argparse.Namespace, model: str, settings: dict[str, object]) -> None:
-    """Raise UsageError for what the trainer has no words for, before anything is predicted. What
-    cannot be asked at all the recommendation says.
-    """
+    """Raise UsageError for what the trainer has no words for, before anything is predicted."""
     draft = None
     with suppress(HighwaterError):
         draft = drafted(

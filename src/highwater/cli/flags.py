@@ -1,14 +1,7 @@
-"""The flags of the command line that set a request, written from the settings' declarations.
-
-The flags of the commands that show what was recorded: studies, and snapshots of memory.
-
-The flags of ``highwater train`` that no trial has.
-
-The flags of ``highwater bench``: what is measured, of which shapes, and when it ends.
-"""
+"""The flags of every command: those of a request are written from the settings' declarations."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from msgspec.structs import fields
@@ -16,10 +9,11 @@ from msgspec.structs import fields
 from highwater.errors import UsageError
 from highwater.nouns.attention_bench import DIRECTIONS, IMPLEMENTATIONS, BenchDtype
 from highwater.nouns.corpus import LongDocuments, TrainedTokens
-from highwater.nouns.declaration import SWITCH, CommandName, Setting
+from highwater.nouns.declaration import SWITCH, CommandName, Setting, flag_of, words_of
 from highwater.nouns.declared_settings import DECLARED, TOPICS, Topic
 from highwater.nouns.request import Request, choices
 from highwater.nouns.settings import PATTERN_FIELDS
+from highwater.nouns.trainer import OURS
 from highwater.nouns.training import ScheduleName, TrainingRequest, training_request_from
 from highwater.nouns.trial import Device
 
@@ -99,9 +93,8 @@ def typed_values(arguments: argparse.Namespace) -> dict[str, Any]:
 def named_model(
     arguments: argparse.Namespace, others: list[str], *, example: str
 ) -> tuple[str, dict[str, Any]]:
-    """The model that was typed, and the settings; raises UsageError without a model.
-
-    ``others`` are the values of a flag before the model, which argparse takes for one more of them.
+    """The model that was typed, and the settings; raises UsageError without a model. ``others`` are
+    the values of a flag before the model, which argparse takes for one more of them.
     """
     if arguments.model is None and len(others) > 1:
         arguments.model = others.pop()
@@ -120,6 +113,30 @@ def typed_limits(arguments: argparse.Namespace) -> dict[str, Any]:
     """The memory that GPUs and their machine have for training, as keywords of ``predict``."""
     names = ("gpu_memory", "host_memory", "reserved")
     return {name: getattr(arguments, name) for name in names}
+
+
+def words_again(
+    arguments: argparse.Namespace, *, drop: tuple[str, ...] = (), **changed: str
+) -> list[str]:
+    """What was typed, for a prediction or a recommendation, as flags, with changes."""
+    typed: dict[str, object] = {
+        "--gpus": arguments.cluster,
+        "--length": arguments.length,
+        "--rollout-gpus": getattr(arguments, "rollout_gpus", 0) or None,
+        "--trainer": None if arguments.predicted_for == OURS else arguments.predicted_for,
+        "--study": getattr(arguments, "studies", ()) or None,
+        "--gpu-memory": arguments.gpu_memory,
+        "--host-memory": arguments.host_memory,
+        "--reserved": None if arguments.reserved == "0" else arguments.reserved,
+    }
+    settings = {name: value for name, value in typed_values(arguments).items() if name != "model"}
+    typed |= {flag_of(name): value for name, value in settings.items()}
+    kept: Mapping[str, object] = {
+        name: value for name, value in typed.items() if value is not None and name not in drop
+    }
+    return words_of(
+        {name.removeprefix("--"): value for name, value in ({**kept, **changed}).items()}
+    )
 
 
 def _metavar(row: Setting) -> str | None:
@@ -316,56 +333,47 @@ def _add_newest_study(parser: argparse.ArgumentParser) -> None:
 
 def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     """Give the parser the flags of ``highwater bench``, but ``--json``, which every command has."""
-    parser.add_argument(
-        "subject", choices=("attention",), metavar="SUBJECT", help="what is measured: attention"
-    )
-    parser.add_argument(
-        "--device", choices=get_args(Device), help="where; default: cuda where there is a GPU"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("subject", choices=("attention",), metavar="SUBJECT", help="what is measured: attention")
+    add("--device", choices=get_args(Device), help="where; default: cuda where there is a GPU")
+    add(
         "--memory",
         metavar="SIZE",
         help="memory of each GPU, or of each process on the CPU, its runtime included: 8GiB on a "
         "big card stands in for a small one; default: all, on the CPU what is free",
     )
-    parser.add_argument(
+    add(
         "--gpus",
         metavar="N",
         type=int,
         default=1,
         help="from 2 on also DataParallel, ring and Ulysses; on the CPU processes (default: 1)",
     )
-    parser.add_argument(
-        "--heads", metavar="N", type=int, default=2, help="query heads (default: 2)"
-    )
-    parser.add_argument(
-        "--kv-heads", metavar="N", type=int, help="key and value heads; default: as many"
-    )
-    parser.add_argument(
-        "--head-dim", metavar="N", type=int, default=32, help="size of a head (default: 32)"
-    )
-    parser.add_argument(
+    add("--heads", metavar="N", type=int, default=2, help="query heads (default: 2)")
+    add("--kv-heads", metavar="N", type=int, help="key and value heads; default: as many")
+    add("--head-dim", metavar="N", type=int, default=32, help="size of a head (default: 32)")
+    add(
         "--dtype",
         choices=get_args(BenchDtype),
         help="default: bf16, on the CPU fp32, on GPUs without bf16 fp16",
     )
-    parser.add_argument(
+    add(
         "--same-qkv",
         action="store_true",
         help="queries, keys and values are one tensor, counted once: the published setting",
     )
-    parser.add_argument(
+    add(
         "--lengths",
         metavar="TOKENS",
         nargs="+",
         help="measure at these lengths alone; default: doubling, then bisection to the longest",
     )
-    parser.add_argument(
+    add(
         "--max-length",
         metavar="TOKENS",
         help="longest length to try; default: 16m tokens, on the CPU 4k",
     )
-    parser.add_argument(
+    add(
         "--implementations",
         metavar="NAME",
         nargs="+",
@@ -374,14 +382,14 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
         f"{', '.join(IMPLEMENTATIONS)}; default: all",
     )
     add_trained(parser, PATTERN_FIELDS, what_for="")
-    parser.add_argument(
+    add(
         "--segment-lengths",
         metavar="TOKENS",
         nargs="+",
         help="dilated and block_sparse_ring_dilated: tokens of a segment of each branch; default: "
         "half the length and all of it",
     )
-    parser.add_argument(
+    add(
         "--dilation-rates",
         metavar="N",
         nargs="+",
@@ -389,17 +397,11 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
         help="a rate for each of them, 2 for every second token; default: 1 2, and 4, 8, ... for "
         "more segments",
     )
-    parser.add_argument("--only", choices=DIRECTIONS, help="one direction; default: both")
-    parser.add_argument(
-        "--timeout",
-        metavar="TIME",
-        help="longest time of one pass; default: 60s, on the CPU 10s",
-    )
-    parser.add_argument(
+    add("--only", choices=DIRECTIONS, help="one direction; default: both")
+    add("--timeout", metavar="TIME", help="longest time of one pass; default: 60s, on the CPU 10s")
+    add(
         "--out",
         metavar="DIR",
         help="folder of the report, JSON and Markdown; default: a new one below ./logs/attention",
     )
-    parser.add_argument(
-        "--allow-busy", action="store_true", help="also on GPUs that somebody else uses"
-    )
+    add("--allow-busy", action="store_true", help="also on GPUs that somebody else uses")

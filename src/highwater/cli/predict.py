@@ -8,24 +8,25 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import count
 
-from highwater import api
+from highwater.api.prediction import predict as predicted
+from highwater.api.prediction import predict_against
 from highwater.cli import console
-from highwater.cli.flags import named_model, typed_limits, typed_values
-from highwater.cli.recommend import is_tried, words_again
+from highwater.cli.flags import named_model, typed_limits, typed_values, words_again
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
 from highwater.memory.capacity import Prediction
 from highwater.memory.table_accuracy import TableAccuracy
 from highwater.nouns.declaration import flag_of, words_of
 from highwater.nouns.declared_settings import taken_by
-from highwater.nouns.foreign_trainer import FOREIGN, foreign_name
+from highwater.nouns.foreign_trainer import FOREIGN, ForeignName, foreign_name
+from highwater.nouns.hardware import runs_trials
 from highwater.nouns.recommendation import Alternative
 from highwater.nouns.request import request_from, trial_flags
 from highwater.nouns.settings import short_settings
+from highwater.nouns.study import Cell
 from highwater.nouns.trainer import TRAINERS
 from highwater.nouns.trial import TrialSpec
 from highwater.pages.answer_sentence import assumed_host, prediction_answer
 from highwater.pages.prediction_tables import accuracy_table, prediction_table, term_table
-from highwater.recommendation.recommend import what_would_fit
 from highwater.units import format_tokens
 
 _EXAMPLE = "highwater predict Qwen3-8B --gpus 4xA100-80GB"
@@ -68,10 +69,12 @@ def _instead(
     }
     longest = None
     if prediction.length_tokens is not None:
-        longest = api.predict(model, constants=arguments.constants, **shared, **settings)
+        longest = predicted(model, constants=arguments.constants, **shared, **settings)
     length_tokens = prediction.length_tokens or prediction.cells[0].does_not_fit_tokens
     if length_tokens is None or any(flag_of(name) in _NOT_RECOMMENDED for name in settings):
         return longest, ()
+    from highwater.recommendation.recommend import what_would_fit
+
     found = what_would_fit(model, length_tokens=length_tokens, **shared, **settings)
     return longest, found
 
@@ -80,7 +83,7 @@ def _predicted(arguments: argparse.Namespace) -> Prediction:
     """The prediction that was asked for."""
     model, settings = named_model(arguments, arguments.calibrate, example=_EXAMPLE)
     request_from({"model": model, **settings})  # raises for a value that cannot be, as a flag
-    return api.predict(
+    return predicted(
         model,
         gpus=arguments.cluster,
         length=arguments.length,
@@ -98,7 +101,7 @@ def _predicted(arguments: argparse.Namespace) -> Prediction:
 
 def _against(arguments: argparse.Namespace) -> int:
     _refuse_beside_a_table(arguments)
-    result: TableAccuracy = api.predict_against(
+    result: TableAccuracy = predict_against(
         arguments.against, trainer=arguments.predicted_for, **typed_limits(arguments)
     )
     if arguments.json:
@@ -212,3 +215,10 @@ def _alternatives(arguments: argparse.Namespace, prediction: Prediction) -> str:
     length = prediction.length_tokens or explained.capacity_tokens or explained.does_not_fit_tokens
     words = words_again(arguments, drop=_NOT_RECOMMENDED, **{"--length": str(length)})
     return shlex.join(("highwater", "recommend", str(typed_values(arguments)["model"]), *words))
+
+
+def is_tried(cell: Cell, device_name: str, foreign: ForeignName | None) -> bool:
+    """Whether a trial can be made of a cell, on such GPUs and with this trainer."""
+    objectives = None if foreign is None else FOREIGN[foreign].objectives
+    is_written = objectives is None or cell.settings.objective in objectives
+    return is_written and not cell.layout.is_several_machines and runs_trials(device_name)

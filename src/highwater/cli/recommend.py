@@ -4,18 +4,15 @@ next would buy.
 
 import argparse
 import shlex
-from collections.abc import Mapping
 
 from highwater.cli import console
-from highwater.cli.flags import named_model, typed_limits, typed_values
+from highwater.cli.flags import named_model, typed_limits, typed_values, words_again
+from highwater.cli.predict import is_tried
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
-from highwater.nouns.declaration import flag_of, words_of
-from highwater.nouns.foreign_trainer import FOREIGN, ForeignName, foreign_name
-from highwater.nouns.hardware import runs_trials
+from highwater.nouns.foreign_trainer import foreign_name
 from highwater.nouns.recommendation import Recommendation
 from highwater.nouns.request import request_from, trial_flags
-from highwater.nouns.study import Cell
-from highwater.nouns.trainer import OURS, predicted_traits
+from highwater.nouns.trainer import predicted_traits
 from highwater.pages.answer_sentence import assumed_host, recommendation_answer
 from highwater.pages.recommendation_tables import recommendation_tables, rung_list
 from highwater.recommendation.recommend import recommend as recommended
@@ -99,13 +96,6 @@ def _next(arguments: argparse.Namespace, found: Recommendation) -> str:
     return shlex.join(("highwater", "recommend", model, *words_again(arguments)))
 
 
-def is_tried(cell: Cell, device_name: str, foreign: ForeignName | None) -> bool:
-    """Whether a trial can be made of a cell, on such GPUs and with this trainer."""
-    objectives = None if foreign is None else FOREIGN[foreign].objectives
-    is_written = objectives is None or cell.settings.objective in objectives
-    return is_written and not cell.layout.is_several_machines and runs_trials(device_name)
-
-
 def _next_without_any(arguments: argparse.Namespace, found: Recommendation, model: str) -> str:
     """The next command where nothing fits: a recommendation by the first alternative that can be
     typed, one that wants no other GPU and no other optimizer before any; else the prediction of
@@ -127,27 +117,3 @@ def _next_without_any(arguments: argparse.Namespace, found: Recommendation, mode
     flags = dict(zip(alternative.flags[::2], alternative.flags[1::2], strict=True))
     words = words_again(arguments, drop=alternative.without, **flags)
     return shlex.join(("highwater", "recommend", model, *words))
-
-
-def words_again(
-    arguments: argparse.Namespace, *, drop: tuple[str, ...] = (), **changed: str
-) -> list[str]:
-    """What was typed, for a prediction or a recommendation, as flags, with changes."""
-    typed: dict[str, object] = {
-        "--gpus": arguments.cluster,
-        "--length": arguments.length,
-        "--rollout-gpus": getattr(arguments, "rollout_gpus", 0) or None,
-        "--trainer": None if arguments.predicted_for == OURS else arguments.predicted_for,
-        "--study": getattr(arguments, "studies", ()) or None,
-        "--gpu-memory": arguments.gpu_memory,
-        "--host-memory": arguments.host_memory,
-        "--reserved": None if arguments.reserved == "0" else arguments.reserved,
-    }
-    settings = {name: value for name, value in typed_values(arguments).items() if name != "model"}
-    typed |= {flag_of(name): value for name, value in settings.items()}
-    kept: Mapping[str, object] = {
-        name: value for name, value in typed.items() if value is not None and name not in drop
-    }
-    return words_of(
-        {name.removeprefix("--"): value for name, value in ({**kept, **changed}).items()}
-    )

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from highwater import api
+from highwater.api import search
 from highwater.cli import console
 from highwater.cli.app import guarded
 from highwater.cli.commands import exit_code, say_interrupted, say_line, with_memory
@@ -126,7 +126,7 @@ def _search(
     place = place_of(model, machine, asked, starts=starts)
     settings = settings_of(arguments, os.environ if place["device"] == "cuda" else {})
     request = request_of(arguments, settings, place, typed, from_file)
-    planned = msgspec.structs.replace(api.prepare(request), begins_shortest=starts)
+    planned = msgspec.structs.replace(search.prepare(request), begins_shortest=starts)
     device = planned.question.device
     unbound = place | ({} if starts or device == "cuda" else {"max_length": CEILING_TOKENS["cpu"]})
     started = request_of(arguments, settings, unbound, typed, from_file)
@@ -134,7 +134,7 @@ def _search(
     here = partial(in_these_words, typed=typed, from_file=from_file)
     console.notes([*map(here, _notes(arguments, planned, longest_tokens))])
     try:
-        study = api.answer(
+        study = search.answer(
             request,
             planned,
             on_event=_listener(planned, here),
@@ -142,7 +142,7 @@ def _search(
             command=with_memory((PROGRAM, *words), request, planned.question.memory_budget_bytes),
         )
     except KeyboardInterrupt as interrupt:
-        say_interrupted(api.study_file(request, planned.question))
+        say_interrupted(search.study_file(request, planned.question))
         return exit_code_of(interrupt)
     if study.path is not None:
         console.next_command(f"highwater show {shlex.quote(study.path)} --as published")
@@ -150,9 +150,7 @@ def _search(
 
 
 def _notes(arguments: argparse.Namespace, planned: Plan, longest_tokens: int) -> tuple[str, ...]:
-    """What differs from the original here, before the plan's own notes. ``longest_tokens``: the
-    end of lengths on the CPU where a start length is typed.
-    """
+    """What differs from the original here, before the plan's own notes."""
     question = planned.question
     goes_on = longest_tokens > question.grid.max_tokens and not planned.begins_shortest
     on_the_cpu = (
@@ -274,7 +272,7 @@ def _machine(arguments: argparse.Namespace) -> Machine:
     if not arguments.dlc:
         return probe()
     try:
-        return api.machine_of(request_from({"model": arguments.model_path, "runner": "ray"}))
+        return search.machine_of(request_from({"model": arguments.model_path, "runner": "ray"}))
     except MachineError as error:
         raise MachineError(
             f"--dlc joins the Ray cluster of the job: {error.problem}",

@@ -6,7 +6,7 @@ import shlex
 import signal
 from pathlib import Path
 
-from highwater import training
+from highwater.api import training
 from highwater.cli import console
 from highwater.cli.config import request_of
 from highwater.cli.console import exit_code_of, heeding
@@ -15,13 +15,13 @@ from highwater.cli.progress import training_progress
 from highwater.errors import EXIT_ANSWERED, EXIT_TERMINATED
 from highwater.nouns.settings import Settings
 from highwater.nouns.training import TrainingRequest, TrainingResult
-from highwater.pages.prediction_tables import (
+from highwater.pages.training_lines import (
     prediction_lines,
     stopped_sentence,
     training_answer,
     training_table,
 )
-from highwater.recommendation.training_notes import has_lost_base
+from highwater.recommendation.training_settings import has_lost_base
 from highwater.trials.training_ranks import own_folder
 
 _RESUME_FROM = "--resume-from"

@@ -13,6 +13,7 @@ from highwater.memory.formula.constants import (
     outside_terms,
 )
 from highwater.memory.formula.formula import Formula
+from highwater.memory.formula.layers import Step
 from highwater.memory.interval.calibration import Calibration, Factors, Interval, interval
 from highwater.memory.interval.residuals import PredictionMethod
 from highwater.memory.trace.replay import Replayed
@@ -22,14 +23,13 @@ from highwater.nouns.hardware import gpu_catalog
 from highwater.nouns.optimizer import OPTIMIZERS
 from highwater.nouns.study import Cell, Question, Risk, default_headroom_bytes, risk_of
 from highwater.nouns.trainer import TrainerName
-from highwater.speed.step_seconds import PredictedStep
+from highwater.speed import PredictedStep
 
 Asked = Literal["everything", "longest", "fit"]
 """What is asked of a cell: all that is known; the longest length with its headroom; or that only
 where any length fits. The rest may be left out where it takes replays."""
 Binding = Literal["device", "host", "ceiling"]
-"""What ends the lengths that fit: the GPU's memory, the host's, or the longest length asked
-about."""
+"""What ends the lengths that fit: a GPU's memory, the host's, or the longest length asked about."""
 
 TRACED_ACCURACY = (
     "the engine's own steps, traced, in a simulated allocator: whether it fits was told right of "
@@ -56,17 +56,13 @@ class MemoryLimit(Record, frozen=True, kw_only=True):
     """The machine that usually has such GPUs, where its memory is taken because nobody said;
     ``this machine`` where its own was read."""
     constants: MachineConstants | None = None
-    """Constants measured on the user's own GPUs; None: those that come along, which were read on
-    H200s."""
+    """Constants measured on the user's own GPUs; None: those that come along, read on H200s."""
 
     @property
     def cublas_workspaces_bytes(self) -> tuple[int, ...]:
         """Bytes of each workspace that cuBLAS keeps in the allocator."""
-        return (
-            CUBLAS_WORKSPACES_BYTES
-            if self.constants is None
-            else self.constants.cublas_workspaces_bytes
-        )
+        own = self.constants
+        return CUBLAS_WORKSPACES_BYTES if own is None else own.cublas_workspaces_bytes
 
 
 class CellPrediction(Record, frozen=True, kw_only=True):
@@ -97,8 +93,7 @@ class CellPrediction(Record, frozen=True, kw_only=True):
     short, where a search is to begin. None in files from before there were intervals, where it is
     the capacity."""
     interval: Interval | None = None
-    """Interval of the GPU's memory, at that length; None where nobody has recorded trials to learn
-    it from."""
+    """Interval of the GPU's memory at that length; None where no recorded trials tell."""
     step: PredictedStep | None = None
     """The time of a step at that length; None where nothing fits, of GPUs whose rates nobody knows,
     and of another trainer."""
@@ -178,22 +173,16 @@ class Prediction(Record, frozen=True, kw_only=True):
 
 
 def predicted_capacities(prediction: Prediction, found_in: str) -> tuple[Capacity, ...]:
-    """What a prediction says of each cell: the longest length beside the headroom in question,
-    which is named where it is not the default.
-    """
+    """Capacities of a prediction's cells; the headroom is named where it is not the default."""
     kinds = {kind.name: kind.usable_bytes for kind in gpu_catalog()}
-    is_whole = (
-        kinds.get(prediction.device_name, prediction.device_bytes)
-        == prediction.memory_limit.device_bytes
-    )
+    limit_bytes = prediction.memory_limit.device_bytes
+    is_whole = kinds.get(prediction.device_name, prediction.device_bytes) == limit_bytes
     return tuple(
         Capacity(
             model_name=prediction.model_name,
             config_digest=prediction.config_digest,
             native_length_tokens=prediction.native_length_tokens,
-            device_name=kind_with_memory(
-                prediction.device_name, None if is_whole else prediction.memory_limit.device_bytes
-            ),
+            device_name=kind_with_memory(prediction.device_name, None if is_whole else limit_bytes),
             cell=predicted.cell,
             capacity_tokens=predicted.capacity_tokens,
             does_not_fit_tokens=predicted.does_not_fit_tokens,
@@ -212,15 +201,10 @@ def predict_cells(
     formula: Formula,
     calibration: Calibration | None = None,
 ) -> tuple[CellPrediction, ...]:
-    """Every cell of the question, in its order; without a calibration the prediction itself tells
-    what fits beside the headroom in question.
-    """
+    """Every cell of the question, in its order; without a calibration by the prediction alone."""
     return tuple(
         predict_cell(
-            question,
-            cell,
-            memory_limit,
-            formula,
+            *(question, cell, memory_limit, formula),
             calibration and calibration.of(cell.settings.allocator),
         )
         for cell in question.cells
@@ -266,10 +250,9 @@ class _CellByFormula:
 
     def at(self, index: int) -> CellPrediction:
         """The prediction at one length: whether it fits."""
-        length_tokens = self.question.grid.length(index)
-        return predict_at(
-            self.question, self.cell, self.memory_limit, self.formula, length_tokens, self.factors
-        )
+        question, limit = self.question, self.memory_limit
+        length_tokens = question.grid.length(index)
+        return predict_at(question, self.cell, limit, self.formula, length_tokens, self.factors)
 
     def fits(self, index: int) -> bool:
         return self.at(index).capacity_tokens > 0
@@ -307,17 +290,17 @@ class _CellByFormula:
         return self.at(1)
 
     def _first_packed_alike(self, last: int) -> int:
-        """The index of the shortest length of which a micro-batch has as many sequences as of that
-        at ``last``; below are more.
-        """
-        alike = self._sequences(last)
-        lengths = range(1, last + 1)
-        return 1 + bisect_left(lengths, True, key=lambda index: self._sequences(index) <= alike)
+        """Index of the shortest length that packs as many sequences as ``last``; below are more."""
 
-    def _sequences(self, index: int) -> int:
-        return self.cell.settings.sequences(
-            self.question.grid.length(index), context_degree=self.cell.layout.context_degree
-        )
+        def sequences(index: int) -> int:
+            length_tokens, degree = (
+                self.question.grid.length(index),
+                self.cell.layout.context_degree,
+            )
+            return self.cell.settings.sequences(length_tokens, context_degree=degree)
+
+        alike, lengths = sequences(last), range(1, last + 1)
+        return 1 + bisect_left(lengths, True, key=lambda index: sequences(index) <= alike)
 
     def _ended(self, longest: int, *, fails: int, size: int) -> CellPrediction:
         """The prediction at the longest length that fits, of ``size``, with what ends there."""
@@ -375,21 +358,11 @@ def predict_at(
 def _footprint(
     question: Question, cell: Cell, memory_limit: MemoryLimit, formula: Formula, length_tokens: int
 ) -> Footprint:
-    """The footprint by formula; outside the allocator what was measured on the user's own GPUs,
-    where it was.
-    """
+    """The footprint by formula; outside the allocator as measured on the user's own GPUs, if so."""
     shape, settings, layout = question.model.shape, cell.settings, cell.layout
-    found = formula(
-        shape,
-        settings,
-        layout,
-        length_tokens=length_tokens,
-        device=question.device,
-        prompt_tokens=question.prompt_tokens,
-    )
-    own = memory_limit.constants
+    device, own = question.device, memory_limit.constants
+    found = formula(Step(shape, settings, layout, length_tokens, device, question.prompt_tokens))
     if own is None:
         return found
-    outside = outside_terms(shape, settings, layout, question.device, own)
-    workspaces_bytes = sum(memory_limit.cublas_workspaces_bytes)
-    return found.with_libraries(outside=outside, workspaces_bytes=workspaces_bytes)
+    outside = outside_terms(shape, settings, layout, device, own)
+    return found.with_libraries(outside, sum(memory_limit.cublas_workspaces_bytes))

@@ -1,13 +1,8 @@
-"""Recorded: what a study's trials say of a candidate: whether its length fits, what is left of the
-GPU, the time of a step.
+"""Recorded: what a study's trials say of a candidate, and what measured peaks of an attention say
+of other lengths, by ``overhead + bytes per token * length + bytes per pair * length²``.
 
-What an attention needs of memory by its length, fitted to measured peaks, and the longest length
-that some memory holds by it.
-
-The formula is ``overhead + bytes per token * length + bytes per pair * length²``; the last term is
-there only where two describe neither all peaks nor those of the last two doublings: what short
-sequences take at once, a window or some rows, stops growing. All of it is predicted, except where
-it was fitted.
+The last term is there only where two describe neither all peaks nor those of the last two
+doublings: what short sequences take at once, a window or some rows, stops growing.
 """
 
 from collections.abc import Sequence
@@ -39,23 +34,13 @@ def obstacle(
     memory_limit: MemoryLimit,
     trainer: AnyTrainer = OURS,
 ) -> str | None:
-    """Why a study says nothing of a model that a trainer trains on such GPUs, in words; None when
-    it does.
-    """
-    foreign = study.question.foreign
+    """Why a study says nothing of a model on such GPUs, in words; None when it does."""
+    question, foreign = study.question, study.question.foreign
     theirs: AnyTrainer = OURS if foreign is None else foreign.trainer
     if theirs != trainer and foreign is not None:
         return f"its trainer is {foreign.title}; `--trainer {theirs}` recommends from it"
     if theirs != trainer:
         return "its trainer is this package's engine"
-    return _elsewhere(study, model=model, device_name=device_name, memory_limit=memory_limit)
-
-
-def _elsewhere(
-    study: Study, *, model: Model, device_name: str, memory_limit: MemoryLimit
-) -> str | None:
-    """Why a study, whoever trained, is of another model or of other GPUs; None where it is not."""
-    question = study.question
     if question.simulated:
         return "its trials were simulated: nothing was measured"
     if question.device != "cuda":
@@ -76,9 +61,7 @@ def _elsewhere(
 
 
 def with_margin(study: Study, margin_bytes: int) -> Study:
-    """The study as if this margin had been asked for: each trial counts as a fit by the headroom
-    that it left itself.
-    """
+    """The study as if this margin had been asked for: each trial counts by the headroom it left."""
     if study.question.margin_bytes == margin_bytes:
         return study
     question = msgspec.structs.replace(study.question, margin_bytes=margin_bytes)
@@ -86,19 +69,16 @@ def with_margin(study: Study, margin_bytes: int) -> Study:
 
 
 def as_measured(candidate: Candidate, study: Study, length_tokens: int) -> Candidate | None:
-    """The candidate as the study's trials have it, finished or not; None where they do not tell of
-    this length in this cell.
-    """
+    """The candidate as the study's trials have it; None where they do not tell of this length."""
     if candidate.cell not in study.question.cells:
         return None
     capacities = cell_capacities(study, candidate.cell)
     known = [fits for each in capacities if (fits := each.fits(length_tokens)) is not None]
     if not known:
         return None
-    fits = any(known)
-    headroom_bytes, headroom_length_tokens = (
-        _headroom(study, candidate.cell, length_tokens) if fits else (None, None)
-    )
+    fits, cell = any(known), candidate.cell
+    headroom = _headroom(study, cell, length_tokens) if fits else (None, None)
+    longest = max(each.capacity_tokens for each in capacities)
     return msgspec.structs.replace(
         candidate,
         fits=fits,
@@ -106,13 +86,11 @@ def as_measured(candidate: Candidate, study: Study, length_tokens: int) -> Candi
         source="measured",
         found_in=study.path or "a study",
         is_memory_only=fits and not _is_trained(study, capacities, length_tokens),
-        headroom_bytes=headroom_bytes,
-        headroom_length_tokens=headroom_length_tokens,
-        lacks_bytes=None if fits else _lacked_bytes(study, candidate.cell, length_tokens),
-        lacks_of=None if fits else _lacks_of(study, candidate.cell),
-        capacity_tokens=max(
-            length_tokens if fits else 0, *(each.capacity_tokens for each in capacities)
-        ),
+        headroom_bytes=headroom[0],
+        headroom_length_tokens=headroom[1],
+        lacks_bytes=None if fits else _lacked_bytes(study, cell, length_tokens),
+        lacks_of=None if fits else _lacks_of(study, cell),
+        capacity_tokens=max(longest, length_tokens if fits else 0),
         capacity_source="measured",
         is_at_least=all(each.does_not_fit_tokens is None for each in capacities),
         step_time=step_time(study, candidate, length_tokens) or candidate.step_time,
@@ -128,19 +106,12 @@ def step_time(study: Study, candidate: Candidate, length_tokens: int) -> StepTim
         return None
     nearest = min(timed, key=lambda trial: abs(log(trial.spec.length_tokens / length_tokens)))
     spec, tokens_per_s = nearest.spec, _speed(nearest)
-    sequences = (
-        spec.micro_batches
-        * candidate.cell.settings.sequences_per_micro_batch
-        * spec.layout.data_parallel_degree
-    )
+    shape, settings = study.question.model.shape, spec.settings
+    sequences = spec.micro_batches * candidate.cell.settings.sequences_per_micro_batch
+    sequences *= spec.layout.data_parallel_degree
 
     def flops(tokens: int) -> int:
-        return step_flops(
-            study.question.model.shape,
-            length_tokens=tokens,
-            sequences=sequences,
-            settings=spec.settings,
-        )
+        return step_flops(shape, length_tokens=tokens, sequences=sequences, settings=settings)
 
     measured_s = sequences * spec.length_tokens / tokens_per_s
     return StepTime(
@@ -153,9 +124,7 @@ def step_time(study: Study, candidate: Candidate, length_tokens: int) -> StepTim
 
 
 def _is_trained(study: Study, capacities: Sequence[Capacity], length_tokens: int) -> bool:
-    """Whether the length was trained: by a full trial of this very length, or below the longest
-    that was trained.
-    """
+    """Whether a full trial of this length, or of a longer one, trained it."""
     trained = any(
         trial.result is not None and trial.result.outcome is Outcome.FIT
         for trial in study.trials_of(capacities[0].cell)
@@ -172,11 +141,8 @@ def _lacks_of(study: Study, cell: Cell) -> Literal["device", "host"]:
     if answer is not None:
         return "host" if answer.limit == "host_memory" else "device"
     outcomes = {trial.result.outcome for trial in study.trials_of(cell) if trial.result is not None}
-    return (
-        "host"
-        if Outcome.HOST_OUT_OF_MEMORY in outcomes and Outcome.OUT_OF_MEMORY not in outcomes
-        else "device"
-    )
+    is_host = Outcome.HOST_OUT_OF_MEMORY in outcomes and Outcome.OUT_OF_MEMORY not in outcomes
+    return "host" if is_host else "device"
 
 
 def _headroom(study: Study, cell: Cell, length_tokens: int) -> tuple[int | None, int | None]:
@@ -217,11 +183,9 @@ def _lacked_bytes(study: Study, cell: Cell, length_tokens: int) -> int | None:
     if not told or any(result.outcome.is_memory for _, result in told):
         return None
     left_bytes = max(told, key=lambda each: each[0])[1].headroom_bytes
-    return (
-        None
-        if left_bytes is None or left_bytes >= study.question.margin_bytes
-        else study.question.margin_bytes - left_bytes
-    )
+    if left_bytes is None or left_bytes >= study.question.margin_bytes:
+        return None
+    return study.question.margin_bytes - left_bytes
 
 
 def _speed(trial: RecordedTrial) -> float:
@@ -259,16 +223,11 @@ class MemoryFit(Record, frozen=True, kw_only=True):
 
     def peak_bytes(self, length_tokens: int) -> float:
         """Bytes that are allocated at the peak."""
-        return (
-            self.overhead_bytes
-            + self.bytes_per_token * length_tokens
-            + self.bytes_per_pair * length_tokens**2
-        )
+        line = self.overhead_bytes + self.bytes_per_token * length_tokens
+        return line + self.bytes_per_pair * length_tokens**2
 
     def longest_within(self, free_bytes: float) -> int:
-        """The longest length whose peak is within so many bytes, rounded down to an eighth of its
-        doubling; 0 where none is.
-        """
+        """Longest length whose peak is within so many bytes, rounded down; 0 where none is."""
         low, high = 0, _LONGEST_TOKENS
         while high - low > 1:
             middle = (low + high) // 2
@@ -315,9 +274,7 @@ def _best(candidates: Sequence[tuple[int, ...]], peaks: Sequence[Peak]) -> Memor
 
 
 def _factors(powers: tuple[int, ...], peaks: Sequence[Peak]) -> list[float] | None:
-    """Factors of each power up to the square, by least squares of relative errors; None where there
-    are several such.
-    """
+    """Factors of powers 0 to 2, by least squares of relative errors; None where not unique."""
     rows = [[length**power / size for power in powers] for length, size in peaks]
     each = range(len(powers))
     normal: list[list[float]] = [

@@ -2,17 +2,14 @@
 memory that it is about.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from highwater.errors import UsageError
-from highwater.memory.capacity import (
-    TRACED_ACCURACY,
-    MemoryLimit,
-    Prediction,
-)
+from highwater.memory.capacity import TRACED_ACCURACY, MemoryLimit, Prediction
 from highwater.memory.formula.constants import MachineConstants
 from highwater.memory.interval.residuals import PredictionMethod
 from highwater.memory.trainers import MEMORY
@@ -39,29 +36,23 @@ def predicted_question(
     length_tokens: int | None,
     settings: dict[str, Any],
 ) -> tuple[Question, tuple[str, ...]]:
-    """Every rung, on a grid or at one length; and the notes of its plan.
-
-    What is asked without ``headroom`` is to leave the default headroom of a GPU.
-    """
+    """Every rung, on a grid or at one length, with the default headroom; and its plan's notes."""
     settings = {"headroom": default_headroom_bytes(where.device_bytes), **settings}
     if length_tokens is not None:
         _refuse_no_length(length_tokens, settings)
         settings = settings | {"start_length": length_tokens, "max_length": length_tokens}
-    within = not where.may_shard_across
-    plans = [
-        plan(
-            request,
-            where.machine(),
-            trainer=trainer,
-            within_machines=within,
-            machines=where.machines,
-        )
-        for request in _requests(model, where, trainer, settings)
-    ]
+    plan_here = partial(
+        plan,
+        machine=where.machine(),
+        trainer=trainer,
+        within_machines=not where.may_shard_across,
+        machines=where.machines,
+    )
+    plans = list(map(plan_here, _requests(model, where, trainer, settings)))
     cells = tuple(cell for each in plans for cell in each.question.cells)
     longest = plans[0].question.grid.max_tokens
     notes = (*plans[0].notes, *_ring_notes(model, where, trainer, settings, longest))
-    notes += (*_machine_notes(cells), *_vendor_notes(where))
+    notes += tuple(_hardware_notes(where, cells))
     return msgspec.structs.replace(plans[0].question, cells=cells), notes
 
 
@@ -89,8 +80,14 @@ def _requests(
             f"the trainer {trainer} is not known with another {name}",
             hint=f"leave `--{name}` out",
         )
-    if where.is_several_machines and not where.may_shard_across:
-        _refuse_without_copies(where, trainer)
+    is_in_copies = where.is_several_machines and not where.may_shard_across
+    if is_in_copies and TRAINERS[trainer].refused(["copies"]):
+        one = where.on_one_machine()
+        raise UsageError(
+            f"{where.gpus} GPUs are of several machines, and a trainer without copies is predicted "
+            f"on one, of {one.gpus} GPUs at the most",
+            hint=f"use `--gpus {one.typed}`",
+        )
     common: dict[str, Any] = {
         "model": model,
         "gpus": [where.gpus],
@@ -100,7 +97,11 @@ def _requests(
         **_copies_of_machines(where),
         **default_fields(trainer, settings),
     }
-    _refuse_offloaded_states(trainer, settings)
+    if settings.get("offload") == "states" and not TRAINERS[trainer].offloads_states:
+        raise UsageError(
+            f"the trainer {trainer} has its moments in host memory only with all the rest",
+            hint="use `--offload`, or leave `--offload states` out",
+        )
     ladders = [{**common, **settings}]
     # other optimizers do not update on the host, and a model in nf4 does not come from there
     may_offload = settings.get("optimizer", "adamw") == "adamw"
@@ -115,9 +116,7 @@ def _requests(
 
 
 def default_fields(trainer: TrainerName, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of ``Request`` that a trainer's questions have unless they are named: among them
-    the sequences of a micro-batch, one, of pairs two.
-    """
+    """Fields of ``Request`` that a trainer's questions have unless they are named."""
     traits = TRAITS.get(settings.get("objective", "sft"))  # another name is refused later
     together = 1 if traits is None else traits.documents_together
     is_packed = together > 1 and "token_budget" not in settings
@@ -125,29 +124,9 @@ def default_fields(trainer: TrainerName, settings: Mapping[str, Any]) -> dict[st
     return {**least, **MEMORY[trainer].fixed_fields(settings)}
 
 
-def _refuse_offloaded_states(trainer: TrainerName, settings: Mapping[str, Any]) -> None:
-    """Raise UsageError for moments alone in host memory, of a trainer that has all or nothing."""
-    if settings.get("offload") == "states" and not TRAINERS[trainer].offloads_states:
-        raise UsageError(
-            f"the trainer {trainer} has its moments in host memory only with all the rest",
-            hint="use `--offload`, or leave `--offload states` out",
-        )
-
-
 def _copies_of_machines(where: Cluster) -> dict[str, Any]:
     """One copy of the states on each machine, where they were named; nothing else."""
     return {"copies": [where.machines]} if where.machines > 1 else {}
-
-
-def _refuse_without_copies(where: Cluster, trainer: TrainerName) -> None:
-    """Raise UsageError for several machines of a trainer that keeps no copies of its states."""
-    if TRAINERS[trainer].refused(["copies"]):
-        one = where.on_one_machine()
-        raise UsageError(
-            f"{where.gpus} GPUs are of several machines, and a trainer without copies is predicted "
-            f"on one, of {one.gpus} GPUs at the most",
-            hint=f"use `--gpus {one.typed}`",
-        )
 
 
 def _default_degrees(
@@ -214,27 +193,21 @@ def _ring_notes(
     )
 
 
-def _machine_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
-    """What was measured nowhere of several machines, and what is taken for one of them."""
-    gpus = max(cell.layout.gpus for cell in cells)
-    if not any(cell.layout.is_several_machines for cell in cells):
-        return ()
-    each = dict.fromkeys(cell.layout.machine_gpus for cell in cells)
-    return (
-        f"{gpus} GPUs are of several machines: what NCCL takes between those was measured nowhere, "
-        f"and is taken as within one; host memory is that of one, of "
-        f"{' or '.join(map(str, each))} GPUs",
-    )
-
-
-def _vendor_notes(where: Cluster) -> tuple[str, ...]:
-    """That nothing of AMD's GPUs was measured."""
-    if runs_trials(where.device_name):
-        return ()
-    return (
-        f"{where.device_name} is AMD's: predicted by what NVIDIA's libraries take beside tensors; "
-        "nothing of it was measured, and no trial is run on it",
-    )
+def _hardware_notes(where: Cluster, cells: Sequence[Cell]) -> Iterator[str]:
+    """What was measured nowhere, of several machines and of AMD's GPUs."""
+    if any(cell.layout.is_several_machines for cell in cells):
+        gpus = max(cell.layout.gpus for cell in cells)
+        each = dict.fromkeys(cell.layout.machine_gpus for cell in cells)
+        yield (
+            f"{gpus} GPUs are of several machines: what NCCL takes between those was measured "
+            "nowhere, and is taken as within one; host memory is that of one, of "
+            f"{' or '.join(map(str, each))} GPUs"
+        )
+    if not runs_trials(where.device_name):
+        yield (
+            f"{where.device_name} is AMD's: predicted by what NVIDIA's libraries take beside "
+            "tensors; nothing of it was measured, and no trial is run on it"
+        )
 
 
 def unanswered(
@@ -293,9 +266,7 @@ def memory_limit_of(
     reserved: str | int,
     constants: MachineConstants | None = None,
 ) -> MemoryLimit:
-    """What each GPU has for training; raises UsageError where nothing is left, or for sizes that
-    cannot be.
-    """
+    """What each GPU has for training; raises UsageError where nothing is left, or for odd sizes."""
     reserved_bytes = parse_memory(str(reserved))
     if reserved_bytes >= where.device_bytes:
         raise UsageError(

@@ -1,6 +1,7 @@
 """A trainer's predictions beside a table of known capacities, in steps of its grid."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import msgspec
 
@@ -38,8 +39,7 @@ class Miss(Record, frozen=True, kw_only=True):
     known_tokens: int
     predicted_tokens: int
     steps_off: int
-    """Steps of the grid from the table's length to the predicted one; above 0: predicted too
-    long."""
+    """Steps of the grid from the table's length to the predicted one; above 0: too long."""
 
 
 class TableAccuracy(Record, frozen=True, kw_only=True):
@@ -59,21 +59,13 @@ class TableAccuracy(Record, frozen=True, kw_only=True):
 def table_accuracy(
     table: CapacityTable, trainer: TrainerName, memory_limits: Mapping[str, MemoryLimit]
 ) -> TableAccuracy:
-    """Predict every cell of a table, without intervals, and compare; ``memory_limits`` has the
-    memory of each kind of GPU in it.
-    """
+    """Predict every cell of a table, without intervals, and compare; limits by kind of GPU."""
     row = MEMORY[trainer]
-
-    def by_formula(question: Question, memory_limit: MemoryLimit) -> tuple[CellPrediction, ...]:
-        return predict_cells(question, memory_limit, row.formula)
-
+    by_formula = partial(predict_cells, formula=row.formula)
     alone = _accuracy(table, trainer, memory_limits, by_formula)
     if row.replay is None:
         return alone
-
-    def by_replay(question: Question, memory_limit: MemoryLimit) -> tuple[CellPrediction, ...]:
-        return predict_by_formula(question, memory_limit, trainer, None)
-
+    by_replay = partial(predict_by_formula, trainer=trainer, known=None)
     found = _accuracy(table, trainer, memory_limits, by_replay)
     return msgspec.structs.replace(
         found, closed_form=alone.per_settings if found.replayed_cells else ()
@@ -122,16 +114,25 @@ def _accuracy(
     misses: list[Miss] = []
     replayed_cells = 0
     for question in table.questions:
+        index_at_most = question.grid.index_at_most
         for predicted in predict(question, memory_limits[question.device_name]):
             known_tokens = table.known_tokens(question, predicted.cell)
-            off = question.grid.index_at_most(
-                predicted.capacity_tokens
-            ) - question.grid.index_at_most(known_tokens)
+            off = index_at_most(predicted.capacity_tokens) - index_at_most(known_tokens)
             name = rung_name(predicted.cell.settings)
             steps.setdefault(name, []).append(off)
             replayed_cells += predicted.replayed is not None
             if off:
-                misses.append(_miss(name, question, predicted, known_tokens, off))
+                misses.append(
+                    Miss(
+                        settings=name,
+                        device_name=question.device_name,
+                        model_name=question.model.name,
+                        cell=predicted.cell,
+                        known_tokens=known_tokens,
+                        predicted_tokens=predicted.capacity_tokens,
+                        steps_off=off,
+                    )
+                )
     scores = (
         SettingsAccuracy(
             settings=name,
@@ -147,18 +148,4 @@ def _accuracy(
         trainer=trainer,
         replayed_cells=replayed_cells,
         formula_cells=sum(map(len, steps.values())) - replayed_cells,
-    )
-
-
-def _miss(
-    name: str, question: Question, predicted: CellPrediction, known_tokens: int, off: int
-) -> Miss:
-    return Miss(
-        settings=name,
-        device_name=question.device_name,
-        model_name=question.model.name,
-        cell=predicted.cell,
-        known_tokens=known_tokens,
-        predicted_tokens=predicted.capacity_tokens,
-        steps_off=off,
     )

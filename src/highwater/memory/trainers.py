@@ -1,7 +1,6 @@
 """How the memory of each trainer is predicted: a row for each, by the names of nouns/trainer.py.
 
-This is the only file that imports a folder of one trainer's own, as memory/trinity is: none other
-knows that there is one.
+This is the only file that imports what is known of one other trainer: trinity.py and trl.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from highwater.memory import trinity, trl
 from highwater.memory.capacity import Asked, CellPrediction, MemoryLimit, Prediction, predict_cells
 from highwater.memory.formula.constants import MachineConstants
 from highwater.memory.formula.formula import Formula, likely_footprint
@@ -20,15 +20,11 @@ from highwater.memory.interval.residuals import (
     bundled_residuals,
     study_residuals,
 )
-from highwater.memory.trinity import bundled_traces, closed_form
-from highwater.memory.trinity.closed_form import published_fields
-from highwater.memory.trl import step_bytes
-from highwater.memory.trl.step_bytes import bundled_edges, study_edges
 from highwater.model.model import ModelShape
 from highwater.nouns.study import Cell, Question, Study
 from highwater.nouns.trainer import OURS, TrainerName, predicted_trainer
 from highwater.nouns.trial import PROMPT_TOKENS
-from highwater.speed.step_seconds import predicted_step
+from highwater.speed import predicted_step
 
 _NO_INTERVAL = "nobody recorded its trials: a prediction without an interval"
 
@@ -85,21 +81,21 @@ MEMORY: Mapping[TrainerName, TrainerMemory] = {
         is_timed=True,
     ),
     "trinity": TrainerMemory(
-        formula=closed_form.footprint,
-        accuracy=closed_form.ACCURACY,
-        of_adapters=closed_form.OF_ADAPTERS,
+        formula=trinity.footprint,
+        accuracy=trinity.ACCURACY,
+        of_adapters=trinity.OF_ADAPTERS,
         replay=BundledReplay(
-            covers=bundled_traces.covers,
-            predict=bundled_traces.replay_cell,
-            accuracy=bundled_traces.ACCURACY,
+            covers=trinity.covers,
+            predict=trinity.replay_cell,
+            accuracy=trinity.REPLAY_ACCURACY,
         ),
-        fixed_fields=published_fields,
+        fixed_fields=trinity.published_fields,
     ),
     "trl": TrainerMemory(
-        formula=step_bytes.footprint,
-        accuracy=step_bytes.ACCURACY,
-        residuals=bundled_edges,
-        learn=lambda study, _: study_edges(study),
+        formula=trl.footprint,
+        accuracy=trl.ACCURACY,
+        residuals=trl.bundled_edges,
+        learn=lambda study, _: trl.study_edges(study),
         fixed_fields=lambda _: {
             "loss": "chunked",
             "allocator": "expandable",
@@ -118,9 +114,7 @@ def predict_by_formula(
     *,
     asked: Asked = "everything",
 ) -> tuple[CellPrediction, ...]:
-    """Every cell of a question, in its order: in closed form, or by replay where a trace of it is
-    bundled.
-    """
+    """Every cell of a question, in its order: in closed form, or by replay of a bundled trace."""
     row = MEMORY[trainer]
     guessed = predict_cells(question, memory_limit, row.formula, known)
     if row.replay is None:
@@ -142,28 +136,20 @@ def formula_of(question: Question) -> Formula | None:
 
 def with_steps(question: Question, cells: tuple[CellPrediction, ...]) -> tuple[CellPrediction, ...]:
     """Cells that our engine trains, with the time of a step of each that fits, if only just."""
-    return tuple(
-        msgspec.structs.replace(
-            each,
-            step=predicted_step(
-                question.model.shape,
-                each.cell.settings,
-                each.cell.layout,
-                length_tokens=length_tokens,
-                device_name=question.device_name,
-            ),
+
+    def with_step(each: CellPrediction) -> CellPrediction:
+        may_fit = each.capacity_tokens == 0 and each.risk is not None
+        length_tokens = each.likely_edge_tokens if may_fit else each.capacity_tokens
+        if not length_tokens:
+            return each
+        step = predicted_step(
+            *(question.model.shape, each.cell.settings, each.cell.layout),
+            length_tokens=length_tokens,
+            device_name=question.device_name,
         )
-        if (length_tokens := _answered_tokens(each))
-        else each
-        for each in cells
-    )
+        return msgspec.structs.replace(each, step=step)
 
-
-def _answered_tokens(predicted: CellPrediction) -> int:
-    """The length that a cell's prediction is about, where it may fit; else 0."""
-    if predicted.capacity_tokens or predicted.risk is None:
-        return predicted.capacity_tokens
-    return predicted.likely_edge_tokens
+    return tuple(map(with_step, cells))
 
 
 def by_formula(prediction: Prediction, question: Question) -> Prediction:
@@ -186,32 +172,19 @@ def calibration_of(
     method: PredictionMethod = "formula",
     own: Sequence[Residual] = (),
 ) -> Calibration | None:
-    """What the intervals of a question are learned from; None for a trainer whose trials nobody
-    recorded.
-    """
+    """What a question's intervals are learned from; None for a trainer without recorded trials."""
     residuals = MEMORY[trainer].residuals
-    if residuals is None:
-        return None
-    return calibrate(
-        question,
-        method,
-        bundled=residuals(),
-        own=own,
-    )
+    return residuals and calibrate(question, method, bundled=residuals(), own=own)
 
 
 def replayed_cells(question: Question, trainer: TrainerName) -> int:
     """How many cells of a question are answered by replay."""
-    replay = MEMORY[trainer].replay
-    if replay is None:
-        return 0
-    return sum(replay.covers(question.model.shape, cell) for cell in question.cells)
+    replay, shape = MEMORY[trainer].replay, question.model.shape
+    return 0 if replay is None else sum(replay.covers(shape, cell) for cell in question.cells)
 
 
 def accuracy(trainer: TrainerName, *, replayed: int, cells: int, has_adapters: bool) -> str:
-    """What is known of the errors where ``replayed`` of so many cells were answered by replay, and
-    the others by formula.
-    """
+    """What is known of the errors where ``replayed`` of so many cells were answered by replay."""
     row = MEMORY[trainer]
     if has_adapters and row.of_adapters is not None:
         return f"{row.accuracy_alone}; {row.of_adapters}"

@@ -359,9 +359,7 @@ that does."""
 
 
 def unsupported_dropout(config: Mapping[str, Any]) -> tuple[str, Any, str] | None:
-    """The field that asks for dropout which the engine does not have, its value, and what it does;
-    None where there is none.
-    """
+    """The field that asks for dropout that the engine has not, its value, and what it does."""
     nested = config.get("attn_config")
     for block in (config, nested if isinstance(nested, Mapping) else {}):
         for fields, what in (

@@ -46,9 +46,7 @@ class CheckpointBytes(NamedTuple):
 
 
 def checkpoint_bytes(shape: ModelShape, settings: Settings, device: Device) -> CheckpointBytes:
-    """Bytes that a trial writes. Hugging Face weights count once: those of a step overwrite those
-    of the step before.
-    """
+    """Bytes that a trial writes; Hugging Face weights count once, each step overwrites them."""
     return CheckpointBytes(
         sharded_bytes=(
             SHARDED_BYTES_PER_PARAMETER
@@ -137,9 +135,7 @@ def _saved_by_narrow(
 
 
 def _uneven(shape: ModelShape, settings: Settings, shards: int) -> int:
-    """Trained parameters of layers that ``shards`` devices would have more if each had as many rows
-    of them as the first one.
-    """
+    """Trained parameters of layers that ``shards`` devices have more by uneven shards."""
     trained = _in_layers(shape) if settings.lora is None else _adapters(shape, settings)
     return _beyond_even(trained, settings, shards)
 
@@ -154,9 +150,7 @@ def _beyond_even(every: Iterable[Matrices], settings: Settings, shards: int) -> 
 
 
 def _saved_by_moments(shape: ModelShape, settings: Settings, *, shards: int = 1) -> int:
-    """Bytes that a model's moments take less than in float32, over all of the GPUs that share them;
-    of uneven shards, as the first GPU has them.
-    """
+    """Bytes that a model's moments take less than in float32, over all GPUs that share them."""
     traits = settings.optimizer_traits
     if not traits.is_quantized:
         parameters = trained_parameters(shape, settings) + _uneven(shape, settings, shards)
@@ -188,9 +182,7 @@ def update_bytes(
 
 
 def _trained_matrices(shape: ModelShape, settings: Settings) -> tuple[Matrices, ...]:
-    """The matrices of the policy, or of its adapters: a reward model has no head where that is not
-    the embedding.
-    """
+    """The matrices of the policy, or of its adapters; a reward model has no head."""
     if settings.lora is not None:
         return _adapters(shape, settings)
     every = matrices(shape)
@@ -207,11 +199,9 @@ def policy_parameters(shape: ModelShape, settings: Settings) -> int:
 
 def host_state_bytes(shape: ModelShape, settings: Settings, *, layout: Layout) -> int:
     """Host memory that models take, over all ranks of one machine: offloaded states, and the
-    reference.
-
-    Besides what is pinned (``pinned_state_bytes``) offloading leaves in ordinary memory: with FSDP2
-    gradients and both moments, with FSDP1 the moments and the sum of the gradients. Of states
-    alone all is pinned.
+    reference. Besides what is pinned (``pinned_state_bytes``) offloading leaves in ordinary memory:
+    with FSDP2 gradients and both moments, with FSDP1 the moments and the sum of the gradients. Of
+    states alone all is pinned.
     """
     trained = shape.parameters
     if settings.lora is not None:
@@ -223,11 +213,10 @@ def host_state_bytes(shape: ModelShape, settings: Settings, *, layout: Layout) -
 
 def pinned_state_bytes(shape: ModelShape, settings: Settings, *, layout: Layout) -> int:
     """Pinned host memory of models, over all ranks of one machine: a part of ``host_state_bytes``.
-
     Offloaded with FSDP2 it holds the parameters, one block for each tensor's shard; with FSDP1 the
     parameters and the latest gradient, one block for each layer's shard. Of states alone it holds
-    both moments, one block for each of a tensor's shard. The reference is a
-    bfloat16 model under FSDP2. PyTorch rounds a pinned block up to a power of two
+    both moments, one block for each of a tensor's shard. The reference is a bfloat16 model under
+    FSDP2. PyTorch rounds a pinned block up to a power of two
     (https://github.com/pytorch/pytorch/pull/171662); norms, a few KiB each, are left out of that.
     """
     reference = (
@@ -257,9 +246,7 @@ def pinned_state_bytes(shape: ModelShape, settings: Settings, *, layout: Layout)
 
 
 def _pinned_units_bytes(shape: ModelShape, layout: Layout) -> int:
-    """Pinned blocks of FSDP1: of each layer's shard, and of what is outside of layers, for the
-    parameters and for a gradient.
-    """
+    """Pinned blocks of FSDP1: each layer's shard and the rest, for parameters and a gradient."""
 
     def block_bytes(parameters: int) -> int:
         return _pinned_bytes(4 * -(-parameters // layout.shard_degree))
@@ -309,9 +296,7 @@ def _pinned_matrices_bytes(
 
 
 def matrices(shape: ModelShape) -> tuple[Matrices, ...]:
-    """Every parameter of two dimensions or more: how many of it, its rows, which are what FSDP2
-    cuts, and the size of a row.
-    """
+    """Every parameter of two dimensions or more: how many, its rows, and the size of a row."""
     return (*_in_layers(shape), _tables(shape))
 
 
@@ -353,13 +338,11 @@ def layer_input_bytes(shape: ModelShape) -> int:
 
 def step_flops(shape: ModelShape, *, length_tokens: int, sequences: int, settings: Settings) -> int:
     """FLOPs of a step over ``sequences`` documents of ``length_tokens`` each, causal attention.
-
     Forward and backward of every trained model, and the passes that the objective asks for
-    beforehand: the reference's, the critic's values; each a third of them.
-
-    6 per matmul weight and token, of which a frozen one has 4: its own gradient is not computed;
-    and the attention of every layer and document. Source: Chowdhery et al., PaLM, appendix B, with
-    the causal half counted, as FlashAttention does.
+    beforehand: the reference's, the critic's values; each a third of them. 6 per matmul weight and
+    token, of which a frozen one has 4: its own gradient is not computed; and the attention of every
+    layer and document. Source: Chowdhery et al., PaLM, appendix B, with the causal half counted, as
+    FlashAttention does.
     """
     forward = 2 * shape.matmul_parameters
     linear = 3 * forward
@@ -377,12 +360,11 @@ def step_flops(shape: ModelShape, *, length_tokens: int, sequences: int, setting
 def _attention_flops(
     attention: AttentionKind, length_tokens: int, pattern: SparsePatternConfig | None
 ) -> int:
-    """FLOPs of one layer's attention over one document, forward and backward.
-
-    Q.K and P.V are 2 FLOPs per product, and the backward pass has them twice: 3 x 2 x 2 x head_dim
-    x query_heads for each pair of a token and one that it reads. Those pairs are half of length²,
-    the causal triangle; with a window half of what is left of length² once the smaller triangle,
-    of tokens further back than the window, is cut off. With a pattern they are what it keeps.
+    """FLOPs of one layer's attention over one document, forward and backward. Q.K and P.V are 2
+    FLOPs per product, and the backward pass has them twice: 3 x 2 x 2 x head_dim x query_heads for
+    each pair of a token and one that it reads. Those pairs are half of length², the causal
+    triangle; with a window half of what is left of length² once the smaller triangle, of tokens
+    further back than the window, is cut off. With a pattern they are what it keeps.
     """
     if pattern is not None:
         return 3 * 2 * 2 * kept_pairs(pattern, length_tokens) * attention.query_size

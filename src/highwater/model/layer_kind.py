@@ -92,9 +92,7 @@ class LayerKind(Record, frozen=True, kw_only=True):
 
     @property
     def parameters(self) -> int:
-        """Parameters of the layer: matrices, both norms and sinks; biases and norms of heads are
-        not counted.
-        """
+        """Parameters of the layer: matrices, both norms and sinks, no biases nor norms of heads."""
         mlp = self.mlp
         widths = mlp.width * mlp.experts + mlp.shared_width
         router = mlp.experts if mlp.experts > 1 else 0
@@ -177,7 +175,6 @@ def slides(config: Config, layer: int) -> bool:
 
 def refuse_missing_window(config: Config, source: str, *, some_slide: bool) -> None:
     """Raise ModelError for a config without the window that its layers or its class need.
-
     transformers builds no such model, or one whose attention depends on its implementation.
     """
     family, kinds = config["model_type"], config.get("layer_types")

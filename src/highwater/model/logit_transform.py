@@ -100,9 +100,7 @@ def logit_transform_of(config: Mapping[str, Any], source: str) -> LogitTransform
 
 
 def _checked(value: Any, rule: _LogitField, source: str) -> float:
-    """The value; raises ModelError for what is no number, no number of the kind that the class
-    takes, or no factor of logits.
-    """
+    """The value; raises ModelError for what is no number of the kind that the class takes."""
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     is_within = (is_whole or isinstance(value, float)) and _LEAST <= value <= _MOST
     if is_within and (rule.takes_whole or not is_whole):

@@ -116,17 +116,13 @@ class ModelShape(Record, frozen=True, kw_only=True):
 
     @property
     def reads_everything(self) -> bool:
-        """Whether every layer reads all earlier tokens by a plain softmax: neither window nor sinks
-        nor a cap.
-        """
+        """Whether every layer reads all earlier tokens: no window, no sinks, no cap."""
         kinds = (run.kind.attention for run in self.runs)
         return not any(each.window_tokens or each.has_sinks or each.soft_cap for each in kinds)
 
     @property
     def parameters(self) -> int:
-        """Parameters of a decoder of this shape, biases and norms included: as many as its own
-        class in transformers has.
-        """
+        """Parameters of a decoder of this shape, as many as its own class in transformers has."""
         return _parameters(self)
 
     @property
@@ -137,9 +133,7 @@ class ModelShape(Record, frozen=True, kw_only=True):
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights that one token is multiplied with: layers (the routed experts only) and the head,
-        no embedding.
-        """
+        """Weights that one token is multiplied with: layers, routed experts only, and the head."""
         in_layers = sum(run.count * run.kind.matmul_parameters for run in self.runs)
         return in_layers + self.vocab_size * self.hidden_size
 
@@ -276,9 +270,7 @@ def _refuse_impossible(shape: ModelShape, config: dict[str, Any], source: str) -
 def _with_runs(
     shape: ModelShape, config: dict[str, Any], mixture: Mixture, source: str
 ) -> ModelShape:
-    """The shape with its layers as the config names them one by one, where sizes alone do not tell
-    them.
-    """
+    """The shape with its layers as the config names them, where sizes alone do not tell them."""
     windows, dense = layer_windows(config, source), layers_without_experts(config, mixture)
     without, usual = shape.runs[0].kind, shape.runs[-1].kind
     has_sinks, soft_cap = shape.model_type in WITH_SINKS, score_cap(config, source)
@@ -290,9 +282,7 @@ def _with_runs(
 
 
 def _with_switches(shape: ModelShape, config: dict[str, Any]) -> ModelShape:
-    """The shape with its small parameters, where the config switches some that its class has
-    otherwise.
-    """
+    """The shape with its small parameters, where the config switches some."""
     usual, own = (
         small_parameters(
             shape.model_type,

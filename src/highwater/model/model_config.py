@@ -90,9 +90,7 @@ def trained_family(config: dict[str, Any], source: str) -> str:
 
 
 def _refuse_layers(config: dict[str, Any], source: str) -> None:
-    """Raise ModelError for layers, logits or attention that are not trained as their class has
-    them.
-    """
+    """Raise ModelError for layers, logits or attention that are not as their class has them."""
     if config["model_type"] in ("qwen2_moe", "qwen3_moe"):
         _refuse_dense_layers(config, source)
     refuse_features(config, source)
@@ -155,9 +153,7 @@ def _trains(text_config: dict[str, Any], source: str) -> bool:
 
 
 def _refuse_dense_layers(config: dict[str, Any], source: str) -> None:
-    """Raise ModelError where a Qwen mixture has layers without experts: nobody has compared how
-    such a model trains with its own class.
-    """
+    """Raise ModelError for a Qwen mixture with layers without experts: nobody compared it."""
     for field, neutral in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
         value = config.get(field, neutral)
         if value is not None and value != neutral:
@@ -170,9 +166,7 @@ def _refuse_dense_layers(config: dict[str, Any], source: str) -> None:
 
 
 def refuse_dropout(config: dict[str, Any], source: str) -> None:
-    """Raise ModelError for dropout that no fused attention computes, or that would leave other
-    ranks waiting.
-    """
+    """Raise ModelError for dropout that no fused attention computes or ranks would wait for."""
     dropout = unsupported_dropout(config)
     if dropout is not None:
         field, value, what = dropout
@@ -280,9 +274,7 @@ def mixture_of(config: dict[str, Any], source: str) -> Mixture:
 
 
 def _first_size(config: dict[str, Any], fields: Sequence[str], source: str) -> int | None:
-    """The first of these fields that the config or its class has: families call one thing by many
-    names.
-    """
+    """The first of these fields that the config or its class has."""
     sizes = (optional_size(config, field, source) for field in fields)
     return next((found for found in sizes if found is not None), None)
 
@@ -307,9 +299,7 @@ def layer_windows(config: dict[str, Any], source: str) -> tuple[int | None, ...]
 
 
 def score_cap(config: dict[str, Any], source: str) -> float | None:
-    """What no score of attention exceeds either way; None where they are not capped. Raises
-    ModelError for what caps nothing.
-    """
+    """What no score of attention exceeds; None: no cap. Raises ModelError for no number."""
     if config["model_type"] not in WITH_CAPS:
         return None
     cap = value_of(config, "attn_logit_softcapping")
@@ -324,9 +314,7 @@ def score_cap(config: dict[str, Any], source: str) -> float | None:
 
 
 def layers_without_experts(config: dict[str, Any], mixture: Mixture) -> tuple[bool, ...]:
-    """Whether each layer has one MLP in the place of experts: as ``mlp_layer_types`` names them,
-    else the first ones.
-    """
+    """Whether each layer has one MLP and no experts, by ``mlp_layer_types`` or the first ones."""
     layers, kinds = config["num_hidden_layers"], config.get("mlp_layer_types")
     if mixture.dense_layers and isinstance(kinds, list) and len(kinds) == layers:
         return tuple(kind == "dense" for kind in kinds)

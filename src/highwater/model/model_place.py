@@ -126,9 +126,7 @@ def is_hub_id(text: str) -> bool:
 
 
 def cached_directory(hub_id: str) -> Path | None:
-    """The directory of a model's current revision in the Hub's cache; None where there is none with
-    a ``config.json``.
-    """
+    """The directory of a model's current revision in the Hub's cache; None: there is none."""
     folder = cache_folder(os.environ) / f"models--{hub_id.replace('/', '--')}"
     try:
         revision = read_file(folder / "refs" / "main", most_bytes=_REF_BYTES).decode().strip()
@@ -280,7 +278,6 @@ def model_place(name: str) -> ModelPlace:
 
 def _named_directory(name: str) -> Path | None:
     """The absolute directory of a name that is a path with a ``config.json``; None of any other.
-
     Raises ModelError for a directory without one or with a pipe or a device in it, and for another
     file.
     """

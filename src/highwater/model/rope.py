@@ -24,10 +24,7 @@ _ROPE_THETA = 10_000.0
 
 
 def yarn_parameters(factor: float | str, *, native_length_tokens: int) -> dict[str, str | float]:
-    """YaRN's block, by the names of transformers.
-
-    What this package writes, prints or emits of it begins here.
-    """
+    """YaRN's block, by the names of transformers: what is written, printed or emitted of it."""
     return {
         "rope_type": "yarn",
         "factor": factor,
@@ -41,19 +38,14 @@ def kept_parameters(own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def grows(own: Mapping[str, Any]) -> bool:
-    """Whether a model's own scaling goes on past its native length.
-
-    That is ``dynamic``, whose frequencies follow each document's length; not with Hunyuan's
-    ``alpha``, which fixes them.
+    """Whether a model's own scaling goes on past its native length. That is ``dynamic``, whose
+    frequencies follow each document's length; not with Hunyuan's ``alpha``, which fixes them.
     """
     return own.get("rope_type", own.get("type")) == "dynamic" and not own.get("alpha")
 
 
 def unscalable(model: Model) -> str | None:
-    """Why no YaRN takes the model's positions past its native length, in words.
-
-    None where one can.
-    """
+    """Why no YaRN takes the model's positions past its native length, in words; None: one can."""
     family = model.shape.model_type
     if not model.rope:
         return f"{family} has no RoPE to scale"
@@ -67,10 +59,7 @@ def unscalable(model: Model) -> str | None:
 
 
 def ends_at_native(model: Model, rope: Rope) -> bool:
-    """Whether nothing scales the positions past the native length.
-
-    Nothing can, or the model brings its own scaling, up to there.
-    """
+    """Whether nothing scales positions past the native length, or the model's own ends there."""
     if unscalable(model) is not None:
         return True
     return model.own_rope_scaling and rope == "auto" and not grows(_own(model))
@@ -96,9 +85,7 @@ class Yarn(Record, frozen=True, kw_only=True):
 
 def yarn(model: Model, *, length_tokens: int, rope: Rope = "auto") -> Yarn | None:
     """The block that ``engine/models/rope.py`` writes for a length; None where positions stay as
-    they are.
-
-    A length that cannot be reached is refused before: see ``nouns/search_lengths.py``.
+    they are. A length that cannot be reached is refused before: see ``nouns/search_lengths.py``.
     """
     config, own = read_config(Path(model.directory, "config.json")), _own(model)
     native = model.shape.native_length_tokens

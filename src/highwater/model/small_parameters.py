@@ -229,9 +229,8 @@ def small_parameters(
     native_length_tokens: int,
     config: Mapping[str, Any] | None = None,
 ) -> int:
-    """Parameters of a model besides its matrices, two norms a layer and the last norm.
-
-    They follow the switches of ``config``; without one, or where it leaves them out, its class.
+    """Parameters of a model besides its matrices, two norms a layer and the last norm. They follow
+    the switches of ``config``; without one, or where it leaves them out, its class.
     """
     row = _ROWS.get(family, _PLAIN)
     other = _OLD_NAMES.get(family, {})

@@ -419,9 +419,7 @@ def _refuse_heads_by_layer(config: Mapping[str, Any], source: str) -> None:
 
 
 def refuse_features(config: Mapping[str, Any], source: str) -> None:
-    """Raise ModelError for values of a config by which logits or attention are not the plain
-    ones.
-    """
+    """Raise ModelError for a config by which logits or attention are not the plain ones."""
     family = config["model_type"]
     _refuse_projections(config, source)
     _refuse_heads_by_layer(config, source)

@@ -19,23 +19,17 @@ from highwater.errors import ModelError
 from highwater.nouns.files import open_regular, read_file
 
 SCORE = "score.weight"
-"""The head of a model that gives one number per token.
-
-Hugging Face's sequence and token classifiers call it so.
-"""
+"""The head of a model that gives one number per token. Hugging Face's sequence and token
+classifiers call it so."""
 MXFP4 = "mxfp4"
 MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
-"""Ends of a parameter's names in gpt-oss's files.
-
-They hold two numbers to a byte, and an exponent for every 32 of them.
-"""
+"""Ends of a parameter's names in gpt-oss's files. They hold two numbers to a byte, and an exponent
+for every 32 of them."""
 _LARGEST_HEADER_BYTES = 100_000_000
 """Bytes of a header at the most, as in the safetensors library."""
 _LARGEST_INDEX_BYTES = 100_000_000
-"""Bytes of an index at the most.
-
-It has a name and a file for every tensor: the largest known, of 90,000 tensors, has 9 MB.
-"""
+"""Bytes of an index at the most. It has a name and a file for every tensor: the largest known, of
+90,000 tensors, has 9 MB."""
 _COMPARED_BYTES = 4 * 1024**2
 _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 _HEADS = ("lm_head.weight", "embed_out.weight", "output_projection.weight")
@@ -82,10 +76,9 @@ class SavedTensor(NamedTuple):
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
-    """The files that hold the weights, none of them missing.
-
-    There are none at all where the model has no weights here. Raises ModelError for an index that
-    names what is not there, and for weights that are not a whole model's, or not readable.
+    """The files that hold the weights, none of them missing. There are none at all where the model
+    has no weights here. Raises ModelError for an index that names what is not there, and for
+    weights that are not a whole model's, or not readable.
     """
     for name in (
         "model.safetensors",
@@ -105,18 +98,16 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
 
 
 def saved_tensors(directory: Path) -> Mapping[str, SavedTensor]:
-    """Every tensor of a directory's safetensors, by name.
-
-    PyTorch's own files are not read; nothing where there are no weights. Raises ModelError for what
-    ``weight_files`` refuses, and for files that are damaged or name a tensor twice.
+    """Every tensor of a directory's safetensors, by name. PyTorch's own files are not read; nothing
+    where there are no weights. Raises ModelError for what ``weight_files`` refuses, and for files
+    that are damaged or name a tensor twice.
     """
     return _tensors(_versions(directory))
 
 
 def refuse_quantised(directory: Path, config: Mapping[str, Any]) -> None:
-    """Raise ModelError, by the method's name, for weights that are not numbers as they stand.
-
-    All but MXFP4 is refused, which is dequantised. Raises what ``saved_tensors`` raises, too.
+    """Raise ModelError, by the method's name, for weights that are not numbers as they stand. All
+    but MXFP4 is refused, which is dequantised. Raises what ``saved_tensors`` raises, too.
     """
     source = directory / "config.json"
     method = configured_method(config, source)
@@ -148,9 +139,8 @@ def configured_method(config: Mapping[str, Any], source: Path) -> str | None:
 
 
 def quantised_tensor(dtypes: Mapping[str, str], *, is_mxfp4: bool) -> str | None:
-    """What shows that tensors of these dtypes are quantised; None where nothing does.
-
-    Dtypes are in safetensors' words. Pairs of MXFP4 are passed over where they are expected.
+    """What shows that tensors of these dtypes are quantised; None where nothing does. Dtypes are in
+    safetensors' words. Pairs of MXFP4 are passed over where they are expected.
     """
     for name, dtype in dtypes.items():
         if is_mxfp4 and _has_partner(name, dtypes):
@@ -174,10 +164,9 @@ def refuse_quantised_tensor(found: str | None, directory: Path) -> None:
 
 
 def unties(directory: Path) -> bool:
-    """Whether the files hold a head and an embedding of different values.
-
-    transformers does not tie these whatever the config says. Compares all bytes of both where they
-    do not differ early: seconds for a large vocabulary, where files hold a tied head twice.
+    """Whether the files hold a head and an embedding of different values. transformers does not tie
+    these whatever the config says. Compares all bytes of both where they do not differ early:
+    seconds for a large vocabulary, where files hold a tied head twice.
     """
     tensors = saved_tensors(directory)
     heads = [name for name in _HEADS if name in tensors]
@@ -244,10 +233,7 @@ def _refuse_adapter(directory: Path) -> None:
 
 
 def _refuse_what_is_no_model(directory: Path) -> None:
-    """Refuse weights that are here and would not be read.
-
-    Random ones in their place would not be what is meant.
-    """
+    """Refuse weights that are here and would not be read: random ones are not meant."""
     _refuse_adapter(directory)
     kinds = (
         *("*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "consolidated*"),

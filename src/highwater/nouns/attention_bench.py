@@ -58,11 +58,9 @@ class Implementation(Record, frozen=True, kw_only=True):
 
 
 def _block_sparse(what: str, ratio: SparsityRatio) -> Implementation:
-    return Implementation(
-        what=f"block-sparse, {what}",
-        pattern=SparsePatternConfig(sparsity_ratio=ratio),
-        takes_pattern=ratio is None,
-    )
+    pattern = SparsePatternConfig(sparsity_ratio=ratio)
+    what = f"block-sparse, {what}"
+    return Implementation(what=what, pattern=pattern, takes_pattern=ratio is None)
 
 
 IMPLEMENTATIONS: Mapping[str, Implementation] = {
@@ -80,10 +78,7 @@ IMPLEMENTATIONS: Mapping[str, Implementation] = {
     "block_sparse_2": _block_sparse("2 % of the key blocks", 0.02),
     "block_sparse_1": _block_sparse("1 % of the key blocks", 0.01),
     "block_sparse_adaptive": _block_sparse("5 % to 65,536, 2 % to 131,072, then 1 %", "adaptive"),
-    "dilated": Implementation(
-        what="dilated",
-        takes_segments=True,
-    ),
+    "dilated": Implementation(what="dilated", takes_segments=True),
     "block_sparse_ring_dilated": Implementation(
         what="the segments of dilated, in each of which a pattern keeps blocks",
         modes=("single", "ring"),

@@ -27,20 +27,16 @@ class Capacity(Record, frozen=True, kw_only=True):
     """Digest of the model's config; None: an older file does not say."""
     native_length_tokens: int
     device_name: str
-    """Kind of GPU, as in the catalog where it is known.
-
-    ``A100-80GB``; ``H200-141GB with 79.15 GiB`` under a memory budget.
-    """
+    """Kind of GPU, as in the catalog where it is known. ``A100-80GB``; ``H200-141GB with 79.15
+    GiB`` under a memory budget."""
     cell: Cell
     capacity_tokens: int
     """The longest length that fits; 0: none is known to."""
     does_not_fit_tokens: int | None = None
     """The shortest length known not to fit; None: nobody knows of one."""
     odd_tokens: tuple[int, ...] = ()
-    """Lengths whose own trials said the opposite of the bracket.
-
-    Outcomes are not always monotone.
-    """
+    """Lengths whose own trials said the opposite of the bracket. Outcomes are not always
+    monotone."""
     margin_bytes: int = 0
     """Bytes that a length has to leave of a GPU's memory to count as one that fits, where they were
     asked for."""
@@ -64,10 +60,9 @@ class Capacity(Record, frozen=True, kw_only=True):
         return (length_tokens <= self.capacity_tokens) != (length_tokens in self.odd_tokens)
 
     def _follows(self, length_tokens: int) -> bool:
-        """Whether the bracket tells of a length that it does not end at.
-
-        With a token budget a shorter length may pack more tokens than a longer one that fit, and a
-        longer one fewer than one that did not: of such a length nobody knows.
+        """Whether the bracket tells of a length that it does not end at. With a token budget a
+        shorter length may pack more tokens than a longer one that fit, and a longer one fewer than
+        one that did not: of such a length nobody knows.
         """
         settings, degree = self.cell.settings, self.cell.layout.context_degree
         if settings.token_budget_tokens is None:
@@ -83,30 +78,21 @@ class Capacity(Record, frozen=True, kw_only=True):
 
 
 def simplest(capacities: tuple[Capacity, ...], length_tokens: int) -> Capacity | None:
-    """The simplest capacity that trains a length; None where none does.
-
-    All are of one model on as many GPUs of one kind.
-    """
+    """The simplest capacity of one model on some GPUs that trains a length; None: none does."""
     return next((each for each in in_order(capacities) if each.fits(length_tokens)), None)
 
 
 def may_be_simpler(
     capacities: tuple[Capacity, ...], length_tokens: int, found: Capacity | None
 ) -> bool:
-    """Whether nobody knows if a simpler cell than ``found`` trains a length.
-
-    With ``found`` None, whether nobody knows it of any cell.
-    """
+    """Whether nobody knows if a simpler cell than ``found``, or any cell, trains a length."""
     known = {capacity.cell for capacity in capacities if capacity.fits(length_tokens) is not None}
     unknown = (capacity.cell for capacity in capacities if capacity.cell not in known)
     return any(found is None or simplicity(cell) < simplicity(found.cell) for cell in unknown)
 
 
 def in_order(capacities: tuple[Capacity, ...]) -> list[Capacity]:
-    """The capacities, simplest first.
-
-    Of one cell what was trained in full comes before what memory alone is known to hold.
-    """
+    """The capacities, simplest first; of one cell what was trained in full first."""
     return sorted(capacities, key=lambda each: (simplicity(each.cell), each.is_memory_only))
 
 
@@ -118,10 +104,7 @@ def study_capacities(study: Study) -> tuple[Capacity, ...]:
 
 
 def cell_capacities(study: Study, cell: Cell) -> tuple[Capacity, ...]:
-    """A cell's answer as capacities, or what its trials say so far.
-
-    A memory-only proof is a capacity of its own.
-    """
+    """A cell's answer as capacities, or what its trials say so far; memory-only apart."""
     answer = study.answer_of(cell)
     if answer is None:
         memory_only = study.longest_fit_tokens(cell, Outcome.MEMORY_ONLY_FIT)
@@ -138,10 +121,7 @@ def cell_capacities(study: Study, cell: Cell) -> tuple[Capacity, ...]:
 
 
 def kind_with_memory(device_name: str, device_bytes: int | None) -> str:
-    """The catalog's name of a GPU, where it has one.
-
-    With its memory, where that is not the whole card's.
-    """
+    """The catalog's name of a GPU, and its memory where that is not the whole card's."""
     name = kind_name(device_name)
     return name if device_bytes is None else f"{name} with {format_bytes(device_bytes)}"
 
@@ -169,9 +149,8 @@ def _of_study(
 
 
 def _shortest_failure(study: Study, cell: Cell, longest_fit: int) -> int | None:
-    """The shortest length beyond the longest fit that a trial says does not fit.
-
-    It ran out of memory, or left less of it than was asked for.
+    """The shortest length beyond the longest fit that a trial says does not fit. It ran out of
+    memory, or left less of it than was asked for.
     """
     failed = (
         trial.spec.length_tokens

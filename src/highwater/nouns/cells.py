@@ -38,11 +38,10 @@ less simple than these."""
 def default_ladder(
     *, device: str, base: Settings, allocator: Allocator | None = None, loss: Loss | None = None
 ) -> tuple[Settings, ...]:
-    """Rungs that `highwater find` tries, cheapest first.
-
-    Naming an allocator or a loss keeps the rungs with it; naming both makes one rung, on the ladder
-    or not. On the CPU there is one allocator, the operating system's: only the loss varies. A
-    reward model has no logits to chunk, and where the entropy is chunked they already are.
+    """Rungs that `highwater find` tries, cheapest first. Naming an allocator or a loss keeps the
+    rungs with it; naming both makes one rung, on the ladder or not. On the CPU there is one
+    allocator, the operating system's: only the loss varies. A reward model has no logits to chunk,
+    and where the entropy is chunked they already are.
     """
     ladder = _CPU_LADDER if device == "cpu" else _GPU_LADDER
     if base.traits.gives_scalars or base.entropy == "chunked":
@@ -54,11 +53,9 @@ def default_ladder(
 
 
 def simplicity(cell: Cell) -> tuple[int, ...]:
-    """A key to sort cells of as many GPUs by, the simplest first.
-
-    The order of the published guide: more Ulysses before offload, and for each degree what needs no
-    other change first. Between two rungs of one degree the allocator, then the loss, then what is
-    recomputed or computed in tiles.
+    """A key to sort cells of as many GPUs by, the simplest first. The order of the published guide:
+    more Ulysses before offload, and for each degree what needs no other change first. Between two
+    rungs of one degree the allocator, then the loss, then what is recomputed or computed in tiles.
     """
     settings = cell.settings
     return (
@@ -86,12 +83,11 @@ def cells_of(
     machines: int = 1,
     longest_tokens: int | None = None,
 ) -> tuple[tuple[Cell, ...], tuple[str, ...]]:
-    """Every layout that can work, on every rung; and a note for each that is skipped.
-
-    ``has_ring``: of a trainer that can share sequences by a ring. ``within_machines``: whether a
-    machine holds each copy of the states, and shares its sequences with no other; ``machines``: how
-    many were named, 1 where none were. ``longest_tokens``: the longest document; None where that is
-    not known.
+    """Every layout that can work, on every rung; and a note for each that is skipped. ``has_ring``:
+    of a trainer that can share sequences by a ring. ``within_machines``: whether a machine holds
+    each copy of the states, and shares its sequences with no other; ``machines``: how many were
+    named, 1 where none were. ``longest_tokens``: the longest document; None where that is not
+    known.
     """
     if device == "cpu" and request.allocator == "expandable":
         raise UsageError(
@@ -129,9 +125,7 @@ def cells_of(
 def within_token_budget(
     cells: tuple[Cell, ...], grid: Grid, device: Device
 ) -> tuple[tuple[Cell, ...], tuple[str, ...]]:
-    """The cells whose token budget holds a sequence of the start length, and a note for each that
-    does not; all where none does.
-    """
+    """The cells whose token budget holds the start length, and notes on the others; all if none."""
     kept = [
         cell
         for cell in cells

@@ -103,11 +103,10 @@ class Cluster(Record, frozen=True, kw_only=True):
 
 def cluster(text: str | None, *, gpu_memory_bytes: int | None, machine: Machine | None) -> Cluster:
     """Read ``--gpus`` and ``--gpu-memory``: a count and a kind of the catalog, or either alone; in
-    front of both the number of machines that have so many each.
-
-    ``machine`` is this one, where somebody has looked: a count without a kind, or nothing at all,
-    means its GPUs. Raises UsageError for a kind that is not known, or whose memory nobody has read;
-    MachineError for one without bf16.
+    front of both the number of machines that have so many each. ``machine`` is this one, where
+    somebody has looked: a count without a kind, or nothing at all, means its GPUs. Raises
+    UsageError for a kind that is not known, or whose memory nobody has read; MachineError for one
+    without bf16.
     """
     named = _parse(text)
     if gpu_memory_bytes is not None:
@@ -224,10 +223,7 @@ def _counted(digits: str, text: str) -> int:
 
 
 def _kind(name: str, named: _Named, gpu_memory_bytes: int | None) -> GpuKind:
-    """The kind of this name in the catalog, or of a driver's name.
-
-    Raises UsageError for another memory than that kind has.
-    """
+    """The kind by the catalog's or a driver's name; raises UsageError for another memory."""
     kinds = {kind.name.lower(): kind for kind in gpu_catalog()}
     found = kinds.get(name.lower()) or kind_of(name)
     counted = _COUNT_ALONE.fullmatch(name) if named.gpus is None else None
@@ -260,20 +256,16 @@ def _contradicting_size(name: str, kind: GpuKind) -> int | None:
 
 
 def _has(kind: GpuKind, size: int) -> bool:
-    """Whether the kind is sold with so many GB.
-
-    Of one whose memory nobody has read its name tells, or nothing.
-    """
+    """Whether the kind is sold with so many GB, by its memory or else its name."""
     if kind.usable_bytes is None:
         return "gb" not in kind.name.lower() or f"{size}gb" in kind.name.lower()
     return _SAME_FROM * size * GIB < kind.usable_bytes <= size * GIB
 
 
 def _near(name: str) -> GpuKind | None:
-    """The kind that somebody may have meant who typed a name that no catalog has.
-
-    It has the very number that was typed, between the same letters, or nearly the same where they
-    are a word; another number is another card.
+    """The kind that somebody may have meant who typed a name that no catalog has. It has the very
+    number that was typed, between the same letters, or nearly the same where they are a word;
+    another number is another card.
     """
     typed = _numbered(name)
     if typed is None:
@@ -291,9 +283,7 @@ def _near(name: str) -> GpuKind | None:
 
 
 def _numbered(name: str) -> tuple[str, str, str] | None:
-    """The letters before a card's number, the number, and letters right behind it; None without a
-    number.
-    """
+    """A card's number, the letters before it and those right behind; None without a number."""
     match = _NUMBER.match(re.sub(r"[^a-z0-9]+", " ", name.lower()).strip())
     return None if match is None else (match[1].replace(" ", ""), match[2], match[3])
 
@@ -313,9 +303,7 @@ def _family(name: str) -> str:
 
 
 def _meant(kind: GpuKind | None, asked: _Named, gpu_memory_bytes: int | None, name: str) -> str:
-    """What to type: the kind, or the memory, which stands for any GPU, where no kind is meant;
-    ``name``: what was typed of it.
-    """
+    """What to type: the kind, or the memory where no kind is meant; ``name`` is what was typed."""
     if gpu_memory_bytes is None and kind is not None and kind.usable_bytes is not None:
         return f"use `--gpus {_typed(asked.gpus or 1, kind.name, machines=asked.machines)}`"
     gpus = f"--gpus {_typed(asked.gpus or 1, None, machines=asked.machines)} "
@@ -325,10 +313,9 @@ def _meant(kind: GpuKind | None, asked: _Named, gpu_memory_bytes: int | None, na
 
 
 def own_memory(name: str, gpus: str = "") -> str:
-    """What to type of a GPU whose memory no catalog has: never more than it has.
-
-    A card of 48 GB may have 48 x 10⁹ bytes; of one whose name says nothing its driver tells.
-    ``gpus`` are flags in front.
+    """What to type of a GPU whose memory no catalog has: never more than it has. A card of 48 GB
+    may have 48 x 10⁹ bytes; of one whose name says nothing its driver tells. ``gpus`` are flags in
+    front.
     """
     said = _SAID_SIZE.search(name.lower())
     if said is None:

@@ -79,18 +79,14 @@ _IN_EVERY_KEY: Mapping[str, frozenset[str]] = {
         ("memory_budget_bytes", "steps", "micro_batches", "seed", "data", "attention_depth")
     ),
 }
-"""Fields that are in a key at their defaults too, by record.
-
-They are those that were there when the first keys were written down. Nothing is ever added: a field
-that came later is in a key only where it says something else than its default, so that what was
-asked before it came is still the same question. For the same reason the default of a recorded field
-never changes.
-"""
+"""Fields that are in a key at their defaults too, by record. They are those that were there when
+the first keys were written down. Nothing is ever added: a field that came later is in a key only
+where it says something else than its default, so that what was asked before it came is still the
+same question. For the same reason the default of a recorded field never changes."""
 
 
 def key_of(value: msgspec.Struct, *, without: tuple[str, ...], blank: tuple[str, ...] = ()) -> str:
     """The digest of a record: equal records, equal keys, on any machine and in any later version.
-
     Two kinds of fields, of this record or of any within it, are no part of its identity: those
     ``without`` which keys were always made, and ``blank`` ones, which stand in every key as null.
     """

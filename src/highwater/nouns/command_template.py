@@ -65,9 +65,7 @@ def split_command(text: str, *, example: str = EXAMPLE) -> tuple[str, ...]:
 
 
 def split_words(text: str, *, example: str = EXAMPLE) -> tuple[str, ...]:
-    """The words of a command. Raises UsageError for quotes that do not end, for no word, and where
-    a secret was hidden.
-    """
+    """The words of a command; raises UsageError for open quotes, no word, a hidden secret."""
     try:
         words = tuple(shlex.split(text))
     except ValueError as error:
@@ -114,9 +112,7 @@ def filled_command(
 
 
 def _named(word: str, shown: str) -> Iterator[str]:
-    """The names in a word's braces, each alone: nothing is computed of them. ``shown``: the word as
-    an error quotes it.
-    """
+    """The names in a word's braces, each alone; ``shown``: the word as an error quotes it."""
     try:
         for _, name, form, conversion in Formatter().parse(word):
             if name is None:

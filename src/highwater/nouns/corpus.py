@@ -131,10 +131,7 @@ def packed_tokens(question: Question, cell: Cell, index: int) -> int:
 
 
 def least_packed(question: Question, cell: Cell, size: int) -> int:
-    """The index in 1..``size`` with the fewest packed tokens; 1 without a token budget.
-
-    Of several it is the highest.
-    """
+    """The highest index in 1..``size`` with the fewest packed tokens; 1 without a token budget."""
     if cell.settings.token_budget_tokens is None:
         return 1
 
@@ -177,9 +174,8 @@ _MOST_PADDING = 0.005
 
 
 def pieces(tokens: int, device: Device) -> int | None:
-    """Equal pieces to cut this many tokens into.
-
-    1 where they are few enough to stay whole, None where they cannot be cut.
+    """Equal pieces to cut this many tokens into. 1 where they are few enough to stay whole, None
+    where they cannot be cut.
     """
     shortest, longest, block = _RANGES[device]
     if tokens <= longest:

@@ -612,9 +612,7 @@ IN_A_LABEL: tuple[Setting, ...] = (
 
 
 def taken_by(command: CommandName, *, but_not: CommandName | None = None) -> tuple[Setting, ...]:
-    """The settings that a command takes, without those that another takes too, in the order in
-    which its help lists them.
-    """
+    """The settings that a command takes and another does not, in the order of its help."""
     return tuple(
         row for row in DECLARED.values() if command in row.commands and but_not not in row.commands
     )

@@ -65,11 +65,9 @@ def ignored_options(
 
 
 STORE_VARIABLE = "HIGHWATER_STORE"
-"""Path of the file through which the ranks of one trial meet.
-
-It is new for every trial, in a folder that only its user can read, and nobody has to listen on a
-port for it (docs/decisions/027).
-"""
+"""Path of the file through which the ranks of one trial meet. It is new for every trial, in a
+folder that only its user can read, and nobody has to listen on a port for it
+(docs/decisions/027)."""
 
 
 RECORDED_VARIABLES = (
@@ -78,10 +76,8 @@ RECORDED_VARIABLES = (
     "NCCL_BUFFSIZE",
     "CUBLAS_WORKSPACE_CONFIG",
 )
-"""Variables of the user's shell that are about memory or say which GPUs are seen.
-
-None of them can hold a token or a key.
-"""
+"""Variables of the user's shell that are about memory or say which GPUs are seen. None of them can
+hold a token or a key."""
 
 
 class Environment(Record, frozen=True, kw_only=True):

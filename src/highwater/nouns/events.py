@@ -34,7 +34,6 @@ class ColumnSums(NamedTuple):
 
 def column_sums(rows: int, columns: int, *, resident_threads: int) -> ColumnSums:
     """Bytes that sums of this many columns take for themselves; none where no column is shared.
-
     ``resident_threads``: how many the GPU runs at once. Source: ``setReduceConfig`` in
     ATen/native/cuda/Reduce.cuh; equal to what H200s recorded of 128 to 5,120 columns and 16,384 to
     655,360 rows (docs/results/lab/trinity_trials.json).

@@ -12,22 +12,15 @@ from pathlib import Path
 from highwater.units import MIB, format_bytes
 
 SETTINGS_BYTES = MIB
-"""Bytes of a file of settings, or a table of capacities, at the most.
-
-The published table has 12 KiB.
-"""
+"""Bytes of a file of settings, or a table of capacities, at the most. The published table has 12
+KiB."""
 CONFIG_BYTES = 16 * MIB
-"""Bytes of a model's ``config.json``, or an answer of ``predict --json``, at the most.
-
-The largest known have a few MiB.
-"""
+"""Bytes of a model's ``config.json``, or an answer of ``predict --json``, at the most. The largest
+known have a few MiB."""
 
 INDEX_BYTES = 1024 * MIB
 """Bytes of a JSON document in a checkpoint or a corpus at the most: its manifest, its index, its
-state.
-
-An index of 100,000 pieces has about 20 MiB, a state of a million steps as much.
-"""
+state. An index of 100,000 pieces has about 20 MiB, a state of a million steps as much."""
 
 
 def read_file(path: Path, *, most_bytes: int) -> bytes:

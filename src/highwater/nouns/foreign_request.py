@@ -104,9 +104,7 @@ def _digest(content: bytes) -> str:
 
 
 def command_of(request: Request, trainer: ForeignName) -> tuple[str, ...]:
-    """The words of the request's command; of a trainer whose command is made here those of its
-    program, empty for the usual one.
-    """
+    """The words of the request's command, or of its program; empty for the usual one."""
     if not FOREIGN[trainer].is_typed:
         return () if request.command is None else split_words(request.command)
     example = LAUNCHED_EXAMPLE if FOREIGN[trainer].is_launched else EXAMPLE
@@ -130,9 +128,7 @@ def command_of(request: Request, trainer: ForeignName) -> tuple[str, ...]:
 
 
 def program_of(request: Request) -> str | None:
-    """The program that a request's command starts, or that launches it; None where it names none,
-    and where a placeholder does.
-    """
+    """The program that a request's command starts, or that launches it; None: it names none."""
     trainer = foreign_name(request.trainer)
     if trainer is None or request.command is None:
         return None

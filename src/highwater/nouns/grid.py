@@ -74,9 +74,8 @@ class Grid(Record, frozen=True, kw_only=True):
 
     @property
     def _indices_up_to_native(self) -> int:
-        """Indices reached by ``step_tokens``.
-
-        The published scan adds a small step for as long as it is below the native length.
+        """Indices reached by ``step_tokens``. The published scan adds a small step for as long as
+        it is below the native length.
         """
         below = self.native_length_tokens - self.start_tokens
         return 1 + max(0, -(-below // self.step_tokens))

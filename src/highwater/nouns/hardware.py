@@ -247,11 +247,10 @@ def host_catalog() -> tuple[Host, ...]:
 
 
 def default_host(device_name: str, gpus: int) -> HostMemory | None:
-    """Host memory of one machine with so many GPUs of a driver's name, or the catalog's.
-
-    That of the smallest machine with as many; of a larger one the share of its GPUs. None of a kind
-    or a number that no machine of the catalog has: ``gpus`` of several machines are asked about by
-    those of each.
+    """Host memory of one machine with so many GPUs of a driver's name, or the catalog's. That of
+    the smallest machine with as many; of a larger one the share of its GPUs. None of a kind or a
+    number that no machine of the catalog has: ``gpus`` of several machines are asked about by those
+    of each.
     """
     kind = kind_of(device_name)
     known = [host for host in host_catalog() if kind is not None and host.kind == kind.name]
@@ -325,9 +324,7 @@ def used_gpus(machine: Machine, *, device: Device, count: int) -> tuple[Gpu, ...
 
 
 def check_host_memory(machine: Machine, model: Model, cells: tuple[Cell, ...]) -> None:
-    """Raise MachineError when what is kept in host memory does not fit into this machine's, beside
-    the processes that train.
-    """
+    """Raise MachineError for states and processes that this machine's host memory does not hold."""
     for cell in cells:
         gpus, settings = cell.layout.gpus, cell.settings
         states = host_state_bytes(
@@ -351,9 +348,7 @@ def check_host_memory(machine: Machine, model: Model, cells: tuple[Cell, ...]) -
 
 
 def _refuse_what_needs_a_gpu(request: Request, machine: Machine, model: Model) -> None:
-    """Raise MachineError for what is meant for GPUs, named or not: it must not quietly become a
-    question to the CPU.
-    """
+    """Raise MachineError for what is meant for GPUs: it must not become a question to the CPU."""
     workers, budget = max(request.gpus or (1,)), request.memory_bytes
     if workers > 1:
         meant = f"{workers} GPUs are asked for"
@@ -373,9 +368,7 @@ def _refuse_what_needs_a_gpu(request: Request, machine: Machine, model: Model) -
 
 
 def _cpu_search(request: Request, model: Model) -> str:
-    """A search on the CPU that can be answered: of the model that is asked about, where its states
-    leave room, or of a tiny one.
-    """
+    """A search on the CPU that can be answered: of this model where it has room, or a tiny one."""
     if model.shape.parameters * STATE_BYTES_PER_PARAMETER > GIB // 2:
         return CPU_SEARCH
     return f"highwater find {shlex.quote(request.model)} {CPU_FLAGS}"
@@ -410,9 +403,7 @@ def _counts(request: Request, machine: Machine, device: Device, model: Model) ->
 
 
 def _check_memory(request: Request, machine: Machine, model: Model, where: TrialHardware) -> None:
-    """Raise for a memory that is needed and not named, or that is not there, and for a headroom
-    that leaves nothing of it.
-    """
+    """Raise for a memory that is not named or not there, and for a headroom that leaves nothing."""
     budget, total_bytes = request.memory_bytes, where.total_bytes
     limit = budget or total_bytes
     if limit is None:

@@ -78,9 +78,7 @@ class Hyperparameters(Record, frozen=True, kw_only=True):
         )
 
     def refuse_unused(self, settings: Settings) -> None:
-        """Raise UsageError where a number was changed that the settings' loss does not have in
-        it.
-        """
+        """Raise UsageError for a changed number that the settings' loss does not have in it."""
         for name in self._changed:
             part = _PARTS.get(name)
             if part is not None and not part.is_in(settings):

@@ -107,20 +107,14 @@ class Layout(Record, frozen=True, kw_only=True):
 
     @property
     def slug(self) -> str:
-        """The degrees in paths: ``sp-1``, ``sp-2``, ``sp-2+ring-3``.
-
-        The first is always there, as in the published log tree.
-        """
+        """The degrees in paths: ``sp-1``, ``sp-2+ring-3``; the first always, as was published."""
         (first, ulysses_degree), *others = self._spelled
         more = (f"{each.slug}-{degree}" for each, degree in others if degree > 1)
         return "+".join((f"{first.slug}-{ulysses_degree}", *more))
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Words to type that name the layout: ``--gpus 4 --ulysses 2``.
-
-        There is one more for each other degree that is not 1.
-        """
+        """Words to type that name the layout: ``--gpus 4 --ulysses 2``."""
         return ("--gpus", str(self.gpus), *self.degree_flags)
 
     @property

@@ -38,9 +38,8 @@ class ObjectiveTraits(Record, frozen=True, kw_only=True):
     """A second model of token values may be trained along; its values are computed before the
     update."""
     advantages: Advantages = "none"
-    """What weighs the clipped ratio of new to old probability: a document's reward against those
-    of its group, or an advantage of each token. ``none``: no ratio is in the loss, nor an
-    entropy."""
+    """What weighs the clipped ratio of new to old probability: a document's reward against those of
+    its group, or an advantage of each token. ``none``: no ratio is in the loss, nor an entropy."""
 
     @property
     def gives_scalars(self) -> bool:

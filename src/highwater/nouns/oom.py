@@ -69,10 +69,8 @@ _ADVICE = re.compile(
 _NO_BATCH = "No executable batch size found, reached zero"
 """accelerate's error after every batch size ran out of memory, down to one."""
 _MAYBE_HOST = re.compile(r"can't start new thread|failed to map segment from shared object")
-"""Texts about a thread's stack or a library's data for which there is no room.
-
-Or threads are limited, or the library's disk is mounted noexec.
-"""
+"""Texts about a thread's stack or a library's data for which there is no room. Or threads are
+limited, or the library's disk is mounted noexec."""
 _ABORT = re.compile(
     r"terminate called after throwing an instance of '(?P<type>[^']*)'(?P<text>.*)", re.DOTALL
 )
@@ -88,10 +86,9 @@ _LIBRARY_TYPES = ("RuntimeError", "AcceleratorError", "DistBackendError", "Defer
 def exhausted_memory(
     error: BaseException, *, device: Device, is_spent: Callable[[], bool] = lambda: False
 ) -> Exhausted | None:
-    """Which memory ran out, by an exception; None when it is about something else.
-
-    ``is_spent`` is asked where the text alone does not tell: whether this process gets no more host
-    memory. On the CPU there is one memory, and it is the device's.
+    """Which memory ran out, by an exception; None when it is about something else. ``is_spent`` is
+    asked where the text alone does not tell: whether this process gets no more host memory. On the
+    CPU there is one memory, and it is the device's.
     """
     host: Exhausted = "device_memory" if device == "cpu" else "host_memory"
     text = _text(error)
@@ -111,10 +108,7 @@ def exhausted_memory(
 
 
 def memory_aborted(output: str, *, device: Device) -> Exhausted | None:
-    """Which memory ran out, by the end of what an aborted process wrote.
-
-    None when it aborted for something else.
-    """
+    """Which memory ran out, by the end of what an aborted process wrote; None: neither did."""
     words = _ABORT.match(output, max(0, output.rfind("terminate called after throwing")))
     if words is None:
         return None
@@ -125,9 +119,8 @@ def memory_aborted(output: str, *, device: Device) -> Exhausted | None:
 
 def logged_memory(kind: str, text: str, *, device: Device) -> Exhausted | None:
     """Which memory ran out, by an exception as a log shows it: its type's name, with its module,
-    and its text. None when it is about something else.
-
-    A type that anybody may have made, RuntimeError above all, is judged by its text.
+    and its text. None when it is about something else. A type that anybody may have made,
+    RuntimeError above all, is judged by its text.
     """
     host: Exhausted = "device_memory" if device == "cpu" else "host_memory"
     module, _, name = kind.rpartition(".")
@@ -151,9 +144,8 @@ def logged_memory(kind: str, text: str, *, device: Device) -> Exhausted | None:
 
 
 def tells_of_allocation(text: str, *, may_advise: bool) -> bool:
-    """Whether a text tells, in whatever words, of memory that could not be had.
-
-    ``may_advise``: it may speak of what would be, if it is no whole sentence of an allocator's.
+    """Whether a text tells, in whatever words, of memory that could not be had. ``may_advise``: it
+    may speak of what would be, if it is no whole sentence of an allocator's.
     """
     lowered = text.lower()
     if not any(part in lowered for part in _PARTS):
@@ -179,10 +171,7 @@ def _by_text(text: str, device: Device, *, lead: re.Pattern[str] = _ANY) -> Exha
 
 
 def _is_torchs(error: BaseException) -> bool:
-    """Whether an exception is torch's ``OutOfMemoryError``.
-
-    torch is not imported here, and may itself be what did not fit.
-    """
+    """Whether an exception is torch's ``OutOfMemoryError``, without an import of torch."""
     return any(
         kind.__name__ == "OutOfMemoryError" and kind.__module__.split(".")[0] == "torch"
         for kind in type(error).__mro__

@@ -402,9 +402,7 @@ def _check_depth(spec: TrialSpec, model: Model) -> None:
 
 
 def _refuse_ragged_experts(model: Model, device: Device) -> None:
-    """Raise ModelError for experts whose grouped product PyTorch does not compute: it wants rows of
-    a multiple of 16 bytes.
-    """
+    """Raise ModelError for experts whose rows are no multiple of 16 bytes: PyTorch wants that."""
     numbers = _ROW_BYTES // (4 if device == "cpu" else 2)
     for what, width in (
         ("expert's MLP", model.shape.intermediate_size),

@@ -101,9 +101,7 @@ def own_code_notes(model: Model) -> tuple[str, ...]:
 
 
 def yarn_notes(model: Model, length_tokens: int | None, rope: Rope) -> tuple[str, ...]:
-    """That YaRN stretches positions further than it is known to serve; nothing where no length was
-    named.
-    """
+    """That YaRN stretches positions further than it is known to serve."""
     scaled = None if length_tokens is None else yarn(model, length_tokens=length_tokens, rope=rope)
     if scaled is None or scaled.factor <= _YARN_IN_USE:
         return ()
@@ -114,9 +112,7 @@ def yarn_notes(model: Model, length_tokens: int | None, rope: Rope) -> tuple[str
 
 
 def weights_notes(model: Model, settings: Settings, *, simulated: bool = False) -> tuple[str, ...]:
-    """What a trial does not start from weights that are here; nothing of a simulated one, but what
-    time would be of experts.
-    """
+    """What a trial does not start from weights that are here; nothing of a simulated one."""
     directory = Path(model.directory)
     if not weight_files(directory):
         return _of_random_weights(model, simulated=simulated)
@@ -154,9 +150,7 @@ def _of_random_weights(model: Model, *, simulated: bool) -> tuple[str, ...]:
 
 
 def prompt_notes(path: Path | str | None, question: Question) -> tuple[str, ...]:
-    """That sequences of a study's trials began with a prompt, where the full loss made no logits of
-    its tokens.
-    """
+    """That a study's sequences began with a prompt, of which the full loss made no logits."""
     has_logits = any(cell.settings.holds_logits for cell in question.cells)
     is_synthetic = question.foreign is None and question.data is None
     if not (question.prompt_tokens and has_logits and is_synthetic):

@@ -58,9 +58,8 @@ class SnapshotOrder(Record, frozen=True, kw_only=True):
 
 def coordinates(layout: Layout, rank: int) -> str:
     """A rank's place among the data-parallel groups, in the ring and in Ulysses: ``d0r0u1``; where
-    states have copies, the copy first: ``c1d0r0u1``.
-
-    Data-parallel groups are counted over all copies: one sequence may be shared by several.
+    states have copies, the copy first: ``c1d0r0u1``. Data-parallel groups are counted over all
+    copies: one sequence may be shared by several.
     """
     sharing, ulysses = layout.context_degree, layout.ulysses_degree
     copy = f"c{rank // layout.shard_degree}" if layout.replicate_degree > 1 else ""

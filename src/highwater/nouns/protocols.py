@@ -55,10 +55,8 @@ class Launcher(Protocol):
         self, launch: Launch, *, gpus: tuple[str, ...] | None, ended: Event, on_phase: OnPhase
     ) -> TrialResult:
         """Run a trial to its end; blocks until every process of it is gone. Threads may call it
-        side by side.
-
-        ``gpus`` are the entries of ``CUDA_VISIBLE_DEVICES`` that the trial shall see; None: what
-        this process sees. When ``ended`` is set the processes are ended at once, and
+        side by side. ``gpus`` are the entries of ``CUDA_VISIBLE_DEVICES`` that the trial shall see;
+        None: what this process sees. When ``ended`` is set the processes are ended at once, and
         TrialEndedError is raised. Raises MachineError when no trial can run at all, and UsageError
         for what the trainer cannot do.
         """
@@ -73,9 +71,8 @@ class Runner(Protocol):
         ...
 
     def submit(self, launch: Launch, *, on_phase: OnPhase = unheard) -> Future[TrialResult]:
-        """Start a trial for which there is room; ``on_phase`` is called from another thread.
-
-        The future has what ``Launcher.launch`` returns or raises.
+        """Start a trial for which there is room; ``on_phase`` is called from another thread. The
+        future has what ``Launcher.launch`` returns or raises.
         """
         ...
 

@@ -81,7 +81,6 @@ def read_capacity_table(path: Path) -> CapacityTable:
 
 def table_capacities(path: Path) -> tuple[Capacity, ...]:
     """What the capacity table in a CSV file says of each cell, in its order, the unknown cells too.
-
     The next length of the published grid is known not to fit: that is where the published search
     stopped. Errors as for ``read_capacity_table``.
     """
@@ -164,9 +163,7 @@ def _read_rows(path: Path) -> list[_Row]:
 
 
 def _refuse_twice(path: Path, rows: Sequence[_Row]) -> None:
-    """Raise UsageError for two rows that know a capacity of one place: nobody could say which of
-    them counts.
-    """
+    """Raise UsageError for two rows that know a capacity of one place."""
     seen: dict[tuple[str, str, Cell], _Row] = {}
     for row in (row for row in rows if row.tokens is not None):
         before = seen.setdefault(row.place, row)
@@ -183,9 +180,7 @@ def _refuse_twice(path: Path, rows: Sequence[_Row]) -> None:
 
 
 def _row(row: Mapping[str, str | None], line: int) -> _Row:
-    """One row of the file; raises ValueError for what is none, UsageError for a degree that cannot
-    be.
-    """
+    """One row of the file; raises ValueError for none, UsageError for a degree that cannot be."""
     device_name, rung, gpus, sp, model_name, tokens = (row[column] for column in _COLUMNS)
     if not device_name or not model_name or gpus is None or sp is None:
         raise ValueError(f"line {line} lacks a gpu, a count, a degree or a model")
@@ -216,9 +211,7 @@ def _no_table(path: Path, why: str) -> UsageError:
 
 
 def _question(gpu: str, model_name: str, cells: Sequence[Cell]) -> Question:
-    """The question about the model as the table names it, which may be a directory: two may end
-    alike.
-    """
+    """The question about the model as the table names it, which may be a directory."""
     model = msgspec.structs.replace(load_model(model_name), name=model_name)
     native_tokens = model.shape.native_length_tokens
     return Question(

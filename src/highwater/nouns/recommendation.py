@@ -43,10 +43,8 @@ class Candidate(Record, frozen=True, kw_only=True):
 
     cell: Cell
     is_lowered: bool
-    """Whether the token budget is below the default.
-
-    Fewer sequences a micro-batch make more micro-batches for as many sequences.
-    """
+    """Whether the token budget is below the default. Fewer sequences a micro-batch make more
+    micro-batches for as many sequences."""
     token_budget_tokens: int
     """Tokens of a micro-batch for each GPU: ``ceil(sequences x length / context degree)``."""
     fits: bool
@@ -64,15 +62,11 @@ class Candidate(Record, frozen=True, kw_only=True):
     headroom_bytes: int | None
     """Bytes that a GPU has left, at least; below 0: what it lacks; None: nobody knows."""
     headroom_length_tokens: int | None = None
-    """Measured: length of the trial whose headroom that is.
-
-    It is this length or a longer one, which leaves no more.
-    """
+    """Measured: length of the trial whose headroom that is. It is this length or a longer one,
+    which leaves no more."""
     lacks_bytes: int | None = None
-    """Bytes that are missing of the memory that ends it; measured, at least.
-
-    None where it fits, or where nobody knows.
-    """
+    """Bytes that are missing of the memory that ends it; measured, at least. None where it fits, or
+    where nobody knows."""
     lacks_of: Literal["device", "host"] | None = None
     host_bytes: int | None = None
     """Host memory that it takes, predicted; None: nobody knows."""
@@ -80,10 +74,8 @@ class Candidate(Record, frozen=True, kw_only=True):
     """The longest length that fits; 0: none on the grid does."""
     capacity_source: Source
     is_at_least: bool = False
-    """Whether the capacity is this or more.
-
-    Nothing longer was tried or asked about, or it ended otherwise than by memory.
-    """
+    """Whether the capacity is this or more. Nothing longer was tried or asked about, or it ended
+    otherwise than by memory."""
     step_time: StepTime | None = None
     """None: no trial of this cell had its speed measured, and nobody knows how fast such GPUs
     are."""
@@ -98,10 +90,7 @@ class Candidate(Record, frozen=True, kw_only=True):
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Sort key of candidates, the simplest first: the ladder's order.
-
-        A lowered budget stands right before offload.
-        """
+        """Sort key of candidates, the simplest first; a lowered budget stands before offload."""
         return order(self.cell, is_lowered=self.is_lowered)
 
 

@@ -79,10 +79,8 @@ KEYWORDS = Spelling(setting=_as_keyword)
 
 
 MOST_GPUS = 65_536
-"""GPUs of one trial.
-
-The largest jobs that were published had 16,384 (Llama 3 405B) to 24,576 GPUs.
-"""
+"""GPUs of one trial. The largest jobs that were published had 16,384 (Llama 3 405B) to 24,576
+GPUs."""
 MOST_GPUS_OF_A_MACHINE = 16
 """GPUs of one machine at the most."""
 MOST_GPUS_PREDICTED = 1_024
@@ -92,10 +90,8 @@ MOST_NAMED = 256
 MOST_LENGTHS = 1 << 20
 """Lengths of one grid: every token up to 1,048,576."""
 MOST_SEQUENCES = 1 << 20
-"""Sequences of one micro-batch, and tiles of an MLP.
-
-As many as a micro-batch of that many tokens could have.
-"""
+"""Sequences of one micro-batch, and tiles of an MLP. As many as a micro-batch of that many tokens
+could have."""
 MOST_STEPS = 1_000_000
 """Steps of a trial, and micro-batches of a step."""
 MOST_REPEATS = 1_000

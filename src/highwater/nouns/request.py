@@ -264,11 +264,9 @@ def request_from(
     values: Mapping[str, object], *, config_file: str | None = None, keywords: bool = False
 ) -> Request:
     """The request in loose values: strings from a command line, keywords from Python, or what a
-    configuration file says.
-
-    ``config_file`` names the file that the values come from, and ``keywords`` that they come from
-    Python, for errors that speak as the user does; neither: they were typed. Raises UsageError for
-    names and values that are not known, with the nearest that is.
+    configuration file says. ``config_file`` names the file that the values come from, and
+    ``keywords`` that they come from Python, for errors that speak as the user does; neither: they
+    were typed. Raises UsageError for names and values that are not known, with the nearest that is.
     """
     spelling = in_file(config_file) if config_file else KEYWORDS if keywords else TYPED
     _check_names(values, spelling)
@@ -287,9 +285,7 @@ def request_from(
 
 
 def _check_names(values: Mapping[str, object], spelling: Spelling) -> None:
-    """Raise UsageError for a name that no setting has, for no model, and for two settings that say
-    the same.
-    """
+    """Raise UsageError for an unknown name, for no model, and for two names of one thing."""
     where = spelling.where
     for name in values:
         if name not in DECLARED:
@@ -313,9 +309,7 @@ def _check_names(values: Mapping[str, object], spelling: Spelling) -> None:
 
 
 def _loosened(name: str, value: object) -> object:
-    """A list of its only number, and the number in a text, which ``1e-6`` is in YAML: there a
-    number with an exponent has a dot too.
-    """
+    """A list of its only number, and the number in a text: ``1e-6`` is a text in YAML."""
     if DECLARED[name].is_list and type(value) is int:
         return [value]
     if name == SETTING:
@@ -411,9 +405,7 @@ def _literals(kind: inspect.Type) -> list[Any]:
 
 
 def _check_texts(request: Request) -> None:
-    """Raise RefusedError for a text with a zero byte, or with half of a character: what no system
-    takes, and no study could record.
-    """
+    """Raise RefusedError for a text with a zero byte or half of a character: no system takes it."""
     for name in request.__struct_fields__:
         value = getattr(request, name)
         if isinstance(value, str) and (

@@ -32,9 +32,7 @@ def grid_of(request: Request, model: Model, device: Device) -> tuple[Grid, tuple
 
 
 def _longest(request: Request, model: Model, device: Device) -> tuple[int, tuple[str, ...]]:
-    """The longest length to try, and notes on why it is that one. It is at most the native length
-    where nothing scales the positions past it.
-    """
+    """The longest length to try, and why it is that one: native where nothing scales past it."""
     native = model.shape.native_length_tokens
     longest, notes = request.max_tokens or CEILING_TOKENS[device], ()
     if request.max_tokens is None and device == "cpu":
@@ -54,9 +52,7 @@ def _longest(request: Request, model: Model, device: Device) -> tuple[int, tuple
 
 
 def refuse_past_native(model: Model, rope: Rope, length_tokens: int, *, flag: str) -> None:
-    """Raise UsageError for a length past the native one, where nothing scales positions past it;
-    ``flag`` is where it was named.
-    """
+    """Raise UsageError for a length, named by ``flag``, past which nothing scales positions."""
     native = model.shape.native_length_tokens
     if length_tokens <= native or not ends_at_native(model, rope):
         return
@@ -74,9 +70,7 @@ def refuse_past_native(model: Model, rope: Rope, length_tokens: int, *, flag: st
 
 
 def check_yarn(request: Request, model: Model, longest_tokens: int) -> None:
-    """Raise UsageError where YaRN is asked for and cannot be, or where what is saved with it could
-    not be loaded.
-    """
+    """Raise UsageError where YaRN cannot be, or what is saved with it could not be loaded."""
     obstacle = unscalable(model)
     if request.rope == "yarn" and model.own_rope_scaling and obstacle is not None:
         raise UsageError(

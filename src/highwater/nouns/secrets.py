@@ -12,10 +12,8 @@ from itertools import pairwise
 
 HIDDEN = "[hidden]"
 KEPT = 4_000
-"""Characters of an exception's text that a study keeps.
-
-Three quarters are from its beginning, the rest from its end.
-"""
+"""Characters of an exception's text that a study keeps. Three quarters are from its beginning, the
+rest from its end."""
 LOGGED = 32_000
 """Characters of such a text in a log, where a traceback stands before it."""
 REASON = 1_000
@@ -145,9 +143,8 @@ def _is_secret(name: str) -> bool:
 
 
 def kept(text: str, *, most: int = KEPT) -> str:
-    """The beginning and the end of an exception's text, without what looks like a secret.
-
-    A text of at most ``most`` characters is kept whole.
+    """The beginning and the end of an exception's text, without what looks like a secret. A text of
+    at most ``most`` characters is kept whole.
     """
     if len(text) <= most:
         return without_secrets(text)

@@ -73,8 +73,7 @@ class Settings(Record, frozen=True, kw_only=True):
     """What lives in host memory: parameters, gradients and optimizer states, whose update is the
     host's; or with ``states`` the optimizer's moments alone, which the GPU updates
     (engine/training/host_states.py). Read by ``offloads_model`` and ``offloads_states``: both
-    values are true.
-    """
+    values are true."""
     lora: int | None = None
     """Rank of adapters, which are trained in the place of the model; it is frozen, and in the dtype
     in which it computes. None: all of it is trained."""
@@ -135,9 +134,7 @@ class Settings(Record, frozen=True, kw_only=True):
         _check_offloaded_states(self)
 
     def sequences(self, length_tokens: int, *, context_degree: int) -> int:
-        """Sequences of this length in one micro-batch; 0 where the token budget does not hold one
-        (of pairs: one pair).
-        """
+        """Sequences of this length in one micro-batch; 0: the token budget does not hold one."""
         if self.token_budget_tokens is None:
             return self.sequences_per_micro_batch
         held = self.token_budget_tokens * context_degree // length_tokens
@@ -197,10 +194,9 @@ class Settings(Record, frozen=True, kw_only=True):
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether gradients stay allocated from the start, for micro-batches to be added to; else
-        a backward pass makes them as activations go, and the update lets go of them.
-
-        Offloaded ones stay: no activation wants their place in host memory.
+        """Whether gradients stay allocated from the start, for micro-batches to be added to; else a
+        backward pass makes them as activations go, and the update lets go of them. Offloaded ones
+        stay: no activation wants their place in host memory.
         """
         return self.accumulates or self.offloads_model
 
@@ -211,9 +207,7 @@ class Settings(Record, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """The rung's name in tables: ``vanilla``, ``Env``, ``Env + chunked``, ``Env + Offload``,
-        ...
-        """
+        """The rung's name in tables: ``vanilla``, ``Env``, ``Env + chunked``, ``Env + Offload``."""
         parts = (row.label_of(getattr(self, row.rung_field)) for row in IN_A_LABEL)
         return " + ".join(filter(None, parts)) or "vanilla"
 
@@ -252,9 +246,7 @@ def _check_counts(settings: Settings) -> None:
 
 
 def _check_objective(settings: Settings) -> None:
-    """Raise UsageError for what the objective does not have, and for what it cannot be trained
-    on.
-    """
+    """Raise UsageError for what the objective does not have or cannot be trained on."""
     if settings.critic and not settings.traits.critic:
         raise UsageError(
             f"the objective {settings.objective} has no critic",
@@ -362,9 +354,7 @@ def _check_base(settings: Settings) -> None:
 
 
 def _check_optimizer(settings: Settings) -> None:
-    """Raise UsageError for what parameters in bfloat16, and moments of few bits, are not computed
-    with.
-    """
+    """Raise UsageError for what narrow parameters and moments are not computed with."""
     _check_parameters(settings)
     if settings.optimizer == "adamw":
         return
@@ -452,10 +442,9 @@ def settings_in_words(
     is_scaled: bool = False,
 ) -> str:
     """Settings and degrees as the end of a sentence that says "with": ``expandable segments, a
-    chunked loss and each sequence shared by 2 GPUs (Ulysses)``.
-
-    ``host_bytes`` is what offload takes of the host's memory; ``is_lowered`` says that a
-    micro-batch holds fewer sequences than by default, ``is_scaled`` that YaRN scales the positions.
+    chunked loss and each sequence shared by 2 GPUs (Ulysses)``. ``host_bytes`` is what offload
+    takes of the host's memory; ``is_lowered`` says that a micro-batch holds fewer sequences than by
+    default, ``is_scaled`` that YaRN scales the positions.
     """
     said = other_training(settings)
     said += ["expandable segments"] if settings.allocator == "expandable" else []
@@ -475,7 +464,6 @@ def settings_in_words(
 def other_training(settings: Settings) -> list[str]:
     """What is trained, and how it is updated, where that is something else than all of a model by
     AdamW in float32: ``LoRA of rank 32 beside a model in NF4``, ``AdamW with moments of 8 bits``.
-
     Settings for one of these are none for another.
     """
     said: list[str] = []

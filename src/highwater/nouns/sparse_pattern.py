@@ -155,10 +155,9 @@ def causal_pairs(length_tokens: int) -> int:
 
 
 def kept_pairs(pattern: SparsePatternConfig, length_tokens: int) -> int:
-    """Pairs of a token and a key that it sees, of one head and one document.
-
-    By a ratio each row of blocks keeps its own block, whose half is causal, and whole earlier ones;
-    by a window each token what the window holds, and the global tokens before it.
+    """Pairs of a token and a key that it sees, of one head and one document. By a ratio each row of
+    blocks keeps its own block, whose half is causal, and whole earlier ones; by a window each token
+    what the window holds, and the global tokens before it.
     """
     if pattern.is_windowed:
         return _pairs_in_window(pattern, length_tokens)

@@ -20,11 +20,8 @@ from highwater.nouns.trial import PROMPT_TOKENS, Device, Outcome, TrialResult, T
 from highwater.units import GIB
 
 STUDY_SCHEMA_VERSION = 3
-"""Version of a study that is begun now.
-
-Those of version 1 have no ``cell_expected`` lines, those of version 2 no checksums: they are read,
-and resumed without any.
-"""
+"""Version of a study that is begun now. Those of version 1 have no ``cell_expected`` lines, those
+of version 2 no checksums: they are read, and resumed without any."""
 
 RANK_WORDS: dict[Device, tuple[str, str]] = {
     "cuda": ("GPU", "GPUs"),
@@ -51,9 +48,7 @@ class Cell(Record, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """The cell in words: ``expandable, chunked loss, 4 GPUs, SP=2``; with a ring ``nothing set,
-        6 GPUs, SP=2, ring=3``.
-        """
+        """The cell in words: ``expandable, chunked loss, 4 GPUs, SP=2``."""
         return self.label_on("cuda")
 
     def label_on(self, device: Device) -> str:
@@ -85,18 +80,14 @@ class Question(Record, frozen=True, kw_only=True):
     data: str | None = None
     simulated: bool = False
     proof: Proof = "full"
-    """Which trials prove a length.
-
-    ``memory``: where a full trial would exceed ``timeout_s``, a memory-only one tells what fits.
-    """
+    """Which trials prove a length. ``memory``: where a full trial would exceed ``timeout_s``, a
+    memory-only one tells what fits."""
     hyperparameters: Hyperparameters = Hyperparameters()
     """Numbers of optimizer and objective, the same on every rung, at every length."""
     timeout_s: float | None = None
-    """Longest time for one trial, where the answer depends on it: with the proof ``memory``.
-
-    It is how the question is asked, no part of it: with more time the same study goes further. In a
-    recorded study it is the limit when it was last opened (docs/decisions/026).
-    """
+    """Longest time for one trial, where the answer depends on it: with the proof ``memory``. It is
+    how the question is asked, no part of it: with more time the same study goes further. In a
+    recorded study it is the limit when it was last opened (docs/decisions/026)."""
     foreign: ForeignTrainer | None = None
     """The trainer that is tried; None: this package's engine."""
     prompt_tokens: int = PROMPT_TOKENS
@@ -127,10 +118,8 @@ class Question(Record, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """Digest of the question, which names its study.
-
-        Without the place where the model lies, its layers as they were read, which its
-        configuration's digest tells, and the time limit.
+        """Digest of the question, which names its study. Without the place where the model lies,
+        its layers as they were read, which its configuration's digest tells, and the time limit.
         """
         return key_of(
             self,
@@ -147,7 +136,6 @@ class Question(Record, frozen=True, kw_only=True):
 
     def counts_as_fit(self, result: TrialResult) -> bool:
         """Whether the trial fit, in full or memory-only, with the headroom that is asked for.
-
         Headroom that nobody measured is none.
         """
         has_margin = self.margin_bytes == 0 or (result.headroom_bytes or 0) >= self.margin_bytes
@@ -193,19 +181,15 @@ class CellAnswer(Record, frozen=True, kw_only=True):
     capacity_tokens: int | None
     """Longest length that fit; 0 when the start length does not; None when no trial told."""
     does_not_fit_tokens: int | None
-    """Shortest length above it that did not fit.
-
-    None when the ceiling or a failure ended the search.
-    """
+    """Shortest length above it that did not fit. None when the ceiling or a failure ended the
+    search."""
     limit: Limit
     """What ended the search above the capacity."""
     reason: str
     """One line: why the length above failed, or why it was not tried."""
     trials: int
-    """Trials that this answer took, retries included.
-
-    After a resumption those count too that were recorded before it.
-    """
+    """Trials that this answer took, retries included. After a resumption those count too that were
+    recorded before it."""
     monotone: bool = True
     """Whether no shorter length failed where a longer one fit, and no repeat disagreed."""
     contradictions: tuple[str, ...] = ()
@@ -216,11 +200,9 @@ class CellAnswer(Record, frozen=True, kw_only=True):
     tokens_per_s: float | None = None
     mfu: float | None = None
     memory_only: MemoryOnlyFit | None = None
-    """Proof ``memory``: the longest length that fit in a memory-only trial.
-
-    None where it is no longer than the capacity, which is the longest that was trained in full. The
-    next length, ``does_not_fit_tokens``, is this one's.
-    """
+    """Proof ``memory``: the longest length that fit in a memory-only trial. None where it is no
+    longer than the capacity, which is the longest that was trained in full. The next length,
+    ``does_not_fit_tokens``, is this one's."""
 
     @property
     def reach_tokens(self) -> int | None:
@@ -268,10 +250,8 @@ class Past(Record, frozen=True, kw_only=True):
     """What a study has of one cell, for whoever goes on with its search."""
 
     answer: CellAnswer | None = None
-    """The answer, where no more time than it had could change it.
-
-    The cell is then not searched again.
-    """
+    """The answer, where no more time than it had could change it. The cell is then not searched
+    again."""
     trials: tuple[RecordedTrial, ...] = ()
     """Trials whose results are taken as they are, in the study's order."""
 
@@ -300,34 +280,24 @@ class Study(Record, frozen=True, kw_only=True):
     trials: tuple[RecordedTrial, ...] = ()
     """Trials in the order in which they started; one that was run again stands where it ended."""
     answers: tuple[CellAnswer, ...] = ()
-    """Answers that the study's trials bear out, in the order of the question's cells.
-
-    A cell without an answer yet is absent.
-    """
+    """Answers that the study's trials bear out, in the order of the question's cells. A cell
+    without an answer yet is absent."""
     unproven: tuple[UnprovenAnswer, ...] = ()
-    """Answers that the file has and its trials do not bear out.
-
-    Nobody measured them, and their cells count as not answered.
-    """
+    """Answers that the file has and its trials do not bear out. Nobody measured them, and their
+    cells count as not answered."""
     answers_within_s: tuple[float, ...] = ()
     """The time limit of each answer, in their order; empty where the question has none."""
     expectations: tuple[Expectation, ...] = ()
-    """Expectations of cells, in the question's order.
-
-    Empty for journals from before they were recorded.
-    """
+    """Expectations of cells, in the question's order. Empty for journals from before they were
+    recorded."""
     notes: tuple[str, ...] = ()
     """What a reader should know about the record or the search, one line each."""
     command: tuple[str, ...] = ()
-    """What was typed to ask, or last to resume.
-
-    Empty when it was asked from Python, and where it is no search of highwater's.
-    """
+    """What was typed to ask, or last to resume. Empty when it was asked from Python, and where it
+    is no search of highwater's."""
     environments: tuple[Environment, ...] = ()
-    """Machines on which it was asked and resumed, by an allow-list.
-
-    Empty for dry runs, and for journals from before they were recorded.
-    """
+    """Machines on which it was asked and resumed, by an allow-list. Empty for dry runs, and for
+    journals from before they were recorded."""
 
     @property
     def versions(self) -> dict[str, tuple[str, ...]]:
@@ -362,9 +332,8 @@ class Study(Record, frozen=True, kw_only=True):
         return tuple(t for t in self.trials if (t.spec.layout, t.spec.settings) == place)
 
     def longest_fit_tokens(self, cell: Cell, outcome: Outcome = Outcome.FIT) -> int | None:
-        """Longest length of the cell that counts as a fit so far; None before the first.
-
-        Only trials of this outcome are looked at.
+        """Longest length of the cell that counts as a fit so far; None before the first. Only
+        trials of this outcome are looked at.
         """
         fits = (
             trial.spec.length_tokens
@@ -377,16 +346,12 @@ class Study(Record, frozen=True, kw_only=True):
 
     @property
     def complete(self) -> bool:
-        """Whether every cell has an answer.
-
-        It has to be given within no less time than there was when the study was last opened.
-        """
+        """Whether every cell has an answer, within as much time as when it was last opened."""
         return len(self.answers_within(self.question.timeout_s)) == len(self.question.cells)
 
     def answers_within(self, timeout_s: float | None) -> tuple[CellAnswer, ...]:
-        """Answers that were given within no less time than this.
-
-        All answers where the question has no limit.
+        """Answers that were given within no less time than this. All answers where the question has
+        no limit.
         """
         if timeout_s is None or not self.answers_within_s:
             return self.answers
@@ -395,10 +360,7 @@ class Study(Record, frozen=True, kw_only=True):
 
     @property
     def longest_timeout_s(self) -> float | None:
-        """The longest time limit of its answers and trials, and of whoever opened it last.
-
-        None where the question has none.
-        """
+        """The longest time limit of its answers, trials and last opening; None: it has none."""
         of_trials = (trial.timeout_s for trial in self.trials)
         limits = (self.question.timeout_s, *self.answers_within_s, *of_trials)
         return max((limit_s for limit_s in limits if limit_s is not None), default=None)
@@ -431,7 +393,6 @@ def risk_of(
 ) -> Risk | None:
     """The risk of a length that leaves ``headroom_bytes`` by the prediction itself, and needs
     ``pessimistic_bytes`` by its upper end; None where not even the prediction fits.
-
     ``device_bytes`` are what training has of a GPU, ``whole_bytes`` the GPU's, where that is more.
     """
     if headroom_bytes < 0:

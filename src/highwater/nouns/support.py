@@ -36,9 +36,8 @@ def contradictions(
     failed: Collection[int],
     packed: Callable[[int], int] = lambda index: index,
 ) -> tuple[Contradiction, ...]:
-    """Every index that did not fit beside one that speaks against it; lowest first.
-
-    That is the closest at or above it that did fit, with no fewer packed tokens.
+    """Every index that did not fit beside one that speaks against it; lowest first. That is the
+    closest at or above it that did fit, with no fewer packed tokens.
     """
     ordered = sorted(fit)
     found: list[Contradiction] = []
@@ -53,9 +52,8 @@ def contradictions(
 def unsupported(
     question: Question, answer: CellAnswer, trials: Iterable[RecordedTrial]
 ) -> str | None:
-    """Why the trials of its cell do not bear out an answer; None when they do.
-
-    The trials are those that were there when the answer was given, as they were then.
+    """Why the trials of its cell do not bear out an answer; None when they do. The trials are those
+    that were there when the answer was given, as they were then.
     """
     return next(_gaps(question, answer, _shown(question, answer, trials)), None)
 
@@ -81,10 +79,7 @@ class _Shown:
 
 
 def _shown(question: Question, answer: CellAnswer, trials: Iterable[RecordedTrial]) -> _Shown:
-    """Read the trials of this very question.
-
-    Others show nothing, nor do simulated ones where trials were to be run.
-    """
+    """Read the trials of this very question; simulated ones show nothing where trials were run."""
     shown = _Shown()
     for trial in trials:
         index, result = question.grid.index_at_most(trial.spec.length_tokens), trial.result
@@ -107,10 +102,7 @@ def _shown(question: Question, answer: CellAnswer, trials: Iterable[RecordedTria
 
 
 def _is_asked(question: Question, answer: CellAnswer, trial: RecordedTrial, index: int) -> bool:
-    """Whether the trial is what the question asks of a length of its grid.
-
-    It does not matter where model and checkpoints lay.
-    """
+    """Whether the question asks this of a length of its grid, wherever model and files lay."""
     if index < 1 or question.grid.length(index) != trial.spec.length_tokens:
         return False
     try:
@@ -219,10 +211,9 @@ def _edge_gaps(question: Question, answer: CellAnswer, shown: _Shown) -> Iterato
 
 
 def _is_contradicted(question: Question, answer: CellAnswer, shown: _Shown) -> bool:
-    """Whether some length did not fit that takes no more than one that did.
-
-    With the proof ``memory`` only the longest that fit is looked at: a full trial below it says
-    what is trained, no more.
+    """Whether some length did not fit that takes no more than one that did. With the proof
+    ``memory`` only the longest that fit is looked at: a full trial below it says what is trained,
+    no more.
     """
     fit = {shown.reach} - {0} if question.proof == "memory" else {*shown.trained}
     packed = partial(packed_tokens, question, answer.cell)

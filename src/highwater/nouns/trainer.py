@@ -131,9 +131,7 @@ def predicted_traits(name: AnyTrainer) -> TrainerTraits | None:
 
 
 def is_step_of(name: AnyTrainer, target: str) -> bool:
-    """Whether the step that is predicted for a trainer is the very one of a configuration, by its
-    name in ``highwater emit --for``.
-    """
+    """Whether a trainer's predicted step is the very one of an ``emit`` target's configuration."""
     traits = predicted_traits(name)
     return traits is not None and target in traits.targets
 

@@ -155,9 +155,7 @@ _USUAL: Mapping[str, Any] = {
 
 
 def _decisive(spec: TrainingSpec) -> dict[str, Any]:
-    """Everything that decides the curve, by name; the learning rate's steps only where its course
-    depends on them.
-    """
+    """What decides the curve, by name; the rate's steps only where its course depends on them."""
     trial, settings, adapters = spec.trial, spec.trial.settings, spec.trial.settings.adapters
     return {
         "config_digest": trial.config_digest,
@@ -201,9 +199,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def checkpoint_step(name: str) -> int | None:
-    """The step of the checkpoint whose folder has this name; None: no checkpoint has it, or one
-    that is not whole, or set aside.
-    """
+    """The step of the checkpoint whose folder has this name; None: no whole checkpoint has it."""
     found = _CHECKPOINT.fullmatch(name)
     return None if found is None else int(found[1])
 

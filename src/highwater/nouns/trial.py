@@ -24,8 +24,7 @@ Device = Literal["cuda", "cpu"]
 
 PROMPT_TOKENS = 2048
 """Prompt of a sequence in the published system's trials, and in those here from before a prompt
-could be named.
-"""
+could be named."""
 
 _DATA_SOURCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -94,10 +93,8 @@ class TrialSpec(Record, frozen=True, kw_only=True):
     hyperparameters: Hyperparameters = Hyperparameters()
     length_tokens: int
     memory_budget_bytes: int | None = None
-    """Bound on device used per GPU; on the CPU, on each worker's data segment.
-
-    None: the whole card.
-    """
+    """Bound on device used per GPU; on the CPU, on each worker's data segment. None: the whole
+    card."""
     steps: int = 2
     """Optimizer steps: two or more, so that optimizer states are alive at the peak."""
     micro_batches: int = 2
@@ -109,11 +106,9 @@ class TrialSpec(Record, frozen=True, kw_only=True):
     data: str | None = None
     """``module:function`` that yields token batches instead of the synthetic ones."""
     attention_depth: int | None = None
-    """Number of last layers whose attention runs over whole documents; None: all layers.
-
-    In the others it runs on short pieces, which take the same memory. Such a trial is memory-only:
-    its loss and its times mean nothing.
-    """
+    """Number of last layers whose attention runs over whole documents; None: all layers. In the
+    others it runs on short pieces, which take the same memory. Such a trial is memory-only: its
+    loss and its times mean nothing."""
     checkpoint_directory: str | None = None
     """Absolute path where this launch saves, made for it and removed after it; not in its key."""
     memory_snapshots: SnapshotOrder | None = None
@@ -206,11 +201,8 @@ class MemoryBudget(Record, frozen=True, kw_only=True):
 
     budget_bytes: int
     context_bytes: int
-    """Memory outside the allocator, besides NCCL's.
-
-    That is the driver's reserve, the CUDA context, loaded kernels and library workspaces; other
-    processes too.
-    """
+    """Memory outside the allocator, besides NCCL's. That is the driver's reserve, the CUDA context,
+    loaded kernels and library workspaces; other processes too."""
     nccl_bytes: int
     allocator_cap_bytes: int
 
@@ -262,8 +254,7 @@ class AliveMemory(Record, frozen=True, kw_only=True):
     """The request for which there was no room."""
     requested_by: str | None = None
     """The engine's line that asked, ``highwater/engine/models/loss.py:84 forward``; None where none
-    did: most of a backward pass runs without one.
-    """
+    did: most of a backward pass runs without one."""
     device_free_bytes: int | None = None
     """Bytes that the driver still had."""
 
@@ -283,11 +274,8 @@ class Failure(Record, frozen=True, kw_only=True):
 
     kind: FailureKind
     phase: str
-    """The phase that the rank was in.
-
-    It is one of setup, build, rehearsal, data, experience, forward, backward, optimizer, save and
-    report.
-    """
+    """The phase that the rank was in. It is one of setup, build, rehearsal, data, experience,
+    forward, backward, optimizer, save and report."""
     text: str
     """The exception, type first."""
     at_unix_s: float | None = None
@@ -352,10 +340,8 @@ class TrialResult(Record, frozen=True, kw_only=True):
     tokens_per_s: float | None = None
     """Tokens of all data-parallel ranks over the time of the last step."""
     mfu: float | None = None
-    """Model FLOP/s over the datasheet's dense bf16 FLOP/s of all GPUs.
-
-    None for GPUs not in the catalog.
-    """
+    """Model FLOP/s over the datasheet's dense bf16 FLOP/s of all GPUs. None for GPUs not in the
+    catalog."""
     launch_to_first_step_s: float | None = None
     wall_s: float = 0.0
     attempt: int = 1

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 from highwater.memory.from_trials import LEAST_LENGTHS, MemoryFit
 from highwater.nouns.attention_bench import IMPLEMENTATIONS, AttentionBench, Direction, Entry
 from highwater.nouns.codec import Record
-from highwater.pages.text import escaped, markdown_list, markdown_table, plain
-from highwater.pages.text_table import TextTable
+from highwater.pages.text import TextTable, escaped, markdown_list, markdown_table, plain
 from highwater.recommendation.attention_summary import (
     FAR,
     AttentionSummary,
     LongestLength,
     UseCase,
     attention_summary,
+    contestants,
     entries,
     rows_of,
     times_s,
@@ -70,16 +70,16 @@ class ReportSection(NamedTuple):
 def attention_markdown(bench: AttentionBench) -> str:
     """The report as Markdown."""
     parts = ["# The longest sequence that each attention holds"]
-    for title, tables, lines in report_sections(bench):
+    for title, every, lines in report_sections(bench):
+        tables = [table for table in every if table.rows]
         parts.append(f"## {title}")
-        if not lines and not any(table.rows for table in tables):
+        if not lines and not tables:
             parts.append("Too little was measured.")
         if lines:
             parts.append(markdown_list(lines))
         for table in tables:
-            if table.rows:
-                parts += [f"**{escaped(table.title)}**", markdown_table(table)]
-            if table.rows and table.footnotes:
+            parts += [f"**{escaped(table.title)}**", markdown_table(table)]
+            if table.footnotes:
                 parts.append(markdown_list(map(escaped, table.footnotes)))
     return "\n\n".join(parts)
 
@@ -95,14 +95,9 @@ def report_sections(bench: AttentionBench) -> Iterator[ReportSection]:
     yield ReportSection("Ratio to dense", [_ratio_table(bench, each) for each in directions])
     alone = [] if summary.efficiencies else [_ALONE]
     yield ReportSection("Scaling efficiency", [_efficiency_table(summary)], alone)
-    yield ReportSection(
-        "Other GPUs, predicted",
-        [
-            *(predicted_table(bench, summary, direction) for direction in directions),
-            _estimate_table(summary),
-        ],
-        list(_too_little(summary)),
-    )
+    others = [predicted_table(bench, summary, direction) for direction in directions]
+    others.append(_estimate_table(summary))
+    yield ReportSection("Other GPUs, predicted", others, list(_too_little(summary)))
 
 
 def longest_table(bench: AttentionBench, summary: AttentionSummary) -> TextTable:
@@ -110,41 +105,32 @@ def longest_table(bench: AttentionBench, summary: AttentionSummary) -> TextTable
     return TextTable(
         title=_answer(bench, summary),
         columns=(*_ENTRY, "longest", *_headings(_COSTS), "ended by"),
-        rows=tuple(map(_longest_row, summary.longest)),
+        rows=tuple(
+            (
+                *(*_cells(each, _ENTRY), _held(each)),
+                *(["-"] * len(_COSTS) if each.row is None else _cells(each.row, _COSTS)),
+                each.why
+                + ("" if each.fails_tokens is None else f" at {format_tokens(each.fails_tokens)}"),
+            )
+            for each in summary.longest
+        ),
         footnotes=tuple(_labels(bench)),
     )
-
-
-def _longest_row(each: LongestLength) -> tuple[str, ...]:
-    costs = ("-",) * len(_COSTS) if each.row is None else _cells(each.row, _COSTS)
-    fails = "" if each.fails_tokens is None else f" at {format_tokens(each.fails_tokens)}"
-    return (*_cells(each, _ENTRY), _held(each), *costs, f"{each.why}{fails}")
 
 
 def _answer(bench: AttentionBench, summary: AttentionSummary) -> str:
     """The longest length of all, and that of dense attention."""
     direction = bench.order.directions[-1]
-    found = [
-        each
-        for each in summary.longest
-        if each.direction == direction
-        and each.fits_tokens
-        and each.implementation != "reference"
-        and each.mode != "data parallel"
-    ]
+    found = [each for each in contestants(summary.longest, direction) if each.fits_tokens]
     if not found:
         return f"no attention held any length, {direction}"
-    best = max(found, key=lambda each: (each.fits_tokens or 0, -_time_s(each)))
+    best = max(found, key=lambda each: (each.fits_tokens or 0, -each.time_s))
     where = "" if best.mode == "single" else f" over {counted(best.gpus, 'GPU')}"
     others = [each for each in found if each.implementation == "dense" and each is not best]
     return (
         f"{best.implementation}{where} holds {_held(best)} tokens, {direction}, in "
-        f"{format_pass(_time_s(best))}"
-    ) + "".join(f"; dense {_held(each)} in {format_pass(_time_s(each))}" for each in others)
-
-
-def _time_s(each: LongestLength) -> float:
-    return (each.row and each.row.time_s) or 0.0
+        f"{format_pass(best.time_s)}"
+    ) + "".join(f"; dense {_held(each)} in {format_pass(each.time_s)}" for each in others)
 
 
 def _held(each: LongestLength) -> str:
@@ -251,15 +237,12 @@ def _check_table(bench: AttentionBench) -> TextTable:
         columns=("implementation", "mode", "length", *_headings(names), "allowed", "verdict"),
         rows=tuple(
             (
-                *_cells(check, ("implementation", "mode", "length_tokens")),
-                *(
-                    "-" if (value := check.differences.get(name)) is None else f"{value:.1e}"
-                    for name in names
-                ),
-                f"{check.tolerance:.0e}",
-                plain(check.reason) or "equal",
+                *_cells(each, ("implementation", "mode", "length_tokens")),
+                *("-" if (off := each.differences.get(n)) is None else f"{off:.1e}" for n in names),
+                f"{each.tolerance:.0e}",
+                plain(each.reason) or "equal",
             )
-            for check in bench.checks
+            for each in bench.checks
         ),
         left_columns=2,
     )
@@ -270,15 +253,12 @@ def _case_tables(bench: AttentionBench) -> Iterator[TextTable]:
     names = ("length_tokens", "batch", "result", *_COSTS)
     for entry in entries(bench):
         rows = rows_of(bench, entry, batches=True)
+        said = [(row.length_tokens, plain(row.reason)) for row in rows if row.reason]
         yield TextTable(
             title=f"{entry_words(entry)}: {bench.order.what(entry.implementation)}",
             columns=_headings(names),
             rows=tuple(_cells(row, names) for row in rows),
-            footnotes=tuple(
-                f"{format_tokens(row.length_tokens)}: {plain(row.reason)}"
-                for row in rows
-                if row.reason
-            ),
+            footnotes=tuple(f"{format_tokens(length)}: {reason}" for length, reason in said),
             left_columns=0,
         )
 
@@ -287,20 +267,14 @@ def _ratio_table(bench: AttentionBench, direction: Direction) -> TextTable:
     """How many times as fast as dense each is, by length; ``-`` where either has no time."""
     one = Entry("dense", "single", direction)
     dense = times_s(bench, one)
-    others = {
-        entry: times_s(bench, entry)
-        for entry in entries(bench)
-        if entry.direction == direction and entry != one and entry.mode != "data parallel"
-    }
+    measured = [each for each in entries(bench) if each.direction == direction and each != one]
+    others = {each: times_s(bench, each) for each in measured if each.mode != "data parallel"}
     lengths = sorted(dense.keys() & {length for own in others.values() for length in own})
     return TextTable(
         title=f"times as fast as dense on one GPU, {direction}",
         columns=("implementation", *map(format_tokens, lengths)),
         rows=tuple(
-            (
-                _name(entry),
-                *(f"{dense[each] / own[each]:.3g}" if each in own else "-" for each in lengths),
-            )
+            (_name(entry), *(f"{dense[n] / own[n]:.3g}" if n in own else "-" for n in lengths))
             for entry, own in others.items()
             if dense.keys() & own
         ),
@@ -350,8 +324,9 @@ def predicted_table(
     }
     columns = list(dict.fromkeys(each.entry for each in own))
     gains = [each for each in summary.efficiencies if each.mode == "data parallel"]
+    is_gpu, where = bench.order.device == "cuda", "the CPU, whose kernels allocate otherwise"
     said = "whole sequences, tokens/s not measured on GPUs"
-    if gains and bench.order.device == "cuda":
+    if gains and is_gpu:
         best = max(gains, key=lambda each: each.speedup)
         brings = f"{best.speedup:.3g} times tokens/s on {best.gpus} ({best.implementation})"
         said = f"whole sequences, {brings}"
@@ -359,16 +334,15 @@ def predicted_table(
         title=f"predicted: longest length on other GPUs, {direction}, by memory alone",
         columns=("GPU", "memory", *map(_name, columns), "DataParallel"),
         rows=tuple(
-            (
-                gpu,
-                format_bytes(each.memory_bytes),
-                *(cells[gpu, entry] for entry in columns),
-                said,
-            )
+            (gpu, format_bytes(each.memory_bytes), *(cells[gpu, entry] for entry in columns), said)
             for gpu, each in kinds.items()
         ),
         footnotes=(
-            *_predicted_from(bench),
+            f"predicted from peaks on {plain(bench.machine.device_name) if is_gpu else where}; "
+            f"nothing is said about time, nor about more than {FAR} times the longest length that "
+            f"was measured (≥)",
+            "DataParallel: whole sequences on each GPU, none longer than one holds; tokens/s as "
+            "here",
             *(
                 f"{gpu} has no {' and no '.join(each.lacking)}: it is its memory alone that is "
                 f"predicted, and kernels that need them do not run there"
@@ -378,17 +352,6 @@ def predicted_table(
         ),
         left_columns=1,
     )
-
-
-def _predicted_from(bench: AttentionBench) -> Iterator[str]:
-    where = plain(bench.machine.device_name)
-    if bench.order.device == "cpu":
-        where = "the CPU, whose kernels allocate otherwise"
-    yield (
-        f"predicted from peaks on {where}; nothing is said about time, nor about more than {FAR} "
-        f"times the longest length that was measured (≥)"
-    )
-    yield "DataParallel: whole sequences on each GPU, none longer than one holds; tokens/s as here"
 
 
 def _too_little(summary: AttentionSummary) -> Iterator[str]:

@@ -1,14 +1,8 @@
-"""Tables of predictions.
-
-They show capacities by rung, the rungs that fit a length, bytes by term, and how many cells of a
-known table a prediction hits.
-
-What a training says before it starts, and at its end.
+"""Tables of predictions: capacities by rung, the rungs that fit a length, bytes by term, and how
+many cells of a known table a prediction hits.
 """
 
 from collections.abc import Sequence
-
-import msgspec
 
 from highwater.memory.capacity import Binding, CellPrediction, Prediction
 from highwater.memory.formula.constants import MachineConstants, Phase, Term
@@ -20,13 +14,10 @@ from highwater.memory.trainers import MEMORY, by_replay
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import RISK_IN_WORDS, counted_ranks
 from highwater.nouns.trainer import OURS, TRAINERS
-from highwater.nouns.training import TrainingResult, TrainingSpec
 from highwater.pages.answer_sentence import assumed_host, caveat, star_of_yarn
-from highwater.pages.text import plain
-from highwater.pages.text_table import TextTable
-from highwater.speed.step_seconds import BASIS_IN_WORDS
-from highwater.training import PreparedTraining
-from highwater.units import GIB, counted, format_bytes, format_seconds, format_tokens
+from highwater.pages.text import TextTable, plain
+from highwater.speed import BASIS_IN_WORDS
+from highwater.units import GIB, format_bytes, format_seconds, format_tokens
 
 _BAR = 16
 """Characters of the longest bar."""
@@ -43,10 +34,8 @@ _BINDINGS: dict[Binding, str] = {
 
 def prediction_table(prediction: Prediction, *, is_explained: bool = False) -> TextTable:
     """A table of each cell's longest length, what is left there, and how fast it is; at one length,
-    whether it fits. One caveat follows.
-
-    ``is_explained`` adds what ends each cell, the interval of its memory and where its peak is, and
-    all that is known of such predictions.
+    whether it fits. One caveat follows. ``is_explained`` adds what ends each cell, the interval of
+    its memory and where its peak is, and all that is known of such predictions.
     """
     at_length = prediction.length_tokens is not None
     lengths = ("fits",) if at_length else ("trains up to", "may reach")
@@ -66,9 +55,8 @@ def prediction_table(prediction: Prediction, *, is_explained: bool = False) -> T
 
 
 def term_table(predicted: CellPrediction) -> TextTable:
-    """Bytes by term of each phase, and a bar for each: the picture of one peak.
-
-    Of a trace it shows its tensors, the largest kinds.
+    """Bytes by term of each phase, and a bar for each: the picture of one peak. Of a trace it shows
+    its tensors, the largest kinds.
     """
     if predicted.replayed is not None:
         return _tensor_table(predicted, predicted.replayed)
@@ -355,114 +343,3 @@ def learned(calibration: Calibration) -> list[str]:
 
 def _phase_name(phase: Phase, peak: Phase) -> str:
     return f"{phase.name}{' (the peak)' if phase is peak else ''}, {format_bytes(phase.bytes)}"
-
-
-def prediction_lines(prepared: PreparedTraining) -> list[str]:
-    """What is trained, how, and what memory and time are predicted."""
-    spec = prepared.spec
-    trial, corpus = spec.trial, spec.corpus
-    gpus = "GPU" if trial.device == "cuda" else "process"
-    # How many rows a step has is said beside them.
-    settings = msgspec.structs.replace(trial.settings, accumulates=True)
-    lines = [
-        f"{trial.model_name}: {counted(spec.steps, 'step')} of "
-        f"{counted(spec.micro_batches, 'row')} of {_row_tokens(spec)} tokens, "
-        f"{short_settings(settings)}, {counted_ranks(trial.layout.gpus, trial.device)}"
-        f"{trial.layout.suffix}",
-        f"data: {counted(corpus.documents, 'document')}, {corpus.tokens:,} tokens, longest "
-        f"{corpus.longest_tokens:,}; {_epochs(spec)}",
-    ]
-    lines += _left_out(spec)
-    used_bytes = prepared.predicted.device_used_bytes + prepared.rows_bytes
-    lines.append(
-        f"predicted: {format_bytes(used_bytes)} of a {gpus}'s memory"
-        + (f", {format_seconds(prepared.expected_s)}" if prepared.expected_s else "")
-    )
-    if prepared.done_steps:
-        lines.append(f"goes on after step {prepared.done_steps}")
-    return lines
-
-
-def _row_tokens(spec: TrainingSpec) -> str:
-    """The tokens of a row."""
-    sequences = spec.trial.sequences
-    length = format_tokens(spec.trial.length_tokens)
-    return length if sequences == 1 else f"{sequences} x {length}"
-
-
-def _epochs(spec: TrainingSpec) -> str:
-    """How often every document comes, about: rows are a little shorter than the length."""
-    trial = spec.trial
-    rows_tokens = spec.steps * spec.micro_batches * trial.length_tokens * trial.sequences
-    return f"up to {rows_tokens / max(1, spec.corpus.tokens):.1f} epochs"
-
-
-def _left_out(spec: TrainingSpec) -> list[str]:
-    """What of the data is not trained as it is."""
-    corpus = spec.corpus
-    said: list[str] = []
-    if corpus.truncated:
-        said.append(
-            f"{counted(corpus.truncated, 'document')} cut at the length, "
-            f"{corpus.truncated_tokens:,} tokens left out"
-        )
-    if corpus.split:
-        said.append(f"{counted(corpus.split, 'document')} trained in pieces")
-    if corpus.empty:
-        said.append(f"{counted(corpus.empty, 'record')} without a token to train on left out")
-    return [f"note: {'; '.join(said)}"] if said else []
-
-
-def training_answer(spec: TrainingSpec, result: TrainingResult) -> str:
-    """The first line: what was trained, and where it is."""
-    kind = (
-        "adapter" if spec.trial.settings.lora and not spec.trial.settings.lora_merged else "model"
-    )
-    return plain(
-        f"Trained {spec.trial.model_name} for {counted(result.step, 'step')}: the loss went from "
-        f"{result.losses[0]:.3f} to {result.losses[-1]:.3f}. The {kind} is in "
-        f"{result.model_directory}."
-    )
-
-
-def training_table(result: TrainingResult) -> TextTable:
-    """Figures of a run, a row each."""
-    rows: list[tuple[str, str]] = []
-    if result.evaluations:
-        rows.append(("held-out loss", _held_out(result.evaluations)))
-        if result.best_step is not None:
-            best = dict(result.evaluations)[result.best_step]
-            rows.append(("best held-out loss", f"{best:.3f}, after step {result.best_step}"))
-    if result.tokens_per_s is not None:
-        rows.append(("tokens per second", f"{result.tokens_per_s:,.0f}"))
-    if result.peak_bytes is not None:
-        rows.append(("most memory in use", format_bytes(result.peak_bytes)))
-    rows.append(("folder", plain(result.output_directory)))
-    return TextTable(
-        title=f"{counted(result.step, 'step')}: measured",
-        columns=(),
-        rows=tuple(rows),
-        left_columns=2,
-    )
-
-
-def _held_out(evaluations: Sequence[tuple[int, float]]) -> str:
-    """The first and the last evaluation: a run that went on may have none before its first step."""
-    (first_step, first), (last_step, last) = evaluations[0], evaluations[-1]
-    if first_step == last_step:
-        return f"{first:.3f} after step {first_step}"
-    if first_step == 0:
-        return f"{first:.3f} before, {last:.3f} after"
-    return f"{first:.3f} after step {first_step}, {last:.3f} after step {last_step}"
-
-
-def stopped_sentence(result: TrainingResult | None) -> str:
-    """What is kept of a run that was told to stop."""
-    if result is None:
-        return "stopped: no step was saved"
-    if result.status == "done":
-        return f"stopped after the last step: the model is in {result.model_directory}"
-    return (
-        f"stopped after step {result.step} of {result.steps}: its checkpoint is in "
-        f"{result.output_directory}"
-    )

@@ -1,10 +1,5 @@
-"""Alternatives: what is predicted to train a length where nothing that was asked about does.
-
-That is more GPUs, a larger one, or another technique.
-
-Recommendations for trainers that are tried alone: what their own studies found at a length.
-
-Nothing is predicted: no formula knows such a trainer.
+"""Alternatives: what is predicted to train a length where nothing that was asked about does (more
+GPUs, a larger one, another technique); and what studies found of trainers that no formula knows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -78,9 +73,7 @@ def more_gpus(goal: Goal, *, rollout_gpus: int = 0) -> Alternative | None:
 
 
 def _larger_clusters(goal: Goal) -> Iterator[Cluster]:
-    """More GPUs of the kind, the fewest first; of machines that were named twice as many, and more
-    of these.
-    """
+    """More GPUs of the kind, the fewest first; of machines that were named multiples of them."""
     where = goal.where
     if where.machines > 1:
         for doubled in range(1, (MOST_GPUS_TRIED // where.gpus).bit_length()):
@@ -186,9 +179,7 @@ def _changes(goal: Goal) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]
 def _other_trainings(
     goal: Goal,
 ) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...], Goal]]:
-    """Changes after which something else is learned: states of few bits, then adapters alone, then
-    beside a model in few bits.
-    """
+    """Changes of what is learned: states of few bits, then adapters, then a base in few bits."""
     others: list[tuple[str, dict[str, object]]] = []
     if "optimizer" not in goal.settings and "lora" not in goal.settings:
         few_bits: dict[str, object] = {"optimizer": "adamw-8bit"}
@@ -208,9 +199,7 @@ def _other_trainings(
 
 
 def _rings(goal: Goal) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...], Goal]]:
-    """The ring with which the simplest settings fit, beside as many heads as can be traded; nothing
-    where none does.
-    """
+    """The ring with which the simplest settings fit, beside as many heads as can be traded."""
     shape, gpus = load_model(goal.model).shape, goal.where.gpus
     traits = TRAINERS[goal.trainer]
     if gpus == 1 or traits.refused(["ring"]) or traits.ring_objectives is not None:
@@ -228,9 +217,7 @@ def _rings(goal: Goal) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...], 
 
 
 def _first_fit_if_any_layout(goal: Goal) -> Candidate | None:
-    """The simplest candidate that fits; None also where the degrees that the user named make no
-    layout of these GPUs, whose number nobody named.
-    """
+    """The simplest candidate that fits; None too where named degrees make no layout here."""
     try:
         return first_fit(goal)
     except UsageError:
@@ -252,9 +239,7 @@ def _alternative(
 
 
 def _gpu_flags(where: Cluster, rollout_gpus: int) -> tuple[str, ...]:
-    """Flags that name these GPUs, those for rollout too; none for GPUs that one may not ask
-    about.
-    """
+    """Flags that name these GPUs, those for rollout too; none where one may not ask."""
     every = msgspec.structs.replace(where, gpus=where.gpus + rollout_gpus)
     if where.may_shard_across and every.gpus > MOST_GPUS_OF_A_MACHINE:
         return ()
@@ -274,10 +259,7 @@ def tried_recommendation(
     studies: Sequence[Study],
     margin_bytes: int,
 ) -> Recommendation:
-    """The simplest settings that a foreign trainer's studies saw train a length.
-
-    Raises UsageError where no study has an answer.
-    """
+    """Simplest settings in a foreign trainer's studies; UsageError where none has an answer."""
     read = load_model(model)
     found: dict[Cell, Candidate] = {}
     notes: list[str] = []

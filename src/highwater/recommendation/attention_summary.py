@@ -38,6 +38,11 @@ class LongestLength(OfEntry, frozen=True, kw_only=True):
     row: BenchRow | None
     """What it costs there."""
 
+    @property
+    def time_s(self) -> float:
+        """Seconds of a pass there; 0 where there is none."""
+        return (self.row and self.row.time_s) or 0.0
+
 
 class MemoryEstimate(OfEntry, frozen=True, kw_only=True):
     """The formula of an implementation's memory."""
@@ -68,8 +73,7 @@ class ScalingEfficiency(OfEntry, frozen=True, kw_only=True):
     speedup: float
     """Tokens a second, of one GPU's with dense attention, or the same one, at this length."""
     length_ratio: float | None
-    """The longest length, of one GPU's; None where either was not found, or nothing longer was
-    tried of both."""
+    """Its longest length over one GPU's; None where either is unknown, or both were cut off."""
 
     @property
     def efficiency(self) -> float:
@@ -102,15 +106,26 @@ class AttentionSummary(Record, frozen=True, kw_only=True):
 
 def attention_summary(bench: AttentionBench) -> AttentionSummary:
     """Everything that the measured figures tell."""
-    longest = {entry: _longest(bench, entry) for entry in entries(bench)}
-    estimates = tuple(_estimates(bench))
+    by_entry = {entry: _longest(bench, entry) for entry in entries(bench)}
+    longest, estimates = tuple(by_entry.values()), tuple(_estimates(bench))
     return AttentionSummary(
-        longest=tuple(longest.values()),
+        longest=longest,
         estimates=estimates,
         predicted=tuple(_predicted(bench, estimates)),
-        efficiencies=tuple(_efficiencies(bench, longest)),
-        use_cases=tuple(_use_cases(bench, tuple(longest.values()))),
+        efficiencies=tuple(_efficiencies(bench, by_entry)),
+        use_cases=tuple(_use_cases(bench, longest)),
     )
+
+
+def contestants(longest: Sequence[LongestLength], direction: Direction) -> list[LongestLength]:
+    """Those that lengths can be had by: neither the reference, nor DataParallel's copies."""
+    return [
+        each
+        for each in longest
+        if each.direction == direction
+        and each.mode != "data parallel"
+        and each.implementation != "reference"
+    ]
 
 
 def entries(bench: AttentionBench) -> list[Entry]:
@@ -223,14 +238,8 @@ def _use_cases(bench: AttentionBench, longest: Sequence[LongestLength]) -> Itera
     """For training where that was measured, else forward alone."""
     direction = bench.order.directions[-1]
     for start, end in _USE_CASES:
-        held = [
-            each
-            for each in longest
-            if (each.fits_tokens or 0) >= (end or start + 1)
-            and each.direction == direction
-            and each.mode != "data parallel"
-            and each.implementation != "reference"
-        ]
+        every, least = contestants(longest, direction), end or start + 1
+        held = [each for each in every if (each.fits_tokens or 0) >= least]
         exact = [each for each in held if not IMPLEMENTATIONS[each.implementation].changes_model]
         yield UseCase(
             from_tokens=start,
@@ -244,10 +253,10 @@ def _use_cases(bench: AttentionBench, longest: Sequence[LongestLength]) -> Itera
 def _fastest(bench: AttentionBench, found: Sequence[LongestLength]) -> str | None:
     """The fastest at the longest length that was measured of all of them, on one GPU if any."""
     alone = [each for each in found if each.mode == "single"] or found
+    if not alone:
+        return None
     times = [times_s(bench, each.entry) for each in alone]
-    common = max(set(times[0]).intersection(*times), default=None) if times else None
+    common = max(set(times[0]).intersection(*times), default=None)
     if common is None:
-        best = max(alone, key=lambda each: each.fits_tokens or 0, default=None)
-    else:
-        best = min(zip(alone, times, strict=True), key=lambda each: each[1][common])[0]
-    return None if best is None else best.implementation
+        return max(alone, key=lambda each: each.fits_tokens or 0).implementation
+    return min(zip(alone, times, strict=True), key=lambda each: each[1][common])[0].implementation

@@ -1,8 +1,5 @@
-"""Candidates: every cell at one length, predicted with two token budgets, the simplest first.
-
-The budgets are the default and a lowered one.
-
-The question of a prediction, of what its trainer can be told.
+"""Candidates: every cell at one length, predicted with the default token budget and a lowered one,
+the simplest first.
 """
 
 import shlex
@@ -26,7 +23,7 @@ from highwater.nouns.request import setting_flags
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question
 from highwater.nouns.trainer import TRAINERS, TrainerName
-from highwater.trainers.inexpressible import expressible
+from highwater.trainers.trl_files import expressible
 
 
 def trainer_question(
@@ -60,19 +57,14 @@ class Goal:
 
     @property
     def sequences(self) -> int:
-        """Sequences that the default token budget holds: as many as a prediction takes by
-        default.
-        """
+        """Sequences that the default token budget holds, as many as a prediction takes."""
         default = Settings().sequences_per_micro_batch
         named = {**default_fields(self.trainer, self.settings), **self.settings}
         return int(named.get("sequences_per_micro_batch", default))
 
     @property
     def budgets(self) -> tuple[int, ...]:
-        """Sequences that each token budget holds, the default first.
-
-        The documents of a pair stay together, so that budgets of pairs hold two at least.
-        """
+        """Sequences of each token budget, the default first; pairs stay together."""
         traits = TRAITS.get(self.settings.get("objective", "sft"))  # another name is refused later
         least = 1 if traits is None else traits.documents_together
         lowered = min(self.sequences, least) if self.may_lower else self.sequences
@@ -91,10 +83,7 @@ class Goal:
 
 
 def predicted_candidates(goal: Goal) -> tuple[Candidate, ...]:
-    """Predict every cell with either budget.
-
-    A cell's longest length is looked for on the published grid.
-    """
+    """Predict every cell with either budget, its longest length on the published grid."""
     found: list[Candidate] = []
     for sequences in goal.budgets:
         question, _ = goal.question(sequences, length_tokens=goal.length_tokens)
@@ -142,10 +131,7 @@ def token_budget(cell: Cell, length_tokens: int) -> int:
 def _longest(
     question: Question, memory_limit: MemoryLimit, trainer: TrainerName, known: Calibration | None
 ) -> tuple[CellPrediction, ...]:
-    """Predict the longest length of every cell.
-
-    It is the same whatever length is asked about: who asks about many, as a guide does, waits once.
-    """
+    """The longest length of every cell: the same whatever length is asked, so kept for a guide."""
     return predict_by_formula(question, memory_limit, trainer, known, asked="longest")
 
 

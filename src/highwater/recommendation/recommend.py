@@ -21,16 +21,17 @@ from highwater.errors import UsageError
 from highwater.memory.capacity import NOT_MODELLED, MemoryLimit
 from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.memory.from_trials import as_measured, obstacle, with_margin
-from highwater.memory.question import memory_limit_of, with_usual_host
+from highwater.memory.question import memory_limit_of, predicted_question, with_usual_host
 from highwater.memory.trainers import accuracy, replayed_cells
 from highwater.model.model import load_model
 from highwater.model.rope import yarn
+from highwater.nouns.cells import simplicity
 from highwater.nouns.cluster import Cluster
 from highwater.nouns.declared_settings import DECLARED, TOPICS
 from highwater.nouns.plan_notes import prompt_notes
 from highwater.nouns.recommendation import Alternative, Candidate, Recommendation
 from highwater.nouns.request import request_from
-from highwater.nouns.study import Question, Study, counted_ranks, default_headroom_bytes
+from highwater.nouns.study import Cell, Question, Study, counted_ranks, default_headroom_bytes
 from highwater.nouns.trainer import (
     OURS,
     TRAINERS,
@@ -211,9 +212,7 @@ def _recommended(
 def _with_one_that_may_fit(
     candidates: tuple[Candidate, ...], goal: Goal, question: Question
 ) -> tuple[Candidate, ...]:
-    """The candidates, the roomiest that may fit taken for one that does; as they are where none
-    may, or where more headroom was asked for than by default.
-    """
+    """The candidates, the roomiest that may fit taken as a fit where the default headroom holds."""
     may_fit = [each for each in candidates if each.source == "predicted" and each.risk is not None]
     if not may_fit or question.margin_bytes > default_headroom_bytes(goal.where.device_bytes):
         return candidates
@@ -316,11 +315,60 @@ def _with_trials(
 def _measured_beside(
     candidates: Sequence[Candidate], goal: Goal, study: Study
 ) -> tuple[Candidate, ...]:
-    """What a trainer that is watched from outside was seen to train with settings that nobody asked
-    about, where nobody asked for any.
-    """
+    """What a watched trainer was seen to train with settings that nobody asked about or set."""
     if not TRAINERS[goal.trainer].is_watched or set(goal.settings) - {"headroom"}:
         return ()
     known = {each.cell for each in candidates}
     told = measured_cells(study, goal.where.gpus, goal.length_tokens)
     return tuple(each for cell, each in told.items() if cell not in known)
+
+
+def drafted(
+    model: str,
+    *,
+    length: int | str,
+    gpus: str | int | None,
+    gpu_memory: str | int | None,
+    rollout_gpus: int,
+    trainer: TrainerName,
+    settings: Mapping[str, Any],
+) -> Recommendation:
+    """Every candidate that ``recommend`` would predict with its default budget, the simplest first;
+    none has a headroom, and none is chosen. Raises what ``recommend`` does for what cannot be
+    asked.
+    """
+    where = trainers_gpus(gpus_meant(gpus, gpu_memory), rollout_gpus)
+    tokens = parse_tokens(str(length))
+    question, notes = predicted_question(model, where, trainer, tokens, dict(settings))
+    cells = sorted(question.cells, key=simplicity)
+    return Recommendation(
+        model_name=question.model.name,
+        native_length_tokens=question.grid.native_length_tokens,
+        trainer=trainer,
+        length_tokens=tokens,
+        gpus=where.gpus,
+        rollout_gpus=rollout_gpus,
+        device_name=where.device_name,
+        device_bytes=where.device_bytes,
+        default_sequences=cells[0].settings.sequences_per_micro_batch,
+        chosen=None,
+        candidates=tuple(_unpredicted(cell, tokens) for cell in cells),
+        yarn=yarn(question.model, length_tokens=tokens, rope=cells[0].settings.rope),
+        accuracy="not predicted yet",
+        notes=notes,
+    )
+
+
+def _unpredicted(cell: Cell, tokens: int) -> Candidate:
+    """A candidate of which nobody knows yet whether it fits."""
+    return Candidate(
+        cell=cell,
+        is_lowered=False,
+        token_budget_tokens=tokens,
+        fits=False,
+        source="predicted",
+        found_in="",
+        headroom_bytes=None,
+        capacity_tokens=0,
+        capacity_source="predicted",
+    )

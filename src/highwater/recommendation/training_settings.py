@@ -1,5 +1,5 @@
 """Training settings: the cell that a training takes, from the settings that are named, a study's
-answer, or what is recommended; and whether it fits.
+answer, or what is recommended; whether it fits, and what a user should know before it starts.
 """
 
 import resource
@@ -14,10 +14,14 @@ from highwater.errors import MachineError, UsageError
 from highwater.memory.capacity import CellPrediction, MemoryLimit, predict_cells
 from highwater.memory.formula.formula import likely_footprint
 from highwater.memory.trainers import calibration_of, with_steps
+from highwater.model.model import Model, load_model
+from highwater.model.rope import yarn
 from highwater.nouns.cells import simplicity
+from highwater.nouns.corpus import Corpus, missing_files
 from highwater.nouns.declared_settings import TOPICS
 from highwater.nouns.hardware import Machine
 from highwater.nouns.plan import plan, plan_trial
+from highwater.nouns.plan_notes import weights_notes
 from highwater.nouns.refusals import MOST_GPUS
 from highwater.nouns.request import Request
 from highwater.nouns.settings import Settings
@@ -43,11 +47,9 @@ _NEAR = 0.08
 """Part of a process's memory by which predictions on the CPU are off: 7 % too few bytes at the
 most, of trainings of models of 9, 20 and 33 million parameters with each optimizer."""
 _COMPILED_BYTES = 32 * MIB
-"""What a process takes more where Python compiles the modules that it imports: 30 MiB, read of a
-rank on the CPU without bytecode beside its sources."""
+"""More bytes where Python compiles what it imports: 30 MiB, read on the CPU without bytecode."""
 _THREADS = 7
-"""Threads of a rank on the CPU on two cores, read of one: they are in what a process is predicted
-to take, with stacks of ``_STACK_BYTES``."""
+"""Threads of a rank on two CPU cores, which predictions include with ``_STACK_BYTES`` each."""
 _STACK_BYTES = 8 * MIB
 _POOLS = 2
 """Pools of a thread a core each: that of the forward and that of the backward pass."""
@@ -113,9 +115,7 @@ def _of_each(asked: TrainingRequest, nodes: int) -> TrainingRequest:
 
 
 def _on_one_machine(request: Request) -> Request:
-    """What each machine is asked of a request across several; raises UsageError where it is not as
-    much of each.
-    """
+    """What each machine is asked of a request across several; UsageError if it is not as much."""
     nodes = request.nodes
     if nodes == 1:
         return request
@@ -151,9 +151,7 @@ def named_settings(request: Request) -> tuple[str, ...]:
 def _question(
     request: Request, machine: Machine, spec: TrialSpec, cell: Cell, rows: int | None
 ) -> Question:
-    """The question of one cell at the training's length, in steps of so many rows: with one for
-    each rank gradients take no memory before the backward pass.
-    """
+    """The question of one cell at the training's length, with a rank's rows as micro-batches."""
     own = _own_rows(request, cell, rows)
     alone = msgspec.structs.replace(
         request,
@@ -194,9 +192,7 @@ def _predicted(question: Question, machine: Machine, *, rows: int | None) -> Cel
 
 
 def _rows_bytes(question: Question, rows: int | None) -> int:
-    """What rows beyond those of a trial take on the CPU: all of a step's lie there, and on a GPU's
-    host.
-    """
+    """Bytes of rows beyond a trial's: on the CPU all rows of a step lie there."""
     (cell,) = question.cells
     if rows is None or question.device != "cpu":
         return 0
@@ -431,3 +427,92 @@ def _trains_what_is_named(measured: Settings, named: Settings, request: Request)
         and getattr(request, row.name) != getattr(usual, row.name)
     }
     return all(getattr(measured, f) == getattr(named, f) for f in {*fields, "objective"})
+
+
+def training_notes(
+    model: Model, chosen: ChosenTrial, corpus: Corpus, asked: TrainingRequest
+) -> tuple[str, ...]:
+    """All that is said of a training's settings, weights and data, a sentence each."""
+    trial = chosen.spec
+    return (
+        *chosen.notes,
+        *data_notes(chosen, corpus),
+        *weights_notes(model, trial.settings, simulated=False),
+        *adapter_notes(trial),
+        *corpus.notes,
+        *_overlap_notes(asked),
+    )
+
+
+def data_notes(chosen: ChosenTrial, corpus: Corpus) -> tuple[str, ...]:
+    """What a corpus takes of memory that a study has not measured: its sequences began with a
+    prompt, of whose tokens the full loss makes no logits, and a text is trained from its beginning.
+    """
+    spec, predicted = chosen.spec, chosen.predicted
+    if not spec.prompt_tokens:
+        return ()
+    row_tokens = spec.length_tokens * spec.sequences
+    prompts_tokens = min(spec.prompt_tokens, spec.length_tokens // 2) * spec.sequences
+    is_prompted = corpus.trained_tokens * row_tokens <= corpus.tokens * (
+        row_tokens - prompts_tokens
+    )
+    if spec.settings.loss != "full" or is_prompted:
+        return ()
+    element_bytes = 2 if spec.device == "cuda" else 4
+    vocab_size = load_model(spec.model_directory).shape.vocab_size
+    more_bytes = element_bytes * vocab_size * prompts_tokens // spec.layout.context_degree
+    if more_bytes <= predicted.headroom_bytes:
+        return ()
+    return (
+        f"up to {format_bytes(more_bytes)} more of logits than predicted, and "
+        f"{format_bytes(predicted.headroom_bytes)} are left: this data is trained from its "
+        f"beginning, a trial's sequence after a prompt of {format_tokens(prompts_tokens)} tokens; "
+        "`--loss chunked` in the place of `--settings` takes none of them",
+    )
+
+
+def has_lost_base(trial: TrialSpec) -> bool:
+    """Whether adapters alone are saved of random weights, which nobody can load."""
+    settings = trial.settings
+    is_adapter = settings.lora is not None and not settings.lora_merged
+    return is_adapter and missing_files(Path(trial.model_directory)).weights
+
+
+def adapter_notes(trial: TrialSpec) -> tuple[str, ...]:
+    """What adapters alone do not say of the model that they belong to."""
+    settings = trial.settings
+    if settings.lora is None or settings.lora_merged:
+        return ()
+    model = load_model(trial.model_directory)
+    scaled = yarn(model, length_tokens=trial.length_tokens, rope=settings.rope)
+    notes: list[str] = []
+    if has_lost_base(trial):
+        notes.append(
+            "the adapters alone are saved, not the random weights that they belong to: "
+            "`--lora-merged` saves a model that loads"
+        )
+    if scaled is not None:
+        notes.append(
+            f"the adapters alone are saved, not the YaRN of factor {scaled.factor:.4g} that they "
+            "are trained with: load them on a model whose config has it, or `--lora-merged` saves "
+            "one that does"
+        )
+    return tuple(notes)
+
+
+def _overlap_notes(asked: TrainingRequest) -> tuple[str, ...]:
+    """What is evaluated though it is trained on."""
+    trained = [Path(path).resolve() for path in asked.data]
+    both = [
+        path
+        for path in asked.eval_data
+        if any(_is_within(Path(path).resolve(), each) for each in trained)
+    ]
+    if not both:
+        return ()
+    return (f"{', '.join(both)} of `--eval-data` is in `--data`, too: its loss is not held out",)
+
+
+def _is_within(path: Path, other: Path) -> bool:
+    """Whether one of two paths is, or holds, the other."""
+    return path.is_relative_to(other) or other.is_relative_to(path)

@@ -1,6 +1,5 @@
-"""What a user's own machine says to a prediction: constants read on its GPUs, and trials.
-
-Residuals of trials are by formula, or by a trace of each.
+"""What a user's own machine says to a prediction: constants read on its GPUs, and trials, whose
+residuals are by formula, or by a trace of each.
 """
 
 import os
@@ -18,10 +17,10 @@ from highwater.memory.formula.constants import MachineConstants, machine_constan
 from highwater.memory.interval.residuals import (
     PredictionMethod,
     Residual,
-    leave_out,
     refuse_silent,
     tells_nothing,
     traced_residual,
+    unfit,
     worth_tracing,
 )
 from highwater.memory.trainers import MEMORY
@@ -176,10 +175,7 @@ class _Traceable:
 
 
 def _model_here(study: Study) -> Model:
-    """The study's model on this machine: its directory, or the catalog's of the same config.
-
-    The study may have been written on another machine.
-    """
+    """The study's model here, which may be another machine: its directory, or the catalog's."""
     asked = study.question.model
     for place in (asked.directory, asked.name):
         try:
@@ -189,7 +185,4 @@ def _model_here(study: Study) -> Model:
         if model.config_digest == asked.config_digest:
             return model
     where = shlex.quote(asked.directory)
-    raise UsageError(
-        f"{study.path} is of {asked.name}, whose config.json is not at {where} any more",
-        hint=leave_out(study),
-    )
+    raise unfit(study, f"is of {asked.name}, whose config.json is not at {where} any more")

@@ -23,10 +23,7 @@ from highwater.nouns.study import Method
 from highwater.nouns.support import Contradiction, contradictions
 
 HINT_COST = 3
-"""Trials that a hint can cost: those of ``_around_the_hint``.
-
-After them the search starts from the bottom of the grid.
-"""
+"""Trials that a hint can cost (``_around_the_hint``), before the search starts from the bottom."""
 
 
 class Bracket:
@@ -71,10 +68,7 @@ class Bracket:
         (self._fit if fits else self._failed).add(index)
 
     def tell_undecided(self, index: int) -> None:
-        """Record that no trial of ``index`` could tell, in the time it had.
-
-        From there on only ``least_packed`` is asked for.
-        """
+        """Record that no trial of ``index`` told in time: only ``least_packed`` is asked then."""
         self._undecided.add(index)
 
     @property
@@ -84,10 +78,7 @@ class Bracket:
 
     @property
     def end(self) -> int:
-        """The lowest index above ``fits`` that is not worth a trial.
-
-        It did not fit, was undecided, or is off the grid.
-        """
+        """Lowest index above ``fits`` not worth a trial: failed, undecided, or off the grid."""
         closed = (i for i in self._failed | self._undecided if i > self.fits)
         return min(closed, default=self._size + 1)
 
@@ -104,18 +95,12 @@ class Bracket:
     def contradictions(
         self, packed_tokens: Callable[[int], int] = lambda index: index
     ) -> tuple[Contradiction, ...]:
-        """Every index that did not fit beside one that speaks against it; lowest first.
-
-        That is the closest at or above it that did fit, with no fewer packed tokens.
-        """
+        """Indices that failed beside the closest from there on that fit, packed no less."""
         return contradictions(self._fit, self._failed, packed_tokens)
 
     @property
     def trials_left(self) -> int:
-        """About how many more trials the answer takes.
-
-        While nothing bounds it from above, it takes at least that many.
-        """
+        """About how many more trials the answer takes; at least so many without an upper bound."""
         gap = self.end - self.fits - 1
         if gap <= 0:
             return 0 if self.ask() is None else 1

@@ -1,13 +1,9 @@
-"""Budget: the time that a search may take, and what of it is left for the next trial.
+"""Budget: what a search is about to try, how long that is expected to take, and what is left for
+the next trial.
 
 A trial starts where it is expected to end in time. One that nobody knows the time of starts while
-there is any left, and is ended with it: it then has no result, as after an interruption, and is run
-again when the search goes on. A full trial after the edge of a cell leaves the cells that come
-later the time for theirs.
-
-Outlook: what a search is about to try, and how long that is expected to take, before it starts.
-
-By formula and predicted step times. It orders nothing: whoever starts a search reads it.
+there is any left, and is ended with it: it is run again when the search goes on. A full trial after
+the edge of a cell leaves the cells that come later the time for theirs.
 """
 
 import time
@@ -45,9 +41,7 @@ class CellOutlook:
     edge_s: float | None
     """Seconds that the trials at the edge are expected to take; None: nobody knows."""
     full_tokens: int | None
-    """Longest length to be trained in full after the edge is known; None where the edge itself is
-    trained in full, where no length can be in time, and where nobody knows.
-    """
+    """Longest length to be trained in full after the edge is known; None where nothing is to be."""
     full_s: float | None
     """Seconds that the full trial of that length is expected to take."""
 
@@ -58,10 +52,7 @@ class CellOutlook:
 
 
 def outlook(question: Question, timeout_s: float | None = None) -> tuple[CellOutlook, ...]:
-    """What is about to be tried in each cell, in their order.
-
-    ``timeout_s`` is how long a full trial may take, as of ``search_cells``.
-    """
+    """What is about to be tried in each cell; ``timeout_s`` is how long a full trial may take."""
     limit_s = timeout_s if question.timeout_s is None else question.timeout_s
     return tuple(_of_cell(question, cell, limit_s) for cell in question.cells)
 
@@ -154,9 +145,7 @@ class Budget:
         same_timeout: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``timeout_s`` bounds a full trial; ``same_timeout``: a memory-only one may take no
-        longer, as somebody said.
-        """
+        """``timeout_s`` bounds a full trial; with ``same_timeout`` a memory-only one too."""
         self._question = question
         self._runner = runner
         self._timeout_s = timeout_s
@@ -167,8 +156,7 @@ class Budget:
         cells = outlook(question, timeout_s)
         self._edges_s = {each.cell: each.edge_s or 0.0 for each in cells}
         self.order: Sequence[Cell] = question.cells
-        """Order in which cells are searched: where there may be too little time for all, those that
-        are expected to reach furthest come first."""
+        """Order of the cells: where time may be too short for all, the furthest-reaching first."""
         in_all_s = expected_s(cells)
         is_short = in_all_s is not None and in_all_s > _SURELY_ENOUGH * budget_s
         if is_short and question.method == "bisect":

@@ -1,9 +1,5 @@
-"""Outcomes of a cell: what its trials told the bracket, and the answer that they prove.
-
-Recorded trials: those of a cell that a search takes from its study, without another launch.
-
-Events of a search, for whoever shows and records them: trials that start, run and end, and cells
-that are answered.
+"""Outcomes of a cell: what its trials, recorded or run, told the bracket, and the answer that they
+prove; and the events of a search for whoever shows and records them.
 """
 
 from dataclasses import dataclass

@@ -88,9 +88,7 @@ class CellSearch:
         self._attempt = 1
 
     def ask(self) -> NextTrial | None:
-        """The next launch, the same one until ``tell`` hears of it; None when the cell has an
-        answer, or ``has_no_time`` for one.
-        """
+        """The next launch, the same until ``tell``; None when answered, or out of time."""
         if self._asked is None:
             asked = self._next_of_all()
             if asked is None:
@@ -99,9 +97,7 @@ class CellSearch:
         return self._as_launched(self._asked, attempt=self._attempt)
 
     def tell(self, result: TrialResult) -> None:
-        """Take in the end of the launch that ``ask`` told; a trial that says nothing about memory
-        is launched again, as often as is allowed.
-        """
+        """Take in the end of that launch; what says nothing about memory is launched again."""
         asked = self._asked
         assert asked is not None, "nobody asked"  # noqa: S101
         self._outcomes.launches += 1
@@ -162,20 +158,14 @@ class CellSearch:
         return replace(recorded, after_edge=asked is not None and asked.after_edge)
 
     def _as_recorded(self, asked: WantedTrial) -> WantedTrial | None:
-        """The same trial as it was recorded; None where it was not.
-
-        A memory-only one counts too while the edge is still to be found.
-        """
+        """The same trial as recorded; None without. Before the edge memory-only ones count."""
         in_full = self._begins_in_full or asked.after_edge
         place = (asked.index, asked.repeat)
         same = (each for each in self._recorded if (each.index, each.repeat) == place)
         return next((each for each in same if not (in_full and each.memory_only)), None)
 
     def _wanted(self) -> WantedTrial | None:
-        """The trial that the bracket asks for, else one that confirms its answer, else a full one.
-
-        Full trials after the edge only say how much of it is trained.
-        """
+        """The trial that the bracket asks for, one that confirms its answer, or a full one."""
         if self._begins_in_full and self._question.method == "bisect":
             return WantedTrial(1)
         index = self._bracket.ask() if self._by_memory else self._next_in_time()
@@ -205,9 +195,7 @@ class CellSearch:
         return index
 
     def _ends_in_time(self, index: int) -> bool:
-        """Whether a full trial is expected to end in time, by its steps or, beyond the length that
-        is predicted to be the longest, by running out of memory.
-        """
+        """Whether a full trial would end in time, by its steps or by running out of memory."""
         if not self._is_too_long(index):
             return True
         spec = self._spec_of(WantedTrial(index))
@@ -250,10 +238,7 @@ class CellSearch:
         return pieces(spec.length_tokens * spec.sequences, spec.device) is not None
 
     def _confirmations_left(self) -> list[tuple[int, int]]:
-        """Both sides of the edge again, then the lengths above it, as index and repeat.
-
-        An edge that moves is confirmed anew.
-        """
+        """Both sides of the edge again, then the lengths above it, as index and repeat."""
         fits, times = self._bracket.fits, self._question.confirm
         edge = [fits] if fits else []
         above = range(0)

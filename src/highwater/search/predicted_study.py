@@ -1,6 +1,5 @@
-"""What the formula says of a study: an interval for each trial, a capacity for each cell.
-
-Completed: a study that has every answer already, on a machine with no GPU to ask anew.
+"""What the formula says of a study: an interval for each trial, a capacity for each cell; and a
+study that has every answer already, on a machine with no GPU to ask anew.
 """
 
 import shlex
@@ -38,10 +37,7 @@ class PredictedTrial(Record, frozen=True, kw_only=True):
     device_used_bytes: int
     """Bytes between the ends of the interval: as likely too much as too little."""
     interval: Interval | None
-    """Interval of the memory that the driver reports.
-
-    None where nobody has recorded trials with this allocator.
-    """
+    """Interval of the memory that the driver reports; None without recorded trials."""
     fits: bool
     """Whether it fits by the upper end."""
     peak_phase: str
@@ -107,9 +103,7 @@ def obstacle(question: Question) -> str | None:
 
 
 def unlike_trials(question: Question) -> str | None:
-    """Why no formula, of whichever trainer, says anything of a question's trials, in words; None
-    where one does.
-    """
+    """Why no trainer's formula says anything of a question's trials, in words; None if one does."""
     if question.device != "cuda":
         return "trials ran on the CPU, and the formula is about GPUs"
     if question.data is not None:
@@ -218,10 +212,7 @@ def gone_on(request: Request) -> tuple[Request, tuple[str, ...]]:
 
 
 def _machine_of(question: Question) -> Machine:
-    """The study's machine, as much of it as a plan looks at.
-
-    Its host held what trials keep there, or they would not have been started.
-    """
+    """The study's machine, as a plan sees it: its host held what trials keep there."""
     gpu = Gpu(
         index=0,
         name=question.device_name,

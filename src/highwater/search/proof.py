@@ -1,13 +1,7 @@
-"""Proof: whether a length can be tried in full within the time limit.
+"""Proof: how long a trial is expected to take, and whether a length can be tried in full in time.
 
-It follows from what the full trials of the cell took; before any of them, from the predicted time
-where the GPU's rates are known. Elsewhere any length can be tried until a full trial has told, by
-its step time or by running out of time.
-
-Trial seconds: how long a trial is expected to take, before any trial has told.
-
-From the launch of its processes to their end: what starting takes, and the predicted steps. Known
-where the rates of the GPU are. It says which trials are worth their time, and nothing of memory.
+Before any trial by predicted steps, where the GPU's rates are known, then by what the cell's full
+trials took. Elsewhere any length can be tried until a full trial has told.
 """
 
 from collections.abc import Callable
@@ -16,14 +10,13 @@ from highwater.model.footprint import host_state_bytes, step_flops
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
-from highwater.speed.step_seconds import predicted_step
+from highwater.speed import predicted_step
 from highwater.units import format_seconds
 
 LAUNCH_S = 20.0
 """From launch to first step: 12 to 25 s in the trials of docs/results/find."""
 _HOST_FILLED_BYTES_PER_S = 2e9
-"""States that a rank lays into host memory in a second before its first step. Source: the searches
-with offload there, which took 28 to 75 s to start."""
+"""Bytes that a rank lays into host memory in a second before its first step: 28 to 75 s there."""
 _RAN_OUT_STEPS = 0.2
 """Steps that a trial takes before memory runs out: mostly in the first micro-batch."""
 
@@ -64,23 +57,15 @@ def _launch_s(question: Question, spec: TrialSpec) -> float:
 
 
 FULL_SHARE = 0.9
-"""Share of the time limit that a full trial may be expected to take.
-
-A forecast is a few per cent off.
-"""
+"""Share of the time limit that a full trial may take: a forecast is a few per cent off."""
 TOLD_WITHIN = 8
-"""Times its own length up to which a trial that is made to be long tells the time of others.
-
-A short step is mostly overhead.
-"""
+"""Times its length that a long trial tells the time of: a short step is mostly overhead."""
 WORTH = 1.1
 """Times the longest length trained in full that another full trial has to reach to be worth it."""
 
 
 def full_trials(question: Question, cell: Cell, timeout_s: float | None) -> "FullTrials | None":
-    """What tells the time of a cell's full trials before they start; None where nothing does, or
-    where time is no matter.
-    """
+    """What tells the time of a cell's full trials beforehand; None where nothing does."""
     if timeout_s is None:
         return None
     found = FullTrials(question, cell, timeout_s)
@@ -159,9 +144,7 @@ class FullTrials:
         return low if low == fits or length(low) >= WORTH * known_tokens else None
 
     def longest(self, low: int, high: int, length: Callable[[int], int]) -> int:
-        """The longest index up to ``high`` whose full trial is expected to end in time, and below
-        each that ran out of memory; ``low`` where there is none above it.
-        """
+        """Longest index in time, and below what ran out of memory, up to ``high``; else ``low``."""
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self._is_open(length(middle)) else (low, middle - 1)

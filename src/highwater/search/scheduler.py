@@ -1,18 +1,13 @@
-"""Searches of cells, several at a time: a question is answered cell by cell, by trials.
+"""Searches of cells, several at a time, with a journal as their memory.
 
 Each cell has one trial at a time, and cells are searched side by side as far as the runner has
-room, in their order; a runner of one place gets them one after another. An event is yielded before
-and after every trial and after every cell, so that whoever listens can show and record them: all
-in one thread, one after another, so that a record of them has one order.
+room, in their order. An event is yielded before and after every trial and after every cell, all in
+one thread, so that a record of them has one order: every event is on the disk before anything
+follows from it, and to resume a search is to ask it again.
 
-A search may be given less time than it takes: ``may_start`` is asked before each trial that is not
-recorded. A full trial after the edge is left out where it says no; a cell whose edge is still to be
-found is left, and the search ends with ``BudgetSpentError`` when no other cell is open.
-
-A search with a journal as its memory.
-
-What the journal has is taken from it; the rest is run, and every event is on the disk before
-anything follows from it. To resume a search is to ask it again.
+``may_start`` is asked before each trial that is not recorded. A full trial after the edge is left
+out where it says no; a cell whose edge is still to be found is left, and the search ends with
+``BudgetSpentError`` when no other cell is open.
 """
 
 from collections.abc import Callable, Iterator, Sequence

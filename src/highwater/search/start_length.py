@@ -1,24 +1,13 @@
-"""Start lengths: which length to try first in a cell, from the cells that are finished.
-
-A start length orders trials and decides nothing. The memory of a GPU is taken up by the states
-(known: 16 bytes a parameter, sharded), by something fixed, and by tokens:
+"""Start lengths: which length to try first in a cell, by the cells that are finished, or by a
+prediction in a file or traced meanwhile. It orders trials and decides nothing.
 
     memory = states + fixed + bytes_per_token x tokens per GPU
 
-The two unknowns start from the trainer's line. Each finished cell says that the line reaches the
-memory between the tokens that fit and those that did not; where it does not, it is moved just
-enough to meet the middle (successive projection, Agmon and Motzkin, 1954). Cells of the same rung
-come last and so weigh the most. The published A100 table takes 246 trials this way, of which 224
-are inevitable.
-
-Memory lines: what a token costs on a GPU before any trial has told.
-
-Of a trainer with a formula a line is what that says; there is one for a script with Hugging Face's
-loss, and one for a trainer that nobody knows. A line orders trials and decides nothing.
-
-Predicted starts: the length that a prediction expects of each cell, to try first.
-
-The prediction is in a file, or traced while trials run. It only orders trials.
+States are known. The other two begin as the trainer's line: what its formula says, or a line for
+scripts with Hugging Face's loss, or one for a trainer that nobody knows. Where a finished cell says
+otherwise the line is moved just enough to meet the middle between what fit and what did not
+(successive projection, Agmon and Motzkin, 1954); cells of the same rung come last and weigh the
+most. The published A100 table takes 246 trials this way, of which 224 are inevitable.
 """
 
 import os
@@ -39,6 +28,7 @@ from highwater.memory.capacity import (
     predict_cell,
 )
 from highwater.memory.formula.formula import Formula
+from highwater.memory.formula.layers import Step
 from highwater.memory.trace.exact import predict_exactly
 from highwater.memory.trainers import formula_of
 from highwater.model.footprint import device_state_bytes, layer_input_bytes
@@ -79,16 +69,13 @@ MemoryLineOf = Callable[[Question, Cell, int], MemoryLine]
 def predicted_line(
     question: Question, cell: Cell, usable_bytes: int, formula: Formula
 ) -> MemoryLine:
-    """The line of a trainer whose formula is known, through two predictions.
-
-    They are at the predicted capacity and at twice that length.
-    """
+    """The line of a trainer's formula, through the predicted capacity and twice that length."""
     memory_limit = MemoryLimit(device_bytes=usable_bytes)
     predicted = predict_cell(question, cell, memory_limit, formula)
     length_tokens = predicted.likely_edge_tokens or question.grid.length(1)
     shape, settings, layout = question.model.shape, cell.settings, cell.layout
     at, beyond = (
-        formula(shape, settings, layout, length_tokens=length, device=question.device).needed_bytes
+        formula(Step(shape, settings, layout, length, question.device)).needed_bytes
         for length in (length_tokens, 2 * length_tokens)
     )
     tokens = length_tokens * settings.sequences_per_micro_batch / layout.context_degree
@@ -107,9 +94,7 @@ def trainer_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLin
 
 
 def hugging_face_line(question: Question, _: Cell, usable_bytes: int) -> MemoryLine:
-    """The line of a script with Hugging Face's own loss, whose logits are whole, and recomputation;
-    fixed: as of any trainer.
-    """
+    """The line of a script with Hugging Face's own loss, whose logits are whole, recomputing."""
     shape = question.model.shape
     of_token = layer_input_bytes(shape) + _HF_LOGITS_BYTES * shape.vocab_size
     return MemoryLine(_FIXED_SHARE * usable_bytes, of_token)
@@ -144,15 +129,9 @@ supervised fine-tuning, mostly have Hugging Face's loss."""
 _FIXED_DOUBT = 0.1
 """How far the fixed part of a line may be off at first, as a share of the memory."""
 _TOKEN_DOUBT = 0.3
-"""How far a token's bytes may be off at first, as a share of them.
-
-The two doubts only say which of the two to move more.
-"""
+"""A token's doubt at first, as a share: it and the other only say which of the two to move more."""
 _PASSES = 3
-"""Times that the finished cells are gone through.
-
-Later ones may undo a little of what earlier ones taught.
-"""
+"""Times that the finished cells are gone through: later ones may undo what earlier ones taught."""
 
 
 def first_index(
@@ -198,10 +177,7 @@ def _learned_line(
     usable_bytes: int,
     line_of: MemoryLineOf,
 ) -> MemoryLine:
-    """The trainer's line, moved to agree with the finished cells.
-
-    First come the cells of other rungs where a token costs the same, then those of this rung.
-    """
+    """The line, moved by finished cells: those whose token costs the same, then this rung's."""
     line = before = line_of(question, cell, usable_bytes)
     rung = [answer for answer in finished if answer.cell.settings == cell.settings]
     kin = [
@@ -221,10 +197,7 @@ def _learned_line(
 def _moved(
     line: MemoryLine, line_of: MemoryLine, taken_bytes: float, usable_bytes: int, answer: CellAnswer
 ) -> MemoryLine:
-    """The line, moved to take ``taken_bytes`` in the middle between what fit and what did not.
-
-    A line that does so anywhere in between stays as it is.
-    """
+    """The line, moved to meet the middle between fit and failure unless it lies between them."""
     fit_tokens = _tokens_per_gpu(answer.cell, answer.reach_tokens or 0)
     failed_tokens = None
     if answer.does_not_fit_tokens:
@@ -245,10 +218,7 @@ def _moved(
 
 
 def _are_kin(one: Cell, other: Cell) -> bool:
-    """Whether a token costs about the same in both cells, as far as no line tells otherwise.
-
-    Where the states live changes it little.
-    """
+    """Whether a token costs about the same in both cells, wherever the states live."""
     mine, theirs = one.settings, other.settings
     return (mine.holds_logits, mine.recompute) == (theirs.holds_logits, theirs.recompute)
 
@@ -271,10 +241,7 @@ def _nearest_index(grid: Grid, length_tokens: float) -> int:
 
 
 def precedes(earlier: Cell, cell: Cell) -> bool:
-    """Whether, as the published scan believes, ``earlier`` never has the longer capacity.
-
-    Its answer is where ``cell`` begins.
-    """
+    """Whether the published scan begins ``cell`` with the answer of ``earlier``, never longer."""
     if earlier.settings != cell.settings:
         return False
     sp, gpus = earlier.layout.context_degree, earlier.layout.gpus
@@ -284,10 +251,7 @@ def precedes(earlier: Cell, cell: Cell) -> bool:
 
 
 Expected = Callable[[Cell], int | None]
-"""The longest length that is likely to fit a cell, 0 for none.
-
-None: nothing but the formula is known of this cell.
-"""
+"""The longest length likely to fit a cell, 0 for none; None: the formula alone is known."""
 
 
 @contextmanager
@@ -303,10 +267,7 @@ def predicted_start(request: Request, question: Question) -> Generator[Expected]
 
 
 def check_prediction(request: Request, question: Question) -> tuple[str, ...]:
-    """Raise for a prediction that cannot be had, before anything starts.
-
-    Returns a note that names the cells which it leaves to the formula.
-    """
+    """Refuse a prediction that cannot be had; returns a note of cells that it leaves out."""
     if request.prediction == "formula":
         return ()
     if request.prediction == "trace":
@@ -325,10 +286,7 @@ def check_prediction(request: Request, question: Question) -> tuple[str, ...]:
 
 
 def read_prediction(path: Path, question: Question) -> Prediction:
-    """The answer of ``highwater predict --json`` in a file.
-
-    Raises UsageError for one that speaks of other trials.
-    """
+    """A file of ``highwater predict --json``; raises UsageError for one of other trials."""
     hint = (
         "leave `--prediction` out; a file that fits is the answer of `highwater predict --json` "
         "with the settings of this search"
@@ -369,10 +327,7 @@ def _refuse_other_trials(found: Prediction, question: Question, path: Path, hint
 def expectation(
     request: Request, question: Question, cell: Cell, told_tokens: int | None
 ) -> Expectation | None:
-    """What is known of a cell before its first trial: what its prediction told, else the formula.
-
-    None where the formula says nothing.
-    """
+    """What is known of a cell before its first trial, by its prediction or the formula; or None."""
     if told_tokens is not None:
         return Expectation(cell=cell, likely_tokens=told_tokens, prediction=request.prediction)
     memory_bytes, formula = _memory_bytes(question), formula_of(question)
@@ -385,10 +340,7 @@ def expectation(
 
 @contextmanager
 def _traced(question: Question) -> Generator[Expected]:
-    """Trace cells in their order, ahead of the trials.
-
-    Those of the cells before keep the GPUs busy meanwhile.
-    """
+    """Trace cells in their order, ahead of the trials of those before."""
     (gpu, *_) = probe().gpus
     memory_bytes = _memory_bytes(question)
     assert memory_bytes is not None, "a GPU has a memory"  # noqa: S101

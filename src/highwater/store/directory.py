@@ -1,6 +1,5 @@
-"""Directories and files that are written: where studies lie, and proof that there is room.
-
-The proof comes before anything starts.
+"""Directories and files that are written: where studies lie, and proof, before anything starts,
+that there is room.
 """
 
 import errno
@@ -71,9 +70,7 @@ def check_checkpoint_directory(directory: Path, needed: CheckpointBytes) -> None
 
 
 def check_run_directory(directory: Path, needed: CheckpointBytes, *, checkpoints: int) -> None:
-    """Raise MachineError where a run's folder has no room for so many more checkpoints and the
-    model; ``needed`` is of one of each.
-    """
+    """Raise MachineError where a run's folder lacks room for its checkpoints and the model."""
     needed = needed._replace(sharded_bytes=needed.sharded_bytes * checkpoints)
     disk = shutil.disk_usage(directory)
     if disk.free >= _with_spare(needed) or not disk.total:  # some network disks say nothing
@@ -117,10 +114,7 @@ def check_new_file(path: Path, *, flag: str, name: str) -> None:
 
 
 def write_new_file(path: Path, content: bytes, *, flag: str) -> None:
-    """Write a file that is not there yet.
-
-    Raises MachineError where that fails, and leaves no file then.
-    """
+    """Write a file that is not there yet; MachineError, and no file, where that fails."""
     try:
         with path.open("xb") as file:
             try:
@@ -147,10 +141,7 @@ def study_path(log_directory: Path, question: Question) -> Path:
 
 
 def newest_studies(log_directory: Path) -> list[Path]:
-    """The studies under the log directory, the one that was written last first.
-
-    Raises StudyError when there is none.
-    """
+    """Studies under the log directory, newest first; StudyError when there is none."""
     try:
         found = log_directory.glob("*/study-*.jsonl")
         studies = sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
@@ -167,10 +158,7 @@ def newest_studies(log_directory: Path) -> list[Path]:
 
 
 def _write_in(directory: Path) -> None:
-    """Make the directory, and write a file in it to the disk, under a name that is free.
-
-    Raises OSError.
-    """
+    """Write a file in the directory, made if need be, to the disk; raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(prefix=".highwater-", dir=directory) as probe:
         probe.write(b"\0" * _PROBE_BYTES)
@@ -197,18 +185,12 @@ def _ways_to_save_less(needed: CheckpointBytes, free: int) -> list[str]:
 
 
 def _with_spare(needed: CheckpointBytes) -> int:
-    """Bytes that have to be free.
-
-    A parameter count by shape is true to 0.1 %, files have headers, and logs lie beside them.
-    """
+    """Bytes that have to be free: counts are true to 0.1 %, files have headers, logs lie beside."""
     return sum(needed) + sum(needed) // 100 + FREE_BYTES
 
 
 def _another(what: str = "logs") -> str:
-    """A directory that can be written, as one types it.
-
-    It is at home, or else where temporary files go.
-    """
+    """A directory that can be written, as typed: at home, or where temporary files go."""
     return shlex.quote(str(_writable_places()[0] / f"highwater-{what}"))
 
 

@@ -4,8 +4,6 @@ One JSON object per line (lines.py). Each line is one write and one fsync, and h
 itself and of all before it. While it is open for writing the file itself is locked
 (journal_file.py), so that two processes cannot write one study. A line cut short by a crash is
 dropped when the journal is next opened.
-
-Differences of questions: why a journal is not resumed by another question than its own.
 """
 
 import os
@@ -84,10 +82,7 @@ def another_question(path: Path, *, recorded: Question, asked: Question) -> Stud
 
 
 def _flat(question: Question) -> Iterator[tuple[str, Any]]:
-    """Every field of a question with its dotted name.
-
-    Cells stand by their labels, and the list of labels is a field of its own.
-    """
+    """Every field of a question with its dotted name; cells by their labels, listed as a field."""
     fields = to_builtins(question)
     fields["cells"] = {cell.label_on(question.device): to_builtins(cell) for cell in question.cells}
     yield "cells", "; ".join(fields["cells"])
@@ -167,11 +162,7 @@ class Journal:
         return is_answered and all(self._stands(trial) for trial in crashed)
 
     def _is_settled(self, cell: Cell) -> bool:
-        """Whether a cell is not searched again.
-
-        It was answered with more time than there is now; or with as much, without a crash to try
-        again.
-        """
+        """Whether a cell is settled: answered in more time, or in as much and not retried."""
         answer, within_s = self._record.answer(cell), self._record.answered_within_s(cell)
         now_s = self._record.question.timeout_s
         if answer is None or within_s is None or now_s is None or answer.limit == "inconclusive":
@@ -186,10 +177,7 @@ class Journal:
         *,
         timeout_s: float | None = None,
     ) -> None:
-        """Record that this process writes from here on, under this time limit.
-
-        Raises MachineError when the disk is full.
-        """
+        """Record that this process writes from here on; MachineError when the disk is full."""
         line = OpenedLine(
             pid=os.getpid(),
             host=socket.gethostname(),
@@ -202,24 +190,15 @@ class Journal:
         self._append(line)
 
     def takes_expectation(self, cell: Cell) -> bool:
-        """Whether what is predicted of a cell is still to be recorded.
-
-        Its search has not begun, and the schema has such lines.
-        """
+        """Whether a cell's prediction is to be recorded: before its search, since schema 2."""
         return self._record.schema_version > 1 and not self._record.has_begun(cell)
 
     def cell_expected(self, expectation: Expectation) -> None:
-        """Record what is predicted of a cell that ``takes_expectation``.
-
-        Raises MachineError when the disk is full.
-        """
+        """Record what is predicted of a cell; raises MachineError when the disk is full."""
         self._append(ExpectedLine(at_unix_s=time.time(), expectation=expectation))
 
     def trial_started(self, spec: TrialSpec, *, attempt: int, repeat: int) -> None:
-        """Record that a trial is about to be launched.
-
-        Raises MachineError when the disk is full.
-        """
+        """Record that a trial is about to be launched; MachineError when the disk is full."""
         line = StartedLine(
             spec_key=spec.key, attempt=attempt, repeat=repeat, at_unix_s=time.time(), spec=spec
         )
@@ -235,10 +214,7 @@ class Journal:
         self._append(line)
 
     def cell_answered(self, answer: CellAnswer) -> None:
-        """Record the answer for a cell, unless that very answer is recorded already.
-
-        Where time counts, it has to be recorded with as much time.
-        """
+        """Record a cell's answer, unless that very answer is recorded, with as much time."""
         now_s = self._record.question.timeout_s
         within_s = self._record.answered_within_s(answer.cell)
         has_time = now_s is None or (within_s is not None and within_s >= now_s)
@@ -306,10 +282,7 @@ def open_journal(
 
 
 def read_study(path: Path) -> Study:
-    """Read the study at ``path`` as it is now. Takes no lock: a search may be writing it.
-
-    Raises StudyError when there is none, or when it is damaged.
-    """
+    """Read the study at ``path``, without a lock; StudyError when there is none, or damaged."""
     try:
         content = read_journal(path)
     except OSError as error:
@@ -326,10 +299,7 @@ def read_study(path: Path) -> Study:
 
 
 def _another() -> str:
-    """A hint that shows or makes another study.
-
-    It is one that lies where ``highwater show`` looks, if there is one.
-    """
+    """A hint that shows a study where ``highwater show`` looks, or else makes one."""
     with suppress(StudyError, OSError):
         newest_studies(Path(_LOG_DIRECTORY))
         return "`highwater show` shows the newest study that can be read"

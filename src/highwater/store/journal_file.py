@@ -81,10 +81,7 @@ class JournalFile:
         os.close(self._descriptor)
 
     def _touched(self) -> str | None:
-        """What somebody did to the file since it was last written, in words.
-
-        None when it is as this process left it.
-        """
+        """What somebody did to the file since it was last written, in words; None for nothing."""
         held = os.fstat(self._descriptor)
         try:
             found = self.path.stat()

@@ -58,13 +58,9 @@ class OpenedLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="opene
     highwater_version: str
     command: tuple[str, ...] = ()
     environment: Environment | None = None
-    """The machine and shell of the process; None for a dry run, and in a journal from before it was
-    recorded."""
+    """Machine and shell of the process; None for a dry run, and in older journals."""
     timeout_s: float | None = None
-    """The time limit from here on, where the question has one.
-
-    None: as before, the header's at first.
-    """
+    """The time limit from here on; None: as before, the header's at first."""
 
     def __post_init__(self) -> None:
         """Hide secrets in the command, which earlier versions recorded as they were typed."""
@@ -124,10 +120,7 @@ class JournalContent:
         """Each environment that differs from the one before, in their order."""
         self._trials: dict[LaunchKey, RecordedTrial] = {}
         self._keys: dict[str, str] = {}
-        """Keys as they were written, to keys of today.
-
-        A setting that came later, at its default, changes no trial.
-        """
+        """Keys as written, to keys of today: a later setting at its default changes no trial."""
         self._trials_of: dict[Cell, dict[LaunchKey, RecordedTrial]] = {}
         """Trials by their cells."""
         self._claims: dict[Cell, _Claim] = {}
@@ -225,10 +218,7 @@ class JournalContent:
         return claim.why
 
     def answered_within_s(self, cell: Cell) -> float | None:
-        """The time limit under which a cell was answered.
-
-        None where there is none, or where a trial has ended since.
-        """
+        """The time limit of a cell's answer; None without one, or where a trial ended since."""
         return None if cell in self._ended_since else self._answered_within_s.get(cell)
 
     def trials_of(self, cell: Cell) -> tuple[RecordedTrial, ...]:
@@ -247,10 +237,7 @@ class JournalContent:
 
     @property
     def trials(self) -> tuple[RecordedTrial, ...]:
-        """Every launch, in the order in which they started.
-
-        One that was run again stands where it ended.
-        """
+        """Every launch, in the order of their starts; one that was run again where it ended."""
         return tuple(self._trials.values())
 
     @property
@@ -281,10 +268,7 @@ class _Claim:
 
     answer: CellAnswer
     trials: tuple[RecordedTrial, ...]
-    """Trials of the cell, as they were when the answer was written.
-
-    One that was run again since says something else now.
-    """
+    """The cell's trials when the answer was written: one that was run again differs now."""
     is_judged: bool = False
     why: str | None = None
 
@@ -294,20 +278,14 @@ def _cell_of(trial: RecordedTrial) -> Cell:
 
 
 def sealed(text: str, *, after: str) -> tuple[bytes, str]:
-    """A line with its checksum in front, and the checksum.
-
-    It is of the line and of all before it, whose checksum is ``after``.
-    """
+    """A line with its checksum, of it and all before it (``after``), in front; and the checksum."""
     content = text.encode()
     checksum = hashlib.sha256(after.encode() + content).hexdigest()[:_CHECKSUM_DIGITS]
     return _SEAL % checksum.encode() + content[1:], checksum
 
 
 def _unsealed(line: bytes, *, after: str) -> tuple[bytes, str]:
-    """The line without its checksum, and the checksum.
-
-    Raises ValueError where the line is not as it was written.
-    """
+    """The line without its checksum, and the checksum; ValueError unless it is as written."""
     text = b"{" + line[len(_SEAL % (b"0" * _CHECKSUM_DIGITS)) :]
     as_written, checksum = sealed(text.decode(), after=after)
     if line != as_written:

@@ -1,9 +1,7 @@
-"""Logs of trials: the last lines of one, where the file that a study names is a trial's log.
+"""Logs of trials: the last lines of one, and the memory snapshots beside it.
 
 A study is a file that anybody may have written: a path in it is not read unless it is called as a
 trial's log is.
-
-Snapshots of a trial's memory: where they lie, and which ranks left none.
 """
 
 import os
@@ -24,10 +22,7 @@ LINES = 20
 _TAIL_BYTES = 64 * 1024
 _LONGEST_LINE = 500
 _SAID = 60
-"""Characters of an error's text by which its line is found.
-
-What a log and a result do to longer texts differs.
-"""
+"""Characters of an error's text by which its line is found: logs and results cut longer ones."""
 _NAME = re.compile(r"model_len-\d+(?:\.attempt-\d+)?\.log")
 """Names that trials/local.py gives to logs."""
 _FOLDER = re.compile(r"gpu-\d+")
@@ -87,10 +82,7 @@ def _end_of(path: Path) -> str:
 
 
 def _last_lines(text: str, said: str) -> list[str]:
-    """The lines to show, without colours.
-
-    What a progress bar wrote over itself is lines of its own.
-    """
+    """Lines to show, without colours; what a progress bar overwrote are lines of their own."""
     lines = [_COLOUR.sub("", line).rstrip() for line in re.split(r"[\r\n]+", text)]
     kept = _without_launcher([line for line in lines if line and not _POINTER.fullmatch(line)])
     with_said = (index for index, line in enumerate(kept, 1) if said and said[:_SAID] in line)
@@ -102,10 +94,7 @@ def _last_lines(text: str, said: str) -> list[str]:
 
 
 def _without_launcher(lines: list[str]) -> list[str]:
-    """Lines of the workers, without the traceback and the summary that torchrun ends a log with.
-
-    All lines, where torchrun's are all there is.
-    """
+    """The workers' lines, without torchrun's traceback and summary; all, where it wrote all."""
     end = next((index for index, line in enumerate(lines) if _LAUNCHER_ERROR.match(line)), None)
     if end is None:
         return lines
@@ -131,9 +120,7 @@ def recorded_snapshots(log_path: Path) -> tuple[Path, ...]:
 
 
 def ranks_snapshots(folder: Path) -> tuple[Path, ...]:
-    """Snapshots of the ranks of one step: of the folder itself, else of the last step below a
-    folder ``memory_snapshots``, or below that of a trial; else whatever is called ``.pickle``.
-    """
+    """Snapshots of one step's ranks: here, of the last step below, or whatever is ``.pickle``."""
     for pattern in ("", "*/", "memory_snapshots/*/"):
         found = sorted(folder.glob(f"{pattern}snapshot_rank*.pickle"))
         if found:
@@ -175,9 +162,7 @@ def snapshot_lines(spec: TrialSpec, result: TrialResult, profiling: Profiling) -
 
 
 def study_snapshot_lines(study: Study, profiling: Profiling) -> Iterator[str]:
-    """Where the snapshots of a study's trials are; and of each trial that was recorded the ranks
-    that were ended before they could write one.
-    """
+    """Where a study's snapshots are, and which ranks ended before they could write one."""
     yield "memory snapshots of each trial are in a folder beside its log"
     for trial in study.trials:
         result = trial.result

@@ -112,8 +112,6 @@ class TrainingFolder:
         )
 
     def new_model(self, steps: int) -> Path:
-        """Where the model goes: ``model``, or where a shorter run left one ``model-<steps>``, and
-        where that is there, too, ``model-<steps>-2``.
-        """
+        """Where the model goes: ``model``, ``model-<steps>``, or ``model-<steps>-2`` and so on."""
         names = chain((_MODEL, f"{_MODEL}-{steps}"), (f"{_MODEL}-{steps}-{n}" for n in count(2)))
         return next(path for name in names if not (path := self.path / name).exists())

@@ -1,4 +1,4 @@
-"""A recommendation as accelerate's configuration file.
+"""Accelerate's configuration file, of a recommendation and of a trial.
 
 Accelerate is a launcher: it shards, offloads, recomputes and shares sequences, and knows neither
 model nor length nor batch. It has two ways to share a sequence. Torch's context parallelism passes
@@ -10,12 +10,9 @@ Ulysses is DeepSpeed's, with ZeRO-3 for the states: it is left for models with w
 Source of the names: ``commands/config/config_args.py`` and ``launch.py`` of accelerate 1.15.0; of
 what a ring refuses: ``_attach_context_parallel_hooks`` in its ``big_modeling.py``.
 
-A trial as accelerate's configuration file: how processes start and share, by the trial's layout
-and settings, over the fields of the user's own file.
-
-A field of the user's stays unless it says how many processes there are and where, or a setting that
-was named. How states are shared is the user's too, if it is not by FSDP (docs/decisions/059).
-Names: as in ``trainers/accelerate.py``.
+Of a trial's file a field of the user's own stays unless it says how many processes there are and
+where, or a setting that was named. How states are shared is the user's too, if it is not by FSDP
+(docs/decisions/059).
 """
 
 from collections.abc import Collection, Mapping
@@ -29,23 +26,20 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trial import TrialSpec
 from highwater.trainers.emitted import (
+    Dialect,
     Emitted,
     Value,
-    emitted,
-    engine_alone,
     environment,
     exports,
-    heading,
+    is_fused,
     nested,
-    refusals,
     refuse_obstacle,
     shape_here,
-    shared_copies,
-    yarn_lines,
+    whole_logits_bytes,
 )
-from highwater.trainers.logits import is_fused, whole_logits_bytes
 
 VERSION = "1.15.0"
+WORDS = Dialect("accelerate", "accelerate", VERSION)
 FILE = "accelerate.yaml"
 _FUSED_LOSS = ", where Liger fuses it: `use_liger_kernel=True` of transformers' TrainingArguments"
 _COMMAND = f"accelerate launch --config_file {FILE} train.py"
@@ -56,80 +50,62 @@ SequenceSharing = Literal["none", "ring", "heads"]
 def accelerate(
     found: Recommendation, chosen: Candidate, *, model_path: str | None = None
 ) -> Emitted:
-    """Configure how processes start and how they share states and sequences.
-
-    The rest is the script's, and is said in the text. Raises UsageError for layouts that neither
-    DeepSpeed nor FSDP2 has there.
+    """Configure how processes start and how they share states and sequences. The rest is the
+    script's, and is said in the text. Raises UsageError for layouts that neither DeepSpeed nor
+    FSDP2 has there.
     """
-    shape = shape_here(found, model_path)
-    refuse_obstacle(
-        chosen.cell, lambda _, layout: layout_obstacle(layout, shape, name="accelerate")
-    )
-    cell, settings, sharing = (
-        chosen.cell,
-        chosen.cell.settings,
-        sharing_of(chosen.cell.layout, shape),
-    )
-    variables = environment(chosen.cell.settings)
-    cannot = (*_of_the_script(found, chosen, sharing, shape), *instead(cell, sharing))
-    cannot += tuple(engine_alone(settings, name="accelerate"))
-    has_fused = is_fused(cell, shape)
-    logits_bytes = None if has_fused else whole_logits_bytes(chosen, shape)
-    said = heading(
-        found, chosen, "accelerate", name="accelerate", version=VERSION, logits_bytes=logits_bytes
-    )
-    said += exports(variables, before="it starts")
-    dtype = "float32" if chosen.cell.settings.lora is None else "bfloat16"
-    said.append(
-        f"the script loads {model_path or found.model_name} in {dtype}, with {attention(sharing)}"
-    )
+    cell, shape = chosen.cell, shape_here(found, model_path)
+    refuse_obstacle(cell, lambda _, layout: layout_obstacle(layout, shape, WORDS))
+    settings, sharing = cell.settings, sharing_of(cell.layout, shape)
+    variables, dtype = environment(settings), "float32" if settings.lora is None else "bfloat16"
+    model = model_path or found.model_name
+    said = [
+        *exports(variables),
+        f"the script loads {model} in {dtype}, with {attention(sharing)}",
+    ]
     if sharing != "none":
         needs = "needs deepspeed 0.18.2 or newer; " if sharing == "heads" else ""
-        said.append(
-            f"{needs}each batch is padded to a multiple of {padded_to(cell.layout, sharing)}"
-        )
-    said += refusals(cannot, name="accelerate")
-    said += yarn_lines(found, why="the model is the script's")
-    said.append(f"start: {_COMMAND}")
-    values = launched_values(cell, sharing)
-    return emitted(
-        "accelerate",
-        VERSION,
+        multiple = padded_to(cell.layout, sharing)
+        said.append(f"{needs}each batch is padded to a multiple of {multiple}")
+    return WORDS.emitted(
+        found,
+        chosen,
         said,
-        values,
+        launched_values(cell, sharing),
         command=_COMMAND,
         environment=variables,
-        cannot=cannot,
-        logits_bytes=logits_bytes,
+        cannot=(
+            *_of_the_script(found, chosen, sharing, shape),
+            *instead(cell, sharing),
+            *WORDS.engine_alone(settings),
+        ),
+        yarn="the model is the script's",
+        logits_bytes=None if is_fused(cell, shape) else whole_logits_bytes(chosen, shape),
     )
 
 
-def layout_obstacle(layout: Layout, shape: ModelShape | None, *, name: str) -> str | None:
+def layout_obstacle(layout: Layout, shape: ModelShape | None, words: Dialect) -> str | None:
     """Why neither DeepSpeed nor FSDP2 has a layout in accelerate, in words; None where one has."""
     if layout.context_degree > 1 and shape is not None and not reads_everything(shape):
         if layout.ring_degree > 1:
             return (
-                f"{name}'s ring needs layers that read every earlier token, and "
+                f"{words.name}'s ring needs layers that read every earlier token, and "
                 f"{shape.model_type} has others"
             )
         if layout.replicate_degree > 1:
-            return f"{name} shares heads by DeepSpeed, whose ZeRO-3 has no copies"
+            return f"{words.name} shares heads by DeepSpeed, whose ZeRO-3 has no copies"
     elif 1 < layout.context_degree == layout.shard_degree < layout.gpus:
-        return f"{name} has no copies of one ring: it wants two rings in each"
-    return shared_copies(layout, name=name)
+        return f"{words.name} has no copies of one ring: it wants two rings in each"
+    return words.shared_copies(layout)
 
 
 def reads_everything(shape: ModelShape | None) -> bool:
-    """Whether every layer reads all earlier tokens, as torch's ring does. None, of a model that is
-    not here, does.
-    """
+    """Whether every layer reads all earlier tokens, as torch's ring does; None is taken to."""
     return shape is None or shape.reads_everything
 
 
 def sharing_of(layout: Layout, shape: ModelShape | None) -> SequenceSharing:
-    """How a sequence is shared: what was predicted by heads is passed round a ring, too, where that
-    keeps FSDP2.
-    """
+    """How a sequence is shared: round a ring where FSDP2 can, whatever was predicted."""
     if layout.context_degree == 1:
         return "none"
     return "ring" if reads_everything(shape) else "heads"
@@ -248,9 +224,7 @@ def _mesh(layout: Layout) -> dict[str, Value]:
 
 
 def _fsdp(cell: Cell, *, is_second: bool) -> dict[str, Value]:
-    """Keys of FSDP1 or FSDP2, which call the same thing by two types; ``is_second``: of FSDP2
-    whatever was predicted.
-    """
+    """Keys of FSDP1 or FSDP2; ``is_second``: of FSDP2 whatever was predicted."""
     settings = cell.settings
     is_second |= settings.strategy == "fsdp2"
     return {
@@ -299,6 +273,21 @@ _BY_COMMAND = (
     "start accelerate yourself: `--trainer command --command 'accelerate launch --config_file "
     "accelerate.yaml --num_processes {gpus} train.py --max-len {length}'`"
 )
+
+
+ENDS: Mapping[str, Any] = {
+    "eval_strategy": "no",
+    "save_strategy": "no",
+    "load_best_model_at_end": False,
+    "push_to_hub": False,
+    "report_to": "none",
+    "logging_strategy": "steps",
+    "logging_steps": 1,
+    "logging_nan_inf_filter": False,
+    "auto_find_batch_size": False,
+}
+"""What every trial by transformers' trainer ends with: no other output, and no batch that shrinks
+where memory runs out."""
 
 
 class LauncherFile(NamedTuple):
@@ -355,7 +344,7 @@ def launcher_file(
             hint=f"use `--ulysses 1 --ring {spec.layout.context_degree}`",
         )
     cell = Cell(settings=spec.settings, layout=spec.layout)
-    refuse_obstacle(cell, lambda _, layout: layout_obstacle(layout, shape, name="accelerate"))
+    refuse_obstacle(cell, lambda _, layout: layout_obstacle(layout, shape, WORDS))
     if spec.device == "cuda":
         _refuse_base(base, source)
     kept = {name: value for name, value in base.items() if name not in _OF_A_CLUSTER}
@@ -391,9 +380,7 @@ def over_fsdp(
     *,
     ours_always: Collection[str],
 ) -> dict[str, Any]:
-    """FSDP's keys: the user's where a setting is at its default, ours where it was named, and those
-    that are ours in any case.
-    """
+    """FSDP's keys: the user's where a setting is not named, ours where it was, or always."""
     usual, meant = Settings(), {*ours_always}
     meant |= {"fsdp_offload_params"} if settings.offload != usual.offload else set()
     meant |= {"fsdp_activation_checkpointing"} if settings.recompute != usual.recompute else set()
@@ -466,9 +453,7 @@ def _refuse_without_fsdp(spec: TrialSpec, mode: str, source: str) -> None:
 
 
 def _changed(base: Mapping[str, Any], values: Mapping[str, Any], source: str) -> tuple[str, ...]:
-    """Which of the user's fields say something else in the trial, or nothing; the number of
-    processes is the trial's anyway.
-    """
+    """Which of the user's fields but the number of processes say something else in the trial."""
     before, after = ({**each, **fsdp_keys(each)} for each in (base, values))
     changed = sorted(
         name

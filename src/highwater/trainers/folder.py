@@ -27,7 +27,6 @@ def launch_script(
     emitted: Emitted, *, file: str, said: Sequence[str], before: Sequence[str]
 ) -> str:
     """The script that starts the training, from wherever it is called: its words are handed on.
-
     ``said`` stands above it; ``before`` are lines that run before the training.
     """
     is_script = emitted.text.startswith("#!")

@@ -18,6 +18,7 @@ import msgspec
 
 from highwater.memory.formula.constants import context_bytes, outside_terms
 from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.layers import Step
 from highwater.model.model import ModelShape, load_model
 from highwater.nouns.protocols import Launch, OnPhase, unheard
 from highwater.nouns.trial import (
@@ -194,14 +195,9 @@ class FormulaLaw:
 
     def __call__(self, spec: TrialSpec) -> int:
         """Bytes that each GPU's allocator must reserve."""
-        needed = footprint(
-            self._shape_of(spec),
-            spec.settings,
-            spec.layout,
-            length_tokens=spec.length_tokens,
-            device=spec.device,
-            prompt_tokens=spec.prompt_tokens,
-        )
+        shape, settings, layout = self._shape_of(spec), spec.settings, spec.layout
+        step = Step(shape, settings, layout, spec.length_tokens, spec.device, spec.prompt_tokens)
+        needed = footprint(step)
         return needed.needed_bytes - needed.outside_bytes
 
     def outside_bytes(self, spec: TrialSpec) -> int:

@@ -130,9 +130,7 @@ class WindowedBlock(NamedTuple):
         """
         size = self.query_BHSD.shape[-1]
         output_BSHD, log_sums_BHS, *_ = aten._flash_attention_forward(
-            *_by_tokens(self[:3]),
-            *(*self._lengths, 0.0, True, False),
-            **self._window,
+            *_by_tokens(self[:3]), *(*self._lengths, 0.0, True, False), **self._window
         )
         return output_BSHD.transpose(1, 2)[..., :size], log_sums_BHS
 
@@ -266,18 +264,12 @@ class VariedBlock(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _borders_of(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Where each document begins and the last one ends, on the device, in int32: kept, since all
-    layers ask for the same.
-    """
+    """Where each document begins and the last one ends, on the device, in int32."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 def merge_(
-    output_XD: Tensor,
-    log_sums_X: Tensor,
-    found: tuple[Tensor, Tensor],
-    *,
-    is_first: bool = False,
+    output_XD: Tensor, log_sums_X: Tensor, found: tuple[Tensor, Tensor], *, is_first: bool = False
 ) -> None:
     """Add what more keys give to an output, in place: each weighs as the exponentials it summed.
 

@@ -128,9 +128,7 @@ def _padded(line_E: Tensor, entry_E: Tensor, lines: int) -> tuple[Tensor, Tensor
 
 
 def _is_seen(table: BlockTable) -> IsSeen:
-    """Which key of a kept block a query sees. All bounds are tensors' numbers: another pattern is
-    no other program.
-    """
+    """Which key of a kept block a query sees; all bounds are tensors' numbers, for one program."""
     all_tokens = table.rows * table.block_size
     window, begins, ends = (
         torch.tensor(all_tokens if bound is None else bound, device=table.columns.device)

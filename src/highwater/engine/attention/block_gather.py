@@ -93,9 +93,7 @@ def _of_one_length(
     scaling: float,
     attend_table: AttendTable,
 ) -> tuple[Tensor, Tensor, int]:
-    """Output, log-sum-exp and the pairs that each sequence keeps, of sequences that are a document
-    each.
-    """
+    """Output, log-sum-exp and pairs kept, of sequences that are a document each."""
     batch, kv_heads = key_BKSD.shape[:2]
     query_NGSD = query_BHSD.unflatten(1, (kv_heads, -1)).flatten(0, 1)
     key_NSD, value_NSD = key_BKSD.flatten(0, 1), value_BKSD.flatten(0, 1)
@@ -311,9 +309,7 @@ class CutTensors(NamedTuple):
         return query_sum, key_sum, value_sum
 
     def _scores(self, rows: _Rows, scaling: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Scores of the rows, NGrbl, minus infinity where a token does not see a key; and the keys
-        and values at hand, NrlD.
-        """
+        """Scores of the rows, NGrbl, minus infinity for keys not seen; their keys, values, NrlD."""
         groups_N11 = torch.arange(len(self.key_NCbD), device=self.key_NCbD.device)[:, None, None]
         key_NrlD, value_NrlD = (
             each[groups_N11, rows.columns_Mrc].flatten(2, 3).to(self.wide)
@@ -321,11 +317,7 @@ class CutTensors(NamedTuple):
         )
         query_NGrbD = self.query_NGRbD[:, :, rows.slice].to(self.wide)
         scores_NGrbl = torch.einsum("ngrbd,nrld->ngrbl", query_NGrbD, key_NrlD) * scaling
-        return (
-            scores_NGrbl.masked_fill(~rows.is_seen()[:, None], -math.inf),
-            key_NrlD,
-            value_NrlD,
-        )
+        return (scores_NGrbl.masked_fill(~rows.is_seen()[:, None], -math.inf), key_NrlD, value_NrlD)
 
 
 def _add_(sum_NCbD: Tensor, rows: _Rows, parts_NrlD: Tensor) -> None:

@@ -278,9 +278,7 @@ class _HeadsAtHand(NamedTuple):
 def _heads_at_hand(
     sharing: Sharing, query_BHTD: Tensor, key_BKTD: Tensor
 ) -> Iterator[_HeadsAtHand]:
-    """All heads, as many at a time as have room for what is wide; all at once where heads have
-    branches of their own.
-    """
+    """All heads, as many at a time as there is room for, or all where they have branches."""
     kv_heads, groups = key_BKTD.shape[1], query_BHTD.shape[1] // key_BKTD.shape[1]
     room = _QUERIES_AT_HAND // max(1, query_BHTD[:, :groups].numel())
     at_once = max(1, room) if all(each.rate == 1 for each in sharing.branches) else kv_heads
@@ -354,9 +352,7 @@ def _put_branch_(
 
 
 def _merge_(output_XD: Tensor, log_sums_X: Tensor, found_XD: Tensor, its_sums_X: Tensor) -> None:
-    """Add what more keys give to an output, in place, where a query may have none yet, and none of
-    these.
-    """
+    """Add what more keys give to an output, in place, where either may have none."""
     both_X = torch.logaddexp(log_sums_X, its_sums_X)
     finite_X = both_X.masked_fill(both_X == -torch.inf, 0.0)
     output_XD.mul_((log_sums_X - finite_X).exp()[..., None])
@@ -367,9 +363,7 @@ def _merge_(output_XD: Tensor, log_sums_X: Tensor, found_XD: Tensor, its_sums_X:
 def _backward(
     sharing: Sharing, own: Sequence[Tensor], for_queries: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values by all branches, wide; ``for_queries``: those of the
-    output and of the sums, and both.
-    """
+    """Gradients of queries, keys and values by all branches, wide."""
     upstream_BHTD, of_log_sums_BHT, output_BHTD, log_sums_BHT = for_queries
     wide = log_sums_BHT.dtype
     above_BHT = of_log_sums_BHT - (upstream_BHTD.to(wide) * output_BHTD).sum(-1)

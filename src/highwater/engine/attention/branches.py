@@ -192,11 +192,7 @@ class _AllRows(NamedTuple):
 
 @lru_cache(maxsize=16)
 def _tables(
-    layout: SequenceLayout,
-    branch: Branch,
-    pattern: SparsePatternConfig | None,
-    *,
-    is_causal: bool,
+    layout: SequenceLayout, branch: Branch, pattern: SparsePatternConfig | None, *, is_causal: bool
 ) -> tuple[_AllRows, ...]:
     size = _block_size(pattern)
     every: list[tuple[BlockTable, ...]] = []

@@ -140,10 +140,7 @@ def prove(
 
 
 def _cut(tokens: int, documents: int, device: torch.device) -> int:
-    """Pieces that stand for a run of documents; ``documents`` itself where these cannot be cut.
-
-    A run that is short already stays as it is too.
-    """
+    """Pieces that stand for a run of documents; ``documents`` itself where these cannot be cut."""
     assert device.type in ("cuda", "cpu")
     return max(documents, pieces(tokens, device.type) or 1)
 

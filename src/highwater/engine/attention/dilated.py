@@ -108,9 +108,7 @@ def _by_groups(
     rates: Sequence[int],
     how: tuple[float, bool, Kernel],
 ) -> tuple[Tensor, Tensor]:
-    """The package's convention: where heads cannot be divided by the branches, the first groups
-    have one more, and the others begin where as many of their own size would.
-    """
+    """Heads of each branch as the package has them: the first groups have one more."""
     heads, length = tensors[0].shape[1:3]
     output = torch.zeros_like(tensors[0])
     for number, (segment, rate) in enumerate(zip(lengths, rates, strict=True)):

@@ -138,9 +138,7 @@ def _is_seen(pairs: TilePairs) -> IsSeen:
 
 
 def _positions(tiles: Tiles, of_none: int) -> Tensor:
-    """The position in its document of each token of all tiles, int32; ``of_none`` where a tile has
-    fewer.
-    """
+    """The position in its document of each token of all tiles, int32; else ``of_none``."""
     within_b = torch.arange(tiles.size, device=tiles.offsets_R.device)
     positions_Rb = tiles.offsets_R[:, None] + within_b
     is_token_Rb = tiles.is_token(slice(None))

@@ -180,9 +180,7 @@ RowTensors = tuple[Tensor, Tensor, Tensor]
 
 
 class _Gradients:
-    """Gradients of a row's queries, keys and values, put together as calls end: with the kernels'
-    workspaces hardly more at any time than one document of the whole row would take.
-    """
+    """Gradients of a row's queries, keys and values, put together as calls end."""
 
     def __init__(self, rows: RowTensors) -> None:
         self._rows = rows
@@ -190,9 +188,7 @@ class _Gradients:
         self._of_fronts: list[tuple[Front, list[Tensor]]] = []
 
     def add_front(self, front: Front, gradients_QXD: list[Tensor]) -> None:
-        """Those of a front; where queries of its document are left, these have a part of its keys'
-        and values', too.
-        """
+        """Those of a front; queries that are left of its document have a part of its keys'."""
         query, *others = gradients_QXD
         self._parts[0].append((front.start, query))
         if front.is_whole:

@@ -88,8 +88,7 @@ class DilatedAttention(_AttentionModule):
         super().__init__(softmax_scale, attention_dropout, group, shares)
         if op is not None:
             raise UsageError(
-                "`op` names an operator of xformers, which is not used here",
-                hint="leave `op` out",
+                "`op` names an operator of xformers, which is not used here", hint="leave `op` out"
             )
         refuse_branches(segment_lengths, dilation_rates)
         check_word("normalisation", normalisation, get_args(Normalisation))
@@ -259,10 +258,7 @@ def is_fused(query: Tensor) -> bool:
 
 
 def _heads_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries BHTD, keys and values BKTD, in the type that autocast asks for.
-
-    Raises UsageError for shapes that do not belong together.
-    """
+    """Queries BHTD, keys and values BKTD, in the type that autocast asks for."""
     shapes = [tuple(each.shape) for each in (query, key, value)]
     is_right = (
         all(len(shape) == 4 for shape in shapes)
@@ -293,10 +289,7 @@ def _layout(
     shares: Shares,
     document_lengths: Sequence[int] | None = None,
 ) -> SequenceLayout:
-    """Which tokens each rank holds.
-
-    Raises UsageError for lengths that are not all that the ranks hold.
-    """
+    """Which tokens each rank holds."""
     degree = 1 if group is None else dist.get_world_size(group)
     held = query_BHTD.shape[2]
     lengths = (held * degree,) if document_lengths is None else tuple(document_lengths)

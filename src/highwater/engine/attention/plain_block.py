@@ -78,9 +78,7 @@ class PlainBlock(NamedTuple):
         upstream: tuple[Tensor, Tensor, Tensor],
         sums: tuple[Tensor, Tensor, Tensor],
     ) -> None:
-        """Write the gradients of these rows' queries, and add those of the keys and values that
-        they read; ``upstream``: gradient, output and log sums of all rows.
-        """
+        """Write the gradients of these rows' queries, and add those of what they read."""
         query_gradient, key_gradient, value_gradient = sums
         upstream_BKGrD, output_BKGrD = (self._of_rows(each, rows) for each in upstream[:2])
         log_sums_BKGr = self._by_groups(upstream[2], rows)

@@ -3,6 +3,11 @@ within each layer's window, shared by heads, by a ring, or by heads around a rin
 
 Shapes:  B 1  S packed tokens, or this rank's share of them  H query heads  K key/value heads  D
 head size
+
+Block-sparse attention of packed documents, as the engine attends: held whole, or by the ranks of
+a ring.
+
+Shapes, per rank:  B 1  S tokens held  H query heads  K key/value heads  D head size
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -18,18 +23,83 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AttentionInterface
 
+from highwater.engine.attention.block_flex import attend_by_flex, obstacle
+from highwater.engine.attention.block_gather import attend_by_gather, block_sparse_attention
+from highwater.engine.attention.branch_attention import Sharing, branch_attention
+from highwater.engine.attention.branch_kernel import branches_obstacle
+from highwater.engine.attention.branches import Branch
 from highwater.engine.attention.dense import attend
 from highwater.engine.attention.kept import is_keeping, kept_in_recompute
 from highwater.engine.attention.patterned import Documents, Pattern, attend_in_pattern
 from highwater.engine.attention.ring import Ring, attend_in_ring
-from highwater.engine.attention.sparse_documents import attend_sparsely
 from highwater.engine.attention.ulysses import Attend, attend_sharded
 from highwater.engine.parallel.mesh import SequenceGroups
 from highwater.engine.parallel.sequence_layout import SequenceLayout
-from highwater.errors import ModelError
+from highwater.errors import MachineError, ModelError
 from highwater.model.layer_kind import slides
 from highwater.nouns.hardware import Kernel
 from highwater.nouns.sparse_pattern import SparsePatternConfig
+
+
+def attend_sparsely(
+    query_BHSD: Tensor,
+    key_BKSD: Tensor,
+    value_BKSD: Tensor,
+    *,
+    layout: SequenceLayout,
+    pattern: SparsePatternConfig,
+    scaling: float,
+    ring: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Causal attention of each document over the keys that the pattern keeps of it, shape BSHD.
+
+    The pattern counts from each document's start, and is that of the document's own length, so that
+    it keeps the same however ranks share the row. Of padding it says nothing. Around Ulysses the
+    ranks of a ring hold what those that trade heads have together. On the CPU keys are gathered,
+    on a GPU it is FlexAttention, once a small proof has passed.
+
+    Raises MachineError where that proof does not pass.
+    """
+    is_on_cpu = query_BHSD.device.type == "cpu"
+    if ring is None:
+        if not is_on_cpu:
+            heads = (query_BHSD.shape[1] // key_BKSD.shape[1], query_BHSD.shape[-1])
+            _refuse(obstacle(pattern, *heads, query_BHSD.dtype, query_BHSD.device))
+        output_BHSD, *_ = block_sparse_attention(
+            query_BHSD,
+            key_BKSD,
+            value_BKSD,
+            pattern=pattern,
+            scaling=scaling,
+            document_lengths=layout.padded_lengths,
+            attend_table=attend_by_gather if is_on_cpu else attend_by_flex,
+        )
+    else:
+        # the padding at the end is a document to those that have no Ulysses around them
+        behind = layout.padded_lengths[len(layout.document_lengths) :]
+        lengths = (*layout.document_lengths, *behind)
+        sharing = Sharing(
+            layout=SequenceLayout(lengths, ring_degree=layout.ring_degree),
+            branches=(Branch(),),
+            pattern=pattern,
+            scaling=scaling,
+            group=ring,
+            by_flex=not is_on_cpu,
+        )
+        if not is_on_cpu:
+            _refuse(branches_obstacle(sharing, query_BHSD, key_BKSD.shape[1]))
+        output_BHSD, _ = branch_attention(query_BHSD, key_BKSD, value_BKSD, sharing=sharing)
+    return output_BHSD.transpose(1, 2)
+
+
+def _refuse(reason: str | None) -> None:
+    """Raise MachineError: gathered keys take other memory and time than what is predicted."""
+    if reason is not None:
+        raise MachineError(
+            f"{reason}; block-sparse attention on GPUs is FlexAttention's",
+            hint="leave `--attention` out",
+        )
+
 
 _numbers = count(1)
 """Numbers for the names of registrations: two models in one process keep their calls apart."""
@@ -197,9 +267,7 @@ def _in_pattern(*tensors: Tensor, documents: Documents) -> Tensor:
 
 
 def _keeps_operator(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    """Whether a recomputed layer keeps what an operator gave: dense attention's, unless it is
-    part of what is kept as a whole.
-    """
+    """Whether a recomputed layer keeps an operator's result: dense attention's."""
     is_kept = operator in _OPERATORS and not is_keeping()
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -230,10 +298,7 @@ def _window_of(module: nn.Module, features: dict[str, Any]) -> int | None:
 
 
 def _layers_from_the_end(module: nn.Module) -> int:
-    """Position of the module's layer counted from the last one, which is 1.
-
-    Raises ModelError for a module that does not know its layer.
-    """
+    """Position of the module's layer counted from the last one, which is 1."""
     index, config = getattr(module, "layer_idx", None), getattr(module, "config", None)
     if not isinstance(index, int) or config is None:
         raise ModelError(
@@ -256,9 +321,7 @@ def _refuse_features(module: nn.Module, features: dict[str, Any]) -> None:
 
 
 def _refuse_in_ring(module: nn.Module, pattern: Pattern, *, longest: int) -> None:
-    """Raise ModelError for documents of which a layer's pattern cuts something off, and for capped
-    scores, which a ring does not compute.
-    """
+    """Raise ModelError for what a ring does not compute: patterns that cut, capped scores."""
     if pattern.soft_cap is not None:
         raise ModelError(
             f"{_family(module)} caps the scores of its attention, which a ring does not",

@@ -163,9 +163,7 @@ def _runs(ring: Ring, step: int, device: torch.device) -> Iterator[Run]:
 
 
 def _pieces(tokens: int, documents: int, device: torch.device) -> tuple[int, int]:
-    """How many pieces of which length stand for a run of documents: two chunks of one length
-    each.
-    """
+    """How many pieces of which length stand for a run of documents: two chunks each."""
     assert device.type in ("cuda", "cpu")
     count = pieces(tokens, device.type) or 1
     if count <= documents or tokens // count % 2:
@@ -210,11 +208,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _pass_forward(
-    query_BHSD: Tensor,
-    key_BKSD: Tensor,
-    value_BKSD: Tensor,
-    sinks_H: Tensor | None,
-    ring: Ring,
+    query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, sinks_H: Tensor | None, ring: Ring
 ) -> tuple[Tensor, Tensor]:
     """What is attended, BHSD, and the logarithm of each query's sum of exponentials, BHS."""
     wide = torch.promote_types(query_BHSD.dtype, torch.float32)

@@ -78,10 +78,7 @@ def register_block_sparse(
 
 
 def _no_mask(*arguments: Any, attention_mask: Tensor | None = None, **others: Any) -> None:
-    """Build no mask.
-
-    Raises ModelError for padding, which a mask would have to hide.
-    """
+    """Build no mask. Raises ModelError for padding, which one would have to hide."""
     del arguments, others
     if attention_mask is not None and not bool(attention_mask.all()):
         raise ModelError(

@@ -121,8 +121,7 @@ class ChatTemplate:
         text = self.text(conversation)
         if conversation.tools and text == self.text(conversation._replace(tools=())):
             raise _UnwrittenError(
-                f"{conversation.name}: the chat template does not write `tools`",
-                hint=_WRITES_IT,
+                f"{conversation.name}: the chat template does not write `tools`", hint=_WRITES_IT
             )
         all_marked = self.text(marked(conversation))
         written = "".join(text.split())
@@ -305,11 +304,7 @@ class ChatTemplate:
 
     @contextmanager
     def _limited(self, record: str) -> Generator[None]:
-        """Run the block in what the record has left of ``LIMIT_S`` of this process's time, however
-        busy the machine is.
-
-        Raises UsageError, with the record's name.
-        """
+        """Run the block in what the record has left of ``LIMIT_S`` of this process's time."""
         if record != self._record:
             self._record, self._left_s = record, LIMIT_S
 
@@ -334,9 +329,7 @@ class ChatTemplate:
 
 
 class _LateError(BaseException):
-    """A template's time is up; no Exception, which jinja2 takes for a refusal of its own to compute
-    a constant.
-    """
+    """A template's time is up; no Exception, which jinja2 would take for a refusal."""
 
 
 @contextmanager

@@ -1,25 +1,25 @@
-"""Data files: what the paths of ``--data`` hold, in an order that is the same everywhere, and a
-digest of their bytes.
+"""Data files: what the paths of ``--data`` hold, in an order that is the same everywhere, a digest
+of their bytes, and their records, one after the other, never a whole file in memory.
 
-The manifest of a checkpoint, or a corpus: size and checksum of every file in its folder, written
-last.
-
-Where it is, everything else was on the disk before it.
+A record knows its name, ``data.jsonl:17``, which every message about it begins with: the line of a
+file of lines, the row of a table.
 """
 
+import gzip
 import hashlib
-import os
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
-from typing import Literal, NamedTuple
+from typing import IO, Any, Literal, NamedTuple, cast
 
 import msgspec
 
-from highwater.errors import HighwaterError, UsageError
-from highwater.nouns.codec import Record, digest, from_json, to_json
-from highwater.nouns.files import INDEX_BYTES, open_regular, read_file
+from highwater.errors import MachineError, UsageError
+from highwater.nouns.codec import from_json
+from highwater.nouns.files import open_regular
 
 DataKind = Literal["lines", "parquet", "arrow", "text", "saved"]
 """JSON lines, Parquet, a table of ``datasets``, one document of plain text, or a folder that
@@ -185,95 +185,265 @@ def _with_clear_names(files: Sequence[DataFile]) -> tuple[DataFile, ...]:
     )
 
 
-MANIFEST_FILE = "manifest.json"
+_ROWS = 256
+"""Rows of a table that are in memory at a time."""
+_BOM = b"\xef\xbb\xbf"
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+"""What texts of UTF-16 begin with."""
+_LIST_BYTES = 1 << 30
+"""The longest file that is one list, whose bytes are in memory while it is read."""
+_TO_LINES = (
+    "python3 -c 'import json, sys; [print(json.dumps(record)) for record in json.load(sys.stdin)]'"
+)
 
 
-class FileRecord(Record, frozen=True, kw_only=True):
-    """What one file has to be."""
+class DataRecord(NamedTuple):
+    """One record, and where it stands."""
 
-    size_bytes: int
-    sha256: str
-
-
-class Manifest(Record, frozen=True, kw_only=True):
-    """All files of a folder but this one, by their paths in it."""
-
-    files: Mapping[str, FileRecord]
-    files_digest: str
-    """Digest of the above: of a damaged manifest it does not say that the files are."""
+    fields: Mapping[str, Any]
+    row: int
+    """The line in its file, or the row, from 1."""
+    name: str
+    """``data.jsonl:17``."""
+    file: DataFile
+    read: set[str]
+    """Names of the fields that somebody has read."""
 
 
-def record_of(path: Path) -> FileRecord:
-    """What a file is; its bytes are read."""
-    with open_regular(path) as file:
-        checksum = hashlib.file_digest(file, "sha256").hexdigest()
-        return FileRecord(size_bytes=file.tell(), sha256=checksum)
+def records(file: DataFile) -> Iterator[DataRecord]:
+    """The records of a file, in its order.
 
-
-def write_manifest(directory: Path, files: Mapping[str, FileRecord]) -> None:
-    """Write the manifest, onto the disk, and the folders' names of their files."""
-    ordered = dict(sorted(files.items()))
-    manifest = Manifest(files=ordered, files_digest=digest(ordered))
-    write_durably(directory / MANIFEST_FILE, to_json(manifest, indent=2))
-    for folder in {directory, *(directory / name for name in map(os.path.dirname, files))}:
-        make_durable(folder)
-
-
-def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a folder; UsageError where there is none, or it is damaged."""
-    path = directory / MANIFEST_FILE
+    Raises UsageError, with the file and the line, for what cannot be read, and for a file of
+    records that has none.
+    """
+    row = 0
     try:
-        manifest = from_json(read_file(path, most_bytes=INDEX_BYTES), Manifest)
-    except (OSError, msgspec.MsgspecError, HighwaterError) as error:
-        raise damage(path, _why(error)) from error
-    if digest(manifest.files) != manifest.files_digest:
-        raise damage(path, "it is not as it was written")
-    return manifest
+        for row, fields in _ROW_READERS[file.kind](file):
+            name = file.name if file.kind == "text" else f"{file.name}:{row}"
+            whole = {field: _without_nulls(value) for field, value in fields.items()}
+            yield DataRecord(whole, row, name, file, set())
+    except OSError as error:
+        raise MachineError(
+            f"{file.name} could not be read past record {row}: {error}",
+            hint=f"try to read it: `wc -c {quote(str(file.path))}`",
+        ) from error
+    if not row:
+        raise UsageError(
+            f"{file.name} has no record", hint="leave the file out, or write a record a line in it"
+        )
 
 
-def check_files(directory: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Raise UsageError for the first of these files that is missing, or not as it was written."""
-    for name in names:
-        path, expected = directory / name, manifest.files[name]
+def _without_nulls(value: Any) -> Any:
+    """A value without fields that are null, which tables have in rows that lack them."""
+    if isinstance(value, Mapping):
+        fields = cast(Mapping[str, Any], value).items()
+        return {name: _without_nulls(each) for name, each in fields if each is not None}
+    if isinstance(value, list) and {*map(type, value)} & {dict, list}:
+        return [_without_nulls(each) for each in value]
+    return value
+
+
+def command_without(file: DataFile, names: Sequence[str]) -> str:
+    """A command that writes a file anew without these fields."""
+    path, fields = quote(str(file.path)), " ".join(map(quote, names))
+    if file.kind == "lines":
+        each = "json.load(sys.stdin)" if _is_list(file) else _EACH_LINE
+        return f"{_shown(file)} | python3 -c '{_PICKED.format(each)}' {fields} > without.jsonl"
+    how = _COLUMNS_DROPPED[file.kind]
+    return f"python3 -c 'import sys; {how}' {path} {fields}"
+
+
+_PICKED = (
+    "import json, sys; [print(json.dumps({{name: value for name, value in record.items() "
+    "if name not in sys.argv}})) for record in {}]"
+)
+_EACH_LINE = "(json.loads(line) for line in sys.stdin if line.strip())"
+_SAVED_WITHOUT = '(sys.argv[1]).remove_columns(sys.argv[2:]).save_to_disk("without")'
+_COLUMNS_DROPPED: Mapping[DataKind, str] = {
+    "parquet": "from pyarrow import parquet; parquet.write_table(parquet.read_table(sys.argv[1])"
+    '.drop_columns(sys.argv[2:]), "without.parquet")',
+    "arrow": f"import datasets; datasets.Dataset.from_file{_SAVED_WITHOUT}",
+    "saved": f"import datasets; datasets.load_from_disk{_SAVED_WITHOUT}",
+}
+
+
+Rows = Iterator[tuple[int, Mapping[str, Any]]]
+
+
+def _lines(file: DataFile) -> Rows:
+    if _is_list(file):
+        yield from _listed(file)
+        return
+    for number, line in enumerate(_raw_lines(file), 1):
+        if number == 1:
+            line = line.removeprefix(_BOM)
+        text = _text(line, file, f"{file.name}:{number}").strip()
+        if not text:
+            continue
         try:
-            size = path.stat().st_size
-            if size == expected.size_bytes and record_of(path) == expected:
-                continue
-        except OSError as error:
-            raise damage(path, _why(error)) from error
-        if size != expected.size_bytes:
-            raise damage(path, f"it has {size:,} bytes of {expected.size_bytes:,}")
-        raise damage(path, "its checksum is another than when it was written")
+            yield number, from_json(text, dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise _no_record(file, number, text, error) from error
 
 
-def damage(path: Path, why: str) -> UsageError:
-    """What is said of a damaged file; whoever knows another checkpoint has a better hint."""
+def _is_list(file: DataFile) -> bool:
+    """Whether a file of JSON is one list of records, as ``json.dump`` writes it."""
+    with _opened(file.path) as stream:
+        first = next(_unpacked(file, lambda: stream.read(1 << 16)), b"")
+    return first.removeprefix(_BOM).lstrip().startswith(b"[")
+
+
+def _listed(file: DataFile) -> Rows:
+    """The records of one list, as bytes in memory until it is their turn."""
+    pieces: list[bytes] = []
+    with _opened(file.path) as stream:
+        for piece in _unpacked(file, lambda: stream.read(1 << 20)):
+            pieces.append(piece)
+            if len(pieces) > _LIST_BYTES >> 20:
+                raise UsageError(
+                    f"{file.name} is one list of more than {_LIST_BYTES >> 20:,} MiB, which would "
+                    "be in memory as a whole",
+                    hint=f"write a record a line: `{_shown(file)} | {_TO_LINES} > lines.jsonl`",
+                )
+    data = b"".join(pieces).removeprefix(_BOM)
+    _text(data, file, file.name)
+    try:
+        for number, record in enumerate(from_json(data, list[msgspec.Raw]), 1):
+            yield number, from_json(record, dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise UsageError(
+            f"{file.name} is no list of records: {error}",
+            hint=f"look at it: `{_shown(file)} | python3 -m json.tool`",
+        ) from error
+
+
+def _raw_lines(file: DataFile) -> Iterator[bytes]:
+    with _opened(file.path) as stream:
+        yield from _unpacked(file, lambda: stream.readline())
+
+
+def _unpacked(file: DataFile, read: Callable[[], bytes]) -> Iterator[bytes]:
+    """What ``read`` gives until it gives nothing; UsageError for an archive that breaks off."""
+    number = 0
+    while True:
+        number += 1
+        try:
+            piece = read()
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise UsageError(
+                f"{file.name}:{number} cannot be unpacked: {error}",
+                hint=f"copy the file anew; `gzip -t {quote(str(file.path))}` says whether it is "
+                "whole",
+            ) from error
+        if not piece:
+            return
+        yield piece
+
+
+def _opened(path: Path) -> IO[bytes]:
+    file = open_regular(path)
+    return cast(IO[bytes], gzip.open(file)) if path.suffix.lower() == ".gz" else file
+
+
+def _text(data: bytes, file: DataFile, name: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        path = quote(str(file.path))
+        is_packed = file.path.suffix.lower() == ".gz"
+        source = f"gzip -dc {path} | iconv" if is_packed else f"iconv {path}"
+        unpacked = file.path.with_suffix("") if is_packed else file.path
+        is_wide = data.startswith(_UTF_16)
+        code, meant = ("utf-16", "UTF-16") if is_wide else ("latin1", "Latin-1 for example")
+        raise UsageError(
+            f"{name} is not UTF-8: the byte 0x{data[error.start]:02x} at {error.start}",
+            hint=f"write it anew, from {meant}: `{source} -f {code} -t utf-8 > "
+            f"{quote(f'utf8{unpacked.suffix}')}`",
+        ) from error
+
+
+def _no_record(file: DataFile, number: int, text: str, error: Exception) -> UsageError:
+    shown = _shown(file)
+    if text == "{" and number == 1:
+        return UsageError(
+            f"{file.name}:1 is a record that goes on in the next line",
+            hint="write it in one line: "
+            f"`{shown} | python3 -m json.tool --no-indent > lines.jsonl`",
+        )
     return UsageError(
-        f"{path} is damaged: {why}", hint="go on from another checkpoint: `--resume-from`"
+        f"{file.name}:{number} is no record of JSON: {error}",
+        hint=f"look at it: `{shown} | sed -n {number}p`",
     )
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Write a file onto the disk, under a name of its own until it is there."""
-    unnamed = path.with_name(f"{path.name}.tmp")
-    with unnamed.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    unnamed.replace(path)
-    make_durable(path.parent)
+def _shown(file: DataFile) -> str:
+    """A command that prints a file of text."""
+    path = quote(str(file.path))
+    return f"gzip -dc {path}" if file.path.suffix.lower() == ".gz" else f"cat {path}"
 
 
-def make_durable(folder: Path) -> None:
-    """Have the names in a folder on the disk; a file's own fsync leaves its name out."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _document(file: DataFile) -> Rows:
+    """A file of text as one record. Its bytes are in memory: the document is a whole."""
+    with _opened(file.path) as stream:
+        data = b"".join(_unpacked(file, lambda: stream.read(1 << 20)))
+    text = _text(data.removeprefix(_BOM), file, file.name)
+    yield 1, {"text": text}
+
+
+def _parquet(file: DataFile) -> Rows:
+    _refuse_without("pyarrow", file)
+    import pyarrow
+    from pyarrow import parquet
+
+    row = 0
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        with parquet.ParquetFile(file.path) as table:
+            for batch in table.iter_batches(batch_size=_ROWS):
+                for fields in batch.to_pylist():
+                    row += 1
+                    yield row, fields
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise _broken_table(file, row, error) from error
 
 
-def _why(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return "it is missing" if isinstance(error, FileNotFoundError) else str(error.strerror)
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+def _arrow(file: DataFile) -> Rows:
+    _refuse_without("datasets", file)
+    import datasets
+    import pyarrow
+
+    row = 0
+    try:
+        table = (
+            datasets.Dataset.from_file(str(file.path))
+            if file.kind == "arrow"
+            else datasets.load_from_disk(str(file.path))
+        )
+        for fields in cast(Any, table.with_format(None)):
+            row += 1
+            yield row, fields
+    except (pyarrow.ArrowException, UnicodeDecodeError, FileNotFoundError) as error:
+        raise _broken_table(file, row, error) from error
+
+
+def _broken_table(file: DataFile, row: int, error: Exception) -> UsageError:
+    return UsageError(
+        f"{file.name}:{row + 1} cannot be read: {' '.join(str(error).split())}",
+        hint="copy the file anew, or leave it out",
+    )
+
+
+def _refuse_without(package: str, file: DataFile) -> None:
+    if find_spec(package) is None:
+        raise UsageError(
+            f"{file.name} is read by {package}, which is not installed here",
+            hint=f"`pip install {package}`",
+        )
+
+
+_ROW_READERS: Mapping[DataKind, Callable[[DataFile], Rows]] = {
+    "lines": _lines,
+    "text": _document,
+    "parquet": _parquet,
+    "arrow": _arrow,
+    "saved": _arrow,
+}

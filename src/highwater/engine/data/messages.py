@@ -13,7 +13,7 @@ from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, cast
 
-from highwater.engine.data.readers import DataRecord
+from highwater.engine.data.data_files import DataRecord
 from highwater.engine.data.record_fields import (
     first_of,
     has,

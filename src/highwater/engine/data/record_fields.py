@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from highwater.engine.data.batches import UNTRAINED
-from highwater.engine.data.readers import DataRecord, command_without
-from highwater.engine.data.user_documents import seen
+from highwater.engine.data.data_files import DataRecord, command_without
+from highwater.engine.data.micro_batches import seen
 from highwater.errors import UsageError
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from highwater.engine.data.conversations import ChatTemplate
-from highwater.engine.data.data_files import DataFile
+from highwater.engine.data.data_files import DataFile, DataRecord
 from highwater.engine.data.messages import (
     Conversation,
     Message,
@@ -35,7 +35,6 @@ from highwater.engine.data.messages import (
     spoken,
     with_system,
 )
-from highwater.engine.data.readers import DataRecord
 from highwater.engine.data.record_fields import (
     first_of,
     has,
@@ -86,12 +85,7 @@ class Rendering:
         self.vocab_size = vocab_size
 
     def document(
-        self,
-        record: DataRecord,
-        parts: Sequence[tuple[str, bool]],
-        *,
-        starts: bool,
-        ends: bool,
+        self, record: DataRecord, parts: Sequence[tuple[str, bool]], *, starts: bool, ends: bool
     ) -> TokenDocument:
         """The tokens of a text in parts, each trained or not; with the tokenizer's own beginning,
         and with an end-of-text token unless it ends in one.
@@ -232,9 +226,7 @@ def _raw(rendering: Rendering, record: DataRecord, everything: bool) -> TokenDoc
 def _completion(
     rendering: Rendering, record: DataRecord, prompt: Said, name: str, everything: bool
 ) -> TokenDocument:
-    """A prompt with the response in field ``name``: texts as they follow each other, or a
-    conversation.
-    """
+    """A prompt with the response in field ``name``: two texts, or a conversation."""
     response = said_of(record, name)
     if isinstance(prompt, str) and isinstance(response, str):
         parts = [(prompt, False), (response, True)]

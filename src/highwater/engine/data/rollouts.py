@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from highwater.engine.data.data_files import DataRecord
 from highwater.engine.data.messages import (
     Said,
     messages_of,
@@ -26,8 +27,7 @@ from highwater.engine.data.messages import (
     spoken,
     with_system,
 )
-from highwater.engine.data.micro_batches import refuse_uncallable, user_function
-from highwater.engine.data.readers import DataRecord
+from highwater.engine.data.micro_batches import refuse_uncallable, seen, user_function
 from highwater.engine.data.record_fields import (
     first_of,
     has,
@@ -41,7 +41,6 @@ from highwater.engine.data.record_fields import (
     value_of,
 )
 from highwater.engine.data.rendering import Render, Rendering, TokenDocument, Unit, without_fields
-from highwater.engine.data.user_documents import seen
 from highwater.errors import UsageError
 
 _EXAMPLE = (
@@ -153,9 +152,7 @@ def _several(record: DataRecord) -> list[_Sampled]:
 def _document(
     rendering: Rendering, record: DataRecord, sampled: _Sampled, reward: RewardFunction | None
 ) -> TokenDocument:
-    """One rollout: from the ids that were sampled where the record has them, else from its text,
-    which then ends with an end-of-text token.
-    """
+    """One rollout: from the ids that were sampled where the record has them, else from its text."""
     prompt = prompt_of(record)
     if prompt is None:
         raise without_fields(record, "prompt", _EXAMPLE)

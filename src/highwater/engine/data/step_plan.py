@@ -66,9 +66,7 @@ Measured = tuple[int, int]
 
 
 class _OpenStep:
-    """One step while it is filled: each document in the row that it leaves the least room in, which
-    keeps rows free for long ones.
-    """
+    """One step while it is filled: rows are kept free for long documents."""
 
     def __init__(self, rows: int, row_tokens: int) -> None:
         self.units: dict[int, list[Measured]] = {}
@@ -105,16 +103,12 @@ class _OpenStep:
         return left
 
     def final_rows(self) -> list[list[Measured]]:
-        """The documents of each row, about as many tokens in each where that can be: ranks wait
-        for each other. None is empty.
-        """
+        """The documents of each row, about as many tokens in each: ranks wait. None is empty."""
         balanced = _balanced(list(chain(*self.units.values())), self._rows, self._row_tokens)
         return balanced or _none_empty(self._packing.rows)
 
     def _repacked_with(self, items: list[Measured]) -> "_Packing | None":
-        """All documents packed from the start, the longest of all first; None where they do not
-        fit, or this was tried too often.
-        """
+        """All documents packed anew; None where they do not fit, or after some tries."""
         self._repacked += 1
         packing = _Packing(self._rows, self._row_tokens)
         if self._repacked <= _REPACKED and packing.add([*chain(*self.units.values()), *items]):
@@ -137,9 +131,7 @@ class _Packing:
         return other
 
     def add(self, items: list[Measured]) -> bool:
-        """Add documents, the longest first; false where one has no room, and then only some are
-        added.
-        """
+        """Add documents, the longest first; false, and only some are, where one has no room."""
         for item in sorted(items, reverse=True):
             found = bisect_left(self._rooms, (item[0], -1))
             if found == len(self._rooms):
@@ -161,9 +153,7 @@ class _Packing:
 
 
 def _balanced(items: list[Measured], rows: int, row_tokens: int) -> list[list[Measured]] | None:
-    """Documents in rows, the longest first, each in the row with the least in it; None where one
-    has no room there.
-    """
+    """Documents in rows, each in the row with the least in it; None where one has no room there."""
     packed: list[list[Measured]] = [[] for _ in range(rows)]
     loads = [(0, row) for row in range(rows)]
     for item in sorted(items, reverse=True):
@@ -176,9 +166,7 @@ def _balanced(items: list[Measured], rows: int, row_tokens: int) -> list[list[Me
 
 
 def _none_empty(rows: list[list[Measured]]) -> list[list[Measured]]:
-    """The rows, an empty one with the shortest document of the row that has the most; there are as
-    many documents as rows.
-    """
+    """The rows, an empty one with the shortest document of the row that has the most."""
     for row in rows:
         if not row:
             donor = max(rows, key=len)
@@ -225,9 +213,7 @@ class _Filling:
         return False
 
     def _lend(self, steps: list[_OpenStep], poor: _OpenStep) -> bool:
-        """Give a step units of others that have documents enough without them, until it has; false
-        where none can.
-        """
+        """Give a step units that others can spare, until it has enough; false where none can."""
         for at, rich in enumerate(steps):
             if rich is poor:
                 continue
@@ -246,9 +232,7 @@ def _laid_out(steps: Sequence[Sequence[Iterable[int]]]) -> EpochRows:
 
 
 def _refuse_large(units: Units, row_tokens: int, rows: int) -> None:
-    """Raise UsageError for a document that no row holds, a unit that no step does, and documents
-    that are fewer than the rows.
-    """
+    """Raise UsageError for documents, units or rows that fit into no step."""
     longest, documents = int(units.lengths.max()), len(units.lengths)
     if longest > row_tokens:
         raise UsageError(

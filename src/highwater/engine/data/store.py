@@ -1,16 +1,18 @@
 """The store of a corpus: flat files of little-endian numbers in one folder, which every rank maps
-into its memory.
+into its memory; and the manifest of such a folder, or of a checkpoint: size and checksum of every
+file in it.
 
 A folder is made beside its place and moved there when all of it is on the disk, with a manifest of
 its files' checksums written last: what is there is whole, or was damaged by somebody. Whoever opens
 it reads every byte once to see which: a second for each 1 to 2 GB.
 """
 
+import hashlib
 import os
 import shutil
 from array import array
 from collections import Counter
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Self
@@ -21,18 +23,11 @@ import torch
 from numpy.typing import NDArray
 
 from highwater.engine.data.batches import UNTRAINED, Document
-from highwater.engine.data.data_files import (
-    check_files,
-    read_manifest,
-    record_of,
-    write_durably,
-    write_manifest,
-)
 from highwater.engine.data.rendering import TokenDocument, Unit
-from highwater.errors import MachineError, UsageError
-from highwater.nouns.codec import from_json, to_json
+from highwater.errors import HighwaterError, MachineError, UsageError
+from highwater.nouns.codec import Record, digest, from_json, to_json
 from highwater.nouns.corpus import Corpus
-from highwater.nouns.files import INDEX_BYTES, read_file
+from highwater.nouns.files import INDEX_BYTES, open_regular, read_file
 
 _SUMMARY = "corpus.json"
 _NAMES = "names.json"
@@ -41,12 +36,7 @@ _SMALL_VOCABULARY = 1 << 16
 """Ids below it are kept in two bytes, others in four."""
 _TOKEN_FILES = {"trained": "u1", "logprobs": "<f4"}
 """Files with a number for each token, beside the ids."""
-_DOCUMENT_FILES = {
-    "units": "<i8",
-    "files": "<i4",
-    "rows": "<i8",
-    "rewards": "<f8",
-}
+_DOCUMENT_FILES = {"units": "<i8", "files": "<i4", "rows": "<i8", "rewards": "<f8"}
 """Files with a number for each document, beside where it begins."""
 
 
@@ -305,3 +295,97 @@ def _flush(stream: IO[bytes]) -> None:
 
 def _damaged(directory: Path, what: str) -> UsageError:
     return UsageError(f"the corpus in {directory} is damaged: {what}", hint=_AGAIN)
+
+
+MANIFEST_FILE = "manifest.json"
+
+
+class FileRecord(Record, frozen=True, kw_only=True):
+    """What one file has to be."""
+
+    size_bytes: int
+    sha256: str
+
+
+class Manifest(Record, frozen=True, kw_only=True):
+    """All files of a folder but this one, by their paths in it."""
+
+    files: Mapping[str, FileRecord]
+    files_digest: str
+    """Digest of the above: of a damaged manifest it does not say that the files are."""
+
+
+def record_of(path: Path) -> FileRecord:
+    """What a file is; its bytes are read."""
+    with open_regular(path) as file:
+        checksum = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileRecord(size_bytes=file.tell(), sha256=checksum)
+
+
+def write_manifest(directory: Path, files: Mapping[str, FileRecord]) -> None:
+    """Write the manifest, onto the disk, and the folders' names of their files."""
+    ordered = dict(sorted(files.items()))
+    manifest = Manifest(files=ordered, files_digest=digest(ordered))
+    write_durably(directory / MANIFEST_FILE, to_json(manifest, indent=2))
+    for folder in {directory, *(directory / name for name in map(os.path.dirname, files))}:
+        make_durable(folder)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a folder; UsageError where there is none, or it is damaged."""
+    path = directory / MANIFEST_FILE
+    try:
+        manifest = from_json(read_file(path, most_bytes=INDEX_BYTES), Manifest)
+    except (OSError, msgspec.MsgspecError, HighwaterError) as error:
+        raise damage(path, _why(error)) from error
+    if digest(manifest.files) != manifest.files_digest:
+        raise damage(path, "it is not as it was written")
+    return manifest
+
+
+def check_files(directory: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Raise UsageError for the first of these files that is missing, or not as it was written."""
+    for name in names:
+        path, expected = directory / name, manifest.files[name]
+        try:
+            size = path.stat().st_size
+            if size == expected.size_bytes and record_of(path) == expected:
+                continue
+        except OSError as error:
+            raise damage(path, _why(error)) from error
+        if size != expected.size_bytes:
+            raise damage(path, f"it has {size:,} bytes of {expected.size_bytes:,}")
+        raise damage(path, "its checksum is another than when it was written")
+
+
+def damage(path: Path, why: str) -> UsageError:
+    """What is said of a damaged file; whoever knows another checkpoint has a better hint."""
+    return UsageError(
+        f"{path} is damaged: {why}", hint="go on from another checkpoint: `--resume-from`"
+    )
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a file onto the disk, under a name of its own until it is there."""
+    unnamed = path.with_name(f"{path.name}.tmp")
+    with unnamed.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    unnamed.replace(path)
+    make_durable(path.parent)
+
+
+def make_durable(folder: Path) -> None:
+    """Have the names in a folder on the disk; a file's own fsync leaves its name out."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return "it is missing" if isinstance(error, FileNotFoundError) else str(error.strerror)
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

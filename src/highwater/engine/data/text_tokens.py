@@ -112,9 +112,7 @@ class Tokenizer:
         return list(given["input_ids"])
 
     def _before_a_text(self) -> tuple[int, ...]:
-        """What the tokenizer itself puts before a text; what it puts after one is ``end_id``'s
-        place.
-        """
+        """What the tokenizer itself puts before a text."""
         bare = self._encoded(_PROBE, add_special_tokens=False)
         whole = self._encoded(_PROBE, add_special_tokens=True)
         for start in range(len(whole) - len(bare) + 1):

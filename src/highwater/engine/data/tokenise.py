@@ -25,8 +25,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from highwater.engine.data.data_files import DataFile, DataFiles, bytes_digest, data_files
-from highwater.engine.data.readers import records
+from highwater.engine.data.data_files import DataFile, DataFiles, bytes_digest, data_files, records
 from highwater.engine.data.rendering import (
     PlacedRecord,
     Render,
@@ -156,9 +155,7 @@ def _tokenizer_digest(directory: str | None) -> object:
 
 
 def _model_type(config: Path) -> str | None:
-    """The family, by which transformers chooses a tokenizer's class where its own files do not
-    say; the rest of a config is nothing to it.
-    """
+    """The family, by which transformers chooses a tokenizer's class where its files do not say."""
     try:
         return str(json.loads(read_file(config, most_bytes=CONFIG_BYTES)).get("model_type"))
     except (OSError, ValueError, AttributeError):

@@ -104,19 +104,14 @@ def transformed(logits: Tensor, transform: LogitTransform) -> Tensor:
 
 
 def _tanh_slope(logits: Tensor, transform: LogitTransform) -> Tensor:
-    """``1 - tanh(x)^2`` of scaled logits over the cap, without the difference, which loses all
-    digits of a logit far beyond the cap.
-    """
+    """``1 - tanh(x)^2`` of scaled logits over the cap, exact far beyond the cap too."""
     assert transform.soft_cap is not None
     powers = (logits * (transform.scale / transform.soft_cap)).abs_().mul_(-2).exp_()
     return powers.mul(4).div_(powers.add_(1).square_())
 
 
 def _finite(log_p: Tensor, p: Tensor) -> Tensor:
-    """Set ``log p`` to 0 where ``p`` is 0, in place.
-
-    What has no probability then adds 0 to a sum, rather than NaN.
-    """
+    """Set ``log p`` to 0 where ``p`` is 0, in place: it then adds 0 to a sum, not NaN."""
     return log_p.masked_fill_(p == 0, 0.0)
 
 

@@ -117,9 +117,7 @@ def build(
 
 
 def _adapt(model: Decoder, lora: Lora, *, dtype: torch.dtype) -> None:
-    """Freeze the model and put adapters on it; a number in the place of the vocabulary, which no
-    files may have, is trained whole.
-    """
+    """Freeze the model and put adapters on it."""
     add_adapters(model.causal_lm, lora, dtype=dtype)
     model.lora = lora
     if isinstance(model, ScalarModel):

@@ -81,9 +81,7 @@ class Decoder(nn.Module):
             rope.parts = parts
 
     def _check_callers(self) -> None:
-        """Raise ModelError unless every layer attends through our attention: any other way
-        documents would see each other.
-        """
+        """Raise ModelError unless every layer attends through our attention."""
         layers = self.causal_lm.config.num_hidden_layers
         if len(self.attention.callers) != layers:
             raise not_by_attention(

@@ -151,9 +151,7 @@ class Fill:
                 fill_random(name, parameter, std=std, seed=self.seed, device=self.device)
 
     def _fill_buffers(self, modules: Sequence[nn.Module]) -> None:
-        """Compute buffers anew; raise ModelError for those that neither the family's class nor the
-        files describe.
-        """
+        """Compute buffers anew; raise ModelError for those that nobody describes."""
         for module in modules:
             unknown = fill_buffers(self.model.causal_lm, module, device=self.device)
             names = [name_in_files(self.names[module]) + name for name in unknown]
@@ -167,9 +165,7 @@ class Fill:
 
 
 def _is_in(saved: weights.SavedWeights, name: str) -> bool:
-    """Whether files have to hold a parameter: adapters never are in them, and a number in the place
-    of the vocabulary may be.
-    """
+    """Whether files have to hold a parameter: never adapters."""
     return not is_adapter(name) and (name != SCORE or saved.has(SCORE))
 
 
@@ -209,9 +205,7 @@ def _check_files(
 
 
 def _other_names(model: Decoder, saved: weights.SavedWeights) -> dict[str, str]:
-    """The head's name in the place of the embedding's, where the files hold a tied weight under
-    that name alone.
-    """
+    """The head's name in the place of the embedding's, where files hold a tied weight so."""
     tied = [
         name_in_files(name)
         for name, p in model.named_parameters(remove_duplicate=False)

@@ -180,10 +180,7 @@ class _TokenStatistics(torch.autograd.Function):
 
 
 class _StatisticsOfKnownGradient(torch.autograd.Function):
-    """Statistics whose gradients are computed in the forward pass, from the same logits.
-
-    The backward pass hands them over.
-    """
+    """Statistics whose gradients are computed in the forward pass, from the same logits."""
 
     @staticmethod
     def forward(

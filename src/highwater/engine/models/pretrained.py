@@ -27,12 +27,7 @@ from typing import IO, Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from highwater.engine.models.fill import fill_buffers
@@ -158,10 +153,7 @@ class PretrainedDirectory:
         self.written_bytes += len(data)
 
     def _close_file(self) -> None:
-        """Close the file once it is on the disk.
-
-        A disk that is full, or far away, may tell only then.
-        """
+        """Close the file once it is on the disk: a full one may tell only then."""
         if self._open is None:
             return
         (_, file), self._open = self._open, None

@@ -200,10 +200,7 @@ def _hands_on(causal_lm: PreTrainedModel, decoder: _Answering) -> bool:
 def _around(
     causal_lm: PreTrainedModel, backbone: nn.Module, whole: nn.Linear
 ) -> tuple[nn.Module, nn.Linear]:
-    """Copy the family's outermost module around ``backbone``, and return it with its head.
-
-    The head has a few rows, and everything but the backbone is random.
-    """
+    """Copy the family's outermost module around ``backbone``, all else random; with its head."""
     name = next(name for name, module in causal_lm.named_modules() if module is whole)
     small = nn.Linear(
         whole.in_features, _ROWS, bias="bias" in dict(whole.named_parameters()), device="meta"

@@ -235,10 +235,7 @@ def _kinds_in(config: PreTrainedConfig) -> tuple[str, ...]:
 def _telling_length(
     kind: str, tokens: int, config: PreTrainedConfig, layer_type: str | None
 ) -> int | None:
-    """A length that has the frequencies of a document of ``tokens``; None for the original ones.
-
-    All lengths past longrope's border have the same, so that one stands for them.
-    """
+    """A length that has the frequencies of a document of ``tokens``; None for the original ones."""
     if kind != "longrope":
         return tokens if tokens > config.max_position_embeddings else None
     parameters: dict[str, Any] = cast(Any, config).rope_parameters

@@ -206,10 +206,7 @@ class SavedWeights:
 
 
 class _Unpickled:
-    """A file of PyTorch's own format, with the methods of a safetensors file.
-
-    Its tensors are mapped, and read when they are copied.
-    """
+    """A file of PyTorch's own format, mapped, with the methods of a safetensors file."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors

@@ -135,7 +135,4 @@ def _sum_to_shard(group: dist.ProcessGroup, whole: Tensor, own: Tensor) -> None:
 
 
 def _keep(_: dist.ProcessGroup, __: Tensor) -> None:
-    """Leave a single rank's gradient as it is.
-
-    Asking its group for the sum would make a communicator, which takes GPU memory.
-    """
+    """Leave a single rank's gradient: asking its group for a sum would make a communicator."""

@@ -3,12 +3,16 @@ and its end, as events in order.
 
 What another stream than its own used is given back first, and free when the GPU is done there;
 hosts wait for that now and then.
+
+Kernel workspaces: what a kernel takes of the allocator for itself, and gives back before it
+returns. No fake tensor shows it.
 """
 
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import msgspec
@@ -21,8 +25,79 @@ from torch.utils._pytree import tree_leaves
 from highwater.engine.models.weights import name_in_files
 from highwater.engine.tracer import fake_cuda
 from highwater.engine.tracer.inplace_accumulation import InplaceAccumulation
-from highwater.engine.tracer.kernel_workspaces import WORKSPACES
-from highwater.nouns.events import Allocate, Enter, Free, GiveBack, ReleaseCached, TraceEvent
+from highwater.nouns.events import (
+    Allocate,
+    Enter,
+    Free,
+    GiveBack,
+    ReleaseCached,
+    TraceEvent,
+    column_sums,
+)
+
+aten: Any = torch.ops.aten
+
+
+def _in_flash_backward(args: Sequence[Any]) -> list[int]:
+    """A float32 number per token and query head, q's gradient in float32, of heads as large as a
+    multiple of 32; where query heads share keys, k's and v's for every one of them. Source:
+    docs/results/layer; what H200s recorded in docs/results/lab/trinity_trials.json; tests/gpu.
+    """
+    per_row, of_query, *every_head = _in_backward(args)
+    head = args[1].shape[-1]
+    return [per_row, of_query // head * (-(-head // 32) * 32), *every_head]
+
+
+def _in_windowed_backward(args: Sequence[Any]) -> list[int]:
+    """As flash attention's, of tensors whose heads come behind their tokens."""
+    assert args[1].ndim == 4, "trials have no rows of unlike documents"
+    by_heads = [tensor.transpose(1, 2) for tensor in args[:3]]
+    return _in_flash_backward(by_heads)
+
+
+def _in_cudnn_backward(args: Sequence[Any]) -> list[int]:
+    """Bytes of one workspace for all that flash attention takes piece by piece, of heads as they
+    are, and 256 more. Source: docs/results/lab/histories.json.gz.
+    """
+    return [sum(_in_backward(args)) + 256]
+
+
+def _in_backward(args: Sequence[Any]) -> list[int]:
+    query, key = args[1], args[2]
+    repeats = query.shape[1] // key.shape[1]
+    every_head = [key.element_size() * repeats * key.numel()] * 2 if repeats > 1 else []
+    return [4 * query.numel() // query.shape[-1], 4 * query.numel(), *every_head]
+
+
+def _in_embedding_backward(args: Sequence[Any]) -> list[int]:
+    """Bytes of float32 sums of ten sorted rows each, past 3,072 tokens. Source:
+    ATen/native/cuda/EmbeddingBackwardKernel.cu.
+    """
+    gradient, tokens, vocabulary = args[0], args[1].numel(), args[2]
+    width = -(-gradient.shape[-1] // 32) * 32
+    return [4 * width * (tokens // 10 + min(tokens, vocabulary))] if tokens > 3072 else []
+
+
+def in_column_sums(args: Sequence[Any], *, resident_threads: int) -> list[int]:
+    """Bytes that sums over all dimensions but the last take: nouns/events.py."""
+    inputs = args[0]
+    if inputs.ndim < 2 or not inputs.numel() or inputs.stride(-1) != 1:
+        return []
+    if {dim % inputs.ndim for dim in args[1] or range(inputs.ndim)} != set(range(inputs.ndim - 1)):
+        return []
+    rows, columns = prod(inputs.shape[:-1]), inputs.shape[-1]
+    taken = column_sums(rows, columns, resident_threads=resident_threads)
+    return list(taken) if taken.partial_bytes else []
+
+
+WORKSPACES: dict[Any, Callable[[Sequence[Any]], list[int]]] = {
+    aten.embedding_dense_backward.default: _in_embedding_backward,
+    aten._scaled_dot_product_cudnn_attention_backward.default: _in_cudnn_backward,
+    aten._scaled_dot_product_flash_attention_backward.default: _in_flash_backward,
+    aten._flash_attention_backward.default: _in_windowed_backward,
+}
+"""Bytes that an operator takes for itself and gives back before it returns, by operator."""
+
 
 aten: Any = torch.ops.aten
 _DEVICE: Any = torch.ops.prim.device.default
@@ -330,9 +405,7 @@ def _is_unknown(number: Tensor) -> bool:
 
 
 def _waits_for_gpu(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
-    """Whether the host waits for the GPU: a copy between the two is over before the host goes on,
-    unless it was told not to wait.
-    """
+    """Whether the host waits for the GPU, as at a copy that was not told otherwise."""
     if func is aten.copy_.default:
         source, goes_on = args[1], kwargs.get("non_blocking", args[2:] == (True,))
     elif func is aten._to_copy.default:

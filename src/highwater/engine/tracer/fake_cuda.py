@@ -164,9 +164,7 @@ def _on(stream: Stream | None) -> Generator[None]:
 
 
 def _put_streams() -> None:
-    """Put answers for a Hopper card with nothing on it in the place of ``torch.cuda``'s questions
-    to a driver.
-    """
+    """Put answers for an empty Hopper card in the place of ``torch.cuda``'s questions."""
     cuda: Any = torch.cuda
     Stream.current = Stream()
     default = Stream.current
@@ -204,9 +202,7 @@ def _put_streams() -> None:
 
 
 def _move_with_data() -> None:
-    """Let ``tensor.data = other`` take the other's device along, as real tensors do: fake ones keep
-    theirs beside the data.
-    """
+    """Let ``tensor.data = other`` take the other's device along, as real tensors do."""
     data: Any = torch.Tensor.data
     fake: Any = FakeTensor
 
@@ -242,9 +238,7 @@ def _where_taken_apart(hook: Callable[..., None]) -> Callable[..., None]:
 def _backward_as_forward(
     take_apart: Callable[..., Iterable[torch.Tensor]],
 ) -> Callable[..., list[torch.Tensor]]:
-    """The function, whose views' gradients are heard of as they arrive, and put together on the
-    stream where it was called.
-    """
+    """The function, whose views' gradients are put together on the stream of its call."""
     before: list[Stream] = []
 
     def taken_apart(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
@@ -303,9 +297,7 @@ def _tell_of_use(tensor: torch.Tensor, stream: Stream) -> None:
 
 
 def _put_guard() -> None:
-    """Put c10's own guard without effect into the registry. PyTorch does it by itself where there
-    is one for no device.
-    """
+    """Put c10's own guard without effect into the registry, where there is none yet."""
     library = ctypes.CDLL(str(_library("libc10.so")))
     registry = (ctypes.c_void_p * _GUARDS).in_dll(
         library, "_ZN3c104impl26device_guard_impl_registryE"
@@ -328,9 +320,7 @@ def _put_guard() -> None:
 
 
 def _put_hooks(*, is_built: bool) -> None:
-    """Let PyTorch believe that CUDA is built in, and that no device has been used: autograd asks
-    before it runs.
-    """
+    """Let PyTorch believe that CUDA is built in, and no device used: autograd asks."""
     library = ctypes.CDLL(str(_library("libtorch_cpu.so")))
     get_hooks = library._ZN2at6detail12getCUDAHooksEv
     get_hooks.restype = ctypes.c_void_p
@@ -351,9 +341,7 @@ def _put_hooks(*, is_built: bool) -> None:
 
 
 def _virtual_functions(header: str) -> list[str]:
-    """Names of a class's virtual functions in their order, from the header that this PyTorch was
-    built with.
-    """
+    """A class's virtual functions in order, from the header of this PyTorch."""
     path = Path(torch.__file__).parent / "include" / "ATen" / "detail" / header
     text = re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
     return re.findall(
@@ -381,7 +369,7 @@ _PLAIN = frozenset(
         torch.device,
         torch.layout,
         torch.memory_format,
-    ),
+    )
 )
 
 
@@ -405,9 +393,7 @@ class QuickFakeMode(FakeTensorMode):
 
 
 def _is_flattened(arguments: Iterable[Any], values: list[object]) -> bool:
-    """Add all that an answer may depend on to the values; False where it may depend on something
-    else.
-    """
+    """Add all that an answer may depend on; False where it may depend on something else."""
     for argument in arguments:
         kind = type(argument)
         if kind is FakeTensor:

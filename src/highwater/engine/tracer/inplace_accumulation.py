@@ -97,9 +97,7 @@ class InplaceAccumulation:
 
 
 def _counts(args: Sequence[Any]) -> _Counts:
-    """References to the first argument, which no variable may name meanwhile: nobody else holds it
-    then but the sequence of arguments.
-    """
+    """References to the first argument, which no variable may name meanwhile."""
     storage = args[0].untyped_storage()._cdata
     to_storage: Callable[[int], int] = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
     return _Counts(args[0]._use_count(), sys.getrefcount(args[0]), to_storage(storage))

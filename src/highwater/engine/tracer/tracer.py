@@ -5,8 +5,8 @@ rank allocates and frees.
 no number is computed, no GPU asked. What runs is the engine's own code; what a CPU build cannot run
 is stood in for by what makes the same allocations: the fused attention and norm, the Triton
 kernels. Plain attention computes only those rows that take the most. What a kernel takes for itself
-and gives back is in ``kernel_workspaces.py``. No size depends on a number: experts are one product
-over all of them, of as many rows wherever a router sends the tokens.
+and gives back is in ``allocation_recorder.py``. No size depends on a number: experts are one
+product over all of them, of as many rows wherever a router sends the tokens.
 """
 
 import gc
@@ -31,10 +31,13 @@ from highwater.engine.data.micro_batches import batches
 from highwater.engine.models.build import read_config
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.tracer import fake_cuda, kernel_stubs
-from highwater.engine.tracer.allocation_recorder import AllocationRecorder
+from highwater.engine.tracer.allocation_recorder import (
+    WORKSPACES,
+    AllocationRecorder,
+    in_column_sums,
+)
 from highwater.engine.tracer.fake_cuda import QuickFakeMode
 from highwater.engine.tracer.inplace_accumulation import InplaceAccumulation
-from highwater.engine.tracer.kernel_workspaces import WORKSPACES, in_column_sums
 from highwater.engine.tracer.trainers import TRACED
 from highwater.engine.training.rank_context import RankContext
 from highwater.engine.training.rank_run import rehearsal_batch
@@ -72,13 +75,18 @@ def trace(order: TraceOrder) -> EventLog:
     """
     spec = order.spec
     if spec.settings.lora is not None:
-        _import_adapters()
+        # peft, and bitsandbytes with it, would look for a GPU while there seems to be one
+        with suppress(ImportError):
+            importlib.import_module("peft")
     fake_cuda.install()
     kernel_stubs.put(order.kernel)
     if spec.settings.optimizer != "adamw":
         kernel_stubs.put_low_bit()
     context = _context(spec, order.rank, order.kernel)
-    source = batches(spec, vocab_size=_vocab_size(spec), data_rank=context.data_rank)
+    config = read_config(
+        spec.model_directory, length_tokens=spec.length_tokens, rope=spec.settings.rope
+    )
+    source = batches(spec, vocab_size=config.vocab_size, data_rank=context.data_rank)
     whole = [[next(source) for _ in range(spec.micro_batches)] for _ in range(spec.steps)]
     rehearsal = rehearsal_batch(spec, context)
     sums = InplaceAccumulation()
@@ -116,14 +124,6 @@ def trace(order: TraceOrder) -> EventLog:
     )
 
 
-def _import_adapters() -> None:
-    """Import what would look for a GPU while there seems to be one: peft, and bitsandbytes with it
-    where that is installed. Who needs what is missing says so.
-    """
-    with suppress(ImportError):
-        importlib.import_module("peft")
-
-
 def _mute_while_shapes_are_asked(recorder: AllocationRecorder) -> None:
     propagator: Any = ShardingPropagator
     name = "_propagate_tensor_meta_non_cached"
@@ -150,12 +150,6 @@ def _context(spec: TrialSpec, rank: int, kernel: Kernel) -> RankContext:
         shared=process_mesh.sequence_groups(spec.layout, mesh),
         nccl_bytes=0,
     )
-
-
-def _vocab_size(spec: TrialSpec) -> int:
-    return read_config(
-        spec.model_directory, length_tokens=spec.length_tokens, rope=spec.settings.rope
-    ).vocab_size
 
 
 if __name__ == "__main__":

@@ -1,13 +1,22 @@
-"""The step of each trainer that is traced: a row for each, by the names of nouns/trainer.py."""
+"""The step of each trainer that is traced, by the names of nouns/trainer.py: our own, as its worker
+goes about it, and Trinity's.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
+from highwater.engine.attention.dense import prove
 from highwater.engine.data.batches import Batch
-from highwater.engine.tracer import engine_step, trinity_step
+from highwater.engine.tracer import trinity_step
 from highwater.engine.tracer.allocation_recorder import AllocationRecorder
-from highwater.engine.training.rank_context import RankContext
+from highwater.engine.training.rank_context import RankContext, compute_dtype
+from highwater.engine.training.rank_run import assemble, rehearse
+from highwater.engine.training.statistics import Statistics, summed
 from highwater.engine.training.step import Training
+from highwater.model.model import load_model
+from highwater.nouns.events import ReleaseCached
 from highwater.nouns.trainer import TrainerName
 from highwater.nouns.trial import TrialSpec
 
@@ -27,18 +36,56 @@ class TracedTrainer:
     """Happens after every step of these micro-batches."""
 
 
+_LENT_BY_FSDP1 = 4
+"""The most allocations that FSDP1 may have lent and not waited for. Among several ranks it gathers
+two units ahead at the most: their gathered parameters, and the shards that these came from.
+Compared with no trial yet."""
+
+
+def _set_up(recorder: AllocationRecorder, context: RankContext) -> None:
+    """Tell the recorder how far FSDP1 may gather ahead."""
+    if context.mesh.size() > 1:
+        recorder.most_awaited = _LENT_BY_FSDP1
+
+
+def _begin(
+    spec: TrialSpec, context: RankContext, rehearsal: Batch, recorder: AllocationRecorder
+) -> Training:
+    """The kernel proven, the models built, one short step rehearsed and the cache given back."""
+    shape = load_model(spec.model_directory).shape
+    # what a rank does before it has a model: a native allocator goes on in what this leaves
+    prove(
+        *(context.kernel, context.device, compute_dtype(context.device)),
+        query_heads=shape.query_heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+    )
+    training = assemble(spec, context)
+    recorder.follow(training.policy)
+    recorder.enter("rehearsal")
+    rehearse(training, rehearsal)
+    recorder.events.append(ReleaseCached())
+    return training
+
+
+def _after_step(training: Training, micro_batches: Sequence[Batch]) -> None:
+    """Sum the numbers of a step's statistics over the ranks."""
+    documents = sum(len(batch.rewards) for batch in micro_batches)
+    width = Statistics(training.mesh, training.sequence).width(documents)
+    summed(torch.zeros(width, dtype=torch.float64), training.mesh)
+
+
 TRACED: Mapping[TrainerName, TracedTrainer] = {
     "highwater": TracedTrainer(
-        set_up=engine_step.set_up,
-        begin=engine_step.begin,
-        before_step=engine_step.before_step,
-        after_step=engine_step.after_step,
+        set_up=_set_up, begin=_begin, before_step=lambda _: None, after_step=_after_step
     ),
     "trinity": TracedTrainer(
         set_up=trinity_step.set_up,
         begin=trinity_step.begin,
-        before_step=trinity_step.before_step,
-        after_step=trinity_step.after_step,
+        # as the trainer does before it sends the weights to its explorer: once they are there, and
+        # after each step
+        before_step=lambda recorder: recorder.release(),
+        after_step=lambda _, __: None,
     ),
 }
 """The traced step of each trainer, by the name that ``--trainer`` takes."""

@@ -60,17 +60,6 @@ def begin(
     return training
 
 
-def before_step(recorder: AllocationRecorder) -> None:
-    """Give the cache back, as the trainer does before it sends the weights to its explorer: once
-    they are there, and after each step.
-    """
-    recorder.release()
-
-
-def after_step(_: Training, __: Sequence[Batch]) -> None:
-    """Nothing of ours comes between two of its steps."""
-
-
 def assemble(spec: TrialSpec, context: RankContext) -> Training:
     """The actor on FSDP1, and its reference in host memory."""
     config = read_config(
@@ -133,9 +122,7 @@ def divided(logits_TV: Tensor) -> Tensor:
 
 
 class _Statistics(torch.autograd.Function):
-    """Flash attention's cross-entropy and verl's compiled entropy: both read the logits, each makes
-    a gradient of its own.
-    """
+    """Flash attention's cross-entropy and verl's compiled entropy: two gradients of the logits."""
 
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,9 +163,7 @@ def _wait_for_gpu(*_: object) -> None:
 
 
 def _wait_in_every_layer(policy: Decoder) -> None:
-    """Have the host wait in every layer: the reference's attention reads the longest document's
-    length from the GPU, so that its host is never ahead by a layer.
-    """
+    """Have the host wait in every layer, as the reference's attention reads lengths."""
     for name, module in policy.named_modules():
         if name.endswith("self_attn"):
             module.register_forward_pre_hook(_wait_for_gpu)

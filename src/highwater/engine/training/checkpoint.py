@@ -226,9 +226,7 @@ def save_pretrained(
 
 
 def _meet(mesh: DeviceMesh) -> None:
-    """Wait for the first rank to have written: the others' next step would else be timed with its
-    writing in it.
-    """
+    """Wait for the first rank to have written, lest the next step be timed with it."""
     if mesh.size() > 1:
         dist.barrier(group=all_ranks(mesh))
 
@@ -277,9 +275,7 @@ def _options(model: Decoder) -> StateDictOptions:
 
 
 def _named_shards(model: Decoder) -> dict[str, Tensor]:
-    """This rank's shards of the Hugging Face model by its own names, in its own order; a tied head
-    is its embedding.
-    """
+    """This rank's shards by the Hugging Face model's names; a tied head is its embedding."""
     options = replace(_options(model), ignore_frozen_params=False)
     shards: dict[str, Any] = get_model_state_dict(model, options=options)
     tied = _tied_names(model)
@@ -312,9 +308,7 @@ def _whole(shard: Tensor, dtype: torch.dtype, mesh: DeviceMesh) -> Tensor:
 
 
 class _CountingWriter(dcp.FileSystemWriter):
-    """Counts what it writes, and fails with the system's own error where torch.save would hide it
-    behind one of its format.
-    """
+    """Counts what it writes, and keeps the system's own error, which torch.save would hide."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -345,8 +339,6 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _first_of(error: dcp.CheckpointException) -> BaseException:
-    """The system's error on any rank, or else the first error: what torch raises shows no reason in
-    its first line.
-    """
+    """The system's error on any rank, or else the first error."""
     failures = [failure for failure, _ in error.failures.values()]
     return next((failure for failure in failures if isinstance(failure, OSError)), failures[0])

@@ -161,9 +161,7 @@ def token_experience(
 def _advantages(
     batch: Batch, values_N: Tensor, sequence: dist.ProcessGroup | None, numbers: Hyperparameters
 ) -> Tensor:
-    """Advantages of this rank's trained tokens. They depend on what follows, which other ranks of
-    the sequence may have.
-    """
+    """Advantages of this rank's trained tokens; what follows may be on other ranks."""
     device, shared = values_N.device, batch.shared
     positions_N = batch.trained_positions_N.to(device)
     values_T = values_N.new_zeros(len(batch.input_ids_T)).index_copy(0, positions_N, values_N)
@@ -187,9 +185,7 @@ def _advantages(
 
 
 def _whitened(raw: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
-    """The advantages, shifted and scaled to mean 0 and variance 1 over all micro-batches of all
-    ranks.
-    """
+    """The advantages, to mean 0 and variance 1 over all micro-batches of all ranks."""
     flat = torch.cat(list(raw)).double()
     count, sum_, squares = process_mesh.total(
         torch.stack([torch.ones_like(flat).sum(), flat.sum(), flat.square().sum()]), mesh

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from highwater.engine.data.data_files import make_durable
+from highwater.engine.data.store import make_durable
 from highwater.engine.models.pretrained import COPIED
 from highwater.engine.training.checkpoint import save_pretrained
 from highwater.engine.training.rank_context import agreed, compute_dtype

@@ -114,9 +114,7 @@ class HostStateAdamW(torch.optim.AdamW):
     def _streams(
         self, device: torch.device
     ) -> tuple[torch.cuda.Stream | None, torch.cuda.Stream | None, torch.cuda.Stream | None]:
-        """The streams on which moments come, are updated and go back; none on the CPU, where work
-        is done when a call returns.
-        """
+        """The streams on which moments come, are updated and go back; none on the CPU."""
         if device.type != "cuda":
             return None, None, None
         if self._link is None:

@@ -224,9 +224,7 @@ def _log_ratio(of_N: Tensor, to_N: Tensor) -> Tensor:
 
 
 def _mean_and_deviation(rewards: Sequence[float]) -> tuple[float, float]:
-    """The mean and the deviation of a group's rewards; one reward alone is compared with nothing,
-    so these are 0 and 1.
-    """
+    """Mean and deviation of a group's rewards; 0 and 1 of one reward alone."""
     if len(rewards) == 1:
         return 0.0, 1.0
     mean = sum(rewards) / len(rewards)

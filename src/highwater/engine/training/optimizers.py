@@ -70,11 +70,7 @@ def make_optimizer(
 
 
 def _made(
-    name: OptimizerName,
-    groups: list[dict[str, Any]],
-    numbers: Hyperparameters,
-    *,
-    on_host: bool,
+    name: OptimizerName, groups: list[dict[str, Any]], numbers: Hyperparameters, *, on_host: bool
 ) -> torch.optim.Optimizer:
     """The optimizer of this name, at rate zero."""
     betas = (numbers.adam_beta1, numbers.adam_beta2)
@@ -107,9 +103,7 @@ def fill_missing_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
-    """The trained parameters: those that decay, then norms and biases, as transformers' Trainer
-    tells them apart.
-    """
+    """The trained parameters: those that decay, then norms and biases, as transformers has them."""
     norms = {
         parameter
         for module in model.modules()

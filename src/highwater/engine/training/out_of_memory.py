@@ -370,9 +370,7 @@ def _tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def _place(frames: Iterable[FrameType]) -> str | None:
-    """The innermost line of the engine, ``highwater/engine/models/loss.py:84 forward``; the
-    innermost comes first in ``frames``.
-    """
+    """The innermost line of the engine, ``highwater/engine/models/loss.py:84 forward``."""
     for frame in frames:
         found = _ENGINE.search(frame.f_code.co_filename)
         if found is not None:

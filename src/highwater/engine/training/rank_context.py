@@ -107,9 +107,7 @@ def device_of(device: Device) -> torch.device:
 
 
 def _prove_windows(device: torch.device, head_dim: int) -> None:
-    """Find out whether flash attention's window is one here, and leave no block of the allocator
-    behind; what takes its place where it is not is said in the trial's log.
-    """
+    """Find out whether flash attention's window is one here, leaving no block behind."""
     if not computes_windows(device, compute_dtype(device), head_dim):
         sys.stdout.write(
             f"flash attention computes no window for heads of {head_dim} on this GPU: layers that "

@@ -95,9 +95,7 @@ def _model(spec: TrialSpec, context: RankContext, *, loss: Loss | None, seed: in
 
 
 def _reference_of(policy: Decoder, spec: TrialSpec, context: RankContext) -> Decoder | None:
-    """The reference where the objective has one: with adapters the policy itself, which is asked
-    without them.
-    """
+    """The reference where the objective has one: with adapters the policy itself."""
     if not spec.settings.traits.has_reference:
         return None
     return _reference(spec, context) if spec.settings.has_second_model else policy

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from highwater.engine.data.data_files import (
+from highwater.engine.data.store import (
     MANIFEST_FILE,
     FileRecord,
     check_files,
@@ -148,9 +148,7 @@ class RunCheckpoints:
         return state
 
     def _is_saved(self, target: Path, state: RunState, mesh: DeviceMesh) -> bool:
-        """Whether this step is saved already, and whole; UsageError where another run's is, or one
-        of a later step, which only ``resume`` sets aside.
-        """
+        """Whether this step is saved already, and whole; UsageError where it is another's."""
         with agreed(mesh):
             others = [each for each in self._checkpoints() if _step_of(each) > state.step]
             if target.is_dir():
@@ -240,9 +238,7 @@ class RunCheckpoints:
         return gathered([path.name for path in paths], mesh, kind=list[str])[0]
 
     def _check(self, path: Path, mesh: DeviceMesh) -> RunState:
-        """The state of a checkpoint; UsageError on all ranks where any file of it is not as it was
-        written. Each rank reads its part of the files.
-        """
+        """The state of a checkpoint; UsageError on all ranks where a file is damaged."""
         with agreed(mesh):
             manifest = read_manifest(path)
             by_size = sorted(manifest.files, key=lambda name: manifest.files[name].size_bytes)
@@ -280,9 +276,7 @@ class RunCheckpoints:
             path.rename(aside)
 
     def _tell_best(self) -> None:
-        """Say which checkpoint is the best, of those that the latest one's evaluation compares
-        with.
-        """
+        """Say which checkpoint is the best, by evaluations as the latest one's."""
         states: list[RunState] = []
         for path in self._checkpoints():
             with suppress(UsageError):  # a damaged one is not the best
@@ -304,9 +298,7 @@ class RunCheckpoints:
             (self.folder / BEST_FILE).unlink(missing_ok=True)
 
     def _remove_older(self) -> None:
-        """Remove all checkpoints but the latest and the best, where every file of them was written
-        here.
-        """
+        """Remove all checkpoints but the latest and the best, unless they have others' files."""
         best = self.best()
         kept = {self.latest(), None if best is None else self.folder / best.checkpoint}
         for path in self._checkpoints():

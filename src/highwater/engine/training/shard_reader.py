@@ -244,10 +244,7 @@ def _copy_codes(
     theirs, own = (loose.tensor for loose in (source, target))
     codes, scales = _coded(own)
     their_codes, their_scales = _coded(theirs)
-    for numbers, others, size in (
-        (codes, their_codes, 1),
-        (scales, their_scales, QUANTIZED_BLOCK),
-    ):
+    for numbers, others, size in ((codes, their_codes, 1), (scales, their_scales, QUANTIZED_BLOCK)):
         first, start, count = target.first // size, source.first // size, length // size
         numbers.view(-1)[first : first + count].copy_(others.reshape(-1)[start : start + count])
 

@@ -58,12 +58,9 @@ class Coordinates:
 
     def slots(self, group: Group) -> int:
         """Groups of this kind that there are."""
-        return {
-            "rank": self.ranks,
-            "context": self.data_ranks,
-            "data": self.sharing,
-            "all": 1,
-        }[group]
+        return {"rank": self.ranks, "context": self.data_ranks, "data": self.sharing, "all": 1}[
+            group
+        ]
 
     def slot(self, group: Group) -> int:
         """Which of them the rank is in."""
@@ -308,8 +305,7 @@ def _declared(
             )
         if quantity.how == "mean" and quantity.is_count:
             raise UsageError(
-                f"{name} is a mean, and cannot be declared as a count",
-                hint="leave `is_count` out",
+                f"{name} is a mean, and cannot be declared as a count", hint="leave `is_count` out"
             )
     quantities = {**QUANTITIES, **own}
     # what ranks have alike is added in shares, of which there is one on each of all ranks
@@ -353,9 +349,7 @@ def _declared(
 
 
 def _divisors(quantities: Mapping[str, Quantity]) -> list[str]:
-    """What a mean may be over: counts, which every step has, and sums that a caller declared. A
-    trial's FLOPs are no count.
-    """
+    """What a mean may be over: counts, and sums that a caller declared."""
     return [
         name
         for name, each in quantities.items()
@@ -398,9 +392,7 @@ def _numbers_of(quantity: Quantity) -> int:
 
 
 def _number(name: str, value: object, quantity: Quantity) -> float:
-    """A number, or the one of a tensor or an array. Raises UsageError for anything else, and for
-    what is not whole where the quantity is a count.
-    """
+    """A number, or the one of a tensor or an array; whole where the quantity is a count."""
     number = part = None
     try:
         number = value.item() if hasattr(value, "item") else value  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
@@ -429,9 +421,7 @@ def _extreme(how: Literal["min", "max"], values: Sequence[float]) -> float:
 
 
 def _perplexity(how: How, documents: Sequence[tuple[float, float]]) -> Reduced:
-    """The mean, smallest or largest perplexity of documents, each by the sum of its
-    log-probabilities and their count.
-    """
+    """The mean, smallest or largest perplexity of documents."""
     if not documents:
         return None
     sums, counts = torch.tensor(documents, dtype=torch.float64).T

@@ -298,9 +298,7 @@ class MemoryWatch:
 
 
 class _DataSegment:
-    """The peak of this process's data segment, which the kernel does not keep: read every
-    millisecond.
-    """
+    """The peak of this process's data segment, read every millisecond."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0

@@ -265,9 +265,7 @@ def _experiences(training: Training, micro_batches: Sequence[Batch]) -> Sequence
 def _policy_loss(
     training: Training, batch: Batch, experience: Experience | None, counted: Counts
 ) -> Tensor:
-    """This micro-batch's share of the policy's loss, that of the routers included: the one place
-    where an objective's name is compared.
-    """
+    """This micro-batch's share of the policy's loss, where alone objectives are told apart."""
     match training.objective:
         case "sft":
             gradient = objectives.sft_logprob_gradient(trained_tokens=counted.trained)
@@ -312,9 +310,7 @@ def _clipped_loss(
     experience: Experience,
     counted: int,
 ) -> Tensor:
-    """The clipped ratios; less the entropy, and with the divergence from a reference, where the
-    settings have them.
-    """
+    """The clipped ratios, with entropy and divergence where the settings have them."""
     assert experience.advantages_N is not None
     logprobs_N, numbers = statistics.logprobs_N, training.hyperparameters
     loss = objectives.clip_loss(
@@ -328,9 +324,7 @@ def _clipped_loss(
     )
     if training.entropy:
         loss = loss - objectives.entropy_bonus(
-            statistics.entropies_N,
-            coefficient=numbers.entropy_coefficient,
-            trained_tokens=counted,
+            statistics.entropies_N, coefficient=numbers.entropy_coefficient, trained_tokens=counted
         )
     if experience.reference_logprobs_N is not None:
         loss = loss + objectives.divergence(

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from highwater.engine.activations.recompute import seeded
 from highwater.engine.data.batches import Batch, digest, pack
-from highwater.engine.data.user_documents import read_documents
+from highwater.engine.data.micro_batches import read_documents
 from highwater.engine.parallel.mesh import every_ranks
 from highwater.engine.training import checkpoint
 from highwater.engine.training.evaluation import Evaluation, evaluate
@@ -334,10 +334,7 @@ class Trainer:
         return [self._context.share_of(batch) for batch in whole]
 
     def _read(self, micro_batches: Iterable[Any], *, trains: bool) -> tuple[list[Batch], int]:
-        """The whole micro-batches of this data-parallel rank, and the tokens of all of them.
-
-        Raises UsageError on every rank where one cannot go on: the others would wait for it.
-        """
+        """The whole micro-batches of this data rank, and their tokens; UsageError on every rank."""
         whole: list[Batch] = []
         refusal: HighwaterError | None = None
         try:
@@ -397,9 +394,7 @@ class Trainer:
                 )
 
     def _compare(self, whole: Sequence[Batch]) -> int:
-        """The tokens of all data-parallel ranks. Raises UsageError for numbers of micro-batches, or
-        documents, that are not the same where they have to be.
-        """
+        """The tokens of all data ranks. Raises UsageError for numbers that have to be the same."""
         tokens = sum(len(batch.input_ids_T) for batch in whole)
         sharing = self._context.sequence_degree
         own = int(digest(whole)) if sharing > 1 else 0
@@ -465,9 +460,7 @@ def _stay_on_this_machine() -> None:
 
 
 def _check_allocator(device: torch.device, mode: str) -> None:
-    """Raise UsageError for an allocator in another mode than the one that was named: it is chosen
-    as the process begins.
-    """
+    """Raise UsageError for another allocator than named: it is chosen as the process begins."""
     name, _, wanted = mode.partition(":")
     found = allocator_settings(device).get(name, wanted)
     if found != wanted:

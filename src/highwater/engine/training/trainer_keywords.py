@@ -110,9 +110,7 @@ def _as_keywords(flags: re.Match[str]) -> str:
 
 
 def _refuse_what_is_no_steps(settings: Mapping[str, Any]) -> None:
-    """Raise UsageError for a setting of searches and of trials alone; what no setting is called is
-    left to the request.
-    """
+    """Raise UsageError for a setting of searches and of trials alone."""
     for name in settings:
         if name == "gpus":
             raise UsageError(

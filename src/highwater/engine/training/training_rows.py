@@ -96,9 +96,7 @@ class TrainingRows:
 
 
 def _opened(spec: TrainingSpec, directory: str) -> OpenCorpus:
-    """An open corpus; raises UsageError for ids that the model does not know, and for documents
-    that a ring cannot share.
-    """
+    """An open corpus; UsageError for foreign ids, and documents that a ring cannot share."""
     corpus = open_corpus(Path(directory))
     shape = load_model(spec.trial.model_directory).shape
     if corpus.largest_id >= shape.vocab_size:

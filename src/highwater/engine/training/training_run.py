@@ -189,18 +189,14 @@ class TrainingRun(RankRun):
         self._saved_step = self._state.step
 
     def _refuse_broken_weights(self, training: Training) -> None:
-        """Raise UsageError, on all ranks, for weights that are not finite: an update breaks them
-        one step before the loss shows it, and they are not saved over good ones.
-        """
+        """Raise UsageError, on all ranks, before weights that are not finite are saved."""
         if _has_broken_weights(training, frozen=False):
             step = self._state.step
             what = f"the update of step {step} left weights that are no finite numbers"
             raise self._too_fast(f"{what}; {self._what_is_kept()}")
 
     def _refuse_broken_model(self, training: Training) -> None:
-        """Raise UsageError, on all ranks, for a model whose weights are not finite as they lie in
-        its files, frozen ones too.
-        """
+        """Raise UsageError, on all ranks, for a model whose weights are not finite in its files."""
         if _has_broken_weights(training, frozen=True):
             raise UsageError(
                 f"{self.spec.model_directory} has weights that are no finite numbers",
@@ -265,9 +261,7 @@ def _some_of(names: Sequence[str]) -> str:
 
 
 def _without_other_best(state: RunState, spec: TrainingSpec) -> RunState:
-    """The state that a run goes on from, without a best evaluation of another corpus: losses over
-    that one do not compare with those to come.
-    """
+    """The state to go on from, without a best evaluation of another corpus."""
     digest = None if spec.evaluation is None else spec.evaluation.digest
     if digest is None or state.evaluation_digest in (None, digest):
         return state

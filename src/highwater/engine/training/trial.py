@@ -54,9 +54,7 @@ class Trial(RankRun):
         self._stay_within_budget()
 
     def _refuse_different(self, whole: Sequence[Batch], context: RankContext) -> None:
-        """Raise UsageError where ranks that share a sequence were given different ones: each calls
-        the user's function.
-        """
+        """Raise UsageError where ranks that share a sequence were given different ones."""
         digests = gather_rows(digest(whole).to(context.device), context.sequence)
         if len(digests.unique()) > 1:
             raise UsageError(
@@ -67,9 +65,7 @@ class Trial(RankRun):
             )
 
     def _save_what_is_due(self, training: Training, *, last: bool) -> None:
-        """Save what is due after a step: the shards after the last one, Hugging Face weights after
-        every one or the last. The peak of saving counts.
-        """
+        """Save what is due after a step; the peak of saving counts."""
         settings, source, mesh = self.spec.settings, Path(self.spec.model_directory), training.mesh
         directory = Path(self.spec.checkpoint_directory or "")
         if settings.checkpoint == "sharded" and last:

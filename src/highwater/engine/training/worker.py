@@ -100,9 +100,7 @@ def _is_spent() -> bool:
 
 
 def _report_failure(reports: Path, report: RankReport) -> None:
-    """Write the report, then the log: the log's disk may be the one that is full, and then it is
-    still told why.
-    """
+    """Write the report, then the log, whose disk may be the one that is full."""
     try:
         _write(reports, report)
     finally:
@@ -141,9 +139,7 @@ def _alive(run: "RankRun", error: BaseException) -> tuple[AliveMemory | None, st
 
 
 def _text(error: BaseException) -> str:
-    """The exception, type first. A file's name may be in it whose bytes are no text: they are
-    escaped, and the rest is kept.
-    """
+    """The exception, type first; a file's name whose bytes are no text is escaped."""
     try:
         said = str(error)
     except Exception as broken:  # noqa: BLE001 -- somebody's own exception, whose text is broken
@@ -158,9 +154,7 @@ def _printable(text: str) -> str:
 
 
 def _last_report(run: "RankRun | None") -> RankReport:
-    """What is known of a rank that failed; without its peaks where the device answers nothing any
-    more.
-    """
+    """What is known of a rank that failed; without peaks where the device answers no more."""
     if run is None:
         return RankReport(rank=int(os.environ["RANK"]))
     try:

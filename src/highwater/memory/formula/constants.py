@@ -1,12 +1,7 @@
-"""Constants: what no formula knows, read on machines or fitted to tables; each says where it comes
-from.
+"""Constants of the formula, each with its source, and a GPU's memory in the parts that a prediction
+names: terms, the phases of a step in which they are alive, and the footprint of one GPU.
 
 Frozen in a commit before the measurements that judge them (docs/results/predict).
-
-Device memory that the allocator does not hold: the context of a process, NCCL, page tables.
-
-Breakdown: a GPU's memory in the parts that a prediction names: terms, the phases of a step in
-which they are alive, and the footprint of one GPU.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,8 +52,7 @@ class Footprint(Record, frozen=True, kw_only=True):
     filled_share: float
     """Share of the allocator's memory that live tensors can fill."""
     cached_bytes: int = 0
-    """Bytes that the allocator keeps besides, between its uses, and gives back where it has to:
-    reserved, but not needed."""
+    """Bytes that the allocator keeps between uses, and gives back: reserved, but not needed."""
 
     @property
     def peak(self) -> Phase:
@@ -104,7 +98,7 @@ class Footprint(Record, frozen=True, kw_only=True):
         """Bytes that a GPU has to have: one with less runs out of memory."""
         return self.device_used_bytes - self.cached_bytes
 
-    def with_libraries(self, *, outside: tuple[Term, ...], workspaces_bytes: int) -> "Footprint":
+    def with_libraries(self, outside: tuple[Term, ...], workspaces_bytes: int) -> "Footprint":
         """The footprint with what libraries were measured to take in the place of what was
         predicted: outside the allocator, and cuBLAS's workspaces in it.
         """
@@ -119,9 +113,7 @@ class Footprint(Record, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, phases=phases, outside=outside)
 
     def within(self, room_bytes: int) -> "Footprint":
-        """The footprint on a GPU with this much memory: nothing stays cached that there is no room
-        for.
-        """
+        """The footprint on a GPU with this much memory: nothing stays cached beyond it."""
         return msgspec.structs.replace(
             self, cached_bytes=max(0, min(self.cached_bytes, room_bytes - self.needed_bytes))
         )
@@ -158,12 +150,7 @@ CUBLAS_WORKSPACES_BYTES = (32 * MIB, 32 * MIB)
 forward, one for autograd's. 32 MiB on Hopper. Source: ATen/cuda/CublasHandlePool.cpp of PyTorch
 2.11; read by ``highwater doctor --measure``."""
 
-NCCL_BYTES: dict[int, int] = {
-    1: 0,
-    2: round(0.82 * GIB),
-    4: round(0.82 * GIB),
-    8: round(1.06 * GIB),
-}
+NCCL_BYTES = {1: 0, 2: round(0.82 * GIB), 4: round(0.82 * GIB), 8: round(1.06 * GIB)}
 """Device memory of one communicator after its first collective, by number of GPUs. 2 and 4 read on
 H200s (NCCL 2.28.9) by ``highwater doctor --measure``; 8 from
 https://github.com/NVIDIA/nccl/issues/1685 (H100)."""
@@ -171,12 +158,7 @@ NCCL_SECOND_GROUP_BYTES = 196 * MIB
 """Device memory that a second communicator, of the fewer GPUs that share a sequence, adds before
 its first all-to-all: no other collective runs on it. Read off the searches on four H200s with SP 2
 (docs/results/find), 642 MiB with an all-to-all of 446."""
-NCCL_ALL_TO_ALL_BYTES: dict[int, int] = {
-    1: 0,
-    2: round(0.44 * GIB),
-    4: round(1.19 * GIB),
-    8: round(3.28 * GIB),
-}
+NCCL_ALL_TO_ALL_BYTES = {1: 0, 2: round(0.44 * GIB), 4: round(1.19 * GIB), 8: round(3.28 * GIB)}
 """Device memory that a communicator's first all-to-all, which is Ulysses', adds, by number of GPUs.
 Same sources."""
 
@@ -192,9 +174,7 @@ native, the middle of what was seen. What it promises is in its interval (calibr
 
 
 class MachineConstants(Record, frozen=True, kw_only=True):
-    """What was measured on a user's own GPUs, in the place of the constants above, by number of
-    GPUs.
-    """
+    """Figures measured on a user's own GPUs, in the place of those above, by number of GPUs."""
 
     device_name: str
     versions: dict[str, str]
@@ -238,32 +218,20 @@ def outside_terms(
     if device == "cpu":
         return present(Term(name="context", bytes=context_bytes(device, gpus=layout.gpus)))
     if own is None:
-        context, nccl, all_to_all = (
-            context_bytes(device, gpus=layout.gpus),
-            NCCL_BYTES,
-            NCCL_ALL_TO_ALL_BYTES,
-        )
+        context = context_bytes(device, gpus=layout.gpus)
+        nccl, all_to_all = NCCL_BYTES, NCCL_ALL_TO_ALL_BYTES
     else:
         context = _next_larger(own.context_bytes, layout.gpus)
-        nccl, all_to_all = (
-            NCCL_BYTES | own.nccl_bytes,
-            NCCL_ALL_TO_ALL_BYTES | own.nccl_all_to_all_bytes,
-        )
+        nccl = NCCL_BYTES | own.nccl_bytes
+        all_to_all = NCCL_ALL_TO_ALL_BYTES | own.nccl_all_to_all_bytes
+    pinned = pinned_state_bytes(shape, settings, layout=layout)
+    pinned += staged_gradient_bytes(shape, settings, layout=layout)
+    pages = -(-pinned // (layout.machine_gpus * PAGE_TABLE_COVERS_BYTES))
     return present(
         Term(name="context", bytes=context),
-        Term(
-            name="page tables of pinned memory",
-            bytes=_page_table_bytes(shape, settings, layout),
-        ),
+        Term(name="page tables of pinned memory", bytes=pages * PAGE_TABLE_BYTES),
         *(() if layout.gpus == 1 else _nccl_terms(layout, nccl, all_to_all)),
     )
-
-
-def _page_table_bytes(shape: ModelShape, settings: Settings, layout: Layout) -> int:
-    """Bytes in which a GPU maps its rank's pinned host memory."""
-    states = pinned_state_bytes(shape, settings, layout=layout)
-    pinned = states + staged_gradient_bytes(shape, settings, layout=layout)
-    return -(-pinned // (layout.machine_gpus * PAGE_TABLE_COVERS_BYTES)) * PAGE_TABLE_BYTES
 
 
 def _nccl_terms(

@@ -1,16 +1,11 @@
 """Formula: peak memory of one training step of our engine in closed form: named terms, a function
-each, and a maximum over phases.
+each, and a maximum over phases. Terms are those of the GPU with the most trained tokens.
 
-A single sum would say too much: the logits are gone when a layer is recomputed. Terms are those of
-one GPU, the one with the most trained tokens. What a layer takes stands in
-memory/formula/layer_bytes.py, what no allocator holds in outside_allocator.py.
-
-In the functions:  T tokens of that GPU's micro-batch  N trained ones of them  E hidden size  V
-vocabulary
+In the functions:  T tokens of that GPU's micro-batch  E hidden size  V vocabulary
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
@@ -28,8 +23,13 @@ from highwater.memory.formula.constants import (
     outside_terms,
     present,
 )
-from highwater.memory.formula.layer_bytes import kept_bytes_of_layers, working_set_bytes
-from highwater.memory.formula.layers import Backward, Step, backwards, busiest_step
+from highwater.memory.formula.layers import (
+    Backward,
+    Step,
+    backwards,
+    kept_bytes_of_layers,
+    working_set_bytes,
+)
 from highwater.memory.formula.moments import cached_bytes, families
 from highwater.model.families import ROPE_BY_LAYER
 from highwater.model.footprint import (
@@ -42,10 +42,8 @@ from highwater.model.footprint import (
     update_bytes,
 )
 from highwater.model.layer_kind import LayerKind
-from highwater.model.model import Model, ModelShape
-from highwater.nouns.layout import CHUNK_BYTES, Layout
-from highwater.nouns.settings import Settings
-from highwater.nouns.trial import PROMPT_TOKENS, Device
+from highwater.model.model import Model
+from highwater.nouns.layout import CHUNK_BYTES
 
 FAMILIES = (
     "granite",
@@ -105,46 +103,20 @@ def refuse_unknown_family(model: Model) -> None:
         )
 
 
-class Formula(Protocol):
-    """The formula of a trainer: what its step takes, in closed form."""
-
-    def __call__(
-        self,
-        shape: ModelShape,
-        settings: Settings,
-        layout: Layout,
-        *,
-        length_tokens: int,
-        device: Device = "cuda",
-        prompt_tokens: int = PROMPT_TOKENS,
-    ) -> Footprint:
-        """Memory that a step takes on synthetic sequences of this length, on the fullest GPU.
-        ``prompt_tokens`` as for ``busiest_step``.
-        """
-        ...
+Formula = Callable[[Step], Footprint]
+"""The formula of a trainer: what its step takes of the fullest GPU, in closed form."""
 
 
-def footprint(
-    shape: ModelShape,
-    settings: Settings,
-    layout: Layout,
-    *,
-    length_tokens: int,
-    device: Device = "cuda",
-    prompt_tokens: int = PROMPT_TOKENS,
-) -> Footprint:
-    """Memory that a step of our engine takes on synthetic sequences of this length, in doubt rather
-    too much than too little. ``prompt_tokens`` as for ``busiest_step``.
-    """
-    step = busiest_step(shape, settings, layout, length_tokens, device, prompt_tokens=prompt_tokens)
+def footprint(step: Step) -> Footprint:
+    """Memory that a step of our engine takes, in doubt rather too much than too little."""
     states = _states(step)
     phases = _phases(step, states)
-    is_gpu = device == "cuda"
+    is_gpu = step.device == "cuda"
     return Footprint(
         phases=phases,
-        outside=outside_terms(shape, settings, layout, device),
-        host=present(*_host_terms(shape, settings, layout)) if is_gpu else (),
-        filled_share=FILLED_SHARE[settings.allocator] if is_gpu else 1.0,
+        outside=outside_terms(step.shape, step.settings, step.layout, step.device),
+        host=present(*_host_terms(step)) if is_gpu else (),
+        filled_share=FILLED_SHARE[step.settings.allocator] if is_gpu else 1.0,
         cached_bytes=_cached_bytes(step, states, phases) if is_gpu else 0,
     )
 
@@ -238,9 +210,7 @@ def _gathering_phase(
 def _backward_of_a_layer(
     step: Step, states: _States, beside_layers: tuple[Term, ...], backward: Backward
 ) -> Phase:
-    """The moment in which a layer before the last one goes backward, while the gradients of the one
-    behind it are reduced.
-    """
+    """The moment of a layer before the last one, while gradients of the one behind are reduced."""
     kept = kept_bytes_of_layers(step, backward.kept_layers)
     return Phase(
         name="backward of a layer",
@@ -268,29 +238,15 @@ def _cached_bytes(step: Step, states: _States, phases: tuple[Phase, ...]) -> int
     )
 
 
-def likely_footprint(
-    shape: ModelShape,
-    settings: Settings,
-    layout: Layout,
-    *,
-    length_tokens: int,
-    device: Device = "cuda",
-    prompt_tokens: int = PROMPT_TOKENS,
-) -> Footprint:
+def likely_footprint(step: Step) -> Footprint:
     """Memory that a step takes most likely: as often too much as too little, where ``footprint`` is
     to be enough. Intervals lie around it, and a search begins with it.
     """
-    enough = footprint(
-        shape,
-        settings,
-        layout,
-        length_tokens=length_tokens,
-        device=device,
-        prompt_tokens=prompt_tokens,
-    )
-    if device == "cpu":
+    enough = footprint(step)
+    if step.device == "cpu":
         return enough
-    return msgspec.structs.replace(enough, filled_share=LIKELY_FILLED_SHARE[settings.allocator])
+    share = LIKELY_FILLED_SHARE[step.settings.allocator]
+    return msgspec.structs.replace(enough, filled_share=share)
 
 
 def _always_terms(step: Step) -> tuple[Term, ...]:
@@ -304,9 +260,7 @@ def _always_terms(step: Step) -> tuple[Term, ...]:
 
 
 def _batch_bytes(step: Step) -> int:
-    """Bytes of T ids, and of T x head size of cosines and of sines, once for all layers whose heads
-    have that size and that RoPE.
-    """
+    """Bytes of T ids, and of T x head size of cosines and sines, once for each size and RoPE."""
     by_layer = step.shape.model_type in ROPE_BY_LAYER
     kinds = {
         (attention.head_dim, by_layer and attention.window_tokens is not None)
@@ -374,9 +328,7 @@ def _last_norm_bytes(step: Step) -> int:
 
 
 def _layer_terms(step: Step, backward: Backward) -> tuple[Term, ...]:
-    """Terms of a layer recomputed and going backward: what it takes, its weights, and those of the
-    next one if they come from other GPUs.
-    """
+    """Terms of a layer going backward: what it takes, its weights, and a gathered next one's."""
     following = backward.gathered_ahead if step.layout.shard_degree > 1 else None
     ahead = 0 if following is None else step.gathered(following)
     gathered = step.gathered(backward.kind) + ahead
@@ -410,16 +362,12 @@ def _parameters_on_their_way(step: Step, reduced: LayerKind | None) -> int:
 
 
 def _reduction(step: Step, parameters: int) -> Term:
-    """The term of a unit's gradients on their way to the shards while the next unit goes
-    backward.
-    """
+    """The term of a unit's gradients on their way to the shards while the next goes backward."""
     return Term(name="gradient reduction", bytes=_reduced_element(step) * parameters)
 
 
 def _reduced_element(step: Step) -> int:
-    """Bytes of a number on its way to the shards: in float32, but for what a GPU alone keeps in
-    bfloat16.
-    """
+    """Bytes of a number on its way to the shards: float32, but bfloat16 that stays on one GPU."""
     return 2 if step.settings.parameters == "bf16" and step.layout.gpus == 1 else 4
 
 
@@ -455,14 +403,15 @@ def _root_reduction(step: Step, states: _States) -> Term:
     return Term(name=reduced.name, bytes=reduced.bytes + left)
 
 
-def _host_terms(shape: ModelShape, settings: Settings, layout: Layout) -> tuple[Term, ...]:
+def _host_terms(step: Step) -> tuple[Term, ...]:
     """Terms of the host's memory, over all GPUs of one machine."""
-    states = host_state_bytes(shape, settings, layout=layout)
+    shape, settings, layout = step.shape, step.settings, step.layout
+    staged_bytes = staged_gradient_bytes(shape, settings, layout=layout)
     return (
-        Term(name="offloaded states and reference", bytes=states),
         Term(
-            name="gradients on their way there",
-            bytes=staged_gradient_bytes(shape, settings, layout=layout),
+            name="offloaded states and reference",
+            bytes=host_state_bytes(shape, settings, layout=layout),
         ),
+        Term(name="gradients on their way there", bytes=staged_bytes),
         Term(name="processes", bytes=layout.machine_gpus * PROCESS_BYTES),
     )

@@ -1,19 +1,14 @@
-"""Moments: what a layer takes while it goes backward, at each moment that may be its peak, of
-families whose layers are not those of memory/formula/layer_bytes.
+"""Moments: what a layer of a family takes at each moment of its backward pass that may be a peak,
+where that is not what memory/formula/layers says; and what the caching allocator keeps between
+uses.
 
-A moment is bytes for each product of sizes: so many for each of T x E numbers, of T x F, of E x F.
-They are learned from traces of small models (tests/numeric/learn_moments.py), whose events are the
-same whatever the sizes are, and kept in ``moments.json``.
+A moment is bytes for each product of sizes, learned from traces of small models
+(tools/learn_moments.py), whose events are the same whatever the sizes are.
 
-Cache retention: what the caching allocator keeps reserved between its uses, until memory runs
-short.
-
-FSDP gathers and reduces on streams of its own, and a block that was cut for one stream serves no
-other. On the main stream, a block serves no request longer than itself. The largest unit, the root
-(embedding and head), decides what is kept so: it stays reserved after its one use a micro-batch,
-counts in what the driver reports, and is given back before the allocator gives up. So it decides no
-capacity. Source: the streams and free blocks in traces of the trials in docs/results/find, and the
-bytes that those trials reserved (docs/results/predict).
+FSDP gathers and reduces on streams of its own, whose blocks serve no other, and on the main stream
+a block serves no request longer than itself. So the largest unit, the root (embedding and head),
+stays reserved after its one use a micro-batch; it is given back before the allocator gives up, and
+decides no capacity. Source: the traces of the trials in docs/results/find.
 """
 
 from collections.abc import Mapping
@@ -88,9 +83,7 @@ def mlp_name(family: str, mlp: MlpKind) -> str:
 
 
 def kind_name(*, is_windowed: bool, is_capped: bool, is_recomputed: bool, mlp: str = "") -> str:
-    """The name of layers of a kind that keep their input alone, or all that they need; ``mlp``
-    is their ``mlp_name``.
-    """
+    """Name of a kind of layers, recomputed or kept whole; ``mlp`` is their ``mlp_name``."""
     attention = f"{'capped ' if is_capped else ''}{'window' if is_windowed else 'full'}"
     layer = f"{attention} {mlp}".rstrip()
     return f"{layer}, {'recomputed' if is_recomputed else 'kept'}"
@@ -185,8 +178,7 @@ def capped_products(
 
 
 _WEIGHT, _GRADIENT, _MASTER = 2, 4, 4
-"""Bytes of an element: gathered in bfloat16, reduced in float32, on the host in float32 where it is
-trained."""
+"""Bytes of an element: gathered in bfloat16, reduced in float32, on the host float32 if trained."""
 _HOLE_FROM = 7 / 3
 """Activations that leave a hole for the root's gradients in float32 are at least this many times
 as large as those.
@@ -284,9 +276,7 @@ def _lent(shape: ModelShape, layout: Layout) -> int:
 
 
 def _reduced_by_fsdp1(shape: ModelShape, settings: Settings, layout: Layout) -> int:
-    """Bytes of the root's gradients in float32 and of this GPU's share of their sum, which is a
-    state where states are offloaded.
-    """
+    """Bytes of the root's float32 gradients, and of this GPU's share of them unless offloaded."""
     degree, root = layout.shard_degree, _root(shape, has_head=not settings.traits.gives_scalars)
     if degree == 1:
         return 0
@@ -294,9 +284,7 @@ def _reduced_by_fsdp1(shape: ModelShape, settings: Settings, layout: Layout) -> 
 
 
 def _root(shape: ModelShape, *, has_head: bool) -> int:
-    """Parameters of embedding and head, or of the embedding where they are tied or a number stands
-    in the vocabulary's place.
-    """
+    """Parameters of embedding and head; of the embedding alone where they are tied."""
     return (
         shape.vocab_size * shape.hidden_size * (2 if has_head and not shape.tied_embeddings else 1)
     )

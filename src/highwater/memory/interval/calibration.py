@@ -2,33 +2,27 @@
 next one, with a coverage.
 
 Split conformal prediction: of n residuals and one more that could as well have been any of them,
-the one more is at most the k-th smallest in k of n + 1 cases, whatever their distribution. Each end
-of an interval is such a residual. Source: Lei, G'Sell, Rinaldo, Tibshirani, Wasserman 2018,
-https://arxiv.org/abs/1604.04173, section 2.2.
+the one more is at most the k-th smallest in k of n + 1 cases, whatever their distribution. Source:
+Lei, G'Sell, Rinaldo, Tibshirani, Wasserman 2018, https://arxiv.org/abs/1604.04173, section 2.2.
 
-Edges: residuals of trials that are watched from outside, of each search the longest length that
-fit and the shortest that ran out.
-
-Such a trial reports no bytes of its allocator, and what the driver reports of it at a bound
-includes what the allocator only keeps. What it tells is its outcome: the longest that fit needs
-what it was given at the most, the shortest that ran out needs more. The formula is taken to be as
-far off at both, which are next to each other, so that how far lies between two numbers.
+A trial that is watched from outside reports no bytes of its allocator, but the longest that fit
+needs what it was given at the most, and the shortest that ran out more. The formula is taken to be
+as far off at both, so that how far lies between two numbers: such a residual is an edge.
 """
 
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
-from typing import Any
 
-from highwater.errors import UsageError
 from highwater.memory.formula.constants import Footprint
 from highwater.memory.interval.residuals import (
     PredictionMethod,
     Residual,
-    leave_out,
     refuse_unlike,
+    residual_of,
     traits_of,
+    unfit,
 )
 from highwater.nouns.codec import Record
 from highwater.nouns.hardware import kind_name, kind_of
@@ -50,8 +44,7 @@ class Factors(Record, frozen=True, kw_only=True):
 
     allocator: Allocator
     coverage: float
-    """Share of trials that each end is to cover; both together hold for 2 x coverage - 1 at
-    least."""
+    """Share of trials that each end is to cover; both together 2 x coverage - 1 at least."""
     lower: float
     """The lower end, 1 at most: a prediction is in its own interval."""
     upper: float
@@ -59,8 +52,7 @@ class Factors(Record, frozen=True, kw_only=True):
     residuals: int
     """Number of residuals that the ends were learned from."""
     is_widened: bool
-    """Whether the residuals are too few for the coverage: the ends then lie beyond the extremes, by
-    assumption and not by counting."""
+    """Whether residuals are too few for the coverage: the ends lie beyond them by assumption."""
 
 
 class Interval(Record, frozen=True, kw_only=True):
@@ -80,8 +72,7 @@ class Calibration(Record, frozen=True, kw_only=True):
 
     coverage: float
     factors: tuple[Factors, ...]
-    """The ends of the intervals: one entry for each allocator that is asked about and that trials
-    had."""
+    """Ends of the intervals, one entry for each allocator asked about that trials had."""
     own_trials: int
     """Number of the residuals that are of the user's own studies."""
     edges: int = 0
@@ -104,11 +95,8 @@ def calibrate(
     *,
     bundled: Sequence[Residual],
     own: Sequence[Residual] = (),
-    coverage: float = COVERAGE,
 ) -> Calibration:
-    """The intervals of a question's predictions. A trial that is in both ``bundled`` and ``own``,
-    or twice in one, counts once.
-    """
+    """The intervals of a question's predictions; each trial counts once, however often named."""
     known: dict[object, Residual] = {}
     for each in (*bundled, *own):
         if each.method == method:
@@ -117,19 +105,16 @@ def calibrate(
     allocators: dict[Allocator, None] = dict.fromkeys(
         cell.settings.allocator for cell in question.cells
     )
-    learned = (
-        factors_of(
-            [residual.factor for residual in both if residual.allocator == allocator],
-            allocator,
-            coverage,
-            least=[residual.least_factor for residual in both if residual.allocator == allocator],
-        )
-        for allocator in allocators
-    )
+
+    def learned(allocator: Allocator) -> Factors | None:
+        alike = [residual for residual in both if residual.allocator == allocator]
+        least = [residual.least_factor for residual in alike]
+        return factors_of([residual.factor for residual in alike], allocator, least=least)
+
     used = [residual for residual in both if residual.allocator in allocators]
     return Calibration(
-        coverage=coverage,
-        factors=tuple(factors for factors in learned if factors is not None),
+        coverage=COVERAGE,
+        factors=tuple(factors for factors in map(learned, allocators) if factors is not None),
         own_trials=sum(residual not in bundled for residual in used),
         edges=sum(residual.at_least_bytes is not None for residual in used),
         device_names=_distinct(residual.device_name for residual in used),
@@ -207,26 +192,20 @@ def _distinct(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _unlike(question: Question, residuals: Sequence[Residual]) -> tuple[str, ...]:
-    """Words for what is predicted and none of these trials had: the GPU, the model, traits of the
-    cells.
-    """
-    known = {
-        (field, getattr(residual, field))
-        for residual in residuals
-        for field in Residual.__struct_fields__
-    }
+    """Words for what is predicted and none of these trials had: GPU, model, traits of the cells."""
+    fields = Residual.__struct_fields__
+    known = {(field, getattr(residual, field)) for residual in residuals for field in fields}
     known |= {("kind", kind_name(residual.device_name)) for residual in residuals}
     kind = kind_name(question.device_name)
     asked: list[tuple[str, str, object]] = [
         (kind, "kind", kind),
         (question.model.name, "model_name", question.model.name),
     ]
-    for cell in question.cells:
-        traits = traits_of(cell.settings, cell.layout)
-        asked += [(each.words, each.field, each.value) for each in traits]
-    unlike = [
+    traits = (each for cell in question.cells for each in traits_of(cell.settings, cell.layout))
+    asked += [(each.words, each.field, each.value) for each in traits]
+    unlike = (
         words for words, field, value in asked if value is not False and (field, value) not in known
-    ]
+    )
     return _distinct(unlike)
 
 
@@ -245,18 +224,13 @@ def edge_residuals(study: Study, footprint_of: FootprintOf) -> tuple[Residual, .
     told = (_residual(study.question, *edge, footprint_of) for edge in edges if edge is not None)
     found = tuple(each for each in told if each is not None)
     if not found:
-        raise UsageError(
-            f"{study.path} has no edge: no length that fit beside a longer one that ran out of "
-            "memory",
-            hint=leave_out(study),
-        )
+        what = "has no edge: no length that fit beside a longer one that ran out of memory"
+        raise unfit(study, what)
     return found
 
 
 def _edge(study: Study, cell: Cell) -> tuple[RecordedTrial, RecordedTrial] | None:
-    """The shortest trial of a cell that ran out, behind the longest below it that fit; None where
-    there are not both.
-    """
+    """A cell's shortest trial that ran out, and the longest below it that fit; else None."""
     trials = sorted(study.trials_of(cell), key=lambda trial: trial.spec.length_tokens)
     ran_out = next((each for each in trials if _ended(each, Outcome.OUT_OF_MEMORY)), None)
     if ran_out is None:
@@ -286,20 +260,13 @@ def _residual(
     if most_bytes is None or given_bytes is None:
         return None
     least = Fraction(given_bytes * there.needed_bytes, beyond.needed_bytes)
-    traits: dict[str, Any] = {
-        each.field: each.value for each in traits_of(spec.settings, spec.layout)
-    }
-    return Residual(
+    return residual_of(
+        spec,
         method="formula",
-        trial=spec.key,
         measured_bytes=most_bytes,
         at_least_bytes=min(most_bytes, int(least)),
         predicted_bytes=there.needed_bytes,
         device_name=question.device_name,
-        model_name=spec.model_name,
-        length_tokens=spec.length_tokens,
-        allocator=spec.settings.allocator,
-        **traits,
     )
 
 

@@ -16,6 +16,7 @@ from highwater.memory.formula.constants import (
     outside_terms,
 )
 from highwater.memory.formula.formula import likely_footprint, refuse_unknown_family
+from highwater.memory.formula.layers import Step
 from highwater.memory.trace.replay import replay
 from highwater.model.model import ModelShape
 from highwater.nouns.codec import Record, from_json
@@ -56,8 +57,7 @@ class Residual(Record, frozen=True, kw_only=True, omit_defaults=True):
     trial: str
     """Digest of the trial's specification."""
     measured_bytes: int
-    """Most that the driver reported of a GPU; of a trial that ran out though it was predicted to
-    fit, all that it was given."""
+    """Most that the driver reported of a GPU; if it ran out unexpectedly, all that it was given."""
     predicted_bytes: int
     device_name: str
     model_name: str
@@ -105,16 +105,13 @@ class Trait(NamedTuple):
 
 def traits_of(settings: Settings, layout: Layout) -> tuple[Trait, ...]:
     """What residuals of one cell may depend on, besides allocator, GPU, model and length."""
+    offload = "offloaded states" if settings.offloads_states else "offload"
     return (
         Trait("gpus", layout.gpus, counted_ranks(layout.gpus, "cuda")),
         Trait("ulysses", layout.ulysses_degree > 1, "Ulysses"),
         Trait("ring", layout.ring_degree > 1, "a ring"),
         Trait("copies", layout.replicate_degree > 1, "copies"),
-        Trait(
-            "offload",
-            settings.offload,
-            "offloaded states" if settings.offloads_states else "offload",
-        ),
+        Trait("offload", settings.offload, offload),
         Trait("objective", settings.objective, settings.objective),
         Trait("strategy", settings.strategy, settings.strategy),
         Trait("recompute", settings.recompute, f"recompute {settings.recompute}"),
@@ -127,9 +124,7 @@ def traits_of(settings: Settings, layout: Layout) -> tuple[Trait, ...]:
 
 
 def unlike_cell(unlike: Sequence[str], cell: Cell, cells: Sequence[Cell]) -> tuple[str, ...]:
-    """Of what is ``unlike`` all recorded trials in a question's ``cells``, what is so in this
-    ``cell``.
-    """
+    """Of what is ``unlike`` all recorded trials in ``cells``, what is so in this ``cell``."""
     words = [
         {each.words for each in traits_of(one.settings, one.layout) if each.value is not False}
         for one in (cell, *cells)
@@ -139,9 +134,7 @@ def unlike_cell(unlike: Sequence[str], cell: Cell, cells: Sequence[Cell]) -> tup
 
 
 def bundled_residuals() -> tuple[Residual, ...]:
-    """The residuals that come along: ``residuals.json`` beside this file, which
-    docs/results/predict/residuals.py makes.
-    """
+    """Residuals that come along: ``residuals.json``, made by docs/results/predict/residuals.py."""
     text = (files("highwater.memory.interval") / "residuals.json").read_bytes()
     return from_json(text, tuple[Residual, ...])
 
@@ -158,28 +151,17 @@ def study_residuals(study: Study, own: MachineConstants | None = None) -> tuple[
     shape = study.question.model.shape
     told: dict[str, Residual] = {}
     for trial in study.trials:
-        if trial.result is not None:
-            spec = trial.spec
-            footprint = likely_footprint(
-                shape,
-                spec.settings,
-                spec.layout,
-                length_tokens=spec.length_tokens,
-                prompt_tokens=spec.prompt_tokens,
-            )
-            footprint = footprint.with_libraries(
-                outside=_outside(shape, spec, trial.result, own),
-                workspaces_bytes=sum(_workspaces_bytes(trial.result, own)),
-            )
-            found = residual(
-                spec,
-                trial.result,
-                "formula",
-                footprint.needed_bytes,
-                cached_bytes=footprint.cached_bytes,
-            )
-            if found is not None:
-                told.setdefault(spec.key, found)
+        if trial.result is None:
+            continue
+        spec, result = trial.spec, trial.result
+        sizes = (shape, spec.settings, spec.layout, spec.length_tokens)
+        taken = likely_footprint(Step(*sizes, prompt_tokens=spec.prompt_tokens)).with_libraries(
+            _outside(shape, spec, result, own), sum(_workspaces_bytes(result, own))
+        )
+        needed_bytes, cached_bytes = taken.needed_bytes, taken.cached_bytes
+        found = residual(spec, result, "formula", needed_bytes, cached_bytes=cached_bytes)
+        if found is not None:
+            told.setdefault(spec.key, found)
     if not told:
         raise tells_nothing(study)
     return tuple(told.values())
@@ -191,28 +173,15 @@ def worth_tracing(study: Study, question: Question) -> tuple[RecordedTrial, ...]
     """
     columns: list[list[RecordedTrial]] = []
     for cell in question.cells:
-        told = {
-            trial.spec.key: trial
-            for trial in reversed(study.trials_of(cell))
-            if trial.result is not None
-        }
+        told = {each.spec.key: each for each in reversed(study.trials_of(cell)) if each.result}
         by_length = sorted(told.values(), key=lambda trial: trial.spec.length_tokens)
-        fits = [
-            trial
-            for trial in reversed(by_length)
-            if trial.result is not None and trial.result.outcome.is_fit
-        ]
-        ran_out = [
-            trial
-            for trial in by_length
-            if trial.result is not None and trial.result.outcome is Outcome.OUT_OF_MEMORY
-        ]
-        columns.append(
-            [trial for pair in zip_longest(fits, ran_out) for trial in pair if trial is not None]
-        )
-    return tuple(trial for each in zip_longest(*columns) for trial in each if trial is not None)[
-        :MOST_TRACED
-    ]
+        ended = [(each, each.result.outcome) for each in by_length if each.result]
+        fits = [trial for trial, outcome in reversed(ended) if outcome.is_fit]
+        ran_out = [trial for trial, outcome in ended if outcome is Outcome.OUT_OF_MEMORY]
+        pairs = zip_longest(fits, ran_out)
+        columns.append([trial for pair in pairs for trial in pair if trial is not None])
+    rows = zip_longest(*columns)
+    return tuple(trial for row in rows for trial in row if trial is not None)[:MOST_TRACED]
 
 
 def traced_residual(
@@ -231,14 +200,12 @@ def traced_residual(
     """
     budget = next((each.budget for each in result.ranks if each.rank == rank), None)
     capacity = None if budget is None else budget.allocator_cap_bytes
-    allocator, is_share = spec.settings.allocator, spec.memory_budget_bytes is not None
-    workspaces = _workspaces_bytes(result, own)
     replayed = replay(
         log,
-        allocator=allocator,
+        allocator=spec.settings.allocator,
         capacity_bytes=capacity,
-        is_share=is_share,
-        workspaces_bytes=workspaces,
+        is_share=spec.memory_budget_bytes is not None,
+        workspaces_bytes=_workspaces_bytes(result, own),
     )
     if not replayed.fits:
         return None
@@ -254,9 +221,8 @@ def _is_of(own: MachineConstants | None, result: TrialResult) -> TypeGuard[Machi
 def _outside(
     shape: ModelShape, spec: TrialSpec, result: TrialResult, own: MachineConstants | None
 ) -> tuple[Term, ...]:
-    return outside_terms(
-        shape, spec.settings, spec.layout, spec.device, own if _is_of(own, result) else None
-    )
+    measured = own if _is_of(own, result) else None
+    return outside_terms(shape, spec.settings, spec.layout, spec.device, measured)
 
 
 def _workspaces_bytes(result: TrialResult, own: MachineConstants | None) -> tuple[int, ...]:
@@ -278,37 +244,39 @@ def residual(
     says nothing. One that ran out where less had been predicted needs more than it was given, which
     is the least that the prediction was short by.
     """
-    used = [
-        rank.memory.device_used_bytes
-        for rank in result.ranks
-        if rank.memory.device_used_bytes is not None
-    ]
-    given = max(
-        (given for rank in result.ranks if (given := _given_bytes(rank)) is not None), default=None
-    )
+    all_used = [rank.memory.device_used_bytes for rank in result.ranks]
+    used = [size for size in all_used if size is not None]
+    all_given = map(_given_bytes, result.ranks)
+    given = max((size for size in all_given if size is not None), default=None)
     if result.outcome.is_fit and used:
-        room_bytes = needed_bytes + cached_bytes if given is None else given
-        measured_bytes, predicted_bytes = (
-            max(used),
-            max(needed_bytes, min(needed_bytes + cached_bytes, room_bytes)),
-        )
+        measured_bytes, predicted_bytes = max(used), needed_bytes + cached_bytes
+        if given is not None:
+            predicted_bytes = max(needed_bytes, min(predicted_bytes, given))
     elif result.outcome is Outcome.OUT_OF_MEMORY and given is not None and given > needed_bytes:
         measured_bytes, predicted_bytes = given, needed_bytes
     else:
         return None
+    return residual_of(
+        spec,
+        method=method,
+        measured_bytes=measured_bytes,
+        predicted_bytes=predicted_bytes,
+        device_name=result.ranks[0].device_name or "a GPU that told no name",
+    )
+
+
+def residual_of(spec: TrialSpec, **told: Any) -> Residual:
+    """The residual of a trial: what it may depend on by its specification, the rest as ``told``."""
     traits: dict[str, Any] = {
         each.field: each.value for each in traits_of(spec.settings, spec.layout)
     }
     return Residual(
-        method=method,
         trial=spec.key,
-        measured_bytes=measured_bytes,
-        predicted_bytes=predicted_bytes,
-        device_name=result.ranks[0].device_name or "a GPU that told no name",
         model_name=spec.model_name,
         length_tokens=spec.length_tokens,
         allocator=spec.settings.allocator,
         **traits,
+        **told,
     )
 
 
@@ -319,26 +287,14 @@ def _given_bytes(rank: RankReport) -> int | None:
 def refuse_silent(study: Study) -> None:
     """Raise UsageError for a study of other trials than predictions of this engine are about."""
     if study.question.foreign is not None:
-        raise UsageError(
-            f"{study.path} is of trials of another trainer: predictions are about this package's "
-            "engine",
-            hint=leave_out(study),
-        )
+        what = "is of trials of another trainer: predictions are about this package's engine"
+        raise unfit(study, what)
     refuse_unlike(study)
-    results = [trial.result for trial in study.trials if trial.result is not None]
-    versions = {
-        rank.versions.get("highwater", "unknown")
-        for result in results
-        for rank in result.ranks
-        if rank.versions
-    }
-    others = sorted(versions - {__version__})
-    if others:
-        raise UsageError(
-            f"{study.path} is of highwater {', '.join(others)}: this is {__version__}, another "
-            "engine",
-            hint=leave_out(study),
-        )
+    ranks = [rank for trial in study.trials if trial.result for rank in trial.result.ranks]
+    versions = {rank.versions.get("highwater", "unknown") for rank in ranks if rank.versions}
+    if others := sorted(versions - {__version__}):
+        what = f"is of highwater {', '.join(others)}: this is {__version__}, another engine"
+        raise unfit(study, what)
 
 
 def refuse_unlike(study: Study) -> None:
@@ -358,19 +314,18 @@ def refuse_unlike(study: Study) -> None:
     )
     for is_refused, what in refusals:
         if is_refused:
-            raise UsageError(f"{study.path} {what}", hint=leave_out(study))
+            raise unfit(study, what)
 
 
 def tells_nothing(study: Study) -> UsageError:
     """The error for a study without one residual."""
-    return UsageError(
-        f"{study.path} has no trial that says how much memory it used", hint=leave_out(study)
-    )
+    return unfit(study, "has no trial that says how much memory it used")
 
 
-def leave_out(study: Study) -> str:
-    """The hint where a study cannot teach."""
-    return (
+def unfit(study: Study, what: str) -> UsageError:
+    """The error for a study that cannot teach; ``what``: why, in words about the file."""
+    hint = (
         f"leave `--calibrate {shlex.quote(study.path or '')}` out, or name a study that "
-        f"`highwater find` wrote on GPUs"
+        "`highwater find` wrote on GPUs"
     )
+    return UsageError(f"{study.path} {what}", hint=hint)

@@ -1,14 +1,11 @@
 """Attribution: what an allocation was for, by the stack that asked for it.
 
-Frames are asked from the innermost outwards, and the first that tells decides: a frame of FSDP's
-``forward`` is around every layer, and says nothing about what the layer allocates. Of this engine
-the rules are exact; of any other program they are PyTorch's own files, then names that libraries
-have in common. Where no frame tells, the phase does that the program had said it was in; else it is
-``unattributed``.
+Frames are asked from the innermost outwards, and the first that tells decides. Of this engine the
+rules are exact; of other programs they are PyTorch's own files, then names that libraries share.
+Where no frame tells, the phase does that the program named; else it is ``unattributed``.
 
-A backward pass makes the gradients of parameters, those of activations, and what it needs on the
-way, by the same functions. What is still there when the pass has ended is a parameter's gradient;
-the rest is the ``backward_pass``, as is all of it where no later event tells.
+A backward pass makes gradients and what it needs on the way by the same functions. What is still
+there after the pass is a parameter's gradient, the rest the ``backward_pass``.
 """
 
 import re
@@ -188,17 +185,16 @@ class Attribution:
         self._snapshot = snapshot
         self._rules = _AskedRules()
         self.place = cache(self._place)
-        self.line = cache(self._line)
-        self.is_between = cache(self._is_between)
+        frames = snapshot.frames
+        self.line = cache(lambda index: shown(frames[index]))
+        self.is_between = cache(lambda index: _BETWEEN.search(frames[index].name) is not None)
         self._of_stack = cache(self._category_of_stack)
         self._is_own = cache(lambda file: not _PYTORCHS.search(_in_packages(file)))
-        self._is_part = cache(self._is_part_of_a_model)
+        self._is_part = cache(lambda index: _is_part_of_a_model(frames[index]))
         self._is_optimizers = cache(self._is_an_optimizers)
 
     def category(self, allocation: Allocation) -> Category:
-        """What was allocated for, by its stack, else by the phase that was named; by its end, of
-        what a backward pass made.
-        """
+        """What was allocated for: by its stack, else its phase; by its end, of a backward pass."""
         stack, phase = allocation.stack, allocation.phase.partition(" ")[0]
         found = self._of_stack(stack) or _BY_PHASE.get(phase, "unattributed")
         if found == "backward_pass" and self._outlives_its_pass(allocation):
@@ -223,12 +219,6 @@ class Attribution:
         operator = next(filter(None, operators), None)
         return f"aten::{operator[1]}" if operator else self.line(told[0])
 
-    def _line(self, index: int) -> str:
-        return shown(self._snapshot.frames[index])
-
-    def _is_between(self, index: int) -> bool:
-        return _BETWEEN.search(self._snapshot.frames[index].name) is not None
-
     def _category_of_stack(self, stack: int) -> Category | None:
         frames, indices = self._snapshot.frames, self._snapshot.stacks[stack]
         if is_traced(self._snapshot, stack):
@@ -246,10 +236,6 @@ class Attribution:
         if innermost is None or innermost.name != "forward" or not _LINEAR.search(innermost.file):
             return False
         return sum(map(self._is_part, stack)) == 1
-
-    def _is_part_of_a_model(self, index: int) -> bool:
-        frame = self._snapshot.frames[index]
-        return frame.name == "forward" and _MODELING.search(frame.file) is not None
 
     def _outlives_its_pass(self, allocation: Allocation) -> bool:
         """Whether what a backward pass made was there when something came after the pass."""
@@ -313,6 +299,10 @@ def category_of(frame: Frame) -> Category | None:
     return _AskedRules().category(frame)
 
 
+def _is_part_of_a_model(frame: Frame) -> bool:
+    return frame.name == "forward" and _MODELING.search(frame.file) is not None
+
+
 def _in_packages(file: str) -> str:
     """A path as its rules know it: of what is installed only that, and not where."""
     return _PACKAGES.sub("", file.replace("\\", "/"))
@@ -338,9 +328,7 @@ def shown(frame: Frame) -> str:
 
 
 def _traced(made: Frame, phase: str) -> Category:
-    """What a traced allocation is for: its operator stands for the function, its module for the
-    file.
-    """
+    """What a traced allocation is for: its operator is the function, its module the file."""
     if "workspace" in made.name.lower():
         return "workspaces"
     if made.name == "resize_":  # FSDP, which gathers a layer's parameters into a storage

@@ -8,6 +8,7 @@ there before it began is known only by what was freed later, or is in the segmen
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 from highwater.errors import SnapshotError
@@ -20,8 +21,7 @@ _MOST_ALIVE_BYTES = 1 << 53
 _GROWS = ("segment_alloc", "segment_map")
 _SHRINKS = ("segment_free", "segment_unmap")
 _MOST_UNDOING = 20_000_000
-"""Events of segments since the moment, times the segments that each is looked for in: more is not
-undone to see the free blocks."""
+"""Events of segments since the moment, times segments, that are undone to see the free blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +63,7 @@ class History:
 
 
 def history_of(snapshot: Snapshot) -> History:
-    """Replay a snapshot's events.
-
-    Raises SnapshotError for sizes that no device has.
-    """
+    """Replay a snapshot's events; raises SnapshotError for sizes that no device has."""
     allocations = tuple(_allocations(snapshot))
     levels = _levels(allocations, len(snapshot.events))
     if max(levels) > _MOST_ALIVE_BYTES:
@@ -109,9 +106,8 @@ def _allocations(snapshot: Snapshot) -> Iterator[Allocation]:
     for segment in snapshot.segments:
         for block in segment.blocks:
             if block.is_allocated and block.address not in living:
-                yield Allocation(
-                    block.address, block.requested_bytes, block.stack, "", -1, len(events)
-                )
+                size = block.requested_bytes
+                yield Allocation(block.address, size, block.stack, "", -1, len(events))
 
 
 def _ended(born: int, event: AllocatorEvent, died: int) -> Allocation:
@@ -126,11 +122,7 @@ def _levels(allocations: Iterable[Allocation], events: int) -> list[int]:
     for each in allocations:
         levels[each.born + 1] += each.size_bytes
         levels[each.died + 1] -= each.size_bytes
-    level = 0
-    for index, change in enumerate(levels):
-        level += change
-        levels[index] = level
-    return levels[:-1]
+    return list(accumulate(levels))[:-1]
 
 
 def _moment(events: Sequence[AllocatorEvent], levels: Sequence[int]) -> tuple[int, bool]:
@@ -195,14 +187,11 @@ def _segments_then(history: History) -> list[tuple[int, int]]:
     undone. Neighbours are one where segments expand.
     """
     snapshot = history.snapshot
-    since = [
-        event for event in snapshot.events[history.at + 1 :] if event.action in _GROWS + _SHRINKS
-    ]
+    later = snapshot.events[history.at + 1 :]
+    since = [event for event in later if event.action in _GROWS + _SHRINKS]
     if len(since) * (len(since) + len(snapshot.segments)) > _MOST_UNDOING:
         return []
-    ranges = sorted(
-        (segment.address, segment.address + segment.size_bytes) for segment in snapshot.segments
-    )
+    ranges = sorted((each.address, each.address + each.size_bytes) for each in snapshot.segments)
     for event in reversed(since):
         start, end = event.address, event.address + event.size_bytes
         if event.action in _GROWS:

@@ -1,7 +1,5 @@
-"""Profiles: what was alive on a device at its peak, or when memory ran out, by category, by place
-and by stack, and how it came to that.
-
-Advice: the setting that helps most where memory ran out, by what was alive.
+"""Profiles: what was alive on a device at its peak, or when memory ran out, by category, place and
+stack, how it came to that, and the setting that helps most.
 """
 
 import re
@@ -12,12 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from highwater.memory.snapshot.attribution import (
-    CATEGORIES,
-    Attribution,
-    Category,
-    is_traced,
-)
+from highwater.memory.snapshot.attribution import CATEGORIES, Attribution, Category, is_traced
 from highwater.memory.snapshot.history import History, Moment, free_blocks, history_of
 from highwater.memory.snapshot.snapshot import Snapshot, read_snapshot
 from highwater.nouns.codec import Record
@@ -145,13 +138,9 @@ def memory_profile(path: str | Path) -> MemoryProfile:
     of a timeline that ``predict --exact`` wrote. Raises SnapshotError for another file.
     """
     snapshot = read_snapshot(Path(path))
-    return _profile(history_of(snapshot), Attribution(snapshot))
-
-
-def _profile(history: History, attribution: Attribution) -> MemoryProfile:
-    snapshot, at = history.snapshot, history.at
+    history, attribution = history_of(snapshot), Attribution(snapshot)
+    at, free = history.at, free_blocks(history)
     rank, coordinates = _coordinates(Path(snapshot.path).stem)
-    free = free_blocks(history)
     grouped = _grouped(history, attribution)
     return MemoryProfile(
         path=snapshot.path,
@@ -163,7 +152,7 @@ def _profile(history: History, attribution: Attribution) -> MemoryProfile:
         events=len(snapshot.events),
         moment=history.moment,
         moment_event=max(at, 0) if snapshot.events else None,
-        phase=_phase(snapshot, at),
+        phase=snapshot.events[at].phase if at >= 0 else "",
         time_s=_seconds(snapshot, at) if snapshot.events else None,
         allocated_bytes=history.allocated_bytes,
         before_bytes=sum(each.size_bytes for each in history.alive if each.born < 0),
@@ -206,10 +195,6 @@ def _coordinates(stem: str) -> tuple[int | None, tuple[str, ...]]:
     if found is None or len(found["rank"]) > 6:
         return None, ()
     return int(found["rank"]), tuple(_COORDINATE.findall(found["place"] or ""))
-
-
-def _phase(snapshot: Snapshot, at: int) -> str:
-    return snapshot.events[at].phase if at >= 0 else ""
 
 
 def _seconds(snapshot: Snapshot, at: int) -> float:
@@ -278,12 +263,19 @@ def _flame_graph(
 ) -> Iterator[FlameBox]:
     """Boxes of the stacks, the outermost frame at the bottom, from the largest to the smallest."""
     least = max(1, sum(size for size, _ in groups.values()) // _LEAST_SHARE)
-    from_outside = cache(lambda stack: _from_outside(snapshot.stacks[stack], attribution))
-    callers: list[_Callers] = [
-        (size, category, from_outside(stack) or _without_stack(phase))
-        for (stack, phase, category), (size, _) in groups.items()
-        if size
-    ]
+
+    @cache
+    def from_outside(stack: int) -> tuple[str, ...]:
+        """Its frames, the outermost first, without those that only pass a call on."""
+        frames = reversed(snapshot.stacks[stack])
+        told = (index for index in frames if not attribution.is_between(index))
+        return tuple(map(attribution.line, islice(told, _DEEPEST)))
+
+    callers: list[_Callers] = []
+    for (stack, phase, category), (size, _) in groups.items():
+        if size:
+            without = f"no stack, in phase {phase}" if phase else "no stack"
+            callers.append((size, category, from_outside(stack) or (without,)))
     waiting = [(0, 0, callers)]
     while waiting:
         depth, start, together = waiting.pop()
@@ -311,16 +303,6 @@ def _most(together: Sequence[_Callers]) -> Category:
     for size, category, _ in together:
         sizes[category] += size
     return sizes.most_common(1)[0][0]
-
-
-def _from_outside(stack: Sequence[int], attribution: Attribution) -> tuple[str, ...]:
-    """The frames of a stack from the outermost on, without those that only pass a call on."""
-    told = (index for index in reversed(stack) if not attribution.is_between(index))
-    return tuple(map(attribution.line, islice(told, _DEEPEST)))
-
-
-def _without_stack(phase: str) -> tuple[str]:
-    return (f"no stack, in phase {phase}" if phase else "no stack",)
 
 
 Advice = Literal[
@@ -355,8 +337,7 @@ ADVICE: Mapping[Advice, str] = {
 """What each means, and what to type, here and elsewhere."""
 _STATES: tuple[Category, ...] = ("parameters", "gradients", "optimizer_states")
 _MOST_OF_IT = 4
-"""Logits or buffers that are at least this part of all are what to begin with: both cost little
-speed to be rid of."""
+"""Logits or buffers of at least this part of all are to be rid of first: it costs little speed."""
 _MANY_GRADIENTS = 8
 """Gradients that are at least this part of all are worth a step of one micro-batch."""
 NOT_IN_A_SNAPSHOT: tuple[Advice, ...] = ("fewer copies", "one-micro-batch")

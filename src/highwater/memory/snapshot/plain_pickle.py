@@ -11,6 +11,8 @@ import gc
 import struct
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
+from pickletools import opcodes
 from typing import Any
 
 MOST_VALUES = 64_000_000
@@ -19,22 +21,11 @@ _MOST_MARKS = 64
 """Marks that are open at once. A snapshot has six."""
 _LONGEST_INTEGER = 16
 """Bytes of an integer: an address has 9 at the most."""
-_CALLS = {
-    b"c": "GLOBAL",
-    b"i": "INST",
-    b"o": "OBJ",
-    b"R": "REDUCE",
-    b"b": "BUILD",
-    b"P": "PERSID",
-    b"Q": "BINPERSID",
-    b"\x81": "NEWOBJ",
-    b"\x82": "EXT1",
-    b"\x83": "EXT2",
-    b"\x84": "EXT4",
-    b"\x92": "NEWOBJ_EX",
-    b"\x93": "STACK_GLOBAL",
-    b"\x97": "NEXT_BUFFER",
-}
+_CALLING = (
+    *("GLOBAL", "INST", "OBJ", "REDUCE", "BUILD", "PERSID", "BINPERSID", "NEWOBJ", "NEWOBJ_EX"),
+    *("EXT1", "EXT2", "EXT4", "STACK_GLOBAL", "NEXT_BUFFER"),
+)
+_CALLS = {each.code.encode("latin-1"): each.name for each in opcodes if each.name in _CALLING}
 """Opcodes that import, call or set up something, by their byte."""
 
 
@@ -95,86 +86,62 @@ class _Machine:
         return self._stack[0]
 
     def _handlers(self) -> list[Callable[[], None]]:
-        handlers: list[Callable[[], None]] = [self._refuse] * 256
-        constants = {b"N": None, b"\x88": True, b"\x89": False, b")": ()}
-        for code, value in constants.items():
-            handlers[code[0]] = self._constant(value)
-        for code, size, form in (
-            (b"K", 1, "<B"),
-            (b"M", 2, "<H"),
-            (b"J", 4, "<i"),
-            (b"G", 8, ">d"),
-        ):
-            handlers[code[0]] = self._number(size, struct.Struct(form))
-        for code, size in ((b"\x8c", 1), (b"X", 4), (b"\x8d", 8)):
-            handlers[code[0]] = self._text(size)
-        for code, size in ((b"h", 1), (b"j", 4)):
-            handlers[code[0]] = self._recall(size)
-        for code, size in ((b"q", 1), (b"r", 4)):
-            handlers[code[0]] = self._put(size)
-        for code, count in ((b"\x85", 1), (b"\x86", 2), (b"\x87", 3)):
-            handlers[code[0]] = self._short_tuple(count)
-        handlers[b"\x94"[0]] = lambda: self._memo.append(self._stack[-1])
-        handlers[b"]"[0]] = lambda: self._stack.append([])
-        handlers[b"}"[0]] = lambda: self._stack.append({})
-        handlers[b"("[0]] = self._mark
-        handlers[b"a"[0]] = lambda: self._extend([self._pop()])
-        handlers[b"e"[0]] = lambda: self._extend(self._since_mark())
-        handlers[b"s"[0]] = lambda: self._update([self._pop(), self._pop()][::-1])
-        handlers[b"u"[0]] = lambda: self._update(self._since_mark())
-        handlers[b"t"[0]] = lambda: self._stack.append(tuple(self._since_mark()))
-        handlers[b"\x8a"[0]] = self._long
-        handlers[_PROTOCOL[0]] = self._protocol
-        handlers[b"\x95"[0]] = self._frame
-        return handlers
+        known: dict[bytes, Callable[[], None]] = {
+            b"\x94": lambda: self._memo.append(self._stack[-1]),
+            b"]": lambda: self._stack.append([]),
+            b"}": lambda: self._stack.append({}),
+            b"(": self._mark,
+            b"a": lambda: self._extend([self._pop()]),
+            b"e": lambda: self._extend(self._since_mark()),
+            b"s": lambda: self._update([self._pop(), self._pop()][::-1]),
+            b"u": lambda: self._update(self._since_mark()),
+            b"t": lambda: self._stack.append(tuple(self._since_mark())),
+            b"\x8a": self._long,
+            _PROTOCOL: self._protocol,
+            b"\x95": self._frame,
+        }
+        for code, value in {b"N": None, b"\x88": True, b"\x89": False, b")": ()}.items():
+            known[code] = partial(self._stack.append, value)
+        for code, form in {b"K": "<B", b"M": "<H", b"J": "<i", b"G": ">d"}.items():
+            known[code] = partial(self._number, struct.Struct(form))
+        sized = (
+            (self._text, {b"\x8c": 1, b"X": 4, b"\x8d": 8}),
+            (self._recall, {b"h": 1, b"j": 4}),
+            (self._put, {b"q": 1, b"r": 4}),
+            (self._short_tuple, {b"\x85": 1, b"\x86": 2, b"\x87": 3}),
+        )
+        known |= {code: partial(read, n) for read, sizes in sized for code, n in sizes.items()}
+        return [known.get(bytes((code,)), self._refuse) for code in range(256)]
 
-    def _constant(self, value: Any) -> Callable[[], None]:
-        return lambda: self._stack.append(value)
+    def _number(self, form: struct.Struct) -> None:
+        self._stack.append(form.unpack_from(self._data, self._at)[0])
+        self._at += form.size
 
-    def _number(self, size: int, form: struct.Struct) -> Callable[[], None]:
-        def number() -> None:
-            self._stack.append(form.unpack_from(self._data, self._at)[0])
-            self._at += size
+    def _count(self, size: int) -> int:
+        """The next so many bytes as an index or a length."""
+        start, self._at = self._at, self._at + size
+        return int.from_bytes(self._data[start : self._at], "little")
 
-        return number
+    def _text(self, size: int) -> None:
+        start, end = self._at + size, self._count(size) + self._at
+        # compared before it is sliced by: a slice past the end would be short, not refused
+        if end > len(self._data):
+            raise PlainPickleError("it ends in the middle of a text")
+        self._at = end
+        self._stack.append(self._data[start:end].decode("utf-8", errors="replace"))
 
-    def _text(self, size: int) -> Callable[[], None]:
-        def text() -> None:
-            start = self._at + size
-            length = int.from_bytes(self._data[self._at : start], "little")
-            # compared before it is sliced by: a slice past the end would be short, not refused
-            if start + length > len(self._data):
-                raise PlainPickleError("it ends in the middle of a text")
-            self._at = start + length
-            self._stack.append(self._data[start : self._at].decode("utf-8", errors="replace"))
+    def _recall(self, size: int) -> None:
+        self._stack.append(self._memo[self._count(size)])
 
-        return text
+    def _put(self, size: int) -> None:
+        index = self._count(size)
+        # ``pickle`` counts them up: a table as long as the largest index would be a bomb
+        if index > len(self._memo):
+            raise PlainPickleError("it numbers its values with gaps, as no pickle.dump does")
+        self._memo[index : index + 1] = [self._stack[-1]]
 
-    def _recall(self, size: int) -> Callable[[], None]:
-        def recall() -> None:
-            end = self._at + size
-            self._stack.append(self._memo[int.from_bytes(self._data[self._at : end], "little")])
-            self._at = end
-
-        return recall
-
-    def _put(self, size: int) -> Callable[[], None]:
-        def put() -> None:
-            end = self._at + size
-            index = int.from_bytes(self._data[self._at : end], "little")
-            self._at = end
-            # ``pickle`` counts them up: a table as long as the largest index would be a bomb
-            if index > len(self._memo):
-                raise PlainPickleError("it numbers its values with gaps, as no pickle.dump does")
-            self._memo[index : index + 1] = [self._stack[-1]]
-
-        return put
-
-    def _short_tuple(self, count: int) -> Callable[[], None]:
-        def short_tuple() -> None:
-            self._stack.append(tuple([self._pop() for _ in range(count)][::-1]))
-
-        return short_tuple
+    def _short_tuple(self, count: int) -> None:
+        self._stack.append(tuple([self._pop() for _ in range(count)][::-1]))
 
     def _mark(self) -> None:
         if len(self._marks) == _MOST_MARKS:
@@ -227,15 +194,12 @@ class _Machine:
 
     def _frame(self) -> None:
         """The length of what follows, for readers of a stream."""
-        start, self._at = self._at, self._at + 8
-        length = int.from_bytes(self._data[start : self._at], "little")
-        if self._at + length > len(self._data):
+        if self._count(8) + self._at > len(self._data):
             raise PlainPickleError("it ends in the middle of a frame")
 
     def _refuse(self) -> None:
         code = self._data[self._at - 1 : self._at]
-        name = _CALLS.get(code)
-        if name is not None:
+        if name := _CALLS.get(code):
             raise PlainPickleError(
                 f"it holds more than plain data: {name} at byte {self._at - 1:,} would run code"
             )

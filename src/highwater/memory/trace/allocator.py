@@ -24,12 +24,10 @@ SMALL_BYTES = MIB
 SMALL_SEGMENT_BYTES = 2 * MIB
 LARGE_SEGMENT_BYTES = 20 * MIB
 MIN_LARGE_BYTES = 10 * MIB
-"""Size from which on a segment is as large as its first block, rounded up to
-``ROUND_LARGE_BYTES``."""
+"""Size from which on a segment is as large as its first block, by ``ROUND_LARGE_BYTES``."""
 ROUND_LARGE_BYTES = 2 * MIB
 _TOP = LARGE_SEGMENT_BYTES << 28
-"""Addresses are handed out from here down; below 2**53, so that the viewers of memory snapshots
-read them."""
+"""Addresses go down from here; below 2**53, so that viewers of memory snapshots read them."""
 _EXTENT_BYTES = LARGE_SEGMENT_BYTES << 22
 """Addresses that an expandable range takes: 80 TiB, more than any card has."""
 ADDRESS_BITS = 53
@@ -37,9 +35,7 @@ ADDRESS_BITS = 53
 
 
 class CapacityError(Exception):
-    """The allocator could not serve an allocation within its capacity, after releasing all that was
-    cached.
-    """
+    """An allocation exceeds the capacity, even after releasing all that was cached."""
 
     def __init__(self, requested_bytes: int, allocated_bytes: int, reserved_bytes: int) -> None:
         super().__init__(
@@ -52,9 +48,7 @@ class CapacityError(Exception):
 
 @dataclass(slots=True, eq=False)
 class MemoryBlock:
-    """A run of bytes: allocated, free, or (expandable) not mapped. Neighbours in its segment are
-    ``before`` and ``after``.
-    """
+    """A run of bytes: allocated, free, or (expandable) not mapped; with its neighbours."""
 
     address: int
     size: int
@@ -102,9 +96,7 @@ class MemoryBlocks:
 
 @dataclass(slots=True, kw_only=True)
 class MemoryPool:
-    """What one stream has free for small blocks, or for large ones, and what of its expandable
-    ranges is not mapped.
-    """
+    """What one stream has free for small or for large blocks, and what is not mapped."""
 
     is_small: bool
     is_expandable: bool
@@ -142,9 +134,7 @@ class CachingAllocator:
     _lowest_address: int = _TOP
 
     def allocate(self, size: int, *, stream: int = 0) -> int:
-        """Serve ``size`` bytes on a stream; returns the handle to free them by. Raises
-        CapacityError.
-        """
+        """Serve ``size`` bytes on a stream; returns the handle to free them by. CapacityError."""
         rounded = round_size(size)
         pool = self.pool(stream, is_small=rounded <= SMALL_BYTES)
         free = pool.free
@@ -196,9 +186,7 @@ class CachingAllocator:
         return pool
 
     def new_block(self, pool: MemoryPool, size: int) -> MemoryBlock | None:
-        """A block from the device, if need be once all that is cached was given back; None where
-        the capacity does not hold it.
-        """
+        """A block from the device, if need be after releasing the cache; None where it is full."""
         block = self._new_block(pool, size)
         if block is None:
             self.retries += 1
@@ -221,9 +209,7 @@ class CachingAllocator:
         self._awaited[handle] = None
 
     def is_held(self, handle: int) -> bool:
-        """Whether an allocation is not free yet; of one that was given back, whether memory has not
-        run short since.
-        """
+        """Whether an allocation is not free yet; of one given back, whether memory has sufficed."""
         return handle in self._live
 
     def place_of(self, handle: int) -> tuple[int, int]:
@@ -287,9 +273,7 @@ class CachingAllocator:
         return block
 
     def _map(self, block: MemoryBlock, size: int) -> bool:
-        """Give an unmapped block pages for ``size``, whole ones; the rest stays unmapped
-        (map_block).
-        """
+        """Give an unmapped block whole pages for ``size``; the rest stays unmapped (map_block)."""
         page = _page_bytes(block.pool)
         mapped = -(-size // page) * page
         if self._exceeds(mapped):
@@ -312,9 +296,7 @@ class CachingAllocator:
         return True
 
     def _unmap(self, block: MemoryBlock) -> None:
-        """Take the whole pages out of a free block; what is left at its ends stays free
-        (unmap_block).
-        """
+        """Take the whole pages out of a free block; its ends stay free (unmap_block)."""
         page = _page_bytes(block.pool)
         start = -(-block.address // page) * page
         stop = (block.address + block.size) // page * page
@@ -351,9 +333,7 @@ class CachingAllocator:
         return part
 
     def _merge(self, block: MemoryBlock, neighbour: MemoryBlock | None) -> None:
-        """Take a neighbour in that is free like this one, or unmapped like this one
-        (try_merge_blocks).
-        """
+        """Take in a neighbour that is free, or unmapped, like this one (try_merge_blocks)."""
         if neighbour is None or neighbour.is_allocated or neighbour.is_mapped != block.is_mapped:
             return
         pool = block.pool

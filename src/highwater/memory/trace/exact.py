@@ -52,10 +52,12 @@ def predict_exactly(
     well; and with a calibration one more for each length that fits if the prediction is right, but
     not at the upper end.
     """
-    factors = [calibration and calibration.of(cell.settings.allocator) for cell in question.cells]
     return tuple(
-        _cell(question, cell, memory_limit, tracer, each)
-        for cell, each in zip(question.cells, factors, strict=True)
+        _cell(
+            *(question, cell, memory_limit, tracer),
+            calibration and calibration.of(cell.settings.allocator),
+        )
+        for cell in question.cells
     )
 
 
@@ -67,104 +69,88 @@ def _cell(
     factors: Factors | None,
 ) -> CellPrediction:
     guessed = predict_cell(question, cell, memory_limit, likely_footprint)
-    grid, size = question.grid, max(1, question.size_of(cell))
-    if guessed.binding == "host":
-        size = grid.index_at_most(guessed.capacity_tokens)
+    grid, size = question.grid, asked_lengths(question, cell, guessed)
     if not size:
         return guessed  # not even the shortest: no trace would change that
     shortest = least_packed(question, cell, size)
-    replays: dict[int, _Replays] = {}
+    with _Traces(question, cell, memory_limit, tracer, factors, size, shortest) as traces:
 
-    with _Traces(question, cell, tracer, size) as traces:
-
-        def at(index: int) -> _Replays:
-            if index not in replays:
-                log = traces.of(index)
-                replays[index] = _replays(
-                    question, cell, memory_limit, log, grid.length(index), factors
-                )
-                if replays[index].likely.fits and not replays[index].sure.fits:
-                    traces.begin(
-                        max(shortest, index - 1)
-                    )  # the next to be asked for, whatever is found above
-                if index == 1 and not replays[index].likely.fits:
-                    whole = needed(
-                        log,
-                        allocator=cell.settings.allocator,
-                        workspaces_bytes=memory_limit.cublas_workspaces_bytes,
-                    )
-                    replays[index] = _Replays(whole, whole)
-            return replays[index]
+        def fits(index: int) -> bool:
+            return traces.replays(index).likely.fits
 
         start = min(size, max(shortest, grid.index_at_most(guessed.capacity_tokens)))
-        outside_bytes = _outside_bytes(question, cell, memory_limit, grid.length(start))
-        capacity_bytes = memory_limit.device_bytes - outside_bytes
-        start = _aimed(
-            cell, traces, shortest, start, capacity_bytes, lambda index: at(index).likely.fits
-        )
-        likely = edge(start, size, lambda index: at(index).likely.fits, shortest=shortest)
-        sure = (
-            edge(likely, likely, lambda index: at(index).sure.fits, shortest=shortest)
-            if likely
-            else 0
-        )
-        found = _at(
-            question,
-            cell,
-            memory_limit,
-            grid.length(max(1, sure)),
-            at(sure).sure if sure else at(1).likely,
-            factors,
-        )
+        start = _aimed(traces, start, fits)
+        likely = edge(start, size, fits, shortest=shortest)
+        sure = 0
+        if likely:
+            sure = edge(
+                likely, likely, lambda index: traces.replays(index).sure.fits, shortest=shortest
+            )
+        replayed = traces.replays(sure).sure if sure else traces.replays(1).likely
+    found = with_replay(question, memory_limit, traces.by_formula(max(1, sure)), replayed, factors)
     found = msgspec.structs.replace(found, likely_tokens=grid.length(likely) if likely else 0)
     return ended(question, found, sure, size, guessed)
+
+
+def asked_lengths(question: Question, cell: Cell, guessed: CellPrediction) -> int:
+    """How many lengths of the grid a cell is asked about: those for which the host has memory."""
+    if guessed.binding == "host":
+        return question.grid.index_at_most(guessed.capacity_tokens)
+    return max(1, question.size_of(cell))
 
 
 def ended(
     question: Question, found: CellPrediction, longest: int, size: int, guessed: CellPrediction
 ) -> CellPrediction:
-    """The prediction with its longest length that fits, which has the index ``longest`` of the
-    ``size`` that were asked about, and with what ends there.
-    """
+    """The prediction with its longest length that fits, index ``longest``, and what ends there."""
     grid = question.grid
-    found = msgspec.structs.replace(found, capacity_tokens=grid.length(longest) if longest else 0)
+    binding, beyond_tokens = "ceiling", None
     if longest < size:
-        return msgspec.structs.replace(
-            found, binding="device", does_not_fit_tokens=grid.length(longest + 1)
-        )
-    if guessed.binding == "host":
-        return msgspec.structs.replace(
-            found, binding="host", does_not_fit_tokens=guessed.does_not_fit_tokens
-        )
-    return msgspec.structs.replace(found, binding="ceiling", does_not_fit_tokens=None)
+        binding, beyond_tokens = "device", grid.length(longest + 1)
+    elif guessed.binding == "host":
+        binding, beyond_tokens = "host", guessed.does_not_fit_tokens
+    return msgspec.structs.replace(
+        found,
+        capacity_tokens=grid.length(longest) if longest else 0,
+        binding=binding,
+        does_not_fit_tokens=beyond_tokens,
+    )
 
 
 class _Traces:
-    """Traces of one cell: two lengths at once, each traced once. Leaving its context forgets what
-    nobody waits for any more.
+    """Traces of one cell and their replays, two lengths at once, each once; leaving its context
+    ends the rest.
     """
 
-    def __init__(self, question: Question, cell: Cell, tracer: Tracer, size: int) -> None:
-        self._question = question
-        self._cell = cell
-        self._tracer = tracer
-        self.size = size
+    def __init__(
+        self,
+        question: Question,
+        cell: Cell,
+        memory_limit: MemoryLimit,
+        tracer: Tracer,
+        factors: Factors | None,
+        size: int,
+        shortest: int,
+    ) -> None:
+        self._question, self.cell, self._factors = question, cell, factors
+        self.memory_limit, self._tracer = memory_limit, tracer
+        self.size, self.shortest = size, shortest
         self._pool = ThreadPoolExecutor(max_workers=2)
         self._begun: dict[int, Future[EventLog]] = {}
+        self._replays: dict[int, _Replays] = {}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(
-            wait=False, cancel_futures=True
-        )  # who owns the tracer ends what is tracing
+        # who owns the tracer ends what is tracing
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, *indices: int) -> None:
         """Trace these soon, as far as they are on the grid."""
         for index in indices:
             if 1 <= index <= self.size and index not in self._begun:
-                spec = self._question.trial(self._cell, self._question.grid.length(index))
+                spec = self._question.trial(self.cell, self._question.grid.length(index))
                 self._begun[index] = self._pool.submit(self._tracer, spec)
 
     def of(self, index: int) -> EventLog:
@@ -172,17 +158,59 @@ class _Traces:
         self.begin(index)
         return self._begun[index].result()
 
+    def by_formula(self, index: int) -> CellPrediction:
+        """What the formula says of a length."""
+        length_tokens = self._question.grid.length(index)
+        limit = self.memory_limit
+        return predict_at(self._question, self.cell, limit, likely_footprint, length_tokens)
 
-def _aimed(
-    cell: Cell,
-    traces: _Traces,
-    shortest: int,
-    start: int,
-    capacity_bytes: int,
-    fits: Callable[[int], bool],
-) -> int:
-    """The index of the edge by the line through two traces, next to the formula's; the traces of
-    both sides of it are begun.
+    def outside_bytes(self, index: int) -> int:
+        """Bytes that the allocator does not hold, which no trace has."""
+        return self.by_formula(index).footprint.outside_bytes
+
+    def replays(self, index: int) -> _Replays:
+        """The replays of a length; of the shortest, where it does not fit, without end."""
+        if index not in self._replays:
+            found = self._replayed(index)
+            if found.likely.fits and not found.sure.fits:
+                # the next to be asked for, whatever is found above
+                self.begin(max(self.shortest, index - 1))
+            if index == 1 and not found.likely.fits:
+                whole = needed(
+                    self.of(index),
+                    allocator=self.cell.settings.allocator,
+                    workspaces_bytes=self.memory_limit.cublas_workspaces_bytes,
+                )
+                found = _Replays(whole, whole)
+            self._replays[index] = found
+        return self._replays[index]
+
+    def _replayed(self, index: int) -> _Replays:
+        """Replay one length in the room, and in what the headroom and its upper end leave of it.
+        The upper end fits where a GPU so much smaller would do: near its end an allocator takes
+        less than it would like to.
+        """
+        outside, limit_bytes = self.outside_bytes(index), self.memory_limit.device_bytes
+        replayed = partial(
+            replay,
+            self.of(index),
+            allocator=self.cell.settings.allocator,
+            workspaces_bytes=self.memory_limit.cublas_workspaces_bytes,
+        )
+        likely = replayed(capacity_bytes=limit_bytes - outside)
+        if not likely.fits:
+            return _Replays(likely, likely)
+        factors = self._factors
+        most_bytes = limit_bytes if factors is None else most_predicted_bytes(limit_bytes, factors)
+        sure_bytes = min(most_bytes, limit_bytes - self._question.margin_bytes) - outside
+        if not likely.retries and likely.peak_reserved_bytes <= sure_bytes:
+            return _Replays(likely, likely)  # it never came to the end of the smaller one
+        return _Replays(likely, replayed(capacity_bytes=sure_bytes))
+
+
+def _aimed(traces: _Traces, start: int, fits: Callable[[int], bool]) -> int:
+    """The index of the edge by the line through two traces, next to the formula's ``start``; the
+    traces of both sides of it are begun.
 
     Where the formula is right, the two are all. Else the edge is a step or ten away, and not looked
     for step by step. The line is that of allocated bytes: what is reserved without end says little
@@ -191,19 +219,19 @@ def _aimed(
     traces.begin(start, start + 1)
     if start == traces.size or (fits(start) and not fits(start + 1)):
         return start
-    allocator = cell.settings.allocator
+    allocator = traces.cell.settings.allocator
     one, other = (
         replay(traces.of(index), allocator=allocator).peak_allocated_bytes
         for index in (start, start + 1)
     )
     if other <= one:
         return start
+    capacity_bytes = traces.memory_limit.device_bytes - traces.outside_bytes(start)
     aimed = start + (round(LIKELY_FILLED_SHARE[allocator] * capacity_bytes) - one) // (other - one)
-    aimed = (
-        min(traces.size, max(aimed, start + 2))
-        if fits(start)
-        else max(shortest, min(aimed, start - 1))
-    )
+    if fits(start):
+        aimed = min(traces.size, max(aimed, start + 2))
+    else:
+        aimed = max(traces.shortest, min(aimed, start - 1))
     traces.begin(aimed, aimed + 1)
     return aimed
 
@@ -226,56 +254,15 @@ def edge(start: int, size: int, fits: Callable[[int], bool], *, shortest: int = 
     return low
 
 
-def _replays(
+def with_replay(
     question: Question,
-    cell: Cell,
     memory_limit: MemoryLimit,
-    log: EventLog,
-    length_tokens: int,
-    factors: Factors | None,
-) -> _Replays:
-    """Replay one length in the room, and in what the headroom and its upper end leave of it. The
-    upper end fits where a GPU so much smaller would do: near its end an allocator takes less than
-    it would like to.
-    """
-    outside = _outside_bytes(question, cell, memory_limit, length_tokens)
-    limit_bytes = memory_limit.device_bytes
-    replayed = partial(
-        replay,
-        log,
-        allocator=cell.settings.allocator,
-        workspaces_bytes=memory_limit.cublas_workspaces_bytes,
-    )
-    likely = replayed(capacity_bytes=limit_bytes - outside)
-    if not likely.fits:
-        return _Replays(likely, likely)
-    most_bytes = limit_bytes if factors is None else most_predicted_bytes(limit_bytes, factors)
-    sure_bytes = min(most_bytes, limit_bytes - question.margin_bytes) - outside
-    if not likely.retries and likely.peak_reserved_bytes <= sure_bytes:
-        return _Replays(likely, likely)  # it never came to the end of the smaller one
-    return _Replays(likely, replayed(capacity_bytes=sure_bytes))
-
-
-def _outside_bytes(
-    question: Question, cell: Cell, memory_limit: MemoryLimit, length_tokens: int
-) -> int:
-    return predict_at(
-        question, cell, memory_limit, likely_footprint, length_tokens
-    ).footprint.outside_bytes
-
-
-def _at(
-    question: Question,
-    cell: Cell,
-    memory_limit: MemoryLimit,
-    length_tokens: int,
+    predicted: CellPrediction,
     replayed: Replayed,
-    factors: Factors | None,
+    factors: Factors | None = None,
 ) -> CellPrediction:
-    """The formula's answer at a length, its memory of a GPU put right."""
-    predicted = msgspec.structs.replace(
-        predict_at(question, cell, memory_limit, likely_footprint, length_tokens), replayed=replayed
-    )
+    """The formula's answer at a length, its memory of a GPU put right by a replay."""
+    predicted = msgspec.structs.replace(predicted, replayed=replayed)
     around = None if factors is None else interval(predicted.device_used_bytes, factors)
     device_bytes, used_bytes = memory_limit.device_bytes, predicted.device_used_bytes
     headroom_bytes = device_bytes - used_bytes

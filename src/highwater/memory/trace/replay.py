@@ -1,12 +1,6 @@
-"""Replay: an event log through the simulated caching allocator: peaks, by phase too, what is alive
-there, whether it fits.
-
-Timeline: a replayed event log as a snapshot that PyTorch's memory viewer opens
-(https://pytorch.org/memory_viz).
-
-The form is that of ``torch.cuda.memory._snapshot()``, a pickle of plain lists, dicts, strings and
-numbers. In the place of the stack of a real allocation stand its operator, its module and its
-phase; in the place of microseconds the number of the event.
+"""Replay: an event log through the simulated caching allocator: peaks, what is alive there, whether
+it fits; or as a snapshot that PyTorch's memory viewer opens (https://pytorch.org/memory_viz), with
+operator, module and phase in the place of a stack, and numbers of events in that of microseconds.
 """
 
 import pickle
@@ -36,8 +30,7 @@ class Alive(Record, frozen=True, kw_only=True):
     phase: str
     """Phase in which they were allocated."""
     module: str
-    """Module whose forward pass, or recomputation, allocated them; ``*`` for the number of a layer;
-    empty for none."""
+    """Module whose pass allocated them; ``*`` for the number of a layer; empty for none."""
     bytes: int
     """Bytes of all of them together."""
     count: int
@@ -55,8 +48,7 @@ class Replayed(Record, frozen=True, kw_only=True):
     allocated_by_phase: dict[str, int]
     """Peak of allocated bytes within each phase."""
     alive: tuple[Alive, ...]
-    """Tensors that are alive at the peak of allocated bytes, or when memory ran out; the largest
-    first."""
+    """Tensors alive at the peak of allocated bytes, or when memory ran out; the largest first."""
 
 
 def replay(

@@ -1,15 +1,11 @@
-"""Scaled trace: one trace for every length. Where the events of two lengths differ in bytes alone,
-those are lines over the tokens.
+"""Scaled trace: one trace for every length, and its replay with no event log between.
 
 A step whose tensors are whole, with no tiles and no chunks, allocates the same things in the same
-order at any length. What a kernel takes for itself may end at some size: a line with a ceiling.
-Kept small: what repeats from layer to layer compresses to almost nothing.
+order at any length: bytes are lines over the tokens, with a ceiling for what a kernel takes.
 
-Scaled replay: a scaled trace through the simulated allocator, with no event log between them.
-
-What ``replay`` finds of ``trace.at(tokens)``, to the byte, in half the time: a recommendation asks
-for dozens. Nearly every event takes a block out of the cache or puts one back, and what that costs
-is calls: those two are written out here as ``CachingAllocator`` has them, all else is its own.
+``replay_scaled`` finds what ``replay`` does of ``trace.at(tokens)``, to the byte, in half the time:
+a recommendation asks for dozens. What costs is calls: taking a block out of the cache and putting
+one back are written out here as ``CachingAllocator`` has them, all else is its own.
 """
 
 from bisect import bisect_left
@@ -96,9 +92,7 @@ class ScaledTrace(Record, frozen=True, kw_only=True):
         )
 
     def least_bytes(self, tokens: int) -> int:
-        """The most that is alive at once, in whole blocks, less what was given back: with less, no
-        allocator has a place for it.
-        """
+        """Most bytes alive at once, in whole blocks: with less no allocator has a place for it."""
         blocks = [round_size(size) if size else 0 for size in self.sizes(tokens)]
         changes = (*blocks, *(-block for block in reversed(blocks)))
         alive = accumulate(map(changes.__getitem__, _changes(self.events, len(blocks))))
@@ -118,9 +112,7 @@ class ScaledTrace(Record, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=64)
 def _changes(events: tuple[int, ...], kinds: int) -> list[int]:
-    """What each event changes of the bytes that are alive, at any number of tokens: n adds an
-    allocation of kind n, -1 - n takes one away.
-    """
+    """Changes of what is alive by event: n adds an allocation of kind n, -1 - n takes one away."""
     allocated: list[int | None] = []
     found = []
     for code in events:
@@ -210,9 +202,7 @@ def _kind(seen: dict[int, Allocate]) -> Kind:
 
 
 def _renumbered(log: EventLog) -> list[tuple[object, ...]]:
-    """The events of a log, allocations numbered in their order: which number they have means
-    nothing.
-    """
+    """The events of a log, allocations numbered in their order, whatever their ids."""
     numbers: dict[int, int] = {}
     found: list[tuple[object, ...]] = []
     for event in log.events:

@@ -1,7 +1,4 @@
-"""A guide from what studies found, what others published and what is predicted.
-
-It is written to a file.
-"""
+"""A guide, and its file, from what studies found, what others published and what is predicted."""
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from highwater import api
+from highwater.api.prediction import predict
 from highwater.errors import StudyError, UsageError
 from highwater.memory.capacity import MemoryLimit, Prediction, predicted_capacities
 from highwater.nouns.capacities import Capacity, study_capacities
@@ -24,6 +21,7 @@ from highwater.pages.guide.guide import Guide, guide_tables
 from highwater.pages.guide.guide_page import guide_markdown
 from highwater.recommendation.queries import query_of_prediction, query_of_study, query_of_table
 from highwater.store.directory import check_new_file, free_name, write_new_file
+from highwater.store.journal import read_study
 from highwater.units import format_bytes
 
 _EXAMPLE = "highwater guide --predict Qwen3-8B --gpus 4xA100-80GB"
@@ -122,10 +120,9 @@ def guide(
 
 
 def write_guide(path: str | Path, made: Guide) -> Path:
-    """Write a guide into a new file: ``.html`` as a page of its own, ``.md`` as Markdown.
-
-    A page needs nothing else. Raises HighwaterError for another name, and for a file that is there
-    already or cannot be written.
+    """Write a guide into a new file: ``.html`` as a page of its own, ``.md`` as Markdown. A page
+    needs nothing else. Raises HighwaterError for another name, and for a file that is there already
+    or cannot be written.
     """
     path = Path(path)
     check_guide_file(path)
@@ -143,9 +140,8 @@ def write_guide(path: str | Path, made: Guide) -> Path:
 
 
 def check_guide_file(path: Path) -> None:
-    """Raise UsageError for a file that no guide is written to.
-
-    Nothing that a user has is overwritten.
+    """Raise UsageError for a file that no guide is written to. Nothing that a user has is
+    overwritten.
     """
     if path.suffix not in _ENDS:
         hint = (
@@ -159,10 +155,7 @@ def check_guide_file(path: Path) -> None:
 
 
 def _check_models(found: Iterable[Capacity], words: str, models: dict[str, _Known]) -> None:
-    """Raise UsageError where a name that is known already stands for another model.
-
-    New names are added to ``models``.
-    """
+    """Raise UsageError where a name that is known already stands for another model."""
     for each in found:
         if each.config_digest is None:
             continue
@@ -186,7 +179,7 @@ def _read(path: Path) -> _Found:
     if path.suffix == ".json":
         return _read_prediction(path)
     try:
-        study = api.open_study(path)
+        study = read_study(Path(path))
     except StudyError as error:
         raise StudyError(error.problem, hint=_READ) from error
     if study.question.device == "cpu":
@@ -244,9 +237,8 @@ def _asked(
 
 
 def _assumed(memory_limit: MemoryLimit) -> dict[str, str]:
-    """What a prediction takes for granted that others do not, by its flag.
-
-    What is reserved of a GPU is in the GPU's name.
+    """What a prediction takes for granted that others do not, by its flag. What is reserved of a
+    GPU is in the GPU's name.
     """
     host = memory_limit.host_bytes
     found: dict[str, str] = {}
@@ -260,16 +252,13 @@ def _assumed(memory_limit: MemoryLimit) -> dict[str, str]:
 def _predictions(
     models: Sequence[str], gpus: Sequence[str], settings: Mapping[str, Any]
 ) -> Iterator[_Found]:
-    """Predict each model on each of the GPUs, with ``settings`` as keywords of ``predict``.
-
-    None and the default trainer are not typed.
-    """
+    """Predict each model on each of the GPUs, with ``settings`` as keywords of ``predict``."""
     given = {name: value for name, value in settings.items() if value not in (None, OURS)}
     typed = words_of(given)
     for where in gpus or (None,):
         for model in models:
             flags = [*(["--gpus", where] if where else []), *typed]
-            prediction = api.predict(model, gpus=where, **settings)
+            prediction = predict(model, gpus=where, **settings)
             command = shlex.join(["highwater", "predict", model, *flags])
             notes = tuple(f"{command}: {note}" for note in prediction.notes)
             capacities, query = (

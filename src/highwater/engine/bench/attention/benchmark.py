@@ -9,7 +9,7 @@ attention before its output and gradients equal the textbook formula's in float6
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,6 @@ from highwater.nouns.attention_bench import (
     BenchOrder,
     BenchRefusal,
     BenchRow,
-    Direction,
     Mode,
     NotRun,
 )
@@ -79,8 +78,9 @@ def benchmark(
 
     ``folder``: whose the processes' files are, and who removes it, is the caller's.
     """
-    start = partial(CaseProcesses, work=partial(_work, contenders, order), folder=folder)
-    with start(_unbounded(order), "dense", "single") as first:
+    start = partial(CaseProcesses, work=partial(_work, contenders), folder=folder)
+    unbounded = replace(order, memory_bytes=None)
+    with start(unbounded, "dense", "single") as first:
         found = worst(first("machine", limit_s=_SET_UP_S[order.device]))
     if found.ending != "done":
         told = found.result if found.ending == "refused" else (str(found.result), _NO_MACHINE)
@@ -94,33 +94,21 @@ def benchmark(
     yield BenchLine(machine=machine)
     for name, mode in _entries(order):
         reason = _obstacle(order, name, mode, contenders[name], machine)
-        if reason is None:
-            yield from _judged_and_measured(order, name, mode, partial(start, machine=machine))
-        else:
+        if reason is not None:
             yield BenchLine(not_run=NotRun(implementation=name, mode=mode, reason=reason))
-
-
-def _unbounded(order: BenchOrder) -> BenchOrder:
-    return replace(order, memory_bytes=None)
-
-
-def _judged_and_measured(
-    order: BenchOrder, name: str, mode: Mode, start: Callable[..., CaseProcesses]
-) -> Iterator[BenchLine]:
-    """The check of an implementation, and its cases; rows without a number where it is red."""
-    reason = ""
-    if mode != "data parallel":  # who is right alone is right there
-        with start(_unbounded(order), name, mode) as processes:
-            check = _check(order, name, mode, processes)
-        yield BenchLine(check=check)
-        reason = check.reason
-    with start(order, name, mode) as processes:
-        for direction in order.directions:
-            case = _case(order, name, mode, direction)
-            if reason:
-                yield BenchLine(row=replace(case, result="red", reason=reason))
-            else:
-                yield from (BenchLine(row=row) for row in _searched(order, case, processes))
+            continue
+        reason = ""
+        if mode != "data parallel":  # who is right alone is right there
+            with start(unbounded, name, mode, machine=machine) as processes:
+                check = _check(order, name, mode, processes)
+            yield BenchLine(check=check)
+            reason = check.reason
+        with start(order, name, mode, machine=machine) as processes:
+            for case in _cases(order, name, mode):
+                if reason:
+                    yield BenchLine(row=replace(case, result="red", reason=reason))
+                else:
+                    yield from (BenchLine(row=row) for row in _searched(order, case, processes))
 
 
 def _entries(order: BenchOrder) -> Iterator[tuple[str, Mode]]:
@@ -143,8 +131,7 @@ def _obstacle(
 ) -> str | None:
     if mode in ("ring", "ulysses") and order.gpus == 1:
         return "it takes two GPUs or more: `--gpus 2`"
-    # what an obstacle needs to know of a device it is told here, where none is touched
-    device = torch.device(order.device)
+    device = torch.device(order.device)  # no device is touched here
     return contender.obstacle(Conditions.of(order, name, mode, device, machine.kernel))
 
 
@@ -154,9 +141,8 @@ def _check(order: BenchOrder, name: str, mode: Mode, processes: CaseProcesses) -
     found: dict[str, float | None] = {}
     tolerance = OFF_AT_THE_MOST[DTYPES[order.dtype]]
     if ended.ending == "done":
-        each: list[dict[str, float]] = [end.result for end in ends]
-        for what in each[0]:
-            values = [rank[what] for rank in each]
+        for what in ended.result:
+            values = [end.result[what] for end in ends]
             found[what] = max(values) if all(map(math.isfinite, values)) else None
         off = [
             f"{what.replace('_', ' ')} {'is no number' if value is None else f'{value:.1e} off'}"
@@ -177,18 +163,19 @@ def _check(order: BenchOrder, name: str, mode: Mode, processes: CaseProcesses) -
     )
 
 
-def _case(order: BenchOrder, name: str, mode: Mode, direction: Direction) -> BenchRow:
-    """A case of no length yet; DataParallel has a sequence for each GPU."""
+def _cases(order: BenchOrder, name: str, mode: Mode) -> Iterator[BenchRow]:
+    """A case of no length yet for each direction; DataParallel has a sequence for each GPU."""
     gpus = 1 if mode == "single" else order.gpus
-    return BenchRow(
-        implementation=name,
-        mode=mode,
-        direction=direction,
-        length_tokens=None,
-        batch=gpus if mode == "data parallel" else 1,
-        gpus=gpus,
-        result="fits",
-    )
+    for direction in order.directions:
+        yield BenchRow(
+            implementation=name,
+            mode=mode,
+            direction=direction,
+            length_tokens=None,
+            batch=gpus if mode == "data parallel" else 1,
+            gpus=gpus,
+            result="fits",
+        )
 
 
 def _searched(order: BenchOrder, case: BenchRow, processes: CaseProcesses) -> Iterator[BenchRow]:
@@ -196,20 +183,21 @@ def _searched(order: BenchOrder, case: BenchRow, processes: CaseProcesses) -> It
     most = order.most_tokens
     if case.implementation == "reference":
         most = min(most, _REFERENCE_TOKENS[order.device])
+    limit_s = _SET_UP_S[order.device] + _PASSES_WITHIN_LIMIT * order.timeout_s
     tried: dict[int, bool] = {}
     while (length := order.next_length(tried, most=most)) is not None:
-        row = _measured(order, replace(case, length_tokens=length), processes)
+        row = _measured(replace(case, length_tokens=length), processes, limit_s)
         tried[length] = row.fits
         yield row
         if row.fits and row.mode == "single" and length in BATCH_TOKENS:
             for batch in BATCHES:
-                yield _measured(order, replace(case, length_tokens=length, batch=batch), processes)
+                batched = replace(case, length_tokens=length, batch=batch)
+                yield _measured(batched, processes, limit_s)
 
 
-def _measured(order: BenchOrder, case: BenchRow, processes: CaseProcesses) -> BenchRow:
+def _measured(case: BenchRow, processes: CaseProcesses, limit_s: float) -> BenchRow:
     """A case with what it took: the time of the slowest GPU, and the memory of each."""
-    passes_s = _PASSES_WITHIN_LIMIT * order.timeout_s
-    ends = processes(case, limit_s=_SET_UP_S[order.device] + passes_s)
+    ends = processes(case, limit_s=limit_s)
     ended = worst(ends)
     if ended.ending != "done":
         result = "crashed" if ended.ending == "refused" else ended.ending
@@ -230,7 +218,6 @@ def _said(ended: PartEnded) -> str:
 
 def _work(
     contenders: Mapping[str, AttentionContender],
-    order: BenchOrder,
     job: str | BenchRow,
     conditions: Conditions,
     rank: int,
@@ -241,7 +228,7 @@ def _work(
     build = contenders[conditions.name].build
     if isinstance(job, str):
         return differences(build, conditions, rank)
-    return measure(job, build, conditions, same_qkv=order.same_qkv, timeout_s=order.timeout_s)
+    return measure(job, build, conditions)
 
 
 def _machine(conditions: Conditions) -> BenchMachine:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,8 @@ from highwater.nouns.environment import STORE_VARIABLE
 from highwater.nouns.oom import exhausted_memory, memory_aborted
 from highwater.nouns.secrets import kept
 
-PartEnding = Literal["done", "refused", "ran out of memory", "took too long", "crashed"]
+PartEnding = Literal["refused", "ran out of memory", "crashed", "took too long", "done"]
+"""Ordered: what tells most of a whole job's end comes first."""
 _FORK = multiprocessing.get_context("fork")
 _OTHERS_S = 2.0
 """Seconds that the other ranks have to report once one of them has failed."""
@@ -66,9 +67,8 @@ class CaseProcesses:
         """Start none yet; ``name``: the implementation; ``folder``: where they meet, and what they
         say is kept; ``machine``: what is known of it, None before it is.
         """
-        self._order, self._name, self._work = order, name, work
+        self._order, self._name, self._work, self._machine = order, name, work, machine
         self._mode: Mode = mode
-        self._machine = machine
         is_alone = mode == "single" or (mode == "data parallel" and order.device == "cuda")
         self._count = 1 if is_alone else order.gpus
         self._processes: list[BaseProcess] = []
@@ -88,7 +88,7 @@ class CaseProcesses:
                 pipe.send(job)
         ends = self._ends(limit_s)
         if self._order.device == "cpu" or any(each.ending != "done" for each in ends):
-            self.end()
+            self.__exit__()
         return ends
 
     def __enter__(self) -> Self:
@@ -96,10 +96,6 @@ class CaseProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End all of them."""
-        self.end()
-
-    def end(self) -> None:
         """End all of them, and what they have started: a compiler's workers."""
         for process in self._processes:
             assert process.pid is not None, "it has started"
@@ -128,15 +124,12 @@ class CaseProcesses:
         """Wait for all, or some time after one of them failed; who has not told then is late."""
         ends: dict[int, PartEnded] = {}
         deadline_s = time.monotonic() + limit_s
-        while len(ends) < self._count:
-            left_s = deadline_s - time.monotonic()
-            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in ends}
-            told = wait(list(waiting), max(0.0, left_s))
+        while waiting := [pipe for rank, pipe in enumerate(self._pipes) if rank not in ends]:
+            told = wait(waiting, max(0.0, deadline_s - time.monotonic()))
             if not told:
                 break
-            for pipe in told:
-                assert isinstance(pipe, Connection)
-                rank = waiting[pipe]
+            for pipe in (each for each in waiting if each in told):
+                rank = self._pipes.index(pipe)
                 try:
                     ends[rank] = pipe.recv()
                 except (EOFError, OSError):
@@ -165,8 +158,7 @@ class CaseProcesses:
         try:
             conditions = self._set_up(rank, folder)
             while True:
-                job = pipe.recv()
-                pipe.send(PartEnded("done", self._work(job, conditions, rank)))
+                pipe.send(PartEnded("done", self._work(pipe.recv(), conditions, rank)))
         except EOFError:
             pass
         except BaseException as error:  # noqa: BLE001 -- the process edge: it is told whole
@@ -179,14 +171,13 @@ class CaseProcesses:
 
     def _set_up(self, rank: int, folder: Path) -> Conditions:
         """Device, group and memory limit of a process."""
-        order = self._order
+        order, device, outside = self._order, torch.device("cpu"), 0
         torch.set_num_threads(order.threads)
-        device = torch.device("cpu")
         if order.device == "cuda":
             device = torch.device("cuda", rank)
             torch.cuda.set_device(device)
             torch.zeros(1, device=device)
-        outside = outside_allocator_bytes(device) if device.type == "cuda" else 0
+            outside = outside_allocator_bytes(device)
         if self._count > 1:
             os.environ |= {
                 "RANK": str(rank),
@@ -229,7 +220,5 @@ def _ended(error: BaseException, order: BenchOrder) -> PartEnded:
 
 def worst(ends: Sequence[PartEnded]) -> PartEnded:
     """How a job ended as a whole: what went wrong first of all, else the first rank's."""
-    order: tuple[PartEnding, ...] = (
-        *("refused", "ran out of memory", "crashed", "took too long", "done"),
-    )
+    order = get_args(PartEnding)
     return min(ends, key=lambda each: order.index(each.ending))

@@ -46,34 +46,22 @@ _BACKENDS: dict[FusedKernel, SDPBackend] = {
 _CPU_WINDOW = 512
 """Tokens of ``window`` on the CPU, whose sequences are short."""
 _OTHERS = "name others by `--implementations`"
-_CHECKED_WINDOW, _CHECKED_BLOCK = 100, 128
-"""Of the short sequence that is checked, of which others keep a block alone, or all of them. On an
-H100 FlexAttention takes no smaller block for heads of 128."""
-_CHECKED_RATIO, _CHECKED_RATIO_OF_SEGMENTS = 0.6, 0.4
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Conditions:
     """What a contender runs under."""
 
+    order: BenchOrder
     name: str
+    mode: Mode
     device: torch.device
     dtype: torch.dtype
-    heads: int
-    kv_heads: int
-    head_dim: int
-    mode: Mode = "single"
-    ranks: int = 1
-    """GPUs, each with a share of a sequence or, as ``mode`` says, of the sequences."""
-    kernel: FusedKernel | None = None
+    kernel: FusedKernel | None
     """What dense attention runs on; None where no fused kernel does."""
-    pattern: SparsePatternConfig | None = None
+    pattern: SparsePatternConfig | None
     """What is kept of each branch; None: all of it."""
-    has_segments: bool = False
-    segment_lengths: Sequence[int] = ()
-    """Of dilated attention; empty: half the length and all of it."""
-    dilation_rates: Sequence[int] = (1, 2)
 
     @classmethod
     def of(
@@ -88,26 +76,22 @@ class Conditions:
         pattern = order.patterns.get(name, IMPLEMENTATIONS[name].pattern)
         if name == "window" and device.type == "cpu" and pattern is not None:
             pattern = msgspec.structs.replace(pattern, local_window_size=_CPU_WINDOW)
-        return cls(
-            name=name,
-            device=device,
-            dtype=DTYPES[order.dtype],
-            heads=order.heads,
-            kv_heads=order.kv_heads,
-            head_dim=order.head_dim,
-            mode=mode,
-            ranks=1 if mode == "single" else order.gpus,
-            kernel=kernel,
-            pattern=pattern,
-            has_segments=IMPLEMENTATIONS[name].takes_segments,
-            segment_lengths=order.segment_lengths,
-            dilation_rates=order.dilation_rates,
-        )
+        return cls(order, name, mode, device, DTYPES[order.dtype], kernel, pattern)
+
+    @property
+    def ranks(self) -> int:
+        """GPUs, each with a share of a sequence or, as ``mode`` says, of the sequences."""
+        return 1 if self.mode == "single" else self.order.gpus
+
+    @property
+    def heads_of_qkv(self) -> tuple[int, int, int]:
+        """Heads of queries, keys and values."""
+        return self.order.heads, self.order.kv_heads, self.order.kv_heads
 
     @property
     def scaling(self) -> float:
         """What scores are multiplied by."""
-        return self.head_dim**-0.5
+        return self.order.head_dim**-0.5
 
     @property
     def block_kernel(self) -> Kernel:
@@ -130,28 +114,28 @@ class Conditions:
 
     def branches(self, length: int) -> tuple[Sequence[int], Sequence[int]]:
         """Segment lengths and rates, for sequences of a length."""
-        if not self.has_segments:
+        if not IMPLEMENTATIONS[self.name].takes_segments:
             return (length,), (1,)
-        return self.segment_lengths or (max(1, length // 2), length), self.dilation_rates
+        halves = (max(1, length // 2), length)
+        return self.order.segment_lengths or halves, self.order.dilation_rates
 
     def short(self) -> "Conditions":
         """The same with a pattern by which a short sequence keeps some blocks and not others."""
         pattern = self.pattern
         if pattern is None:
             return self
-        sizes: dict[str, float] = {"local_window_size": _CHECKED_WINDOW}
+        sizes: dict[str, float] = {"local_window_size": 100}
         if not pattern.is_windowed:
-            ratio = _CHECKED_RATIO_OF_SEGMENTS if self.has_segments else _CHECKED_RATIO
-            block = min(_CHECKED_BLOCK, pattern.block_size)
-            sizes = {"sparsity_ratio": ratio, "block_size": block}
+            ratio = 0.4 if IMPLEMENTATIONS[self.name].takes_segments else 0.6
+            # on an H100 FlexAttention takes no smaller block for heads of 128
+            sizes = {"sparsity_ratio": ratio, "block_size": min(128, pattern.block_size)}
         return replace(self, pattern=msgspec.structs.replace(pattern, **sizes))
 
     def share(self, length: int) -> float:
         """Pairs that branches compute, of all causal ones."""
-        pairs = dilated_pairs(
-            *self.branches(length), length, heads=self.heads, pattern=self.pattern
-        )
-        return pairs / (self.heads * causal_pairs(length))
+        heads = self.order.heads
+        pairs = dilated_pairs(*self.branches(length), length, heads=heads, pattern=self.pattern)
+        return pairs / (heads * causal_pairs(length))
 
 
 Build = Callable[[Conditions, int], Compute]
@@ -163,11 +147,11 @@ def counts(conditions: Conditions, length: int) -> Tensor:
     ``j mod rate :: rate`` of each segment, of which a pattern keeps some.
     """
     pattern = None if conditions.pattern is None else conditions.pattern.at(length)
-    counts_HSS = torch.zeros(conditions.heads, length, length)
+    counts_HSS = torch.zeros(conditions.order.heads, length, length)
     for segment, rate in zip(*conditions.branches(length), strict=True):
         for start in range(0, length, segment):
-            for head in range(conditions.heads):
-                stop = min(start + segment, length)
+            stop = min(start + segment, length)
+            for head in range(conditions.order.heads):
                 row = torch.arange(start, stop)[head % rate :: rate]
                 counts_HSS[head, row[:, None], row] += _kept(pattern, len(row))
     return counts_HSS
@@ -201,9 +185,10 @@ def fused_kernel(conditions: Conditions) -> FusedKernel | None:
     names: tuple[FusedKernel, ...] = ("flash",)
     if device.type == "cuda":
         names = (*kernels(torch.cuda.get_device_capability(device)), "efficient")
+    size = conditions.order.head_dim
     query, key, value = (
-        torch.zeros((1, heads, 128, conditions.head_dim), device=device, dtype=conditions.dtype)
-        for heads in (conditions.heads, conditions.kv_heads, conditions.kv_heads)
+        torch.zeros((1, heads, 128, size), device=device, dtype=conditions.dtype)
+        for heads in conditions.heads_of_qkv
     )
     for name in names:
         try:
@@ -228,7 +213,7 @@ def _reference(conditions: Conditions, length: int) -> Compute:
 
 def _dense(conditions: Conditions, _: int) -> Compute:
     assert conditions.kernel is not None
-    backend, is_grouped = _BACKENDS[conditions.kernel], conditions.heads != conditions.kv_heads
+    backend, order = _BACKENDS[conditions.kernel], conditions.order
 
     def compute(query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, float]:
         with sdpa_kernel([backend]):
@@ -236,7 +221,7 @@ def _dense(conditions: Conditions, _: int) -> Compute:
                 *(query_BHSD, key_BKSD, value_BKSD),
                 is_causal=True,
                 scale=conditions.scaling,
-                enable_gqa=is_grouped,
+                enable_gqa=order.heads != order.kv_heads,
             )
         return output, 1.0
 
@@ -285,11 +270,9 @@ def _block_sparse(conditions: Conditions, _: int) -> Compute:
                 "gathered keys are no figure of it",
                 hint=_OTHERS,
             )
+        qkv = (query_BHSD, key_BKSD, value_BKSD)
         found = block_sparse_attention(
-            *(query_BHSD, key_BKSD, value_BKSD),
-            pattern=config,
-            scaling=conditions.scaling,
-            attend_table=attend,
+            *qkv, pattern=config, scaling=conditions.scaling, attend_table=attend
         )
         return found.output_BHSD, found.kept_share
 
@@ -305,18 +288,14 @@ def _dense_flex(conditions: Conditions, length: int) -> Compute:
 def _dilated(conditions: Conditions, length: int) -> Compute:
     segments, rates = conditions.branches(length)
     share = conditions.share(length)
-
-    def compute(*qkv: Tensor) -> tuple[Tensor, float]:
-        output, _ = dilated_attention(
-            *qkv,
-            segment_lengths=segments,
-            dilation_rates=rates,
-            scaling=conditions.scaling,
-            kernel=conditions.block_kernel,
-        )
-        return output, share
-
-    return compute
+    run = partial(
+        dilated_attention,
+        segment_lengths=segments,
+        dilation_rates=rates,
+        scaling=conditions.scaling,
+        kernel=conditions.block_kernel,
+    )
+    return lambda *qkv: (run(*qkv)[0], share)
 
 
 def _ring(conditions: Conditions, length: int) -> Compute:
@@ -328,7 +307,6 @@ def _ring(conditions: Conditions, length: int) -> Compute:
         kernel=conditions.block_kernel,
         group=group,
     )
-
     return lambda *qkv: (attend_in_ring(*qkv, ring=ring).transpose(1, 2), 1.0)
 
 
@@ -338,7 +316,7 @@ def _branches(conditions: Conditions, length: int) -> Compute:
     assert config is not None, "it has a pattern"
     sharing = Sharing(
         layout=conditions.layout(length),
-        branches=dilated_branches(*conditions.branches(length), conditions.heads),
+        branches=dilated_branches(*conditions.branches(length), conditions.order.heads),
         pattern=config,
         scaling=conditions.scaling,
         group=conditions.group,
@@ -364,17 +342,13 @@ def _ulysses(conditions: Conditions, length: int) -> Compute:
     )
     group = conditions.group
     assert group is not None, "ranks share it"
-
-    def compute(*qkv: Tensor) -> tuple[Tensor, float]:
-        return attend_sharded(*qkv, group=group, attend=inner).transpose(1, 2), 1.0
-
-    return compute
+    return lambda *qkv: (attend_sharded(*qkv, group=group, attend=inner).transpose(1, 2), 1.0)
 
 
 def _heads_not_shared(conditions: Conditions) -> str | None:
-    ranks, kv_heads = conditions.ranks, conditions.kv_heads
-    if conditions.heads % ranks:
-        return f"{ranks} GPUs do not divide {conditions.heads} heads"
+    ranks, (heads, kv_heads, _) = conditions.ranks, conditions.heads_of_qkv
+    if heads % ranks:
+        return f"{ranks} GPUs do not divide {heads} heads"
     if kv_heads % ranks and ranks % kv_heads:
         return f"{ranks} GPUs and {kv_heads} key/value heads: neither divides the other"
     return _without_block_kernel(conditions)

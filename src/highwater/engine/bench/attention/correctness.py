@@ -33,8 +33,9 @@ def differences(
     """Norm-relative difference of each from float64, of what this rank holds; the largest of a
     pattern's own sizes, by which a short sequence keeps little, and of others.
     """
-    sizes = dict.fromkeys((conditions, conditions.short()))
-    found = [_differences(build, each, rank, length) for each in sizes]
+    found = [_differences(build, conditions, rank, length)]
+    if (short := conditions.short()) != conditions:
+        found.append(_differences(build, short, rank, length))
     largest = (float(torch.stack(each).max()) for each in zip(*found, strict=True))
     return dict(zip(_COMPARED, largest, strict=True))
 
@@ -74,13 +75,10 @@ def _differences(build: Build, conditions: Conditions, rank: int, length: int) -
 
 def _tensors(conditions: Conditions, length: int) -> list[Tensor]:
     """Queries, keys, values and the output's gradient, XSD: the same on every rank."""
-    random = torch.Generator().manual_seed(0)
-    heads = (conditions.heads, conditions.kv_heads, conditions.kv_heads, conditions.heads)
+    random, size = torch.Generator().manual_seed(0), conditions.order.head_dim
     return [
-        torch.randn(count, length, conditions.head_dim, generator=random).to(
-            conditions.device, conditions.dtype
-        )
-        for count in heads
+        torch.randn(heads, length, size, generator=random).to(conditions.device, conditions.dtype)
+        for heads in (*conditions.heads_of_qkv, conditions.order.heads)
     ]
 
 

@@ -6,7 +6,6 @@ GPU the allocator keeps its peaks itself.
 Shapes:  B sequences of this rank  H query heads  K key/value heads  s tokens of this rank
          D head size
 
-The command, versions and GPU that every JSON document of a benchmark begins with.
 """
 
 import platform
@@ -15,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -41,12 +39,9 @@ class PassTooLong(Exception):  # noqa: N818 -- it is an answer
     """A pass took longer than it may."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """A case, made."""
-
+class _Pass(NamedTuple):
     compute: Compute
-    inputs: tuple[Tensor, Tensor, Tensor]
+    inputs: Sequence[Tensor]
     """Queries BHsD, keys and values BKsD; with a gradient where the case has a backward pass."""
 
     def forward(self) -> tuple[Tensor, float]:
@@ -59,7 +54,7 @@ class _Pass:
             leaves = list({id(each): each for each in self.inputs}.values())
             torch.autograd.grad(output, leaves, torch.ones_like(output))
 
-    def once(self) -> float:
+    def both(self) -> float:
         output, share = self.forward()
         self.backward(output)
         return share
@@ -74,9 +69,7 @@ class _Peaks(NamedTuple):
     share: float
 
 
-def measure(
-    case: BenchRow, build: Build, conditions: Conditions, *, same_qkv: bool, timeout_s: float
-) -> BenchRow:
+def measure(case: BenchRow, build: Build, conditions: Conditions) -> BenchRow:
     """Run a case, and fill in what it took in this process. Raises PassTooLong, and what PyTorch
     raises.
     """
@@ -88,8 +81,9 @@ def measure(
         compute = _in_data_parallel(compute, devices, conditions.share(case.length_tokens))
 
     def made() -> _Pass:
-        return _Pass(compute, _inputs(case, conditions, len(devices), same_qkv=same_qkv))
+        return _Pass(compute, _inputs(case, conditions, len(devices)))
 
+    timeout_s = conditions.order.timeout_s
     times_s: list[float] = []
     if conditions.device.type == "cpu":
         run, peaks = _peaks_on_cpu(made, conditions.device)
@@ -99,7 +93,7 @@ def measure(
             raise PassTooLong
         times_s += [took_s] if took_s > _ENOUGH_S else []
     while not times_s or (len(times_s) < _MOST_PASSES and sum(times_s) < _ENOUGH_S):
-        times_s.append(_time_s(run.once, conditions, devices))
+        times_s.append(_time_s(run.both, conditions, devices))
     time_s = statistics.median(times_s)
     if time_s > timeout_s:
         raise PassTooLong
@@ -114,26 +108,22 @@ def measure(
     )
 
 
-def _inputs(
-    case: BenchRow, conditions: Conditions, devices: int, *, same_qkv: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _inputs(case: BenchRow, conditions: Conditions, devices: int) -> Sequence[Tensor]:
     """Queries, keys and values of this process."""
     tokens = conditions.layout(case.length_tokens or 0).tokens_per_rank
     is_split = case.mode == "data parallel" and devices == 1
     batch = case.batch // conditions.ranks if is_split else case.batch
-
-    def made(heads: int) -> Tensor:
-        return torch.randn(
-            (batch, heads, tokens, conditions.head_dim),
+    is_one = conditions.order.same_qkv
+    made = [
+        torch.randn(
+            (batch, heads, tokens, conditions.order.head_dim),
             device=conditions.device,
             dtype=conditions.dtype,
             requires_grad=case.direction == "forward+backward",
         )
-
-    query = made(conditions.heads)
-    if same_qkv:
-        return query, query, query
-    return query, made(conditions.kv_heads), made(conditions.kv_heads)
+        for heads in conditions.heads_of_qkv[: 1 if is_one else 3]
+    ]
+    return made * 3 if is_one else made
 
 
 def _peaks_on_cpu(made: Callable[[], _Pass], device: torch.device) -> tuple[_Pass, _Peaks]:
@@ -170,10 +160,10 @@ def _peaks_on_gpus(
     compiles, and makes what libraries keep.
     """
     # a mask is there before them, and counts in the peak alone
-    before = [torch.cuda.memory_allocated(device) for device in devices]
+    before = list(map(torch.cuda.memory_allocated, devices))
     run = made()
-    after = [torch.cuda.memory_allocated(device) for device in devices]
-    share = run.once()
+    after = list(map(torch.cuda.memory_allocated, devices))
+    share = run.both()
     _synchronise(devices)
     # what cuBLAS keeps, for what the first pass proved: whoever multiplies takes its own again
     bindings: Any = vars(torch)["_C"]
@@ -181,7 +171,7 @@ def _peaks_on_gpus(
     torch.cuda.empty_cache()
     for device in devices:
         torch.cuda.reset_peak_memory_stats(device)
-    took_s = _time_s(run.once, conditions, devices)
+    took_s = _time_s(run.both, conditions, devices)
     peaks = _Peaks(
         [one - other for one, other in zip(after, before, strict=True)],
         list(map(torch.cuda.max_memory_allocated, devices)),
@@ -226,9 +216,13 @@ def _in_data_parallel(compute: Compute, devices: Sequence[torch.device], share: 
 
 
 def environment() -> dict[str, object]:
-    """Command, versions and GPU of this process."""
+    """Command, versions and GPU, with which every JSON document of a benchmark begins."""
+    file, words = Path(sys.argv[0]).resolve(), ["-m", *sys.argv]
+    if sys.argv[0].endswith(".py"):  # named from here: no path of this machine is told
+        is_below = file.is_relative_to(Path.cwd())
+        words = [str(file.relative_to(Path.cwd()) if is_below else file.name), *sys.argv[1:]]
     found: dict[str, object] = {
-        "command": ["python", *_words(sys.argv)],
+        "command": ["python", *words],
         "highwater": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -247,12 +241,3 @@ def environment() -> dict[str, object]:
         "gpu": torch.cuda.get_device_name(),
         "gpu_total_bytes": torch.cuda.mem_get_info()[1],
     }
-
-
-def _words(argv: list[str]) -> list[str]:
-    """The arguments with a file as it is named from here: no path of this machine is told."""
-    if not argv[0].endswith(".py"):
-        return ["-m", *argv]
-    file = Path(argv[0]).resolve()
-    is_below = file.is_relative_to(Path.cwd())
-    return [str(file.relative_to(Path.cwd()) if is_below else file.name), *argv[1:]]

@@ -101,10 +101,7 @@ class RmsNorm(nn.RMSNorm):
 
 
 class _RmsNorm(torch.autograd.Function):
-    """``x / rms(x) * weight`` in float32 (float64 for float64).
-
-    Keeps its input and one number per row for the backward pass.
-    """
+    """``x / rms(x) * weight`` in float32 (float64 for float64); keeps one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -177,10 +174,7 @@ def _has_projected_heads(module: nn.Module) -> bool:
 
 
 def _proven_features(module: nn.Module) -> dict[str, Any] | None:
-    """The keywords that ``module`` hands to its attention function, if RotaryAttention equals it.
-
-    None where a small RotaryAttention differs from a small copy of the module.
-    """
+    """The keywords that ``module`` hands to its attention, where a small copy equals ours."""
     generator = torch.Generator().manual_seed(0)
     size, tokens = PROOF_SIZE // _PROOF_HEADS, 16
     theirs: Any = copy.copy(module)
@@ -288,10 +282,7 @@ def fuse_mlps(model: nn.Module, *, tiles: int | None) -> int:
 
 
 def _projections(module: nn.Module) -> dict[str, nn.Linear] | None:
-    """The linear children of a module that has just those of a gated MLP; None for any other.
-
-    A module with further parameters or with buffers is another one.
-    """
+    """The linear children of a module that has just those of a gated MLP; None for any other."""
     linear = {name: child for name, child in module.named_children() if type(child) is nn.Linear}
     if isinstance(module, GatedMlp) or set(linear) not in (
         {"gate_proj", "up_proj", "down_proj"},

@@ -158,10 +158,7 @@ class _Keep(torch.autograd.Function):
 
 
 class _Compute(torch.autograd.Function):
-    """Compute the MLP of what _Keep returned, and keep nothing.
-
-    Its backward pass hands the gradient of the output to _Keep as it is.
-    """
+    """Compute the MLP of what _Keep returned, keep nothing, and hand the gradient to _Keep."""
 
     @staticmethod
     # It keeps nothing in ctx.
@@ -197,9 +194,7 @@ class _Sums:
         self._adapters = [None if each is None else AdapterGradient(each) for each in adapters]
 
     def add(self, index: int, gradient: Tensor, of: Tensor) -> Tensor | None:
-        """Add one tile's share to projection ``index``; returns the gradient of what its adapter
-        makes of the input, if it has one.
-        """
+        """Add one tile's share to projection ``index``; returns its adapter's gradient."""
         matrix, bias, adapter = self._matrices[index], self._biases[index], self._adapters[index]
         if matrix is not None:
             matrix.add(gradient, of)

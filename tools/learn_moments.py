@@ -1,7 +1,7 @@
 """Learn what a layer of a family takes at the moments that may be its peak, from traces, and write
 ``memory/formula/moments.json``:
 
-    python -P tests/numeric/learn_moments.py [FAMILY...]
+    python -P tools/learn_moments.py [FAMILY...]
 
 Small models of random sizes are traced; they allocate and free the same things in the same order.
 So what is alive at each event is a sum of products of sizes, each a whole number of times, which
@@ -22,12 +22,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-sys.path.insert(0, str(Path(__file__).parent))
+TESTS = Path(__file__).parents[1] / "tests"
+sys.path[:0] = (str(TESTS / "numeric"), str(TESTS))
 
 from traces import trace, trial
 
 from highwater.memory.formula.constants import WORKSPACES
 from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.layers import Step
 from highwater.memory.formula.moments import (
     DENSE,
     FILE,
@@ -258,7 +260,7 @@ def sample(family: str, attends: Kind, settings: Settings, *, number: int) -> Sa
     phases = {
         phase.name: phase.terms
         for phase in footprint(
-            shape, settings, spec.layout, length_tokens=spec.length_tokens
+            Step(shape, settings, spec.layout, length_tokens=spec.length_tokens)
         ).phases
     }
     beside = sum(

@@ -1,10 +1,10 @@
-"""TRL's step in closed form: this package's formula without what TRL has not, and with what it has
-besides.
+"""TRL's trainer as accelerate launches it: our formula without what TRL has not, and with what it
+has besides; and the edges that its trials found.
 
 - An MLP goes in one piece, and logits in tiles: Hugging Face's layers, and a fused head.
-- The head's gradient is summed in float32 and then rounded, as ours is, and so is the gradient of
-  the hidden states. The head itself is what FSDP gathered, in bfloat16: accelerate shards it
-  together with the last norm (``fsdp2_prepare_model``), so that it is there when the loss reads it.
+- The gradients of the head and of the hidden states are summed in float32, then rounded. The head
+  itself is what FSDP gathered, in bfloat16: accelerate shards it with the last norm
+  (``fsdp2_prepare_model``), so that it is there when the loss reads it.
 - GRPO generates by the policy itself: keys and values of all completions of a GPU, beside what the
   longest prompt takes on its way through one layer. Gradients are not there yet.
 - There is no reference: GRPO has none by default (``beta`` of 0), and DPO's log-probabilities are
@@ -16,15 +16,13 @@ trl/trainer/utils.py and ``_generate`` in trl/trainer/grpo_trainer.py of trl 1.1
 accelerate/utils/fsdp_utils.py of accelerate 1.15.0; modeling_qwen3.py of transformers 5.23.0.
 
 In the functions:  T tokens of a GPU's micro-batch  E hidden size  F width of an MLP
-
-TRL's edges: those of its recorded trials, which come along, and those of a study of it.
 """
 
+from dataclasses import replace
 from importlib.resources import files
 
 import msgspec
 
-from highwater.errors import UsageError
 from highwater.memory.formula.constants import (
     CUBLAS_WORKSPACES_BYTES,
     LOSS,
@@ -35,18 +33,15 @@ from highwater.memory.formula.constants import (
     present,
 )
 from highwater.memory.formula.formula import likely_footprint, refuse_unknown_family
-from highwater.memory.formula.layers import NUMBER_BYTES, Step, busiest_step
+from highwater.memory.formula.layers import NUMBER_BYTES, Step
 from highwater.memory.interval.calibration import edge_residuals
-from highwater.memory.interval.residuals import Residual, leave_out
+from highwater.memory.interval.residuals import Residual, unfit
 from highwater.model.footprint import device_state_bytes, gradient_bytes
 from highwater.model.layer_kind import LayerKind
-from highwater.model.model import ModelShape
 from highwater.nouns.codec import from_json
-from highwater.nouns.layout import Layout
 from highwater.nouns.objective import generation_micro_batches
-from highwater.nouns.settings import Settings
 from highwater.nouns.study import Study
-from highwater.nouns.trial import PROMPT_TOKENS, Device, TrialSpec
+from highwater.nouns.trial import TrialSpec
 from highwater.units import MIB
 
 ACCURACY = (
@@ -61,23 +56,15 @@ LAUNCHER_BYTES = 518 * MIB
 off the errors of every trial that ran out in docs/results/other_trainers/studies, on H100 and
 H200."""
 _TILE_TOKENS, _TILE_WIDTH = 4096, 32768
-"""Tokens and words of the vocabulary in one tile of logits: ``TOKEN_CHUNK_SIZE`` and
-``_CHUNKED_LOGPROB_CHUNK_SIZE``."""
+"""Tokens and words in one tile of logits: TOKEN_CHUNK_SIZE and _CHUNKED_LOGPROB_CHUNK_SIZE."""
 _PREFILL_WIDTHS, _PREFILL_STREAMS = 3, 2
 """What a prompt takes in one layer without a backward pass, of T x F and of T x E: the activation,
 the other branch and their product; the residual stream and what the MLP is given."""
 
 
-def footprint(
-    shape: ModelShape,
-    settings: Settings,
-    layout: Layout,
-    *,
-    length_tokens: int,
-    device: Device = "cuda",
-    prompt_tokens: int = PROMPT_TOKENS,
-) -> Footprint:
-    """Memory that TRL's step most likely takes on sequences of this length, on the fullest GPU."""
+def footprint(step: Step) -> Footprint:
+    """Memory that TRL's step most likely takes, on the fullest GPU."""
+    settings = step.settings
     generates = settings.traits.advantages == "groups"
     settings = msgspec.structs.replace(
         settings,
@@ -86,21 +73,13 @@ def footprint(
         loss="chunked",
         mlp_tiles=None if settings.recompute == "none" else 1,
     )
-    ours = likely_footprint(
-        shape,
-        settings,
-        layout,
-        length_tokens=length_tokens,
-        device=device,
-        prompt_tokens=prompt_tokens,
-    )
-    step = busiest_step(shape, settings, layout, length_tokens, device, prompt_tokens=prompt_tokens)
+    step = replace(step, settings=settings)
+    ours = likely_footprint(step)
     phases = [_with_its_loss(phase, step) if phase.name == LOSS else phase for phase in ours.phases]
     if generates:
         phases.insert(0, _generation(step))
-    launcher = Term(
-        name="context of TRL's launcher", bytes=LAUNCHER_BYTES if device == "cuda" else 0
-    )
+    launcher_bytes = LAUNCHER_BYTES if step.device == "cuda" else 0
+    launcher = Term(name="context of TRL's launcher", bytes=launcher_bytes)
     return msgspec.structs.replace(
         ours, phases=tuple(phases), outside=present(*ours.outside, launcher)
     )
@@ -126,9 +105,7 @@ def _with_its_loss(phase: Phase, step: Step) -> Phase:
 
 
 def _generation(step: Step) -> Phase:
-    """The moment in which the last layer reads the prompts, and all layers' keys and values are
-    kept: nothing of a backward pass is there, and no gradient.
-    """
+    """The last layer reads the prompts, with all keys and values kept and no gradient there yet."""
     settings, layout, shape = step.settings, step.layout, step.shape
     shards = layout.shard_degree
     states = device_state_bytes(shape, settings, device=step.device, shards=shards)
@@ -176,10 +153,8 @@ _TRAINER = "trl"
 
 
 def bundled_edges() -> tuple[Residual, ...]:
-    """The edges that come along: ``edges.json`` beside this file, which
-    docs/results/other_trainers/edges.py makes.
-    """
-    text = (files("highwater.memory.trl") / "edges.json").read_bytes()
+    """Edges that come along: ``trl_edges.json``, by docs/results/other_trainers/edges.py."""
+    text = (files("highwater.memory") / "trl_edges.json").read_bytes()
     return from_json(text, tuple[Residual, ...])
 
 
@@ -192,15 +167,11 @@ def study_edges(study: Study) -> tuple[Residual, ...]:
     foreign, shape = study.question.foreign, study.question.model.shape
     if foreign is None or foreign.trainer != _TRAINER:
         title = "this package's engine" if foreign is None else foreign.title
-        raise UsageError(
-            f"{study.path} is of trials of {title}: predictions are about TRL",
-            hint=leave_out(study),
-        )
+        raise unfit(study, f"is of trials of {title}: predictions are about TRL")
     refuse_unknown_family(study.question.model)
 
     def footprint_of(spec: TrialSpec) -> Footprint:
-        return footprint(
-            shape, spec.settings, spec.layout, length_tokens=spec.length_tokens, device=spec.device
-        )
+        step = Step(shape, spec.settings, spec.layout, spec.length_tokens, spec.device)
+        return footprint(step)
 
     return edge_residuals(study, footprint_of)

@@ -1,15 +1,5 @@
-"""The Python interface, and the only place where a search, a runner and a journal are put together.
+"""Studies and single trials: where a search, a runner and a journal are put together."""
 
-```python
-import highwater
-
-study = highwater.find("Qwen3-0.6B", gpus=[1], memory="80GiB")
-for answer in study.answers:
-    print(answer.cell.label, answer.capacity_tokens)
-```
-"""
-
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -19,71 +9,50 @@ from typing import Any
 
 import msgspec
 
-from highwater.errors import UsageError
-from highwater.memory.capacity import Prediction
-from highwater.memory.formula.formula import refuse_unknown_family
-from highwater.memory.interval.residuals import PredictionMethod
-from highwater.memory.question import (
-    memory_limit_of,
-    unanswered,
-    with_usual_host,
-)
-from highwater.memory.table_accuracy import TableAccuracy, memory_limits_of, table_accuracy
-from highwater.memory.trace.exact import predict_exactly
-from highwater.memory.trace.replay import timeline as draw_timeline
-from highwater.memory.trainers import by_formula, calibration_of
 from highwater.model.model import load_model
 from highwater.nouns.foreign_request import command_of
 from highwater.nouns.foreign_trainer import foreign_name
-from highwater.nouns.hardware import Kernel, Machine, kernels, used_gpus
+from highwater.nouns.hardware import Machine, used_gpus
 from highwater.nouns.plan import Plan, plan, plan_trial
 from highwater.nouns.protocols import Launcher
-from highwater.nouns.published import read_capacity_table
 from highwater.nouns.request import Request, request_from
 from highwater.nouns.study import Question, Study
-from highwater.nouns.trainer import OURS, TRAINERS, TrainerName
+from highwater.nouns.trainer import OURS
 from highwater.nouns.trial import TrialResult, TrialSpec
-from highwater.recommendation.candidates import trainer_question
-from highwater.recommendation.user_measurements import OnCalibrate, own_constants, own_residuals
 from highwater.search.budget import Budget, time_notes
 from highwater.search.cell_outcomes import SearchEvent
 from highwater.search.predicted_study import completed_study, gone_on
 from highwater.search.scheduler import BudgetSpentError, recorded_search
 from highwater.search.start_length import check_prediction, expectation, predicted_start
 from highwater.store.directory import (
-    check_new_file,
     study_path,
-    write_new_file,
 )
 from highwater.store.journal import open_journal, read_study
-from highwater.trials import ray_runner as ray_search
+from highwater.trials import ray_runner
 from highwater.trials.diagnosis import diagnose, undiagnosed
 from highwater.trials.engine_trial import EngineLauncher, RunRanks, run_ranks_here
 from highwater.trials.foreign_trial import ForeignLauncher, check_foreign
 from highwater.trials.local import LocalRunner
 from highwater.trials.nodes import across
-from highwater.trials.probe import environment, gpus_meant, host_meant, probe
+from highwater.trials.probe import environment, probe
 from highwater.trials.ray_runner import RayRunner
 from highwater.trials.readiness import check_directories, check_machine, check_request
 from highwater.trials.simulated import FormulaLaw, SimulatedRunner
-from highwater.trials.tracing import CachedTracer, trace_directory
 from highwater.trials.trial_process import LogLayout
-from highwater.units import format_seconds, parse_memory, parse_tokens
+from highwater.units import format_seconds, parse_tokens
 
 Listener = Callable[[SearchEvent], None]
 
 
 def find(model: str, *, on_event: Listener | None = None, **settings: Any) -> Study:
     """The longest context that ``model`` trains with, for each layout and rung: a study with a pair
-    of real trials each.
-
-    ``settings`` are the fields of ``Request``: ``gpus=[1, 2]``, ``memory="80GiB"``,
-    ``loss="chunked"``, ``dry_run=True``. ``on_event`` hears each trial as it starts and ends.
-    Blocks for as long as the trials take, or their ``budget``; called again it goes on where it
-    was. A ``study`` that has every answer is returned as it is where there is no GPU to ask. After
-    the answer the first out of memory is repeated once with its memory recorded, of which a note of
-    the study tells; ``no_diagnose=True`` leaves that out. Raises HighwaterError for what cannot be
-    asked, before anything starts.
+    of real trials each. ``settings`` are the fields of ``Request``: ``gpus=[1, 2]``,
+    ``memory="80GiB"``, ``loss="chunked"``, ``dry_run=True``. ``on_event`` hears each trial as it
+    starts and ends. Blocks for as long as the trials take, or their ``budget``; called again it
+    goes on where it was. A ``study`` that has every answer is returned as it is where there is no
+    GPU to ask. After the answer the first out of memory is repeated once with its memory recorded,
+    of which a note of the study tells; ``no_diagnose=True`` leaves that out. Raises HighwaterError
+    for what cannot be asked, before anything starts.
     """
     request = request_from({"model": model, **settings}, keywords=True)
     known = completed_study(request)
@@ -99,173 +68,10 @@ def find(model: str, *, on_event: Listener | None = None, **settings: Any) -> St
 
 def run_trial(model: str, length: int | str, **settings: Any) -> TrialResult:
     """One real trial of ``length`` tokens: how it ended, and what was measured. ``settings`` as for
-    ``find``.
-
-    Raises HighwaterError for what cannot be tried, before anything starts.
+    ``find``. Raises HighwaterError for what cannot be tried, before anything starts.
     """
     request = request_from({"model": model, **settings}, keywords=True)
     return answer_trial(request, prepare_trial(request, length))
-
-
-def predict(
-    model: str,
-    *,
-    gpus: str | int | None = None,
-    length: int | str | None = None,
-    trainer: TrainerName = OURS,
-    gpu_memory: str | int | None = None,
-    host_memory: str | int | None = None,
-    reserved: str | int = 0,
-    exact: bool = False,
-    timeline: str | Path | None = None,
-    calibrate_with: Sequence[str | Path] = (),
-    constants: str | Path | None = None,
-    on_trace: Callable[[TrialSpec], None] | None = None,
-    on_calibrate: OnCalibrate | None = None,
-    **settings: Any,
-) -> Prediction:
-    """The longest context that ``model`` is predicted to train with on each rung; with ``length``
-    the rungs that it fits.
-
-    It fits where the upper end of its interval does, which recorded trials taught;
-    ``calibrate_with`` are studies whose trials are to teach too: with ``exact`` those that tell the
-    most, each traced first; ``on_calibrate`` hears how many traces that takes.
-
-    ``constants`` is a file that ``highwater doctor --measure --json`` printed on such GPUs:
-    context, cuBLAS and NCCL are taken from it, in the place of those that were read on H200s.
-
-    ``gpus`` names GPUs that need not be here, ``"4xA100-80GB"``; without it this machine's are
-    meant. ``gpu_memory`` is the memory of one, for a kind that no catalog has; ``host_memory`` the
-    machine's: without it what a machine with such GPUs usually has; ``reserved`` what others take
-    of each GPU. ``settings`` are the fields of ``Request`` that name a trial or a grid of lengths.
-    Nothing is trained.
-
-    By formula: milliseconds, no torch. ``exact`` traces the engine's own steps on fake tensors, in
-    processes with torch, at the lengths around each edge: half a minute to minutes a trace, which
-    ``on_trace`` hears of and which is kept for the next time. ``timeline`` is a file to write,
-    which PyTorch's memory viewer opens: every allocation of the cell that ``explained`` names.
-    Raises HighwaterError for what cannot be asked.
-    """
-    refuse_unknown_family(load_model(model))
-    is_traceable = TRAINERS[trainer].traces == "made"
-    _check_exact(exact=exact, timeline=timeline, is_traceable=is_traceable)
-    _check_trainer(trainer, calibrate_with=calibrate_with, constants=constants)
-    where = gpus_meant(gpus, gpu_memory)
-    memory_limit = memory_limit_of(
-        where,
-        host_memory=host_memory,
-        reserved=reserved,
-        constants=None if constants is None else own_constants(Path(constants), where),
-    )
-    memory_limit = with_usual_host(memory_limit, where, host_meant(gpus, gpu_memory))
-    length_tokens = None if length is None else parse_tokens(str(length))
-    question, notes = trainer_question(model, where, trainer, length_tokens, settings)
-    if exact and settings.get("attention") == "block_sparse":
-        raise UsageError(
-            "steps with block-sparse attention are not traced", hint="leave `--exact` out"
-        )
-    method: PredictionMethod = "trace" if exact else "formula"
-    own = own_residuals(
-        calibrate_with,
-        method,
-        memory_limit.constants,
-        trainer=trainer,
-        on_calibrate=on_calibrate,
-        on_trace=on_trace,
-    )
-    prediction = unanswered(question, where, memory_limit, trainer, method, length_tokens)
-    known = calibration_of(question, trainer, method=method, own=own)
-    prediction = msgspec.structs.replace(prediction, calibration=known, notes=notes)
-    if not exact:
-        return by_formula(prediction, question)
-    kernel = kernels(where.compute_capability)[0]
-    return _traced(
-        prediction, question, kernel, on_trace, None if timeline is None else Path(timeline)
-    )
-
-
-def _traced(
-    prediction: Prediction,
-    question: Question,
-    kernel: Kernel,
-    on_trace: Callable[[TrialSpec], None] | None,
-    timeline: Path | None,
-) -> Prediction:
-    """The prediction with every cell answered by traces; its timeline is written where one is
-    named.
-    """
-    with CachedTracer(trace_directory(os.environ), kernel=kernel, on_trace=on_trace) as tracer:
-        cells = predict_exactly(question, prediction.memory_limit, tracer, prediction.calibration)
-        prediction = msgspec.structs.replace(prediction, cells=cells)
-        if timeline is not None:
-            _write_timeline(timeline, question, prediction, tracer)
-    return prediction
-
-
-def _check_exact(*, exact: bool, timeline: str | Path | None, is_traceable: bool) -> None:
-    if exact and not is_traceable:
-        raise UsageError(
-            "what is traced are this engine's own steps, with its own optimizers",
-            hint="leave `--exact` out, or `--trainer`",
-        )
-    if timeline is None:
-        return
-    if not exact:
-        raise UsageError("a timeline is drawn from a trace", hint="add `--exact`")
-    check_new_file(Path(timeline), flag="--timeline", name="timeline.pickle")
-
-
-def _check_trainer(
-    trainer: TrainerName, *, calibrate_with: Sequence[str | Path], constants: str | Path | None
-) -> None:
-    traits = TRAINERS[trainer]
-    for is_refused, what in (
-        (calibrate_with and not traits.is_run, "trials of"),
-        (constants is not None and traits.traces != "made", "constants as measured for"),
-    ):
-        if is_refused:
-            raise UsageError(
-                f"{what} this engine say nothing about {traits.step}",
-                hint="leave `--trainer` out",
-            )
-
-
-def _write_timeline(
-    path: Path, question: Question, prediction: Prediction, tracer: CachedTracer
-) -> None:
-    shown = prediction.explained
-    length_tokens = shown.capacity_tokens or shown.does_not_fit_tokens or question.grid.start_tokens
-    log = tracer(question.trial(shown.cell, length_tokens))
-    capacity = (
-        prediction.memory_limit.device_bytes - question.margin_bytes - shown.footprint.outside_bytes
-    )
-    workspaces = prediction.memory_limit.cublas_workspaces_bytes
-    allocator = shown.cell.settings.allocator
-    drawn = draw_timeline(
-        log, allocator=allocator, capacity_bytes=capacity, workspaces_bytes=workspaces
-    )
-    write_new_file(path, drawn, flag="--timeline")
-
-
-def predict_against(
-    table_path: str | Path,
-    *,
-    trainer: TrainerName = OURS,
-    gpu_memory: str | int | None = None,
-    **limits: Any,
-) -> TableAccuracy:
-    """Predictions for every cell of a table of known capacities (CSV), compared with it.
-
-    ``gpu_memory`` is that of the kind that no catalog has, or of the table's only kind; ``limits``
-    are ``host_memory`` and ``reserved``, as for ``predict``.
-    """
-    table = read_capacity_table(Path(table_path))
-    for question in table.questions:
-        refuse_unknown_family(question.model)
-    memory_bytes = None if gpu_memory is None else parse_memory(str(gpu_memory))
-    return table_accuracy(
-        table, trainer, memory_limits_of(table, gpu_memory_bytes=memory_bytes, **limits)
-    )
 
 
 def open_study(path: str | Path) -> Study:
@@ -281,16 +87,13 @@ def machine_of(request: Request) -> Machine:
 
 
 def machine_notes(request: Request) -> tuple[str, ...]:
-    """What there is to say of where trials run: nothing of this machine, which nodes of a
-    cluster.
-    """
+    """What is said of where trials run: nothing of this machine, which nodes of a cluster."""
     return _machine(request)[1]
 
 
 def prepare(request: Request) -> Plan:
-    """The question of a request, after every check that can be made before the first trial.
-
-    Raises HighwaterError for what cannot be asked.
+    """The question of a request, after every check that can be made before the first trial. Raises
+    HighwaterError for what cannot be asked.
     """
     machine, of_machine = _machine(request)
     check_request(request, machine, steps=request.steps)
@@ -356,7 +159,7 @@ def answer(
     try:
         return _answer(request, planned, on_event, log_layout, command)
     finally:
-        ray_search.leave(request)
+        ray_runner.leave(request)
 
 
 def _answer(
@@ -388,7 +191,7 @@ def answer_trial(request: Request, spec: TrialSpec) -> TrialResult:
     try:
         return _runner(request, "rung", min(totals, default=None)).run(spec)
     finally:
-        ray_search.leave(request)
+        ray_runner.leave(request)
 
 
 def study_file(request: Request, question: Question) -> Path | None:
@@ -479,7 +282,7 @@ def _machine(request: Request) -> tuple[Machine, tuple[str, ...]]:
     """What trials run on, and what there is to say of it: this machine, or a cluster's nodes."""
     if not request.on_ray:
         return probe(), ()
-    chosen = ray_search.nodes_of(request)
+    chosen = ray_runner.nodes_of(request)
     return chosen.machine, chosen.notes
 
 
@@ -494,7 +297,7 @@ def _runner(
             FormulaLaw(shape=load_model(request.model).shape), device_total_bytes=device_total_bytes
         )
     if request.on_ray:
-        return ray_search.runner_of(request, log_layout)
+        return ray_runner.runner_of(request, log_layout)
     at_once = request.max_concurrent_trials if request.nodes == 1 else 1
     if at_once is None and request.trainer != OURS:
         at_once = 1  # launchers meet on a port that is the same for all, unless they are told one

@@ -1,16 +1,11 @@
-"""Step seconds: how long a step of our engine takes, part by part, from what it computes and moves.
+"""How long a step of our engine takes, part by part, from what it computes and moves, and what one
+kind of GPU does in a second.
 
 What overlaps is taken to overlap where trials say so: of one GPU's work what its kernels take, or
-what the host takes to launch them, whichever is more; exchanges between GPUs come on top.
-
-In the functions:  T tokens of a GPU's micro-batch  E hidden size  Q, K numbers of all query heads,
-and of all key heads, per token  F intermediate size
-
-Rates: what one kind of GPU does in a second, and of which of these figures somebody measured it.
-
-Only H200s were measured. Others are taken to reach the same shares of what their data sheets say,
-attention too: cuDNN's kernels reach 61 % of an H200's FLOP/s, FlashAttention-2 50 to 73 % of an
-A100's (https://arxiv.org/abs/2307.08691).
+what the host takes to launch them, whichever is more; exchanges between GPUs come on top. Only
+H200s were measured; others are taken to reach the same shares of their data sheets, attention too:
+cuDNN's kernels reach 61 % of an H200's FLOP/s, FlashAttention-2 50 to 73 % of an A100's
+(https://arxiv.org/abs/2307.08691).
 """
 
 import json
@@ -87,15 +82,13 @@ memory: fitted to the trials that docs/results/speed/steps.py calls so."""
 
 @cache
 def sheets() -> dict[str, Sheet]:
-    """The data sheets, by the catalog's name of the kind: ``rates.json`` beside this file."""
-    text = (files("highwater.speed") / "rates.json").read_text(encoding="utf-8")
+    """The data sheets, by the catalog's name of the kind: ``nouns/catalog/rates.json``."""
+    text = (files("highwater.nouns") / "catalog" / "rates.json").read_text(encoding="utf-8")
     return {each.name: each for each in (from_builtins(row, Sheet) for row in json.loads(text))}
 
 
 def rates_of(device_name: str) -> Rates | None:
-    """The rates of GPUs of a driver's name, or the catalog's; None of a kind that no data sheet is
-    known of.
-    """
+    """Rates of GPUs of a driver's or the catalog's name; None of a kind without a data sheet."""
     kind, measured = kind_of(device_name), sheets()[MEASURED]
     sheet = None if kind is None else sheets().get(kind.name)
     if kind is None or sheet is None or kind.bf16_dense_tflops is None:
@@ -131,8 +124,7 @@ gradient back."""
 _NARROW_BYTES = 8
 """The same where parameters are in bfloat16: copied into place, twice."""
 _LOW_BIT_TENSOR_S = 0.0009
-"""Time in which the host updates one tensor by pieces, with moments of few bits. Source: two trials
-of docs/results/lora/cells."""
+"""Time in which the host updates one tensor by pieces, of few bits. Source: docs/results/lora."""
 _MOMENT_BYTES = 8
 """Both moments of a parameter, in float32."""
 _HOST_UPDATE_BYTES, _HOST_BYTES = 28, 25e9
@@ -277,9 +269,7 @@ def _attended(
 
 
 def _pairs(attention: AttentionKind, settings: Settings, length_tokens: int) -> float:
-    """Pairs of a token and a key that it reads, of one head and one document, as dear as those of
-    the fused kernels.
-    """
+    """Pairs of token and key, of one head and one document, as dear as the fused kernels' are."""
     if settings.pattern is not None:
         return kept_pairs(settings.pattern, length_tokens) / _FLEX_SHARE
     window = attention.window_tokens or length_tokens
@@ -290,9 +280,7 @@ def _pairs(attention: AttentionKind, settings: Settings, length_tokens: int) -> 
 def _layer(
     shape: ModelShape, kind: LayerKind, settings: Settings, tokens: float, pairs: float
 ) -> _Work:
-    """A layer forward, again where it is recomputed, and backward. The last product of an MLP is
-    not recomputed: nothing of it is kept.
-    """
+    """A layer forward, again where it is recomputed (but its last product), and backward."""
     weights = kind.matmul_parameters
     is_recomputed = settings.recompute != "none"
     again = weights - kind.hidden_size * kind.mlp.width * kind.mlp.experts_per_token
@@ -314,9 +302,7 @@ def _layer(
 
 
 def _passed_bytes(kind: LayerKind) -> int:
-    """Bytes a token that norms, rotations, gates and residuals read and write in a layer forward;
-    going backward twice as many.
-    """
+    """Bytes a token that norms, rotations, gates and residuals move forward; backward twice."""
     attention, width = kind.attention, kind.mlp.width * kind.mlp.experts_per_token
     of_heads = 4 * (attention.query_size + attention.key_size)
     return 2 * (8 * kind.hidden_size + of_heads + 3 * width)

@@ -41,9 +41,8 @@ from highwater.nouns.training import (
     training_request_from,
 )
 from highwater.nouns.trial import RankReport, StatisticsFiles, TrialSpec
-from highwater.recommendation.training_notes import training_notes
-from highwater.recommendation.training_settings import ChosenTrial, chosen_trial
-from highwater.speed.step_seconds import predicted_step
+from highwater.recommendation.training_settings import ChosenTrial, chosen_trial, training_notes
+from highwater.speed import predicted_step
 from highwater.store.directory import check_run_directory
 from highwater.store.training_folder import TrainingFolder
 from highwater.trials.inputs import tokenised
@@ -84,7 +83,6 @@ def train(
 ) -> TrainingResult:
     """Train ``model`` on ``data`` for ``steps`` optimizer steps, documents of up to ``length``
     tokens packed into rows; called again it goes on after the last checkpoint in ``output``.
-
     ``settings`` are the other fields of ``TrainingRequest`` (``settings="recommended"``, ``rows``,
     ``schedule``, ``save_every``) and those of ``Request`` that say how a step is made (``gpus``,
     ``lora``, ``memory``, ``learning_rate``). Blocks until it is done; Ctrl-C leaves a checkpoint

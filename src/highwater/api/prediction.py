@@ -1,0 +1,213 @@
+"""Predictions: what fits on GPUs that need not be here.
+
+What only ``exact``, ``calibrate_with``, ``constants`` or a table needs is imported where it is
+used: a prediction by formula starts without trials, journals and traces.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from highwater.errors import UsageError
+from highwater.memory.capacity import Prediction
+from highwater.memory.formula.formula import refuse_unknown_family
+from highwater.memory.interval.residuals import PredictionMethod
+from highwater.memory.question import (
+    memory_limit_of,
+    unanswered,
+    with_usual_host,
+)
+from highwater.memory.trainers import by_formula, calibration_of
+from highwater.model.model import load_model
+from highwater.nouns.events import EventLog
+from highwater.nouns.hardware import Kernel, kernels
+from highwater.nouns.study import Question
+from highwater.nouns.trainer import OURS, TRAINERS, TrainerName
+from highwater.nouns.trial import TrialSpec
+from highwater.recommendation.candidates import trainer_question
+from highwater.trials.probe import gpus_meant, host_meant
+from highwater.units import parse_memory, parse_tokens
+
+if TYPE_CHECKING:
+    from highwater.memory.table_accuracy import TableAccuracy
+
+
+def predict(
+    model: str,
+    *,
+    gpus: str | int | None = None,
+    length: int | str | None = None,
+    trainer: TrainerName = OURS,
+    gpu_memory: str | int | None = None,
+    host_memory: str | int | None = None,
+    reserved: str | int = 0,
+    exact: bool = False,
+    timeline: str | Path | None = None,
+    calibrate_with: Sequence[str | Path] = (),
+    constants: str | Path | None = None,
+    on_trace: Callable[[TrialSpec], None] | None = None,
+    on_calibrate: Callable[[int, int], None] | None = None,
+    **settings: Any,
+) -> Prediction:
+    """The longest context that ``model`` is predicted to train with on each rung; with ``length``
+    the rungs that it fits.
+
+    It fits where the upper end of its interval does, which recorded trials taught;
+    ``calibrate_with`` are studies whose trials are to teach too: with ``exact`` those that tell the
+    most, each traced first; ``on_calibrate`` hears how many traces that takes.
+
+    ``constants`` is a file that ``highwater doctor --measure --json`` printed on such GPUs:
+    context, cuBLAS and NCCL are taken from it, in the place of those that were read on H200s.
+
+    ``gpus`` names GPUs that need not be here, ``"4xA100-80GB"``; without it this machine's are
+    meant. ``gpu_memory`` is the memory of one, for a kind that no catalog has; ``host_memory`` the
+    machine's: without it what a machine with such GPUs usually has; ``reserved`` what others take
+    of each GPU. ``settings`` are the fields of ``Request`` that name a trial or a grid of lengths.
+    Nothing is trained.
+
+    By formula: milliseconds, no torch. ``exact`` traces the engine's own steps on fake tensors, in
+    processes with torch, at the lengths around each edge: half a minute to minutes a trace, which
+    ``on_trace`` hears of and which is kept for the next time. ``timeline`` is a file to write,
+    which PyTorch's memory viewer opens: every allocation of the cell that ``explained`` names.
+    Raises HighwaterError for what cannot be asked.
+    """
+    refuse_unknown_family(load_model(model))
+    is_traceable = TRAINERS[trainer].traces == "made"
+    _check_exact(exact=exact, timeline=timeline, is_traceable=is_traceable)
+    _check_trainer(trainer, calibrate_with=calibrate_with, constants=constants)
+    where = gpus_meant(gpus, gpu_memory)
+    own_readings, own = None, ()
+    if constants is not None:
+        from highwater.recommendation.user_measurements import own_constants
+
+        own_readings = own_constants(Path(constants), where)
+    memory_limit = memory_limit_of(
+        where, host_memory=host_memory, reserved=reserved, constants=own_readings
+    )
+    memory_limit = with_usual_host(memory_limit, where, host_meant(gpus, gpu_memory))
+    length_tokens = None if length is None else parse_tokens(str(length))
+    question, notes = trainer_question(model, where, trainer, length_tokens, settings)
+    if exact and settings.get("attention") == "block_sparse":
+        raise UsageError(
+            "steps with block-sparse attention are not traced", hint="leave `--exact` out"
+        )
+    method: PredictionMethod = "trace" if exact else "formula"
+    if calibrate_with:
+        from highwater.recommendation.user_measurements import own_residuals
+
+        own = own_residuals(
+            calibrate_with,
+            method,
+            own_readings,
+            trainer=trainer,
+            on_calibrate=on_calibrate,
+            on_trace=on_trace,
+        )
+    prediction = unanswered(question, where, memory_limit, trainer, method, length_tokens)
+    known = calibration_of(question, trainer, method=method, own=own)
+    prediction = msgspec.structs.replace(prediction, calibration=known, notes=notes)
+    if not exact:
+        return by_formula(prediction, question)
+    kernel = kernels(where.compute_capability)[0]
+    return _traced(
+        prediction, question, kernel, on_trace, None if timeline is None else Path(timeline)
+    )
+
+
+def _traced(
+    prediction: Prediction,
+    question: Question,
+    kernel: Kernel,
+    on_trace: Callable[[TrialSpec], None] | None,
+    timeline: Path | None,
+) -> Prediction:
+    """The prediction with every cell answered by traces; its timeline is written where one is
+    named.
+    """
+    from highwater.memory.trace.exact import predict_exactly
+    from highwater.trials.tracing import CachedTracer, trace_directory
+
+    with CachedTracer(trace_directory(os.environ), kernel=kernel, on_trace=on_trace) as tracer:
+        cells = predict_exactly(question, prediction.memory_limit, tracer, prediction.calibration)
+        prediction = msgspec.structs.replace(prediction, cells=cells)
+        if timeline is not None:
+            _write_timeline(timeline, question, prediction, tracer)
+    return prediction
+
+
+def _check_exact(*, exact: bool, timeline: str | Path | None, is_traceable: bool) -> None:
+    if exact and not is_traceable:
+        raise UsageError(
+            "what is traced are this engine's own steps, with its own optimizers",
+            hint="leave `--exact` out, or `--trainer`",
+        )
+    if timeline is None:
+        return
+    if not exact:
+        raise UsageError("a timeline is drawn from a trace", hint="add `--exact`")
+    from highwater.store.directory import check_new_file
+
+    check_new_file(Path(timeline), flag="--timeline", name="timeline.pickle")
+
+
+def _check_trainer(
+    trainer: TrainerName, *, calibrate_with: Sequence[str | Path], constants: str | Path | None
+) -> None:
+    traits = TRAINERS[trainer]
+    for is_refused, what in (
+        (calibrate_with and not traits.is_run, "trials of"),
+        (constants is not None and traits.traces != "made", "constants as measured for"),
+    ):
+        if is_refused:
+            raise UsageError(
+                f"{what} this engine say nothing about {traits.step}",
+                hint="leave `--trainer` out",
+            )
+
+
+def _write_timeline(
+    path: Path,
+    question: Question,
+    prediction: Prediction,
+    tracer: Callable[[TrialSpec], EventLog],
+) -> None:
+    from highwater.memory.trace.replay import timeline
+    from highwater.store.directory import write_new_file
+
+    shown = prediction.explained
+    length_tokens = shown.capacity_tokens or shown.does_not_fit_tokens or question.grid.start_tokens
+    log = tracer(question.trial(shown.cell, length_tokens))
+    capacity = (
+        prediction.memory_limit.device_bytes - question.margin_bytes - shown.footprint.outside_bytes
+    )
+    workspaces = prediction.memory_limit.cublas_workspaces_bytes
+    allocator = shown.cell.settings.allocator
+    drawn = timeline(log, allocator=allocator, capacity_bytes=capacity, workspaces_bytes=workspaces)
+    write_new_file(path, drawn, flag="--timeline")
+
+
+def predict_against(
+    table_path: str | Path,
+    *,
+    trainer: TrainerName = OURS,
+    gpu_memory: str | int | None = None,
+    **limits: Any,
+) -> "TableAccuracy":
+    """Predictions for every cell of a table of known capacities (CSV), compared with it.
+
+    ``gpu_memory`` is that of the kind that no catalog has, or of the table's only kind; ``limits``
+    are ``host_memory`` and ``reserved``, as for ``predict``.
+    """
+    from highwater.memory.table_accuracy import memory_limits_of, table_accuracy
+    from highwater.nouns.published import read_capacity_table
+
+    table = read_capacity_table(Path(table_path))
+    for question in table.questions:
+        refuse_unknown_family(question.model)
+    memory_bytes = None if gpu_memory is None else parse_memory(str(gpu_memory))
+    return table_accuracy(
+        table, trainer, memory_limits_of(table, gpu_memory_bytes=memory_bytes, **limits)
+    )

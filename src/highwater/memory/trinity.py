@@ -1,0 +1,297 @@
+"""Trinity: Trinity-RFT's trainer (verl's actor) in closed form, as its published A100 tables show
+it, and by replay of traces that come with the package (``docs/results/lab/trinity.py`` makes them).
+
+``peak = 16 P / shards + 8 T V + 2 T E layers + 4 V E (1 if tied, else 2) + 2.5e9`` bytes, context
+included: fitted to those tables. With LoRA the first term is ``(4 P + 16 A) / shards``: one dtype,
+float32, for all of a model. Source: ``_build_lora_module`` in
+``verl/workers/engine/fsdp/transformer_impl.py`` of verl 0.9.1.
+
+T tokens of one GPU's micro-batch  E hidden size  V vocabulary  P parameters  A those of adapters
+"""
+
+import lzma
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from highwater.errors import ModelError
+from highwater.memory.capacity import Asked, CellPrediction, MemoryLimit, predict_at
+from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES, Footprint, Phase, Term
+from highwater.memory.formula.layers import Step
+from highwater.memory.trace.exact import asked_lengths, edge, ended, with_replay
+from highwater.memory.trace.replay import Replayed, alive_at
+from highwater.memory.trace.scaled_trace import ScaledTrace, replay_scaled
+from highwater.model.footprint import (
+    device_state_bytes,
+    host_state_bytes,
+    layer_input_bytes,
+    policy_parameters,
+)
+from highwater.model.logit_transform import reads_a_transform
+from highwater.model.model import ModelShape
+from highwater.nouns.codec import Record, from_json
+from highwater.nouns.corpus import least_packed
+from highwater.nouns.layout import Layout
+from highwater.nouns.published import PUBLISHED_SETTINGS
+from highwater.nouns.settings import Allocator
+from highwater.nouns.study import Cell, Question
+from highwater.nouns.trial import PROMPT_TOKENS
+from highwater.units import GIB
+
+ACCURACY = (
+    "by the closed form, fitted to the published A100 table, of which it has 69 of 80 cells with "
+    "expandable segments and 30 of 40 without, the others within one step of the grid"
+)
+"""What is known of the closed form's errors."""
+OF_ADAPTERS = "the table is of whole models: LoRA has other states there, which nobody measured"
+"""What is known of them besides, where adapters are trained."""
+_LOGITS_BYTES = 8.0
+"""Bytes of logits per token x vocabulary in Trinity-RFT and verl, which divide by the temperature
+in place through a view. Measured, torch 2.11."""
+_FIXED_BYTES = 2_500_000_000
+"""Bytes that no length changes, besides states, embedding and head; the context is included. Fitted
+to the published A100 tables."""
+_EMBEDDING_BYTES = 4
+"""Bytes per element of embedding and head, whole on every GPU in use. Fitted to the same tables."""
+_WIDER_BYTES = 2
+"""Bytes per element of a frozen model that float32 takes more than our own engine's bfloat16."""
+_FILLED_SHARE: Mapping[str, float] = {"expandable": 1.0, "native": 0.86}
+"""Share of the allocator's memory that live tensors can fill. Fitted to the published A100 tables,
+where the native allocator loses 12 to 14 %."""
+
+
+def footprint(step: Step) -> Footprint:
+    """What a step of that trainer takes: two sequences of the length in a micro-batch, unless the
+    settings say otherwise.
+
+    Raises ModelError for a family whose own class, which that trainer runs, makes scaled or capped
+    logits beside those of its head.
+    """
+    shape, settings, layout = step.shape, step.settings, step.layout
+    if reads_a_transform(shape.model_type):
+        raise ModelError(
+            f"the family {shape.model_type} scales or caps its logits in further buffers of their "
+            f"size where that trainer runs it, which nobody measured",
+            hint="use a family with plain logits, for example `highwater predict Qwen3-8B --gpus "
+            "4xH100-80GB --trainer trinity`",
+        )
+    wider = 0 if settings.lora is None else _WIDER_BYTES * policy_parameters(shape, settings)
+    on_device = device_state_bytes(shape, settings, device=step.device)
+    states = (on_device + (0 if settings.offloads_model else wider)) // layout.shard_degree
+    embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
+    host = host_state_bytes(shape, settings, layout=layout)
+    host += wider * settings.offloads_model * (layout.machine_gpus // layout.shard_degree)
+    terms = (
+        Term(name="states", bytes=states),
+        Term(name="logits", bytes=round(_LOGITS_BYTES * step.tokens * shape.vocab_size)),
+        Term(name="kept by recompute", bytes=step.tokens * layer_input_bytes(shape)),
+        Term(name="embedding and head, gathered", bytes=_EMBEDDING_BYTES * embeddings),
+        Term(name="context and the rest", bytes=_FIXED_BYTES),
+    )
+    return Footprint(
+        phases=(Phase(name="loss", terms=terms),),
+        outside=(),
+        host=(Term(name="offloaded states and reference", bytes=host),),
+        filled_share=_FILLED_SHARE[settings.allocator],
+    )
+
+
+_ALWAYS = ("strategy", "objective", "entropy", "loss")
+
+
+def published_fields(named: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that are not asked about, where ``named`` are.
+
+    With offload it shards by FSDP2 and has expandable segments: no published rung offloads
+    otherwise, and its configuration offloads by FSDP2 alone. With LoRA, of which none was
+    published, FSDP2 keeps frozen and trained parameters apart.
+    """
+    is_offloaded = named.get("offload", False) is not False
+    published = PUBLISHED_SETTINGS["env+offload" if is_offloaded else "vanilla"]
+    names = (
+        *_ALWAYS,
+        *(("allocator",) if is_offloaded else ()),
+        *(() if "token_budget" in named else ("sequences_per_micro_batch",)),
+    )
+    fields: dict[str, Any] = {name: getattr(published, name) for name in names}
+    fields["prompt_tokens"] = PROMPT_TOKENS
+    return fields if named.get("lora") is None else {**fields, "strategy": "fsdp2"}
+
+
+TRACES_FILE = Path(__file__).with_name("trinity.json.xz")
+REPLAY_ACCURACY = (
+    "by replay of a trace, which has of the published A100 table 39 of 40 cells with expandable "
+    "segments and 34 of 40 without, and all but two of the others within one step of the grid"
+)
+"""What is known of its errors."""
+OUTSIDE_BYTES: Mapping[bool, int] = {False: round(2.0 * GIB), True: round(3.5 * GIB)}
+"""What is not in a trace, by whether GPUs share sequences: context, NCCL, whatever else the
+trainer's workers hold. Fitted to the published A100 table, of whose cells 2.0, by one, and 3.2 to
+3.7 GiB alike give the most exactly (docs/results/lab/outside_scan.py). Of these workers themselves
+H200s have 1.6 and 2.0 to 2.8 GiB outside the allocator (docs/results/lab, Outside the
+allocator)."""
+
+
+class BundledTrace(Record, frozen=True, kw_only=True):
+    """The step of one model on one layout, on the fullest rank."""
+
+    shape: ModelShape
+    layout: Layout
+    log: ScaledTrace
+
+
+_Place = tuple[ModelShape, Layout]
+
+
+class _Undecoded(Record, frozen=True, kw_only=True):
+    """A bundled trace whose log is read once it is asked for: all 40 take a third of a second."""
+
+    shape: ModelShape
+    layout: Layout
+    log: msgspec.Raw
+
+
+def covers(shape: ModelShape, cell: Cell) -> bool:
+    """Whether a bundled trace speaks of a model's cell."""
+    is_whole = cell.settings.offload is False and cell.settings.lora is None
+    return is_whole and (shape, cell.layout) in _logs()
+
+
+def bundled_trace(shape: ModelShape, cell: Cell) -> ScaledTrace | None:
+    """The trace of this cell, if one speaks of it: FSDP, no offload, AdamW in float32, no LoRA."""
+    return _log((shape, cell.layout)) if covers(shape, cell) else None
+
+
+def replay_cell(
+    question: Question,
+    cell: Cell,
+    memory_limit: MemoryLimit,
+    guessed: CellPrediction,
+    asked: Asked,
+) -> CellPrediction:
+    """The cell's longest length by replay, from where the closed form guesses it.
+
+    A token budget packs the fewest tokens of one length, the most of the shorter ones, and ever
+    more above it: fitting is looked for from that length on, as for our own steps, and below it
+    where it does not fit itself.
+    """
+    grid, size = question.grid, asked_lengths(question, cell, guessed)
+    if not size:
+        return guessed  # not even the shortest, which no replay would change
+    outside_bytes = OUTSIDE_BYTES[cell.layout.context_degree > 1]
+    capacity_bytes = memory_limit.device_bytes - outside_bytes
+    place = question.model.shape, cell.layout
+    allocator = cell.settings.allocator
+
+    def tokens(index: int) -> int:
+        return Step(place[0], cell.settings, cell.layout, grid.length(index)).tokens
+
+    def at_index(index: int) -> _Replay | None:
+        return _replayed(place, tokens(index), allocator, capacity_bytes)
+
+    def fits(index: int) -> bool:
+        return at_index(index) is not None
+
+    shortest = least_packed(question, cell, size)
+
+    def longest_from(guessed_tokens: int) -> int:
+        start = min(size, max(shortest, grid.index_at_most(guessed_tokens)))
+        return edge(start, size, fits, shortest=shortest) or edge(1, shortest - 1, fits)
+
+    likely = None
+    if asked == "everything":
+        likely = longest_from(guessed.likely_edge_tokens)
+    if question.margin_bytes or likely is None:
+        capacity_bytes -= question.margin_bytes
+        longest = longest_from(guessed.capacity_tokens)
+    else:
+        longest = likely
+    if not longest and asked == "fit":
+        return msgspec.structs.replace(guessed, capacity_tokens=0)
+    at = max(1, longest)
+    replay = at_index(at) or _needed(place, tokens(at), allocator)
+    replayed = replay.with_alive() if asked == "everything" else replay.found
+    found = predict_at(question, cell, memory_limit, footprint, grid.length(at))
+    outside = (Term(name="context, NCCL and the rest", bytes=outside_bytes),)
+    taken = msgspec.structs.replace(found.footprint, outside=outside)
+    found = msgspec.structs.replace(found, footprint=taken)
+    found = with_replay(question, memory_limit, found, replayed)
+    found = msgspec.structs.replace(found, likely_tokens=likely and grid.length(likely))
+    return ended(question, found, longest, size, guessed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Replay:
+    """One replay, a twelfth of a second."""
+
+    place: _Place
+    tokens: int
+    found: Replayed
+    """But for what is alive at the peak."""
+    peak_at: int
+    """Events before the peak."""
+
+    def with_alive(self) -> Replayed:
+        alive = alive_at(_log(self.place).at(self.tokens), self.peak_at)
+        return msgspec.structs.replace(self.found, alive=alive)
+
+
+@lru_cache(maxsize=1024)
+def _replayed(
+    place: _Place, tokens: int, allocator: Allocator, capacity_bytes: int
+) -> _Replay | None:
+    """A replay, or None where it does not fit; what is alive at once may be too much without one,
+    and what never came to the end of a smaller GPU does in a larger one as it did there.
+
+    Of two lengths that give a GPU as many tokens, the first alone takes it.
+    """
+    if _least_bytes(place, tokens) + sum(CUBLAS_WORKSPACES_BYTES) > capacity_bytes:
+        return None
+    roomy = _ROOMY.get((place, tokens, allocator))
+    if roomy is not None and roomy.found.peak_reserved_bytes <= capacity_bytes:
+        return roomy
+    replay = _replay(place, tokens, allocator, capacity_bytes)
+    return replay if replay.found.fits else None
+
+
+@lru_cache(maxsize=1024)
+def _needed(place: _Place, tokens: int, allocator: Allocator) -> _Replay:
+    """What the shortest would need, where not even that fits."""
+    replay = _replay(place, tokens, allocator, None)
+    return replace(replay, found=msgspec.structs.replace(replay.found, fits=False))
+
+
+_ROOMY: dict[tuple[_Place, int, Allocator], _Replay] = {}
+"""Replays that gave nothing back for want of memory."""
+
+
+def _replay(
+    place: _Place, tokens: int, allocator: Allocator, capacity_bytes: int | None
+) -> _Replay:
+    found, peak_at = replay_scaled(
+        _log(place), tokens, allocator=allocator, capacity_bytes=capacity_bytes
+    )
+    replay = _Replay(place=place, tokens=tokens, found=found, peak_at=peak_at)
+    if not found.retries:
+        _ROOMY[place, tokens, allocator] = replay
+    return replay
+
+
+@lru_cache(maxsize=1024)
+def _least_bytes(place: _Place, tokens: int) -> int:
+    return _log(place).least_bytes(tokens)
+
+
+@cache
+def _log(place: _Place) -> ScaledTrace:
+    return from_json(bytes(_logs()[place]), ScaledTrace)
+
+
+@cache
+def _logs() -> dict[_Place, msgspec.Raw]:
+    traces = from_json(lzma.decompress(TRACES_FILE.read_bytes()), tuple[_Undecoded, ...])
+    return {(trace.shape, trace.layout): trace.log for trace in traces}

@@ -1,1 +1,0 @@
-"""How long a step takes, predicted without a GPU."""
