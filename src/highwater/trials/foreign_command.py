@@ -277,7 +277,7 @@ def check_finetuner(
     files = finetuner_files.trial_files(
         trainer, _finetuner_launched(spec, Path("there"), program), finetuner_base(trainer, foreign)
     )
-    _refuse_no_program(program, trainer.title, trainer.package, trainer.program)
+    _refuse_no_program(program, trainer.words.name, trainer.package, trainer.program)
     refuse_full_disk(spec)
     return (*missing_files(Path(spec.model_directory)).notes, *files.notes)
 
@@ -287,7 +287,8 @@ def finetuner_base(trainer: Finetuner, foreign: ForeignTrainer) -> OwnFile:
 
     Raises UsageError for a file that cannot be read, or is no YAML of named fields.
     """
-    config, source = _own_fields(foreign, trainer.hint)
+    hint = f"name the file that `{trainer.program} {trainer.subcommand}` takes"
+    config, source = _own_fields(foreign, hint)
     return OwnFile() if source is None else OwnFile(config=config, source=source)
 
 
