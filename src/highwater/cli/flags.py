@@ -408,9 +408,7 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--only", choices=DIRECTIONS, help="one direction; default: both")
     parser.add_argument(
-        "--timeout",
-        metavar="TIME",
-        help="longest time of one pass; default: 60s, on the CPU 10s",
+        "--timeout", metavar="TIME", help="longest time of one pass; default: 60s, on the CPU 10s"
     )
     parser.add_argument(
         "--out",

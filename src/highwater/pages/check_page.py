@@ -110,12 +110,7 @@ def _positions(found: Recommendation, emitted: Emitted) -> list[str]:
 
 
 def _first_run(
-    found: Recommendation,
-    chosen: Candidate,
-    emitted: Emitted,
-    *,
-    name: str,
-    package: str,
+    found: Recommendation, chosen: Candidate, emitted: Emitted, *, name: str, package: str
 ) -> list[str]:
     """What to look at, in its order."""
     steps = [

@@ -114,9 +114,8 @@ def _tensor_table(predicted: CellPrediction, replayed: Replayed) -> TextTable:
         rows=tuple(rows),
         footnotes=(
             f"these are {format_bytes(named)} of {format_bytes(replayed.peak_allocated_bytes)} "
-            f"allocated; "
-            f"{format_bytes(replayed.peak_reserved_bytes)} reserved, {replayed.retries} retries "
-            f"of the allocator",
+            f"allocated; {format_bytes(replayed.peak_reserved_bytes)} reserved, {replayed.retries} "
+            "retries of the allocator",
             f"peaks by phase: {peaks}",
         ),
     )

@@ -369,11 +369,10 @@ def _explanations(found: Recommendation) -> Iterator[str]:
         )
     if found.yarn is not None:
         yield (
-            "YaRN: numerical stability needs the angles of such positions in float32, for "
-            "bfloat16 counts without gaps to 256 only "
-            "(Hugging Face's models and this engine compute them so); one factor scales every "
-            "length, short texts too, and rollout "
-            "and trainer need the same block, or their log-probabilities differ"
+            "YaRN: numerical stability needs the angles of such positions in float32, for bfloat16 "
+            "counts without gaps to 256 only (Hugging Face's models and this engine compute them "
+            "so); one factor scales every length, short texts too, and rollout and trainer need "
+            "the same block, or their log-probabilities differ"
         )
     offloads = [
         each

@@ -173,10 +173,7 @@ def places(made: Guide) -> tuple[Place, ...]:
     apart = next((apart for apart, size in sizes if size <= _MOST_ANSWERS), _APART[-1])
     return tuple(
         _place(
-            made,
-            group,
-            query,
-            apart=max(apart, _REPLAYED_APART) if _is_replayed(query) else apart,
+            made, group, query, apart=max(apart, _REPLAYED_APART) if _is_replayed(query) else apart
         )
         for query, group in each
     )

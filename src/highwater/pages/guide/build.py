@@ -27,8 +27,7 @@ from highwater.units import format_bytes
 _EXAMPLE = "highwater guide --predict Qwen3-8B --gpus 4xA100-80GB"
 _READ = (
     "what is read: a study that `highwater find` wrote, a .csv of known capacities, the .json of "
-    "`highwater predict --json`; "
-    f"without a file `{_EXAMPLE}`"
+    f"`highwater predict --json`; without a file `{_EXAMPLE}`"
 )
 
 PAGE = ".html"
@@ -163,8 +162,7 @@ def _check_models(found: Iterable[Capacity], words: str, models: dict[str, _Know
         if known.config_digest != each.config_digest:
             raise UsageError(
                 f"{known.found_in} and {each.found_in} each have a model {each.model_name}, and "
-                f"these are two models: their "
-                "config.json differ",
+                "these are two models: their config.json differ",
                 hint=f"`highwater guide {known.words}` and `highwater guide {words}` make a guide "
                 f"of each",
             )

@@ -289,13 +289,7 @@ def default_budget(section: Section) -> str:
 
 def choice_table(table: GuideTable) -> TextTable:
     """Lengths by models; ``?`` after an entry where something simpler may fit."""
-    rows = (
-        (
-            format_tokens(tokens),
-            *map(entry, choices),
-        )
-        for tokens, choices in table.rows
-    )
+    rows = ((format_tokens(tokens), *map(entry, choices)) for tokens, choices in table.rows)
     return TextTable(
         title=f"simplest settings by length and model, {gpus_heading(table)}, {table.source}",
         columns=("max_model_len", *table.models),

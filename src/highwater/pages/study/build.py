@@ -18,13 +18,8 @@ from highwater.nouns.codec import to_builtins, to_json
 from highwater.nouns.study import Study
 from highwater.nouns.trial import LogEnd, TrialResult
 from highwater.pages.page import page_template
-from highwater.pages.study import (
-    study_parts,
-    study_predictions,
-)
-from highwater.pages.study import (
-    study_predictions as study_question,
-)
+from highwater.pages.study import study_parts, study_predictions
+from highwater.pages.study import study_predictions as study_question
 from highwater.pages.study.study_answer import study_answer
 from highwater.pages.study.study_commands import flag_value
 from highwater.pages.study.study_parts import HEADINGS

@@ -4,11 +4,7 @@ from dataclasses import replace
 
 from highwater.nouns.study import counted_ranks
 from highwater.nouns.trial import Outcome
-from highwater.pages.study.study_report import (
-    FailedTrial,
-    StudyReport,
-    TrialReport,
-)
+from highwater.pages.study.study_report import FailedTrial, StudyReport, TrialReport
 from highwater.pages.study.tables import answer_table, place, provenance
 from highwater.pages.text import TextTable
 from highwater.units import format_bytes, format_seconds, format_tokens

@@ -324,9 +324,8 @@ def published_line(question: Question, cell: Cell, answer: CellAnswer | None) ->
         else f", memory_only_len = {answer.memory_only.length_tokens}"
     )
     return (
-        f"model_name = {plain(question.model.name)}, trainer_gpu_num = {cell.layout.gpus}, "
-        f"sp_num = {cell.layout.ulysses_degree}, "
-        f"max_model_len = {answer.capacity_tokens}{memory_only}"
+        f"model_name = {plain(question.model.name)}, trainer_gpu_num = {cell.layout.gpus}, sp_num "
+        f"= {cell.layout.ulysses_degree}, max_model_len = {answer.capacity_tokens}{memory_only}"
     )
 
 

@@ -21,11 +21,7 @@ from highwater.units import format_bytes, format_seconds, format_tokens
 
 
 def capacity_text(
-    question: Question,
-    answer: CellAnswer | None,
-    *,
-    none: str = "none",
-    commas: bool = True,
+    question: Question, answer: CellAnswer | None, *, none: str = "none", commas: bool = True
 ) -> str:
     """A capacity in a table: ``65,536``, with ``*`` past the native length."""
     if answer is None or answer.capacity_tokens is None:
@@ -117,10 +113,7 @@ def trial_table(spec: TrialSpec, result: TrialResult) -> TextTable:
         ("outcome", OUTCOME_WORDS.get(result.outcome, str(result.outcome))),
         ("reason", result.reason),
         *_out_of_memory(spec, result),
-        (
-            peak_name(spec.device, spec.foreign),
-            format_bytes(result.peak_reserved_bytes),
-        ),
+        (peak_name(spec.device, spec.foreign), format_bytes(result.peak_reserved_bytes)),
         ("headroom", format_bytes(result.headroom_bytes)),
         *(
             ()
@@ -322,10 +315,9 @@ def _memory_only_notes(study: Study) -> list[str]:
             )
             notes.append(
                 f"{answer.cell.label_on(study.question.device)}: memory-only proof of "
-                f"{format_tokens(proof.length_tokens)} tokens, "
-                f"{peak} at the peak, {headroom} of headroom: attention over whole documents in "
-                f"the last layer only, "
-                f"nothing trained; trained in full: {trained}"
+                f"{format_tokens(proof.length_tokens)} tokens, {peak} at the peak, {headroom} of "
+                "headroom: attention over whole documents in the last layer only, nothing trained; "
+                f"trained in full: {trained}"
             )
     return notes
 
