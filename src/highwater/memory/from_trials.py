@@ -49,7 +49,7 @@ def obstacle(
         return f"its model is {question.model.name}, or that name with another config"
     if kind_name(question.device_name) != kind_name(device_name):
         return f"its GPUs are {question.device_name}"
-    memory_bytes = question.memory_budget_bytes or question.device_total_bytes
+    memory_bytes = question.memory_bytes
     if memory_bytes is None or abs(memory_bytes / memory_limit.device_bytes - 1) > SAME_MEMORY:
         return (
             f"its trials had {format_bytes(memory_bytes)} of each GPU, and "

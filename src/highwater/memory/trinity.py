@@ -86,16 +86,16 @@ def footprint(step: Step) -> Footprint:
     host = host_state_bytes(shape, settings, layout=layout)
     host += wider * settings.offloads_model * (layout.machine_gpus // layout.shard_degree)
     terms = (
-        Term(name="states", bytes=states),
-        Term(name="logits", bytes=round(_LOGITS_BYTES * step.tokens * shape.vocab_size)),
-        Term(name="kept by recompute", bytes=step.tokens * layer_input_bytes(shape)),
-        Term(name="embedding and head, gathered", bytes=_EMBEDDING_BYTES * embeddings),
-        Term(name="context and the rest", bytes=_FIXED_BYTES),
+        Term("states", states),
+        Term("logits", round(_LOGITS_BYTES * step.tokens * shape.vocab_size)),
+        Term("kept by recompute", step.tokens * layer_input_bytes(shape)),
+        Term("embedding and head, gathered", _EMBEDDING_BYTES * embeddings),
+        Term("context and the rest", _FIXED_BYTES),
     )
     return Footprint(
-        phases=(Phase(name="loss", terms=terms),),
+        phases=(Phase("loss", terms),),
         outside=(),
-        host=(Term(name="offloaded states and reference", bytes=host),),
+        host=(Term("offloaded states and reference", host),),
         filled_share=_FILLED_SHARE[settings.allocator],
     )
 
@@ -216,7 +216,7 @@ def replay_cell(
     replay = at_index(at) or _needed(place, tokens(at), allocator)
     replayed = replay.with_alive() if asked == "everything" else replay.found
     found = predict_at(question, cell, memory_limit, footprint, grid.length(at))
-    outside = (Term(name="context, NCCL and the rest", bytes=outside_bytes),)
+    outside = (Term("context, NCCL and the rest", outside_bytes),)
     taken = msgspec.structs.replace(found.footprint, outside=outside)
     found = msgspec.structs.replace(found, footprint=taken)
     found = with_replay(question, memory_limit, found, replayed)

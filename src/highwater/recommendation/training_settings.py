@@ -177,7 +177,7 @@ def _own_rows(request: Request, cell: Cell, rows: int | None) -> int:
 
 def _predicted(question: Question, machine: Machine, *, rows: int | None) -> CellPrediction:
     """What a cell takes; ``rows`` a step, where they are named."""
-    limit_bytes = question.memory_budget_bytes or question.device_total_bytes
+    limit_bytes = question.memory_bytes
     if limit_bytes is None:
         raise MachineError(
             "nobody knows the memory that there is", hint="name it: `--memory 80GiB`"

@@ -113,15 +113,11 @@ def _of_cell(question: Question, cell: Cell, limit_s: float | None) -> CellOutlo
 
 def _fits(question: Question, cell: Cell, length_tokens: int) -> bool:
     """Whether a length is predicted to fit; so it is where nobody knows memory or formula."""
-    memory_bytes = question.memory_budget_bytes or question.device_total_bytes
-    if memory_bytes is None:
+    memory_bytes, formula = question.memory_bytes, formula_of(question)
+    if memory_bytes is None or formula is None:
         return True
     limit = MemoryLimit(device_bytes=memory_bytes)
-    formula = formula_of(question)
-    if formula is None:
-        return True
-    found = predict_at(question, cell, limit, formula, length_tokens)
-    return found.capacity_tokens > 0
+    return predict_at(question, cell, limit, formula, length_tokens).capacity_tokens > 0
 
 
 _ABOUT = 1.1

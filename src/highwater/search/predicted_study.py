@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from highwater.errors import HighwaterError, MachineError, ModelError, StudyError
-from highwater.memory.capacity import CellPrediction, MemoryLimit, predict_at, predict_cells
+from highwater.memory.capacity import MemoryLimit, predict_at, predict_cells
 from highwater.memory.formula.formula import likely_footprint, refuse_unknown_family
 from highwater.memory.interval.calibration import Calibration, Interval
 from highwater.memory.interval.residuals import bundled_residuals
@@ -76,19 +76,22 @@ def predictions_of(study: Study) -> Predictions:
         return Predictions(
             trials=(None,) * len(study.trials), cells=(None,) * len(question.cells), reason=reason
         )
-    memory_limit = MemoryLimit(device_bytes=_device_bytes(question))
+    assert question.memory_bytes is not None, "it is no obstacle"  # noqa: S101
+    memory_limit = MemoryLimit(device_bytes=question.memory_bytes)
     known = calibration_of(question, OURS)
-    keys = {
-        trial.spec.key
-        for trial in study.trials
-        if trial.result is not None and not trial.result.simulated
-    }
+    told = (trial for trial in study.trials if trial.result and not trial.result.simulated)
+    keys = {trial.spec.key for trial in told}
     learned = {residual.trial for residual in bundled_residuals() if residual.method == "formula"}
     return Predictions(
         trials=tuple(
             _of_trial(question, trial.spec, memory_limit, known) for trial in study.trials
         ),
-        cells=tuple(map(_of_cell, predict_cells(question, memory_limit, likely_footprint, known))),
+        cells=tuple(
+            PredictedCell(
+                capacity_tokens=found.capacity_tokens, likely_tokens=found.likely_edge_tokens
+            )
+            for found in predict_cells(question, memory_limit, likely_footprint, known)
+        ),
         calibration=known,
         shared_trials=len(keys & learned),
     )
@@ -117,12 +120,6 @@ def unlike_trials(question: Question) -> str | None:
     return None
 
 
-def _device_bytes(question: Question) -> int:
-    found = question.memory_budget_bytes or question.device_total_bytes
-    assert found is not None, "it is no obstacle"  # noqa: S101
-    return found
-
-
 def _of_trial(
     question: Question, spec: TrialSpec, memory_limit: MemoryLimit, known: Calibration | None
 ) -> PredictedTrial:
@@ -136,12 +133,6 @@ def _of_trial(
         interval=found.interval,
         fits=found.capacity_tokens > 0,
         peak_phase=found.peak_phase,
-    )
-
-
-def _of_cell(found: CellPrediction) -> PredictedCell:
-    return PredictedCell(
-        capacity_tokens=found.capacity_tokens, likely_tokens=found.likely_edge_tokens
     )
 
 

@@ -12,7 +12,7 @@ decides no capacity. Source: the traces of the trials in docs/results/find.
 """
 
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from highwater.model.families import EXPERTS
@@ -51,13 +51,10 @@ class FamilyMoments(Record, frozen=True, kw_only=True):
         experts; None where there are no such either.
         """
         is_windowed, mlp = kind.attention.window_tokens is not None, mlp_name(family, kind.mlp)
+        is_capped = kind.attention.soft_cap is not None
+        name = partial(kind_name, is_capped=is_capped, is_recomputed=is_recomputed)
         names = (
-            kind_name(
-                is_windowed=windowed,
-                is_capped=kind.attention.soft_cap is not None,
-                is_recomputed=is_recomputed,
-                mlp=each,
-            )
+            name(is_windowed=windowed, mlp=each)
             for each in (mlp, mlp or SHARED)
             for windowed in (is_windowed, False)
         )
@@ -205,12 +202,10 @@ def cached_bytes(
     of them lies in what the activations left.
     """
     if settings.strategy == "fsdp":
-        return (
-            _lent(shape, layout) + _reduced_by_fsdp1(shape, settings, layout)
-        ) * settings.trained_models + late_bytes
-    return _of_other_streams(shape, settings, layout, late_bytes) + _too_long_for_a_hole(
-        shape, settings, layout, passing_bytes
-    )
+        of_one = _lent(shape, layout) + _reduced_by_fsdp1(shape, settings, layout)
+        return of_one * settings.trained_models + late_bytes
+    streams = _of_other_streams(shape, settings, layout, late_bytes)
+    return streams + _too_long_for_a_hole(shape, settings, layout, passing_bytes)
 
 
 def _too_long_for_a_hole(
@@ -233,15 +228,14 @@ def _of_other_streams(
     """
     policy = _root(shape, has_head=not settings.traits.gives_scalars)
     trained = policy + (_root(shape, has_head=False) if settings.trained_models > 1 else 0)
-    gathered = trained + (
-        policy if settings.has_second_model else 0
-    )  # the reference is another model under FSDP2
+    # the reference is another model under FSDP2
+    gathered = trained + (policy if settings.has_second_model else 0)
     summed = trained if settings.lora is None else 0
-    return (
-        max(_GRADIENT * summed // layout.shard_degree, late_bytes)
-        + _gathering(gathered, layout)
-        + _from_host(shape, settings, layout)
-    )
+    degree = layout.shard_degree
+    # a shard on its way in and what is gathered of it; one GPU gathers nothing
+    gathering = 0 if degree == 1 else _WEIGHT * (gathered + gathered // degree)
+    sums = max(_GRADIENT * summed // degree, late_bytes)
+    return sums + gathering + _from_host(shape, settings, layout)
 
 
 def _from_host(shape: ModelShape, settings: Settings, layout: Layout) -> int:
@@ -256,12 +250,6 @@ def _from_host(shape: ModelShape, settings: Settings, layout: Layout) -> int:
         return 0
     size = _MASTER if settings.lora is None else _WEIGHT
     return size * _root(shape, has_head=False) * settings.trained_models // layout.shard_degree
-
-
-def _gathering(parameters: int, layout: Layout) -> int:
-    """Bytes of a shard on its way in and of what is gathered of it; one GPU gathers nothing."""
-    degree = layout.shard_degree
-    return 0 if degree == 1 else _WEIGHT * (parameters + parameters // degree)
 
 
 def _lent(shape: ModelShape, layout: Layout) -> int:
@@ -285,6 +273,5 @@ def _reduced_by_fsdp1(shape: ModelShape, settings: Settings, layout: Layout) -> 
 
 def _root(shape: ModelShape, *, has_head: bool) -> int:
     """Parameters of embedding and head; of the embedding alone where they are tied."""
-    return (
-        shape.vocab_size * shape.hidden_size * (2 if has_head and not shape.tied_embeddings else 1)
-    )
+    tables = 2 if has_head and not shape.tied_embeddings else 1
+    return shape.vocab_size * shape.hidden_size * tables

@@ -135,10 +135,9 @@ def scaled_trace(logs: dict[int, EventLog]) -> ScaledTrace:
     (few, low), (many, high), *others = sorted(logs.items())
     most, longest = others[-1] if others else (many, high)
     for tokens, log in logs.items():
-        if len(log.events) != len(low.events):
-            raise ValueError(
-                f"{len(low.events)} events at {few} tokens, {len(log.events)} at {tokens}"
-            )
+        events = len(log.events)
+        if events != len(low.events):
+            raise ValueError(f"{len(low.events)} events at {few} tokens, {events} at {tokens}")
     kinds: dict[Kind, int] = {}
     phases: dict[str, int] = {}
     coded: list[int | str] = []
@@ -160,9 +159,8 @@ def scaled_trace(logs: dict[int, EventLog]) -> ScaledTrace:
                 coded.append("")
             case _:
                 raise ValueError(f"{one} at {few} tokens, {other} at {many}")
-    after = {"": len(kinds) + len(phases)} | {
-        phase: len(kinds) + number for phase, number in phases.items()
-    }
+    after = {phase: len(kinds) + number for phase, number in phases.items()}
+    after[""] = len(kinds) + len(phases)
     found = ScaledTrace(
         versions=low.versions,
         operators=low.operators,
@@ -187,10 +185,8 @@ def _kind(seen: dict[int, Allocate]) -> Kind:
     fixed = one.bytes - slope * few
     line = int(fixed) + slope.numerator * most // slope.denominator
     if fixed.denominator > 1 or one.stream != other.stream:
-        raise ValueError(
-            f"{one.bytes} bytes at {few} tokens, {other.bytes} at {many}: no line through whole "
-            f"bytes"
-        )
+        seen_bytes = f"{one.bytes} bytes at {few} tokens, {other.bytes} at {many}"
+        raise ValueError(f"{seen_bytes}: no line through whole bytes")
     return Kind(
         fixed_bytes=int(fixed),
         bytes_per_tokens=(slope.numerator, slope.denominator),
@@ -239,9 +235,8 @@ def replay_scaled(
     sizes = [round_size(size) if size else 0 for size in trace.sizes(tokens)]
     is_expandable, kinds, phases = device.is_expandable, len(sizes), trace.phases
     pools: list[MemoryPool | None] = [None] * kinds
-    live: list[
-        MemoryBlock | int | None
-    ] = []  # blocks; handles, of what was given back; None once free
+    # blocks; handles, of what was given back; None once free
+    live: list[MemoryBlock | int | None] = []
     allocated, fits = device.allocated_bytes, True
     phase, phase_bytes, by_phase = "setup", 0, dict[str, int]()
     peak_bytes, peak_phase, peak_at = allocated, phase, 0
