@@ -166,9 +166,8 @@ class JournalContent:
         if key not in self._trials:
             raise ValueError(f"trial {line.spec_key} ended but never started")
         before = self._trials[key]
-        trial = msgspec.structs.replace(
-            before, result=line.result, timeout_s=self.question.timeout_s
-        )
+        limit_s = self.question.timeout_s
+        trial = msgspec.structs.replace(before, result=line.result, timeout_s=limit_s)
         cell = _cell_of(trial)
         for trials in (self._trials, self._trials_of[cell]):
             if before.result is not None:
@@ -251,9 +250,7 @@ class JournalContent:
         """The answers that trials do not bear out, in the order of the question's cells."""
         claims = [self._claims[cell] for cell in self.question.cells if cell in self._claims]
         whys = ((claim.answer, self._why_unproven(claim)) for claim in claims)
-        return tuple(
-            UnprovenAnswer(answer=answer, why=why) for answer, why in whys if why is not None
-        )
+        return tuple(UnprovenAnswer(answer=each, why=why) for each, why in whys if why is not None)
 
     @property
     def answers_within_s(self) -> tuple[float, ...]:
@@ -343,7 +340,5 @@ def not_a_study(path: Path) -> StudyError:
 
 
 def _damaged(path: Path, number: int, error: Exception) -> StudyError:
-    return StudyError(
-        f"line {number} of {path} is damaged: {error}",
-        hint=f"restore the file from a copy, or start afresh with {free_study(path)}",
-    )
+    hint = f"restore the file from a copy, or start afresh with {free_study(path)}"
+    return StudyError(f"line {number} of {path} is damaged: {error}", hint=hint)
