@@ -189,9 +189,8 @@ def predicted_step(
     micro_batches: int | None = None,
     attention_depth: int | None = None,
 ) -> PredictedStep | None:
-    """The time of a step; None on a kind of GPU of which no rates are known.
-
-    ``attention_depth``: that of a memory-only trial, whose other layers attend within short pieces.
+    """The time of a step; None on a kind of GPU of which no rates are known. ``attention_depth``:
+    that of a memory-only trial, whose other layers attend within short pieces.
     """
     rates = rates_of(device_name)
     if rates is None:

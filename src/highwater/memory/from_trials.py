@@ -237,9 +237,8 @@ class MemoryFit(Record, frozen=True, kw_only=True):
 
 
 def memory_fit(peaks: Sequence[Peak]) -> MemoryFit | None:
-    """The formula of these peaks; None of fewer than three lengths.
-
-    No term is below zero. Errors weigh as shares of their peaks.
+    """The formula of these peaks; None of fewer than three lengths. No term is below zero. Errors
+    weigh as shares of their peaks.
     """
     if len({length for length, _ in peaks}) < LEAST_LENGTHS:
         return None

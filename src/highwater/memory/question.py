@@ -240,10 +240,9 @@ def unanswered(
 def with_usual_host(
     limit: MemoryLimit, where: Cluster, own_bytes: int | None = None
 ) -> MemoryLimit:
-    """The limit, with the host memory of a machine that usually has such GPUs where nobody said.
-
-    Of more GPUs than any machine has it is that of the largest. ``own_bytes`` is this machine's,
-    where its own GPUs are meant.
+    """The limit, with the host memory of a machine that usually has such GPUs where nobody said. Of
+    more GPUs than any machine has it is that of the largest. ``own_bytes`` is this machine's, where
+    its own GPUs are meant.
     """
     if limit.host_bytes is not None and limit.usual_host is None:
         return limit

@@ -66,10 +66,8 @@ where the native allocator loses 12 to 14 %."""
 
 def footprint(step: Step) -> Footprint:
     """What a step of that trainer takes: two sequences of the length in a micro-batch, unless the
-    settings say otherwise.
-
-    Raises ModelError for a family whose own class, which that trainer runs, makes scaled or capped
-    logits beside those of its head.
+    settings say otherwise. Raises ModelError for a family whose own class, which that trainer runs,
+    makes scaled or capped logits beside those of its head.
     """
     shape, settings, layout = step.shape, step.settings, step.layout
     if reads_a_transform(shape.model_type):
@@ -104,11 +102,8 @@ _ALWAYS = ("strategy", "objective", "entropy", "loss")
 
 
 def published_fields(named: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that are not asked about, where ``named`` are.
-
-    With offload it shards by FSDP2 and has expandable segments: no published rung offloads
-    otherwise, and its configuration offloads by FSDP2 alone. With LoRA, of which none was
-    published, FSDP2 keeps frozen and trained parameters apart.
+    """The fields that are not asked about, where ``named`` are. Published offload is FSDP2's, with
+    expandable segments; LoRA, which was not published, keeps frozen parameters apart by FSDP2.
     """
     is_offloaded = named.get("offload", False) is not False
     published = PUBLISHED_SETTINGS["env+offload" if is_offloaded else "vanilla"]
@@ -173,11 +168,9 @@ def replay_cell(
     guessed: CellPrediction,
     asked: Asked,
 ) -> CellPrediction:
-    """The cell's longest length by replay, from where the closed form guesses it.
-
-    A token budget packs the fewest tokens of one length, the most of the shorter ones, and ever
-    more above it: fitting is looked for from that length on, as for our own steps, and below it
-    where it does not fit itself.
+    """The cell's longest length by replay, from where the closed form guesses it. A token budget
+    packs the fewest tokens of one length: fitting is looked for from that on, and below it where it
+    does not fit.
     """
     grid, size = question.grid, asked_lengths(question, cell, guessed)
     if not size:
@@ -244,10 +237,8 @@ class _Replay:
 def _replayed(
     place: _Place, tokens: int, allocator: Allocator, capacity_bytes: int
 ) -> _Replay | None:
-    """A replay, or None where it does not fit; what is alive at once may be too much without one,
-    and what never came to the end of a smaller GPU does in a larger one as it did there.
-
-    Of two lengths that give a GPU as many tokens, the first alone takes it.
+    """A replay, or None where it does not fit: what is alive at once may be too much without one,
+    and what never filled a smaller GPU is the same on a larger one.
     """
     if _least_bytes(place, tokens) + sum(CUBLAS_WORKSPACES_BYTES) > capacity_bytes:
         return None

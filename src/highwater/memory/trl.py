@@ -53,9 +53,8 @@ ACCURACY = (
 )
 """What is known of the formula's errors."""
 LAUNCHER_BYTES = 518 * MIB
-"""Context of the process that launches the training, on the first GPU for as long as it runs. Read
-off the errors of every trial that ran out in docs/results/other_trainers/studies, on H100 and
-H200."""
+"""Context of the process that launches the training, on the first GPU. Read off the errors of every
+trial that ran out in docs/results/other_trainers/studies, on H100 and H200."""
 _TILE_TOKENS, _TILE_WIDTH = 4096, 32768
 """Tokens and words in one tile of logits: TOKEN_CHUNK_SIZE and _CHUNKED_LOGPROB_CHUNK_SIZE."""
 _PREFILL_WIDTHS, _PREFILL_STREAMS = 3, 2
@@ -87,9 +86,8 @@ def footprint(step: Step) -> Footprint:
 
 
 def _with_its_loss(ours: Phase, step: Step) -> Phase:
-    """The loss as TRL computes it, in doubt on every token: the hidden states, a copy of those that
-    are trained and their gradient, which is in float32 before it is rounded (T x E each); a tile of
-    logits in the place of our chunk.
+    """The loss as TRL computes it, in doubt on every token: hidden states, a copy of the trained
+    ones, their gradient in float32 and rounded (T x E each); a tile of logits for our chunk.
     """
     if step.settings.traits.gives_scalars:
         return ours
@@ -150,10 +148,8 @@ def bundled_edges() -> tuple[Residual, ...]:
 
 
 def study_edges(study: Study) -> tuple[Residual, ...]:
-    """The edges of a study of TRL.
-
-    Raises UsageError for a study of another trainer, and for one that teaches nothing; ModelError
-    for a family that the formula does not know.
+    """The edges of a study of TRL; UsageError for another trainer's, or one that teaches nothing,
+    ModelError for an unknown family.
     """
     foreign, shape = study.question.foreign, study.question.model.shape
     if foreign is None or foreign.trainer != _TRAINER:

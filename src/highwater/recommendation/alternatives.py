@@ -52,10 +52,9 @@ def alternatives(goal: Goal, *, reserved_bytes: int, rollout_gpus: int) -> tuple
 
 
 def more_gpus(goal: Goal, *, rollout_gpus: int = 0) -> Alternative | None:
-    """Find the fewest GPUs of the same kind that train the length.
-
-    Counts within one machine come first, then twice a machine's GPUs, and twice that: in copies
-    that a machine holds, where copies were named. Of a model in NF4 each GPU has a copy.
+    """Find the fewest GPUs of the same kind that train the length. Counts within one machine come
+    first, then twice a machine's GPUs, and twice that: in copies that a machine holds, where copies
+    were named. Of a model in NF4 each GPU has a copy.
     """
     for where in _larger_clusters(goal):
         copies = {"copies": [where.gpus]} if goal.settings.get("lora_base") == "nf4" else {}
@@ -89,10 +88,9 @@ def _larger_clusters(goal: Goal) -> Iterator[Cluster]:
 
 
 def larger_gpu(goal: Goal, *, reserved_bytes: int = 0, rollout_gpus: int = 0) -> Alternative | None:
-    """Find the smallest kind of GPU in the catalog of which as many train the length.
-
-    Of two kinds with the same memory the first in the catalog is taken; AMD's are named where the
-    GPUs in question are AMD's.
+    """Find the smallest kind of GPU in the catalog of which as many train the length. Of two kinds
+    with the same memory the first in the catalog is taken; AMD's are named where the GPUs in
+    question are AMD's.
     """
     has_trials = runs_trials(goal.where.device_name)
     kinds = [

@@ -27,10 +27,8 @@ class WantedTrial:
 
 
 def recorded_trials(question: Question, known: Past) -> list[WantedTrial]:
-    """Trials that told; and where time counts, those that ran out of no less than there is.
-
-    Each trial stands here once, however often it was launched, and none of them needs another
-    launch.
+    """Trials that told; and where time counts, those that ran out of no less than there is. Each
+    trial stands here once, however often it was launched, and none of them needs another launch.
     """
     ends: dict[WantedTrial, dict[int, Outcome]] = {}
     for trial in known.trials:
@@ -189,10 +187,8 @@ class CellOutcomes:
         return has_told and not self._question.counts_as_fit(result)
 
     def _contradictions(self) -> tuple[str, ...]:
-        """Each observation that is not monotone, in words.
-
-        A longer length that packs fewer tokens of a budget than a shorter one may fit where that
-        one does not: this is no contradiction.
+        """Each observation that is not monotone, in words; a longer length that packs fewer tokens
+        of a budget than a shorter one is none.
         """
         said: list[str] = []
         packed = partial(packed_tokens, self._question, self._cell)

@@ -169,10 +169,8 @@ def completed_study(request: Request) -> Study | None:
 
 
 def _study_of_gpus(path: Path) -> Study | None:
-    """The study in a file, if its trials ran on GPUs; else None.
-
-    What is wrong with a file is told where it would be written. A path that is no file, a pipe for
-    example, is not waited for.
+    """The study in a file, if its trials ran on GPUs; else None. What is wrong with a file is told
+    where it would be written; a path that is no file is not waited for.
     """
     with suppress(StudyError, OSError):
         study = read_study(path) if path.is_file() else None

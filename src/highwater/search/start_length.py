@@ -101,9 +101,8 @@ def hugging_face_line(question: Question, _: Cell, usable_bytes: int) -> MemoryL
 
 
 def unknown_trainer_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLine:
-    """The line of another trainer: the geometric mean of the least and the most a token costs.
-
-    Per token x vocabulary 2 bytes (ours) to 12.4 (Hugging Face's loss); besides the logits, 1 to 4
+    """The line of another trainer: the geometric mean of the least and the most a token costs. Per
+    token x vocabulary 2 bytes (ours) to 12.4 (Hugging Face's loss); besides the logits, 1 to 4
     times the layer inputs that recomputation keeps. Fixed: a tenth of the memory.
     """
     shape = question.model.shape
@@ -137,11 +136,8 @@ def first_index(
     finished: Sequence[CellAnswer],
     line_of: MemoryLineOf = trainer_line,
 ) -> int | None:
-    """The index of the grid to try first, at least 1; None when the memory is unknown.
-
-    It is the index i nearest to the expected longest length. After it the bracket tries i + 1 if it
-    fits, else i - 1: the answer takes the least, two trials, for a capacity of i and for one of i -
-    1.
+    """The index to try first, nearest to the expected longest length; None when the memory is
+    unknown. After i come i + 1 or i - 1: two trials answer a capacity of i or of i - 1.
     """
     memory_bytes = question.memory_bytes
     if cell.settings.token_budget_tokens is not None:
@@ -156,11 +152,8 @@ def first_index(
 
 
 def carried_start(question: Question, cell: Cell, finished: Sequence[CellAnswer]) -> int | None:
-    """The index at which the published scan starts a cell.
-
-    It is the longest capacity of this rung on fewer GPUs at this SP, or at less SP on as many; None
-    when there is none: the scan starts at the start length. Source: Trinity-RFT,
-    search_context_length_capacity.py.
+    """The index at which the published scan starts a cell: the longest capacity of this rung on
+    fewer GPUs, or at less SP; None without. Source: Trinity-RFT, search_context_length_capacity.py.
     """
     smaller = (answer.reach_tokens or 0 for answer in finished if precedes(answer.cell, cell))
     longest = max(smaller, default=0)

@@ -22,9 +22,8 @@ _PROBE_BYTES = 4096
 
 
 def check_log_directory(directory: Path) -> None:
-    """Make the directory and write a file in it, to the disk; the file is removed again.
-
-    Raises UsageError when it cannot be written, MachineError when there is no space.
+    """Write a file in the directory, made if need be, and remove it again. UsageError when it
+    cannot be written, MachineError when it is full.
     """
     try:
         _write_in(directory)
@@ -42,10 +41,8 @@ def check_log_directory(directory: Path) -> None:
 
 
 def check_checkpoint_directory(directory: Path, needed: CheckpointBytes) -> None:
-    """Make the directory, write a file in it and remove it again, and compare what is free.
-
-    It has to hold what one trial saves. Raises UsageError when the directory cannot be written,
-    MachineError when there is no room.
+    """Write a file in the directory, made if need be, and compare what is free with what a trial
+    saves. UsageError when it cannot be written, MachineError when there is no room.
     """
     try:
         _write_in(directory)
@@ -84,9 +81,8 @@ def check_run_directory(directory: Path, needed: CheckpointBytes, *, checkpoints
 
 
 def check_new_file(path: Path, *, flag: str, name: str) -> None:
-    """Raise UsageError for a file that is there already, or cannot be written.
-
-    The hint makes a folder that is missing, or offers a free name like ``name``.
+    """Raise UsageError for a file that is there already, or cannot be written. The hint makes a
+    folder that is missing, or offers a free name like ``name``.
     """
     try:
         path.touch(exist_ok=False)

@@ -129,12 +129,10 @@ class Journal:
         return Past(answer=answer, trials=trials)
 
     def _stands(self, trial: RecordedTrial) -> bool:
-        """Whether a trial's result is taken as it is.
-
-        One that did not tell in less time than there is now is run again, unless another attempt
-        told. A crash was tried again when it came, as often as is allowed: it is run once more only
-        if whoever opened the study asks. Where time is no matter of the question, what ran out of
-        time is run again if it left its cell without a decision (docs/decisions/026).
+        """Whether a trial's result is taken as it is. One that did not tell in less time than there
+        is now is run again, unless another attempt told. A crash was tried often enough: it is run
+        again only if asked for. What ran out of time counts where time does, or its cell was
+        decided (docs/decisions/026).
         """
         if trial.result is None:
             return False

@@ -132,7 +132,6 @@ class JournalContent:
 
     def add(self, line: Line) -> None:
         """Take in one line. A trial that started again after an interruption keeps its place.
-
         Raises ValueError for the end of a trial that never started.
         """
         match line:
@@ -291,10 +290,9 @@ def _unsealed(line: bytes, *, after: str) -> tuple[bytes, str]:
 
 
 def parse(full_lines: bytes, *, path: Path) -> JournalContent:
-    """The content of the full lines of the journal at ``path``, header included.
-
-    Raises StudyError when it is no journal, is of a newer schema, or has a line that cannot be read
-    or is not as it was written: an accident cuts a journal at its end, never in the middle.
+    """The content of the full lines of the journal at ``path``, header included. Raises StudyError
+    when it is no journal, is of a newer schema, or has a line that cannot be read or is not as it
+    was written: an accident cuts a journal at its end, never in the middle.
     """
     first, *rest = full_lines.removesuffix(b"\n").split(b"\n")
     record = _header(first, path)

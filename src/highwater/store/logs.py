@@ -38,10 +38,8 @@ _COLOUR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 
 def log_end(log_path: str | None, study_path: str | None, *, said: str = "") -> LogEnd:
-    """The last lines of a log, where it was written or beside the study; never raises.
-
-    They end with what was ``said`` by the rank that failed first, where that is there: its peers
-    write after it.
+    """The last lines of a log, as recorded or beside the study; never raises. They end with what
+    was ``said`` by the rank that failed first, if it is there: its peers write after it.
     """
     if log_path is None:
         return LogEnd(reason="no log is recorded")
@@ -56,9 +54,8 @@ def log_end(log_path: str | None, study_path: str | None, *, said: str = "") -> 
 
 
 def _places(log_path: Path, study_path: str | None) -> Iterator[Path]:
-    """Paths where a log may lie: as recorded, and beside the study.
-
-    The study may have been moved with its logs, in the model's folder or above it.
+    """Paths where a log may lie: as recorded, and beside the study. The study may have been moved
+    with its logs, in the model's folder or above it.
     """
     yield log_path
     parts = log_path.parts
@@ -134,9 +131,8 @@ def _step(part: Path) -> tuple[int, str]:
 
 
 def snapshot_lines(spec: TrialSpec, result: TrialResult, profiling: Profiling) -> Iterator[str]:
-    """For each part of the trial that was recorded, how many ranks wrote a snapshot, and by name
-    those that did not; and by name the ranks that were ended, by a signal or because another had
-    failed, before they could write one of where they were.
+    """For each recorded part of the trial how many ranks wrote a snapshot, and which did not; and
+    which ranks ended before they could write one.
     """
     if result.log_path is None:
         return

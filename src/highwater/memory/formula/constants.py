@@ -212,10 +212,9 @@ def outside_terms(
     device: Device,
     own: MachineConstants | None = None,
 ) -> tuple[Term, ...]:
-    """Device memory that the allocator does not hold, of one GPU.
-
-    ``own`` are readings on a user's GPUs, which take the place of ours; of a number of GPUs that
-    nobody read they say what the next larger one has.
+    """Device memory that the allocator does not hold, of one GPU. ``own`` are readings on a user's
+    GPUs, which take the place of ours; of a number of GPUs that nobody read they say what the next
+    larger one has.
     """
     if device == "cpu":
         return present(Term("context", context_bytes(device, gpus=layout.gpus)))
@@ -239,11 +238,9 @@ def outside_terms(
 def _nccl_terms(
     layout: Layout, nccl: Mapping[int, int], all_to_all: Mapping[int, int]
 ) -> tuple[Term, ...]:
-    """One communicator for all GPUs; one more for each group of fewer, which share a sequence,
-    trade its heads, pass its keys and values on, or share the states. Between the sizes that were
-    read, the next larger.
-
-    A ring's transfers are those of an all-to-all among as many, two at a time: no more.
+    """One communicator for all GPUs, and one more for each smaller group: of those that share a
+    sequence, trade its heads, pass keys and values on, or share the states. A ring's transfers are
+    those of an all-to-all among as many, two at a time: no more.
     """
     groups = [layout.context_degree, layout.ulysses_degree, layout.ring_degree]
     if layout.ulysses_degree == 1 or layout.ring_degree == 1:

@@ -174,9 +174,8 @@ def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
 def _gathering_phase(
     step: Step, states: _States, beside_layers: tuple[Term, ...]
 ) -> tuple[Phase, ...]:
-    """The moment in which several GPUs have gathered embedding and head, and the first layer: each
-    is there as it came and as it is used, until the next one is. It can be a step's peak where
-    nothing is kept of the gradients of both, which are larger.
+    """The moment in which several GPUs have gathered embedding, head and the first layer, each as
+    it came and as it is used: a peak where no gradients of both are kept, which are larger.
     """
     if not step.is_frozen or step.layout.shard_degree == 1:
         return ()
@@ -246,9 +245,8 @@ def _batch_bytes(step: Step) -> int:
 
 
 def _root_parameters(step: Step) -> int:
-    """Parameters of embedding and head, which are gathered from the first layer to the last
-    gradient: V x E each, or once if they are tied or if a number stands in the place of the
-    vocabulary.
+    """Parameters of embedding and head, gathered for as long as layers run: V x E each, once if
+    they are tied or without a vocabulary's head.
     """
     has_own_head = not step.shape.tied_embeddings and not step.settings.traits.gives_scalars
     return step.table * (2 if has_own_head else 1)
@@ -349,11 +347,9 @@ def _update_phases(step: Step, beside: tuple[Term, ...]) -> tuple[Phase, ...]:
 
 def _root_reduction(step: Step, states: _States) -> Term:
     """The term of embedding and head once the layers are done: their gradients in float32, this
-    GPU's share of the sum, unless that itself is a state that comes, and what is left as computed.
-
-    What is left is there before the sum, or beside it. Before it are the gradients of both; where
-    they are one, those of its two uses, the root still gathered and the first layer's reduction.
-    Beside it several GPUs have a head's own. Source: traces.
+    GPU's share of the sum unless that is a state that comes, and what is left as computed: before
+    the sum the gradients of both, or of two uses with the root and the first layer's reduction;
+    beside it, on several GPUs, a head's own. Source: traces.
     """
     if step.is_frozen:
         return _reduction(step, 0)

@@ -266,10 +266,9 @@ class Backward:
 
 
 def backwards(runs: tuple[LayerRun, ...]) -> tuple[Backward, ...]:
-    """Layers going backward, the last one at the end: of each run those at its ends.
-
-    Between them each layer keeps as much more, and has as much less behind it, as the one before:
-    the most of both together is at an end.
+    """Layers going backward, the last one at the end: of each run those at its ends. Between them
+    each layer keeps as much more, and has as much less behind it, as the one before: the most of
+    both together is at an end.
     """
     found: list[Backward] = []
     before: LayerKind | None = None
@@ -307,12 +306,10 @@ activation, product and up; that of gate, while up's is done; that of gate alone
 in which autograd comes to them, in traces.
 """
 _MOMENTS_OF_EXPERTS = ((5, 4, 0), (2, 5, 1), (1, 6, 1), (2, 2, 3))
-"""Moments of experts going backward, in the same way, of T K x E and T K x F.
-
-All that is kept, of T K x E a token's copies and what the experts gave, and three gradients of
-that; all but what they gave, the gradients of it, of the product and of the down weights; three
-gradients of T K x F as above; those of the copies, and of gate and up, which are one weight.
-"""
+"""Moments of experts going backward, in the same way, of T K x E and T K x F. All that is kept, of
+T K x E a token's copies and what the experts gave, and three gradients of that; all but what they
+gave, the gradients of it, of the product and of the down weights; three gradients of T K x F as
+above; those of the copies, and of gate and up, which are one weight."""
 
 
 def kept_bytes_of_layers(step: Step, layers: int) -> int:
@@ -326,9 +323,8 @@ def kept_bytes_of_layers(step: Step, layers: int) -> int:
 
 def kept_bytes(layer: Layer) -> int:
     """Bytes per token that a layer keeps until the backward pass: its input (E), and what its
-    attention returns if that is kept; without recompute all that its backward pass reads.
-
-    Source: engine/activations/recompute.py.
+    attention returns if that is kept; without recompute all that its backward pass reads. Source:
+    engine/activations/recompute.py.
     """
     settings, element = layer.step.settings, layer.step.element
     hidden, mlp = layer.kind.hidden_size, layer.kind.mlp
@@ -344,9 +340,8 @@ def kept_bytes(layer: Layer) -> int:
 
 
 def working_set_bytes(layer: Layer) -> int:
-    """Bytes that a layer takes while it goes backward, besides what it keeps: for its attention,
-    after its MLP's gradients, for its MLP, or for its weights on their way from the host, whatever
-    takes more.
+    """Bytes that a layer takes going backward, besides what it keeps: the most of its attention
+    after its MLP's gradients, its MLP, and its weights on their way from the host.
     """
     # What a layer keeps besides its input is part of what its backward pass reads.
     kept = kept_bytes(layer) - layer.step.element * layer.kind.hidden_size
@@ -356,9 +351,8 @@ def working_set_bytes(layer: Layer) -> int:
 
 
 def _learned_working_set(layer: Layer, learned: LayerMoments, kept: int) -> int:
-    """Bytes of a layer of a family that was learned, at the moment that takes the most, with what
-    sharing a sequence adds: a copy of what is attended, which those with fused heads have anyway,
-    and what a ring passes on.
+    """Bytes of a learned layer at the moment that takes the most, with what sharing a sequence
+    adds: a copy of what is attended, unless heads are fused, and what a ring passes on.
     """
     step = layer.step
     # learned beside what such a layer keeps, but for the output of its attention
@@ -403,10 +397,8 @@ def _mlp_working_set(layer: Layer, kept: int) -> int:
 def _fetching_bytes(layer: Layer) -> int:
     """Bytes besides the gathered layer, where one GPU alone fetches its weights from the host: the
     gradient of what the layer returns; of the weight before the last a copy in bfloat16, the last
-    one in float32 and in bfloat16, and its place still to be made.
-
-    Experts have two weights, of gate and up, and down; other MLPs three. Among several GPUs each
-    fetches a share.
+    one in both dtypes, and its place. Experts have two weights (gate and up, down), other MLPs
+    three.
     """
     step = layer.step
     if (
@@ -463,10 +455,9 @@ def _attention_bytes(layer: Layer) -> int:
 
 
 def _ring_bytes(layer: Layer) -> int:
-    """Bytes per token that a ring takes besides, while its attention goes backward: the sum of q's
-    gradients in float32; the keys and values that arrived and, of more than two ranks, those that
-    do; their gradients in float32, on their way from one rank and to the next. The last rank's
-    kernels read half of the keys, and take half of what they take for every query head.
+    """Bytes per token that a ring takes besides going backward: the sum of q's gradients in
+    float32; keys and values that arrived, and of more than two ranks those that do; their gradients
+    in float32, in and out. The last rank's kernels read, and take, half for every query head.
     """
     keys = 2 * layer.attended_key
     arriving = 2 if layer.step.layout.ring_degree > 2 else 1
@@ -477,8 +468,7 @@ def _ring_bytes(layer: Layer) -> int:
 
 def _rotation_bytes(layer: Layer) -> int:
     """Bytes per token while a layer that norms outputs is recomputed: the residual's gradient, q
-    and k before and after their norm, v, and in float32 two products and their sum, of q, or of k
-    beside the sum of q's.
+    and k before and after their norm, v, and three float32 numbers of q, or of k beside q's sum.
     """
     query, key = layer.query, layer.key
     tensors = layer.kind.hidden_size + 2 * (query + key) + key

@@ -46,9 +46,8 @@ class FamilyMoments(Record, frozen=True, kw_only=True):
     """By ``kind_name``."""
 
     def layer(self, family: str, kind: LayerKind, is_recomputed: bool) -> LayerMoments | None:
-        """What layers of a kind take. Where those were not learned, what others take that are the
-        same but for their attention, which has a window or none, or but for an MLP beside their
-        experts; None where there are no such either.
+        """What layers of a kind take. Where those were not learned, what others take that differ in
+        a window, or in an MLP beside their experts; None where there are no such either.
         """
         is_windowed, mlp = kind.attention.window_tokens is not None, mlp_name(family, kind.mlp)
         is_capped = kind.attention.soft_cap is not None
@@ -157,9 +156,8 @@ def capped_products(
     attention: AttentionKind, *, documents: int, length_tokens: int, attended_key: int, degree: int
 ) -> Mapping[str, int]:
     """Products of what attention of capped scores takes at a time, in numbers, each in float32: r
-    rows of queries and l keys of every document; nothing of other attention.
-
-    ``degree``: ranks among which the heads are divided.
+    rows of queries and l keys of every document; nothing of other attention. ``degree``: ranks
+    among which the heads are divided.
     """
     if attention.soft_cap is None:
         return {}
@@ -196,10 +194,8 @@ def cached_bytes(
     late_bytes: int = 0,
 ) -> int:
     """Bytes that the allocator of one GPU keeps between their uses, once every unit has passed.
-
-    ``passing_bytes`` is the most that is alive besides the states. ``late_bytes`` are gradients on
-    a stream of their own that come where activations go, as far as both are not alive at once: none
-    of them lies in what the activations left.
+    ``passing_bytes``: the most alive besides the states. ``late_bytes``: gradients that come, on a
+    stream of their own, where activations go.
     """
     if settings.strategy == "fsdp":
         of_one = _lent(shape, layout) + _reduced_by_fsdp1(shape, settings, layout)
@@ -211,9 +207,8 @@ def cached_bytes(
 def _too_long_for_a_hole(
     shape: ModelShape, settings: Settings, layout: Layout, passing_bytes: int
 ) -> int:
-    """Bytes of a block that is taken, and kept, for all gradients of the root in float32 before
-    they are reduced: none where a hole that activations left is long enough for it, which it is not
-    where sequences are short.
+    """Bytes of a block kept for the root's gradients in float32 before they are reduced, unless a
+    hole that activations left is long enough, which takes long sequences.
     """
     whole = _GRADIENT * _root(shape, has_head=not settings.traits.gives_scalars)
     has_gradients = layout.shard_degree > 1 and settings.lora is None
@@ -239,12 +234,9 @@ def _of_other_streams(
 
 
 def _from_host(shape: ModelShape, settings: Settings, layout: Layout) -> int:
-    """Bytes of this GPU's shard of embedding or head in float32, as it comes from the host. Both
-    pass through one block, one after another; what is gathered of them finds no room there.
-
-    One GPU takes it on the main stream, where activations take its place; a frozen reference comes
-    in bfloat16. Source: the gathering stream in traces of the trials long-8b-2-offload and
-    long-8b-4-offload, 1.16 and 0.58 GiB.
+    """Bytes of this GPU's shard of embedding or head in float32 as it comes from the host: both
+    pass through one block, and one GPU takes it on the main stream. Source: the gathering stream in
+    traces of the trials long-8b-2-offload and long-8b-4-offload, 1.16 and 0.58 GiB.
     """
     if not settings.offloads_model or layout.shard_degree == 1:
         return 0

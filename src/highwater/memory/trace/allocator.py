@@ -343,9 +343,8 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def _addresses(self, size: int) -> int:
-        """The start of an address range that nobody had, below all others. A driver takes up ranges
-        again that were given back: in none of the recorded histories does it matter whether and
-        which.
+        """The start of an address range below all others. That a driver takes up ranges again
+        matters in none of the recorded histories.
         """
         self._lowest_address -= -(-size // LARGE_SEGMENT_BYTES) * LARGE_SEGMENT_BYTES
         return self._lowest_address

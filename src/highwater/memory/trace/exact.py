@@ -186,9 +186,8 @@ class _Traces:
         return self._replays[index]
 
     def _replayed(self, index: int) -> _Replays:
-        """Replay one length in the room, and in what the headroom and its upper end leave of it.
-        The upper end fits where a GPU so much smaller would do: near its end an allocator takes
-        less than it would like to.
+        """Replay one length in the room, and in what headroom and upper end leave of it: the upper
+        end fits where a GPU so much smaller would do, as an allocator near its end takes less.
         """
         outside, limit_bytes = self.outside_bytes(index), self.memory_limit.device_bytes
         replayed = partial(
@@ -209,12 +208,9 @@ class _Traces:
 
 
 def _aimed(traces: _Traces, start: int, fits: Callable[[int], bool]) -> int:
-    """The index of the edge by the line through two traces, next to the formula's ``start``; the
-    traces of both sides of it are begun.
-
-    Where the formula is right, the two are all. Else the edge is a step or ten away, and not looked
-    for step by step. The line is that of allocated bytes: what is reserved without end says little
-    of what would have to be.
+    """The index of the edge by the line of allocated bytes through two traces next to the formula's
+    ``start``, unless that is right; the traces of both sides of it are begun. The edge may be ten
+    steps away, and is not looked for step by step.
     """
     traces.begin(start, start + 1)
     if start == traces.size or (fits(start) and not fits(start + 1)):
@@ -238,9 +234,8 @@ def _aimed(traces: _Traces, start: int, fits: Callable[[int], bool]) -> int:
 
 def edge(start: int, size: int, fits: Callable[[int], bool], *, shortest: int = 1) -> int:
     """The last index that fits below one that does not, 0 for none: strides that double away from
-    the start, then halves.
-
-    Nothing below ``shortest`` is asked about: of a token budget, those lengths pack more.
+    the start, then halves. Nothing below ``shortest`` is asked about: of a token budget, those
+    lengths pack more.
     """
     low, high, index, stride = 0, size + 1, start, 1
     while high - max(low, shortest - 1) > 1:

@@ -59,11 +59,9 @@ def replay(
     is_share: bool = False,
     workspaces_bytes: Sequence[int] = CUBLAS_WORKSPACES_BYTES,
 ) -> Replayed:
-    """Replay a log on an empty device with ``capacity_bytes`` for the allocator; None is a device
-    without end.
-
-    ``is_share``: the capacity is one that the process sets itself, as a trial with a memory budget
-    does. ``workspaces_bytes`` are cuBLAS's, of which a trace knows nothing.
+    """Replay a log on an empty device with ``capacity_bytes`` for the allocator; None: without end.
+    ``is_share``: a capacity that the process sets itself, as of a trial with a memory budget.
+    ``workspaces_bytes`` are cuBLAS's, which no trace has.
     """
     device = CachingAllocator(
         is_expandable=allocator == "expandable", capacity_bytes=capacity_bytes, is_share=is_share

@@ -128,9 +128,8 @@ def _changes(events: tuple[int, ...], kinds: int) -> list[int]:
 
 
 def scaled_trace(logs: dict[int, EventLog]) -> ScaledTrace:
-    """The lines through the two shortest of two logs or more, by tokens, with a ceiling where the
-    longest is below its line: with two logs no ceiling is seen. Raises ValueError where any of the
-    logs is not what is found here.
+    """The lines through the two shortest logs, by tokens, with a ceiling where the longest is
+    below: two logs show none. Raises ValueError where any log is not what is found here.
     """
     (few, low), (many, high), *others = sorted(logs.items())
     most, longest = others[-1] if others else (many, high)
@@ -223,9 +222,8 @@ def replay_scaled(
     capacity_bytes: int | None = None,
 ) -> tuple[Replayed, int]:
     """Replay a micro-batch of so many tokens on the rank, on an empty device that has room for the
-    workspaces at least.
-
-    What is alive at the peak is left out: the second value is how many events come before it.
+    workspaces at least. What is alive at the peak is left out: the second value is how many events
+    come before it.
     """
     device = CachingAllocator(
         is_expandable=allocator == "expandable", capacity_bytes=capacity_bytes
