@@ -321,10 +321,7 @@ def _head(shape: ModelShape, settings: Settings, tokens: float) -> _Work:
 
 
 def _forward_alone(
-    shape: ModelShape,
-    attended: list[tuple[LayerKind, int, float]],
-    tokens: float,
-    layout: Layout,
+    shape: ModelShape, attended: list[tuple[LayerKind, int, float]], tokens: float, layout: Layout
 ) -> _Work:
     """A forward pass of a whole model that nothing is kept of."""
     total = _Work()

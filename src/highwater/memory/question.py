@@ -77,8 +77,7 @@ def _requests(
     if refused:
         name = refused[0].replace("_", "-")
         raise UsageError(
-            f"the trainer {trainer} is not known with another {name}",
-            hint=f"leave `--{name}` out",
+            f"the trainer {trainer} is not known with another {name}", hint=f"leave `--{name}` out"
         )
     is_in_copies = where.is_several_machines and not where.may_shard_across
     if is_in_copies and TRAINERS[trainer].refused(["copies"]):
@@ -280,7 +279,5 @@ def memory_limit_of(
             hint="give the machine's, for example `--host-memory 512GiB`, or leave it out",
         )
     return MemoryLimit(
-        device_bytes=where.device_bytes - reserved_bytes,
-        host_bytes=host_bytes,
-        constants=constants,
+        device_bytes=where.device_bytes - reserved_bytes, host_bytes=host_bytes, constants=constants
     )

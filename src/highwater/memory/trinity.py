@@ -162,11 +162,7 @@ def bundled_trace(shape: ModelShape, cell: Cell) -> ScaledTrace | None:
 
 
 def replay_cell(
-    question: Question,
-    cell: Cell,
-    memory_limit: MemoryLimit,
-    guessed: CellPrediction,
-    asked: Asked,
+    question: Question, cell: Cell, memory_limit: MemoryLimit, guessed: CellPrediction, asked: Asked
 ) -> CellPrediction:
     """The cell's longest length by replay, from where the closed form guesses it. A token budget
     packs the fewest tokens of one length: fitting is looked for from that on, and below it where it

@@ -174,9 +174,7 @@ def _changes(goal: Goal) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]
         yield from _other_trainings(goal)
 
 
-def _other_trainings(
-    goal: Goal,
-) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...], Goal]]:
+def _other_trainings(goal: Goal) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...], Goal]]:
     """Changes of what is learned: states of few bits, then adapters, then a base in few bits."""
     others: list[tuple[str, dict[str, object]]] = []
     if "optimizer" not in goal.settings and "lora" not in goal.settings:

@@ -232,10 +232,7 @@ def _checked(
             hint=better,
         )
     spec = msgspec.structs.replace(
-        spec,
-        layout=cell.layout,
-        settings=cell.settings,
-        micro_batches=question.micro_batches,
+        spec, layout=cell.layout, settings=cell.settings, micro_batches=question.micro_batches
     )
     used_bytes = (question.memory_budget_bytes or 0) - predicted.headroom_bytes
     is_near = spec.device == "cpu" and predicted.headroom_bytes < _room_bytes(
@@ -247,12 +244,7 @@ def _checked(
 
 
 def _what_fits(
-    request: Request,
-    asked: TrainingRequest,
-    machine: Machine,
-    spec: TrialSpec,
-    *,
-    lacks_bytes: int,
+    request: Request, asked: TrainingRequest, machine: Machine, spec: TrialSpec, *, lacks_bytes: int
 ) -> str:
     """What to type where the named settings do not fit, for want of so many bytes."""
     try:

@@ -122,10 +122,7 @@ class _States:
     def terms(self, backward_parameters: int = 0) -> tuple[Term, ...]:
         """Terms of the states once so many parameters have their gradients."""
         come_bytes = self.coming_bytes * backward_parameters // self.parameters
-        return (
-            Term("states", self.lasting_bytes),
-            Term("gradients that have come", come_bytes),
-        )
+        return (Term("states", self.lasting_bytes), Term("gradients that have come", come_bytes))
 
 
 def _states(step: Step) -> _States:

@@ -48,12 +48,10 @@ _OURS = (
         r"^make_optimizer$",
     ),
     _Rule(
-        "optimizer_states",
-        r"highwater/(?:engine|train)/(?:training/)?(low_bit|host_states)\.py$",
+        "optimizer_states", r"highwater/(?:engine|train)/(?:training/)?(low_bit|host_states)\.py$"
     ),
     _Rule(
-        "gradients",
-        r"highwater/(?:engine/)?(models/fused/weight_gradient|parallel/offload)\.py$",
+        "gradients", r"highwater/(?:engine/)?(models/fused/weight_gradient|parallel/offload)\.py$"
     ),
     _Rule("gradients", r"highwater/", r"^(clip|add_up|_sum_to_shard)$"),
     _Rule("backward_pass", r"highwater/", r"^backward$"),

@@ -215,11 +215,7 @@ def _renumbered(log: EventLog) -> list[tuple[object, ...]]:
 
 
 def replay_scaled(
-    trace: ScaledTrace,
-    tokens: int,
-    *,
-    allocator: Allocator,
-    capacity_bytes: int | None = None,
+    trace: ScaledTrace, tokens: int, *, allocator: Allocator, capacity_bytes: int | None = None
 ) -> tuple[Replayed, int]:
     """Replay a micro-batch of so many tokens on the rank, on an empty device that has room for the
     workspaces at least. What is alive at the peak is left out: the second value is how many events
