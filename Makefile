@@ -87,7 +87,7 @@ test: lint types contracts
 
 # Everything: properties with ten times the examples, combinations of three settings where `make test` has those of two.
 test-all: lint types contracts $(VENV4)/.ready
-	HIGHWATER_REQUIRE=transformers4 $(PYTEST) --hypothesis-profile deep
+	HIGHWATER_DEEP=1 HIGHWATER_REQUIRE=transformers4 $(PYTEST)
 	$(MAKE) test-pages test-emit test-ray test-oldest
 
 $(VENV)/.ready-pages: $(READY)

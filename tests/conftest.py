@@ -13,7 +13,7 @@ from hypothesis import settings
 settings.register_profile("highwater", deadline=None, max_examples=40)
 settings.register_profile("quick", deadline=None, max_examples=20)
 settings.register_profile("deep", deadline=None, max_examples=500)
-settings.load_profile("highwater")  # `--hypothesis-profile` names another
+settings.load_profile("deep" if os.environ.get("HIGHWATER_DEEP") else "highwater")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -25,11 +25,6 @@ def examples(usual: int) -> int:
     return max(1, usual * hypothesis.settings().max_examples // 100)
 
 
-def deep(*cases: Any) -> tuple[Any, ...]:
-    """Cases that only `make test-all` runs, whose profile is the deep one."""
-    return cases if hypothesis.settings().max_examples >= 500 else ()
-
-
 def script(path: Path) -> ModuleType:
     """A script of the results' pages, as a module."""
     spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -32,23 +32,6 @@ def test_trinitys_file_is_what_stdout_has(highwater, tmp_path):
     assert highwater(*following(done)).returncode == 0
 
 
-def test_the_hint_past_a_models_own_scaling_works_for_the_trainer(highwater):
-    words = (
-        "emit",
-        "--for",
-        "trinity",
-        "Llama-3.1-8B",
-        "--gpus",
-        "8xH200-141GB",
-        "--length",
-        "200k",
-    )
-    hint = refusal(highwater(*words), 2)[1]
-    done = highwater(*words, *offered(hint)[0])
-    assert done.returncode == 0, done.stderr
-    assert yaml.safe_load(done.stdout)["model"]["rope_scaling"]["rope_type"] == "yarn"
-
-
 def test_offload_that_is_asked_for_is_predicted_as_it_is_emitted(highwater):
     words = ("Qwen3-8B", "--gpus", "4xA100-80GB", "--length", "64k", "--offload")
     emitted = highwater("emit", "--for", "verl", *words)
@@ -149,51 +132,6 @@ def test_where_nothing_fits_the_document_is_the_recommendations(highwater):
         highwater("recommend", *words, "--trainer", "trinity", "--json").stdout
     )
     assert json.loads(done.stdout)["chosen"] is None
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (ASKED, "--for"),
-        (("--for", "verl", *ASKED, "--rollout-gpus", "1"), "share their GPUs"),
-        (("--for", "megatron", *ASKED), "megatron"),
-        (("--for", "areal", *ASKED), "none are set aside"),
-        (
-            ("--for", "verl", *ASKED, "--loss", "chunked"),
-            "verl's configuration has no words for --loss chunked",
-        ),
-        (
-            ("--for", "trinity", *ASKED, "--study", "mine.jsonl"),
-            "say nothing about Trinity-RFT's trainer, which is verl's actor",
-        ),
-        (("--for", "trl", *ASKED, "--objective", "ppo"), "TRL trains sft, grpo, rw, dpo, not ppo"),
-        (("--for", "trinity", "Qwen3-8B", "--gpus", "4xH20-96GB"), "no length is named"),
-        (("--for", "trinity", *ASKED, "--trainer", "highwater"), "unknown flag --trainer"),
-        (
-            ("--for", "llamafactory", *ASKED, "--ulysses", "2"),
-            "LLaMA-Factory 0.9.5 shares no sequence among GPUs",
-        ),
-        (
-            ("--for", "axolotl", *ASKED, "--objective", "grpo"),
-            "Axolotl's configuration is written for sft, not for grpo",
-        ),
-    ],
-)
-def test_what_cannot_be_emitted_is_refused(highwater, words, said):
-    assert said in refusal(highwater("emit", *words), 2)[0]
-
-
-@pytest.mark.parametrize(("target", "name"), [("verl", "verl"), ("areal", "AReaL")])
-@pytest.mark.parametrize("words", ["--ring 2", "--copies 2", "--copies 2 --ring 2"])
-def test_a_layout_that_a_trainer_has_no_words_for_is_refused_by_its_own_name(
-    highwater, target, name, words
-):
-    rollout = ("--rollout-gpus", "2") if target == "areal" else ()
-    asked = ("emit", "--for", target, *ASKED, *rollout)
-    problem, hint = refusal(highwater(*asked, *words.split()), 2)
-    assert problem == f"{name}'s configuration has no words for {words}"
-    assert offered(hint) == [words.split()]
-    assert highwater(*asked).returncode == 0
 
 
 @pytest.mark.parametrize("target", ["trl", "accelerate", "torchtitan", "axolotl", "ms-swift"])

@@ -78,16 +78,6 @@ def test_a_prediction_of_two_sequences_a_micro_batch_says_so_and_that_of_one_wha
         assert row["settings"] == cell_label(from_json(json.dumps(chosen["cell"]), Cell))
 
 
-def test_a_number_of_sequences_that_cannot_be_is_refused(highwater):
-    words = ("guide", "--predict", "Qwen3-8B", *A100S, "--sequences-per-micro-batch")
-    assert offered(refusal(highwater(*words, "0"), 2)[1]) == [[words[-1], "1"]]
-    assert "takes a whole number, and 'x' is none" in refusal(highwater(*words, "x"), 2)[0]
-    assert (
-        "no model to predict"
-        in refusal(highwater("guide", TABLE, "--sequences-per-micro-batch", "2"), 2)[0]
-    )
-
-
 def test_models_are_predicted_on_several_kinds_of_gpus_beside_a_table(highwater):
     words = ("--predict", "Qwen3-0.6B", "Qwen3-8B", "--gpus", "2xA100-80GB", "1xH200-141GB")
     done = highwater("guide", *words, "--json")
@@ -220,15 +210,6 @@ def test_a_file_that_is_there_is_not_overwritten(highwater, tmp_path):
     assert offered(hint) == [["mkdir", "-p", "no"], ["-o", "guide-3.md"]]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"), [((), "no study, no table"), (A100S, "no model to predict")]
-)
-def test_a_guide_of_nothing_is_refused_with_one_that_works(highwater, words, said):
-    problem, hint = refusal(highwater("guide", *words), 2)
-    assert said in problem
-    assert highwater(*offered(hint)[0][1:], "--json").returncode == 0
-
-
 def test_what_cannot_be_read_is_refused(highwater, tmp_path):
     for name, kind in (("none.jsonl", ""), ("none.csv", "the table "), ("none.json", "")):
         problem, hint = refusal(highwater("guide", name), 2)
@@ -269,16 +250,6 @@ def test_a_number_of_a_table_that_is_none_is_named_with_its_line_and_column(high
         problem = refusal(highwater("guide", "t.csv"), 2)[0]
         assert problem.startswith("t.csv ")
         assert f" line 3: {column} " in problem
-
-
-@pytest.mark.parametrize("words", [("--gpus", "4"), ("--gpus", "2xFoo"), ()])
-def test_gpus_of_no_catalog_are_named_by_their_memory(highwater, words):
-    hint = refusal(highwater("guide", "--predict", "Qwen3-8B", *words), 2)[1]
-    mended = offered(hint)[-1]
-    assert mended[::2] == ["--gpus", "--gpu-memory"]
-    rows = json.loads(highwater("guide", "--predict", "Qwen3-8B", *mended, "--json").stdout)
-    named = f"a GPU of {mended[3].removesuffix('GiB')}.00 GiB"
-    assert {(row["gpu"], row["gpus"]) for row in rows} == {(named, int(mended[1]))}
 
 
 def test_the_memory_of_gpus_is_that_of_all_that_are_named(highwater):

@@ -1,7 +1,7 @@
 """Every hint, typed on the case that printed it, is accepted and does what it says.
 
-The cases are in ``tests/data/hints.json``: a command line that is refused, and what its hint has to
-do beyond being accepted.
+The cases are in ``tests/data/hints.json``: a command line that is refused, what the refusal says,
+and what its hint has to do beyond being accepted: ``offers`` is all that it has to type.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Run, Typed, followed
+from conftest import Run, Typed, followed, offered
 
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO
 from highwater.nouns.cluster import cluster
@@ -38,6 +38,11 @@ def test_a_hint_that_is_typed_does_what_it_says(run, tmp_path, row):
     done = run(*words)
     assert (done.returncode, done.stdout) in ((2, ""), (3, "")), done.stderr
     problem, hint = refused(done)
+    assert row.get("said", "") in problem
+    if "offers" in row:
+        assert [shlex.join(words) for words in offered(hint) if words != ["nvidia-smi"]] == row[
+            "offers"
+        ]
     ways = list(followed(words[1:], problem, hint))
     assert ways, hint
     for way in ways:

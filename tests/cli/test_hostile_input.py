@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import BIN, SIMULATED, refusal
 
-from places import deep
+from tables import deep
 
 HOSTILE = Path(__file__).with_name("hostile.py")
 SAMPLE = 120

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -300,113 +299,6 @@ def test_what_a_tables_rows_say_cannot_be_said_beside_it(highwater, flags):
     assert offered(hint) == [[flags.split()[0]]]
 
 
-@pytest.mark.parametrize(
-    ("gpus", "ways"),
-    [
-        ("4xA40 --gpu-memory 48GiB", ["--gpus 4 --gpu-memory 48GiB"]),
-        ("4xA40-48GB", ["--gpus 4 --gpu-memory 44GiB"]),
-        ("4xH2000 --gpu-memory 139.8GiB", ["--gpus 4 --gpu-memory 139.8GiB"]),
-        ("8xMI250X-128GB", ["--gpus 8 --gpu-memory 119GiB"]),
-        ("B100", ["--gpus 1 --gpu-memory 16GiB"]),
-        ("L40", ["--gpus 1 --gpu-memory 16GiB"]),
-        ("RTX-5080", ["--gpus 1 --gpu-memory 16GiB"]),
-        ("8xH100X", ["--gpus 8 --gpu-memory 16GiB"]),
-        ("RXT-5090", ["--gpus 1xRTX-5090"]),
-        ("2xA100", ["--gpus 2xA100-80GB"]),
-        ("H100SXM", ["--gpus 1xH100-80GB"]),
-        ("2xH20-141GB", ["--gpus 2 --gpu-memory 131GiB"]),
-        ("H20-141GB --gpu-memory 139GiB", ["--gpus 1 --gpu-memory 139GiB"]),
-        ("H100-94GB", ["--gpus 1xH100-94GB-NVL"]),
-        ("32xA40-48GB", ["--gpus 4x8 --gpu-memory 44GiB"]),
-        ("2x8xA40-48GB", ["--gpus 2x8 --gpu-memory 44GiB"]),
-        ("32xA100", ["--gpus 4x8xA100-80GB"]),
-        ("2x8xH20-141GB", ["--gpus 2x8 --gpu-memory 131GiB"]),
-        ("2x4090", ["--gpus 2xRTX-4090"]),
-    ],
-)
-def test_a_gpu_of_no_catalog_is_hinted_at_by_its_memory_and_no_far_name_is_offered(
-    highwater, gpus, ways
-):
-    problem, hint = refusal(highwater("predict", "Qwen3-0.6B", "--gpus", *gpus.split()), 2)
-    assert all(highwater(*words[1:]).returncode == 0 for words in offered(problem))
-    typed = [way for way in offered(hint) if way != ["nvidia-smi"]]
-    assert [shlex.join(way) for way in typed] == ways
-    for way in typed:
-        assert highwater("predict", "Qwen3-0.6B", *way).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("flags", "meant"),
-    [
-        ("--gpu-memory 79.15", "79.15GiB"),
-        ("--gpu-memory 81920", "81920MiB"),
-        ("--reserved 20", "20GiB"),
-        ("--host-memory 512", "512GiB"),
-        ("--headroom 2", "2GiB"),
-    ],
-)
-def test_a_memory_without_its_unit_is_refused_and_the_hint_has_it(highwater, flags, meant):
-    words = ("predict", "Qwen3-0.6B", *A100S)
-    problem, hint = refusal(highwater(*words, *flags.split()), 2)
-    assert f"{flags.split()[1]} bytes" in problem
-    assert offered(hint) == [[meant]]
-    assert highwater(*words, flags.split()[0], meant).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("words", "way"),
-    [
-        ((*A100S, "--gpu-memory", "0"), ["--gpu-memory", "80GiB"]),
-        (("--gpus", "4", "--gpu-memory", "0"), ["--gpu-memory", "80GiB"]),
-        ((*A100S, "--host-memory", "0"), ["--host-memory", "512GiB"]),
-    ],
-)
-def test_no_memory_at_all_is_refused(highwater, words, way):
-    hint = refusal(highwater("predict", "Qwen3-0.6B", *words), 2)[1]
-    assert offered(hint) == [way]
-    assert highwater("predict", "Qwen3-0.6B", *A100S, *way).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ((), "model"),
-        (("Qwen3-8B",), "no GPU"),
-        (("Qwen3-8B", "--gpus", "4xA100-70GB"), "'A100-70GB'"),
-        (("Qwen3-8B", *A100S, "--ulysses", "3"), "3 does not divide 4 GPUs"),
-        (("Qwen3-8B", *A100S, "--length", "many"), "'many'"),
-        (("Qwen3-8B", *A100S, "--gpu-memory", "80GB"), "'80GB'"),
-        (("Qwen3-8B", *A100S, "--reserved", "90GiB"), "90.00 GiB"),
-        (("--against", "none.csv"), "table none.csv"),
-        (("--against", "none.csv", "Qwen3-8B"), "models"),
-    ],
-)
-def test_what_cannot_be_predicted_is_refused(highwater, words, said):
-    problem, _ = refusal(highwater("predict", *words), 2)
-    assert said in problem
-
-
-@pytest.mark.parametrize("trainer", ["highwater", "trinity"])
-def test_a_token_budget_is_predicted_beside_no_number_of_sequences(highwater, trainer):
-    words = ("predict", "Qwen3-0.6B", *A100S, "--trainer", trainer)
-    budget, sequences = ("--token-budget", "64k"), ("--sequences-per-micro-batch", "2")
-    problem, hint = refusal(highwater(*words, *budget, *sequences), 2)
-    assert sequences[0] in problem
-    assert budget[0] in problem
-    assert offered(hint) == [[sequences[0]], [budget[0]]]
-    assert [highwater(*words, *alone).returncode for alone in (budget, sequences)] == [0, 0]
-
-
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [("4xA100", "4xA100-80GB"), ("8xh100sxm", "8xH100-80GB"), ("RXT-3090", "1xRTX-3090")],
-)
-def test_an_unknown_gpu_is_answered_with_the_one_of_the_same_number(highwater, name, meant):
-    _, hint = refusal(highwater("predict", "Qwen3-0.6B", "--gpus", name), 2)
-    assert offered(hint) == [["--gpus", meant]]
-    assert highwater("predict", "Qwen3-0.6B", *offered(hint)[0]).returncode == 0
-
-
 @pytest.mark.parametrize("gpus", ["2x8xH100-80GB", "4x8xH100-80GB", "2x8 --gpu-memory 40GiB"])
 def test_machines_are_named_for_every_question_and_the_next_command_works(highwater, gpus):
     for words in (
@@ -419,14 +311,6 @@ def test_machines_are_named_for_every_question_and_the_next_command_works(highwa
         assert gpus.split()[0] in done.stderr
         if words[0] != "guide":
             assert highwater(*following(done)).returncode == 0
-
-
-@pytest.mark.parametrize("words", [("--gpus", "4xA100-70GB"), ("--gpus", "H200-141GB-NVL"), ()])
-def test_the_flags_in_a_hint_work(highwater, words):
-    _, hint = refusal(highwater("predict", "Qwen3-8B", *words), 2)
-    flags = offered(hint)[0]
-    kept = words if flags[0] == "--gpu-memory" else ()
-    assert highwater("predict", "Qwen3-8B", *kept, *flags).returncode == 0
 
 
 def test_the_next_command_keeps_the_settings_that_were_typed_word_by_word(highwater):
@@ -564,25 +448,6 @@ def test_gpus_of_several_machines_want_copies_and_the_hint_names_some(highwater)
             assert following(done)[0] in ("predict", "recommend"), "no trial is of several machines"
             done = highwater(*following(done))
             assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "predict Qwen3-8B --gpus 64xH100-80GB --copies 8 --ulysses 16",
-        "predict Qwen3-8B --gpus 64xH100-80GB --strategy fsdp",
-        "predict Qwen3-8B --gpus 64xH100-80GB --trainer trinity",
-        "recommend Qwen3-8B --gpus 64xH100-80GB --length 64k --rollout-gpus 8",
-        "emit --for trl Qwen3-8B --gpus 64xH100-80GB --copies 8 --length 64k",
-        "emit --for verl Qwen3-8B --gpus 64xH100-80GB --length 64k",
-    ],
-)
-def test_what_several_machines_cannot_be_asked_is_refused_with_a_hint_that_works(highwater, words):
-    _, hint = refusal(highwater(*words.split()), 2)
-    assert offered(hint)
-    for way in offered(hint):
-        done = highwater(*words.split(), *way)
-        assert done.returncode == 0, (way, done.stderr)
 
 
 def test_what_trl_needs_is_answered_without_a_gpu(highwater):

@@ -184,23 +184,6 @@ def test_another_trainer_is_recommended_for_without_a_trial_of_ours(highwater):
     assert "highwater try" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("recommend", "--length", "64k"), "no model is named"),
-        (("recommend", "Qwen3-8B", "--gpus", "4xH20-96GB"), "no length is named"),
-        (("recommend", "Qwen3-8B", "--length", "64k"), "no GPU is here, and none is named"),
-        ((*ASKED, "--rollout-gpus", "-1"), "-1 GPUs for rollout"),
-        ((*ASKED, "--trainer", "trinity", "--study", STUDY), "Trinity-RFT's trainer"),
-        ((*ASKED, "--study", "none.jsonl"), "none.jsonl"),
-        (("recommend", "gpt2", "--gpus", "4xH20-96GB", "--length", "8k"), "no model 'gpt2'"),
-    ],
-)
-def test_what_cannot_be_recommended_is_refused(highwater, words, said):
-    problem, _ = refusal(highwater(*words), 2)
-    assert said in problem
-
-
 def test_a_length_past_the_native_one_is_refused_without_a_flag_that_nobody_typed(highwater, tiny):
     write_model(tiny, rope_scaling={"rope_type": "linear", "factor": 2.0})
     for command in ("recommend", "predict"):
@@ -209,13 +192,6 @@ def test_a_length_past_the_native_one_is_refused_without_a_flag_that_nobody_type
         )
         assert problem.endswith("8,192 is past it")
         assert "--start-length" not in hint
-
-
-def test_the_flags_are_explained(highwater):
-    done = highwater("recommend", "--help")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "--rollout-gpus" in done.stdout
-    assert "--token-budget" not in done.stdout
 
 
 def test_help_names_the_defaults_of_this_command(highwater):

@@ -21,7 +21,7 @@ from conftest import FORKED, SIMULATED, Run
 
 from fork_server import ForkServer
 from highwater.units import format_bytes, format_tokens
-from places import deep
+from tables import deep
 
 DATA = Path(__file__).parents[1] / "data"
 STUDY = Path(__file__).parents[2] / "docs" / "results" / "find" / "edge-4b-1-full.jsonl"

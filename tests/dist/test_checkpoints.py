@@ -21,7 +21,7 @@ from reference import save_models
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from places import deep
+from tables import deep
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("checkpoints")]
 

@@ -10,7 +10,7 @@ from plain_objectives import save_judges
 from rank_groups import RankGroups, assert_close
 from reference import save_models
 
-from places import deep
+from tables import deep
 
 TOLERANCE = {"float64": 1e-10, "float32": 5e-6}
 """Norm-relative. Summation order alone differs; a router's softmax is float32 also in the float64

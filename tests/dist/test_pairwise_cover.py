@@ -16,7 +16,7 @@ from combinatorial import cover, meetings
 from cover_cases import PAIRED, cases, cases_for, save_models
 from rank_groups import assert_close
 
-from places import deep
+from tables import deep
 
 TOLERANCE = 1e-10
 """Norm-relative: summation order alone differs, all is float64."""

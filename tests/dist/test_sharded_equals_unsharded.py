@@ -9,7 +9,7 @@ from cases import BUILD, COVER, FILLED, PRODUCTS, cases_for
 from rank_groups import assert_close
 from reference import save_models
 
-from places import deep
+from tables import deep
 
 TOLERANCE = {"float64": 1e-10, "float32": 5e-6, "bfloat16": 0.1}
 """Norm-relative. Summation order alone differs; a router's softmax is float32 also in the float64

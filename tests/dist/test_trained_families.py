@@ -20,7 +20,7 @@ from highwater.errors import HighwaterError
 from highwater.model.families import WITH_CAPS
 from highwater.model.model import load_model
 from highwater.model.trained_families import REFUSED, TRAINED
-from places import deep
+from tables import deep
 
 NARROW = LONGEST_DOCUMENT // 2
 """A window that the longest document does not fit into."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from processes import MARK, marked
 
-from highwater.trials import sampled_peak as kernel_kills
+from highwater.trials.ranks import counters
 from tiny_models import SMALLEST, write_model
 
 
@@ -63,7 +63,7 @@ def groups() -> Iterator[Callable[[int], Path]]:
     made: list[Path] = []
 
     def group(limit_bytes: int) -> Path:
-        for counter in kernel_kills.counters():
+        for counter in counters():
             directory = counter.parent / f"highwater-test-{uuid.uuid4().hex}"
             try:
                 directory.mkdir()

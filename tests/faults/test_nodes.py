@@ -1,5 +1,5 @@
 """Trials across machines: two network namespaces are two machines, which share nothing but a file
-system and the wire between them.
+system and the wire between them. ``srun.py`` starts one process on each, as ``srun`` does.
 """
 
 import json
@@ -7,8 +7,9 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
-import uuid
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +20,6 @@ from processes import marked, wait_until
 from test_faults_of_a_search import ENDS_S, GONE_S, HANGS_S, lines
 
 from highwater.store.journal import read_study
-from highwater.trials.node_folder import LOST_S
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -31,25 +31,43 @@ FIND = (
 ADDRESSES = ("10.77.0.1/24", "10.77.0.2/24")
 
 
+SRUN = """
+import os, signal, subprocess, sys, time
+
+kills, at = sys.argv[1] == "kills", sys.argv.index("--")
+machines, command = sys.argv[2:at], sys.argv[at + 1 :]
+tasks = []
+
+def forward(number, _):
+    for task in tasks:
+        task.poll() is None and task.send_signal(number)
+
+signal.signal(signal.SIGTERM, forward)
+for number, machine in enumerate(machines):
+    name, _, interface = machine.partition(":")
+    inside = ["ip", "netns", "exec", name, "unshare", "--uts"] if interface else []
+    named = ["sh", "-c", f'hostname {name}; exec "$@"', "sh"] if interface else []
+    told = {"SLURM_PROCID": str(number), "SLURM_NTASKS": str(len(machines))}
+    told |= {"GLOO_SOCKET_IFNAME": interface or "lo"}
+    told |= dict(pair.split("=") for pair in os.environ.get("SRUN_SETS", "").split())
+    tasks.append(subprocess.Popen([*inside, *named, *command], env=os.environ | told))
+while any(task.poll() is None for task in tasks):
+    if kills and any(task.poll() for task in tasks):
+        forward(signal.SIGTERM, None)
+    time.sleep(0.05)
+sys.exit(max(abs(task.returncode) for task in tasks))
+"""
+"""What ``srun`` does: a process on each machine, which is told its number and every signal; with
+``kills`` the others are ended where one fails, as with ``--kill-on-bad-exit``.
+"""
+
+
 class Machine:
     """A network namespace with one end of a wire, and a host's name of its own."""
 
     def __init__(self, name: str, interface: str) -> None:
         self.name = name
         self.interface = interface
-
-    def start(self, *words: str) -> "subprocess.Popen[str]":
-        environment = os.environ | {"GLOO_SOCKET_IFNAME": self.interface}
-        inside = ("ip", "netns", "exec", self.name, "unshare", "--uts")
-        named = ("sh", "-c", f"hostname {self.name}; exec {shlex.join(words)}")
-        return subprocess.Popen(
-            (*inside, *named),
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
 
 
 @pytest.fixture
@@ -89,13 +107,22 @@ def kill(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def across(rendezvous: Path, node: int, *more: str) -> tuple[str, ...]:
-    where = ("--nodes", "2", "--node-rank", str(node), "--rendezvous", str(rendezvous))
-    return (*FIND, *where, *more)
+def across(folder: Path, *machines: str, kills: bool = True) -> tuple[str, ...]:
+    """The words that have a command run on these machines, each a name, or a name and a wire."""
+    srun = folder / "srun.py"
+    srun.write_text(SRUN)
+    launcher = (sys.executable, str(srun), "kills" if kills else "waits", *machines, "--")
+    meet = ("--rendezvous", str(folder / "meet" / "ranks"))
+    return ("--nodes", str(len(machines)), "--launcher", shlex.join(launcher), *meet)
 
 
-def of_both(machines: tuple[Machine, Machine], folder: Path) -> "list[subprocess.Popen[str]]":
-    return [each.start(*across(folder, node)) for node, each in enumerate(machines)]
+def wired(machines: tuple[Machine, Machine]) -> tuple[str, ...]:
+    return tuple(f"{each.name}:{each.interface}" for each in machines)
+
+
+def start(*words: str) -> "subprocess.Popen[str]":
+    pipe = subprocess.PIPE
+    return subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
 
 
 def losses(path: Path) -> dict[int, list[Any]]:
@@ -113,12 +140,11 @@ def losses(path: Path) -> dict[int, list[Any]]:
 def test_two_machines_train_as_one_does_and_find_the_same(
     machines: tuple[Machine, Machine], mark: str, tmp_path: Path
 ) -> None:
-    meet = tmp_path / "meet"
-    searching, serving = of_both(machines, meet)
-    answer, talk = searching.communicate(timeout=ENDS_S)
-    assert searching.returncode == 0, talk
-    assert serving.wait(timeout=GONE_S) == 0, serving.communicate()
-    assert not meet.exists()
+    search = start(*FIND, *across(tmp_path, *wired(machines)))
+    answer, talk = search.communicate(timeout=ENDS_S)
+    assert search.returncode == 0, talk
+    assert list((tmp_path / "meet").iterdir()) == []
+    assert (tmp_path / "meet").stat().st_mode & 0o777 == 0o700
     assert wait_until(lambda: marked(mark) == [], within_s=GONE_S)
     assert "64 tokens" in answer
     assert "2 copies" in answer
@@ -127,20 +153,22 @@ def test_two_machines_train_as_one_does_and_find_the_same(
     done = subprocess.run(words, capture_output=True, text=True, timeout=ENDS_S, check=False)
     assert done.returncode == 0, done.stderr
     assert together == losses(tmp_path / "alone.jsonl")
-    assert len(together) == len(list(tmp_path.glob("logs/**/*.node-1.log"))) >= 1
+    assert len(together) >= 1
 
 
 @pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("kills", [True, False], ids=["srun kills", "our own watch"])
 def test_a_machine_that_dies_in_a_trial_says_nothing_about_the_length_and_the_search_goes_on(
-    machines: tuple[Machine, Machine], mark: str, tmp_path: Path
+    machines: tuple[Machine, Machine], mark: str, tmp_path: Path, kills: bool
 ) -> None:
     study = tmp_path / "study.jsonl"
     (tmp_path / "pause").write_text("64")
-    searching, serving = of_both(machines, tmp_path / "first")
+    search = start(*FIND, *across(tmp_path, *wired(machines), kills=kills))
     assert wait_until((tmp_path / "hangs").exists, within_s=HANGS_S)
     inside = [pid for pid in marked(mark) if _is_in(machines[1], pid)]
-    kill(inside)
-    assert len(inside) >= 3, "the server, the reaper, and a rank"
+    assert len(inside) >= 2, "the reaper, and a rank"
+    reaper = "highwater.trials.reaper"
+    kill(pid for pid in inside if kills or not _runs(pid, reaper))
 
     def ended() -> list[dict[str, Any]]:
         finished = [line for line in lines(study) if line["kind"] == "trial_finished"]
@@ -149,49 +177,50 @@ def test_a_machine_that_dies_in_a_trial_says_nothing_about_the_length_and_the_se
     assert wait_until(ended, within_s=HANGS_S)
     (first, *_) = ended()
     assert first["outcome"] == "CRASHED", first["reason"]
-    searching.send_signal(signal.SIGINT)
-    assert searching.wait(timeout=GONE_S) == 130
-    serving.wait(timeout=GONE_S)
+    search.send_signal(signal.SIGINT)
+    assert search.wait(timeout=GONE_S) == 130
+    assert wait_until(lambda: marked(mark) == [], within_s=GONE_S)
     (tmp_path / "pause").unlink()
-    again = across(tmp_path / "second", 0, "--retry-crashed")
-    searching = machines[0].start(*again)
-    serving = machines[1].start(*across(tmp_path / "second", 1, "--retry-crashed"))
-    answer, talk = searching.communicate(timeout=ENDS_S)
-    assert searching.returncode == 0, talk
+    again = start(*FIND, *across(tmp_path, *wired(machines)), "--retry-crashed")
+    answer, talk = again.communicate(timeout=ENDS_S)
+    assert again.returncode == 0, talk
     assert "64 tokens" in answer
-    assert serving.wait(timeout=GONE_S) == 0
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_machine_whose_searcher_is_gone_ends_what_it_runs_and_says_so(
+def test_a_search_that_is_killed_leaves_nothing_on_any_machine(
     machines: tuple[Machine, Machine], mark: str, tmp_path: Path
 ) -> None:
     (tmp_path / "pause").write_text("64")
-    searching, serving = of_both(machines, tmp_path / "meet")
+    search = start(*FIND, *across(tmp_path, *wired(machines)))
     assert wait_until((tmp_path / "hangs").exists, within_s=HANGS_S)
-    kill(pid for pid in marked(mark) if _is_in(machines[0], pid))
-    searching.wait()
-    _, talk = serving.communicate(timeout=LOST_S + GONE_S)
-    assert serving.returncode == 3, talk
-    assert "no machine searches" in talk
+    search.kill()
+    search.communicate()
     assert wait_until(lambda: marked(mark) == [], within_s=GONE_S)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("tiny")
+def test_a_launcher_that_is_killed_takes_its_ranks_with_it(
+    machines: tuple[Machine, Machine], mark: str, tmp_path: Path
+) -> None:
+    (tmp_path / "pause").write_text("64")
+    search = start(*FIND, *across(tmp_path, *wired(machines)))
+    assert wait_until((tmp_path / "hangs").exists, within_s=HANGS_S)
+    kill(pid for pid in marked(mark) if _runs(pid, str(tmp_path / "srun.py")))
+    inside = lambda: [pid for pid in marked(mark) if any(_is_in(m, pid) for m in machines)]  # noqa: E731
+    assert wait_until(lambda: inside() == [], within_s=GONE_S)
+    search.send_signal(signal.SIGINT)
+    assert search.wait(timeout=GONE_S) == 130
+
+
 def training(output: str, *more: str) -> tuple[str, ...]:
+    Path("data.txt").write_text("one machine and another " * 400)
     return (
         *("highwater", "train", "tiny", "--data", "data.txt", "--length", "64", "--rows", "4"),
         *("--device", "cpu", "--memory", "1GiB", "--gpus", "2", "--loss", "full"),
         *("--save-every", "1", "--output", output, *more),
     )
-
-
-def both_train(
-    machines: tuple[Machine, Machine], meet: Path, *more: str
-) -> "list[subprocess.Popen[str]]":
-    (meet.parent / "data.txt").write_text("one machine and another " * 400)
-    where = ("--nodes", "2", "--rendezvous", str(meet), *more)
-    words = [training("run", *where, "--node-rank", str(node)) for node in (0, 1)]
-    return [each.start(*words[node]) for node, each in enumerate(machines)]
 
 
 def trained_losses(run: Path) -> list[float]:
@@ -200,28 +229,36 @@ def trained_losses(run: Path) -> list[float]:
 
 
 @pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("told", ["the command", "another machine"])
 def test_two_machines_train_a_model_as_one_does_and_whoever_is_told_to_stop_stops_both(
-    machines: tuple[Machine, Machine], mark: str, tmp_path: Path
+    machines: tuple[Machine, Machine], mark: str, tmp_path: Path, told: str
 ) -> None:
-    run, many = tmp_path / "run", ("--steps", "400")
-    first, other = both_train(machines, tmp_path / "first", *many)
+    run, where = tmp_path / "run", across(tmp_path, *wired(machines))
+    first = start(*training("run", *where, "--steps", "400"))
     assert wait_until((run / "checkpoints" / "step-000002").exists, within_s=HANGS_S), (
         first.communicate(timeout=GONE_S)
     )
-    other.send_signal(signal.SIGTERM)
+    if told == "the command":
+        first.send_signal(signal.SIGTERM)
+    else:
+        (reaper,) = (
+            pid
+            for pid in marked(mark)
+            if _is_in(machines[1], pid) and _runs(pid, "highwater.trials.reaper")
+        )
+        os.kill(reaper, signal.SIGTERM)
     _, talk = first.communicate(timeout=GONE_S)
-    assert (first.returncode, other.wait(timeout=GONE_S)) == (143, 143), talk
+    assert first.returncode == 143, talk
     stopped = len(trained_losses(run))
     assert f"step {stopped}" in talk
     assert wait_until(lambda: marked(mark) == [], within_s=GONE_S)
 
-    steps = stopped + 2
-    both = both_train(machines, tmp_path / "second", "--steps", str(steps))
-    said = [each.communicate(timeout=ENDS_S) for each in both]
-    assert [each.returncode for each in both] == [0, 0], said
-    assert not (tmp_path / "second").exists()
-    assert "2 copies" in said[0][1]
-    words = training("alone", "--copies", "2", "--steps", str(steps))
+    steps = str(stopped + 2)
+    both = start(*training("run", *where, "--steps", steps))
+    _, talk = both.communicate(timeout=ENDS_S)
+    assert both.returncode == 0, talk
+    assert "2 copies" in talk
+    words = training("alone", "--copies", "2", "--steps", steps)
     done = subprocess.run(words, capture_output=True, text=True, timeout=ENDS_S, check=False)
     assert done.returncode == 0, done.stderr
     assert trained_losses(run) == trained_losses(tmp_path / "alone")
@@ -233,12 +270,11 @@ def test_two_machines_train_a_model_as_one_does_and_whoever_is_told_to_stop_stop
 def test_a_training_whose_machine_is_lost_ends_and_says_from_which_step_it_goes_on(
     machines: tuple[Machine, Machine], mark: str, tmp_path: Path
 ) -> None:
-    first, other = both_train(machines, tmp_path / "meet", "--steps", "4000")
+    first = start(*training("run", *across(tmp_path, *wired(machines)), "--steps", "4000"))
     kept = tmp_path / "run" / "checkpoints" / "step-000002"
     assert wait_until(kept.exists, within_s=HANGS_S)
     kill(pid for pid in marked(mark) if _is_in(machines[1], pid))
-    other.wait()
-    _, talk = first.communicate(timeout=LOST_S + GONE_S)
+    _, talk = first.communicate(timeout=GONE_S)
     assert first.returncode == 3, talk
     found = re.search(r"the same command goes on after step (\d+)", talk)
     assert found is not None, talk
@@ -246,10 +282,53 @@ def test_a_training_whose_machine_is_lost_ends_and_says_from_which_step_it_goes_
     assert wait_until(lambda: marked(mark) == [], within_s=GONE_S)
 
 
-SRUN = """#!/bin/bash
-# What srun does with such a job: the command on every machine, which is told its number.
-for node in 0 1; do SLURM_NODEID=$node "${@:2}" & done
-status=0; for job in $(jobs -p); do wait $job || status=$?; done; exit $status
+@pytest.mark.usefixtures("tiny", "mark")
+def test_ranks_meet_at_the_port_that_a_launcher_names_and_the_first_line_says_that_it_is_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    where = across(tmp_path, "a", "b")[:-2]
+    words = training("run", *where, "--steps", "1")
+    # An outer launcher's port is none of the inner one's.
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    done = subprocess.run(words, capture_output=True, text=True, timeout=ENDS_S, check=False)
+    assert done.returncode == 3, done.stderr
+    assert "MASTER_ADDR" in done.stderr
+    monkeypatch.setenv("SRUN_SETS", f"MASTER_ADDR=127.0.0.1 MASTER_PORT={port}")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=ENDS_S, check=False)
+    assert done.returncode == 0, done.stderr
+    first, *_ = [line for line in done.stderr.splitlines() if line.startswith("note:")]
+    assert "a port is open" in first
+    assert "a port is open" in (tmp_path / "run" / "training.log").read_text()
+
+
+@pytest.mark.usefixtures("tiny", "mark")
+@pytest.mark.parametrize(
+    ("sets", "problem"),
+    [
+        ("SLURM_NTASKS=4", "2 machines"),
+        ("SLURM_PROCID=0", "two processes"),
+        ("SLURM_PROCID=x", "which machine"),
+        ("GROUP_RANK=0 GROUP_WORLD_SIZE=16", "2 machines"),
+    ],
+)
+def test_a_launcher_that_numbers_its_processes_otherwise_is_refused_before_a_rank_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sets: str, problem: str
+) -> None:
+    monkeypatch.setenv("SRUN_SETS", sets)
+    words = training("run", *across(tmp_path, "a", "b", kills=False), "--steps", "1")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=ENDS_S, check=False)
+    assert done.returncode == 3, done.stderr
+    assert problem in done.stderr
+    assert "--ntasks-per-node 1" in done.stderr
+
+
+BIN_SRUN = """#!/bin/sh
+while [ "${1#--}" != "$1" ]; do shift; done
+exec "$PYTHON" "$SRUN" kills a b -- "$@"
 """
 
 
@@ -265,16 +344,26 @@ def test_the_job_that_is_printed_for_slurm_runs_as_it_stands(
     job, srun = tmp_path / "job.sh", tmp_path / "bin" / "srun"
     job.write_text(printed)
     srun.parent.mkdir()
-    srun.write_text(SRUN)
+    srun.write_text(BIN_SRUN)
     srun.chmod(0o755)
+    (tmp_path / "srun.py").write_text(SRUN)
     monkeypatch.setenv("PATH", f"{srun.parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("SLURM_JOB_ID", uuid.uuid4().hex)
+    monkeypatch.setenv("SRUN", str(tmp_path / "srun.py"))
+    monkeypatch.setenv("PYTHON", sys.executable)
     done = subprocess.run(
         ("bash", str(job)), capture_output=True, text=True, timeout=ENDS_S, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "64 tokens" in done.stdout
-    assert list((tmp_path / "logs").glob("nodes-*")) == []
+    assert list((tmp_path / "logs" / "rendezvous").iterdir()) == []
+
+
+def _runs(pid: int, word: str) -> bool:
+    """Whether a process was started with a word."""
+    try:
+        return word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
 
 
 def _is_in(machine: Machine, pid: int) -> bool:

@@ -24,7 +24,7 @@ from highwater.engine.attention.block_gather import attend_by_gather
 from highwater.engine.attention.block_table import BlockTable, block_tables
 from highwater.engine.attention.registry import register
 from highwater.nouns.sparse_pattern import PatternType, SparsePatternConfig
-from places import deep
+from tables import deep
 
 CPU = torch.device("cpu")
 BLOCK = 32

@@ -30,6 +30,7 @@ from transformers import AutoTokenizer
 from highwater.engine.data import data_files as readers
 from highwater.engine.data.store import OpenCorpus
 from highwater.errors import UsageError
+from tables import table
 
 DATA = Path(__file__).parents[1] / "data" / "own_data"
 
@@ -169,27 +170,7 @@ def test_what_was_thought_is_trained(tell):
     assert trained == f"<think>hmm think</think>3{END_TURN}\n"
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        {"role": "assistant", "function_call": CALL["function"]},
-        {"role": "assistant", "function_call": {"name": "weather", "arguments": '{"city":"Oslo"}'}},
-        {"role": "assistant", "content": None, "tool_calls": json.dumps([CALL])},
-        {"role": "tool_call", "content": '{"name": "weather", "arguments": {"city": "Oslo"}}'},
-        {"from": "function_call", "value": '[{"name": "weather", "arguments": {"city": "Oslo"}}]'},
-        {"role": "assistant", "content": "", "tool_calls": [CALL["function"]]},
-        {"from": "function_call", "value": '{"name": "weather", "parameters": {"city": "Oslo"}}'},
-        {"role": "tool_call", "content": '[{"name": "weather", "args": {"city": "Oslo"}}]'},
-        {"role": "assistant", "function_call": {"name": "weather", "input": {"city": "Oslo"}}},
-        {"role": "assistant", "function_call": {"name": "weather", "args": '{"city": "Oslo"}'}},
-        {
-            "role": "assistant",
-            "tool_calls": [{"function": {"name": "weather", "parameters": {"city": "Oslo"}}}],
-        },
-        {"role": "assistant", "tool_calls": [{"id": "a", "name": "weather", "args": CITY}]},
-        {"role": "assistant", "tool_calls": [{"type": "function", "index": 0, "function": CITED}]},
-    ],
-)
+@pytest.mark.parametrize("answer", table("record_words", "calls"))
 @pytest.mark.parametrize("template", [TOOLED, CONCATENATED, PRINTED, NULL_CALLS])
 def test_a_call_in_anybodys_words_is_one_call(answer, template, tell):
     messages = [ASKED, answer, {"role": "function", "content": "3", "name": "weather"}, ANSWERED]
@@ -198,25 +179,7 @@ def test_a_call_in_anybodys_words_is_one_call(answer, template, tell):
     assert "<|im_start|>tool\n3<|im_end|>\n" in text
 
 
-UNWRITTEN: list[tuple[str, list[dict[str, Any]], int, str]] = [
-    (CHATML, [ASKED, {**ANSWERED, "reasoning_content": "Cold."}], 2, "reasoning_content"),
-    (CHATML, [ASKED, {**ANSWERED, "reasoning": "It"}], 2, "reasoning"),
-    (CHATML, [ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}], 2, "tool_calls"),
-    (FOUR_ROLES, [ASKED, RETURNED, {**ANSWERED, "content": "3 and 3."}], 2, "content"),
-    (FOUR_ROLES, [ASKED, {**ANSWERED, "tool_calls": [CALL]}], 2, "tool_calls"),
-    (LATE_SYSTEM, [{"role": "system", "content": "user"}, ASKED, ANSWERED], 1, "content"),
-    (CALL_ALONE, [ASKED, {**CALLED, "content": "Oslo"}, RETURNED, ANSWERED], 2, "content"),
-    (CAREFUL, [ASKED, {**ANSWERED, "reasoning_content": "3"}, ASKED, ANSWERED], 2, "reasoning_c"),
-    (TOOLED, [ASKED, {**ANSWERED, "annotations": [{"quote": "It is"}]}], 2, "annotations"),
-    (TOOLED, [ASKED, {**CALLED, "tool_calls": [{**CALL, "thought": "In Oslo?"}]}], 2, "thought"),
-    (TOOLED, [ASKED, {**CALLED, "tool_calls": [{"name": "weather", "kwargs": CITY}]}], 2, "kwargs"),
-    (TOOLED, [ASKED, {"role": "assistant", "function_call": {"name": "f", "q": "Oslo"}}], 2, "q"),
-    (TOOLED, [ASKED, {**CALLED, "tool_calls": [{**CALL, "arguments": CITY}]}], 2, "arguments"),
-    (TOOLED, [{**ASKED, "name": "Alice Smith"}, ANSWERED], 1, "name"),
-    (TOOLED, [{**ASKED, "name": "爱丽丝"}, ANSWERED], 1, "name"),
-    (TOOLED, [{**ASKED, "source": "Guten Tag"}, ANSWERED], 1, "source"),
-    (TOOLED, [ASKED, {**ANSWERED, "loss_mask": "0"}], 2, "loss_mask"),
-]
+UNWRITTEN: list[tuple[str, list[dict[str, Any]], int, str]] = table("record_words", "unwritten")
 
 
 @pytest.mark.parametrize(("template", "messages", "number", "field"), UNWRITTEN)
@@ -300,32 +263,7 @@ def test_an_unknown_role_is_refused_with_those_that_are_known(tell):
 
 
 TURN = "<|im_start|>{}\n{}<|im_end|>\n".format
-PROMPTS: list[tuple[dict[str, Any], list[tuple[str, str]]]] = [
-    ({"instruction": "Add", "input": "1", "output": "2"}, [("user", "Add\n1")]),
-    ({"instruction": "Hi", "input": "", "output": "2"}, [("user", "Hi")]),
-    ({"input": "Hi", "response": "2"}, [("user", "Hi")]),
-    ({"question": "Hi", "answer": "2"}, [("user", "Hi")]),
-    ({"query": "Hi", "response": "2", "system": "S"}, [("system", "S"), ("user", "Hi")]),
-    (
-        {"system_prompt": "S", "question": "Hi", "response": "2"},
-        [("system", "S"), ("user", "Hi")],
-    ),
-    ({"prompt": "Hi", "completion": [{"from": "gpt", "value": "2"}]}, [("user", "Hi")]),
-    ({"prompt": "Hi", "completion": "2", "system": "S"}, [("system", "S"), ("user", "Hi")]),
-    (
-        {"prompt": "Hi", "completion": "2", "history": [{"from": "human", "value": "Q"}]},
-        [("user", "Q"), ("user", "Hi")],
-    ),
-    (
-        {"prompt": [{"role": "user", "content": "Hi"}], "completion": "2", "system": "S"},
-        [("system", "S"), ("user", "Hi")],
-    ),
-    (
-        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "2"}]}
-        | {"system": "S"},
-        [("system", "S"), ("user", "Hi")],
-    ),
-]
+PROMPTS: list[tuple[dict[str, Any], list[tuple[str, str]]]] = table("record_words", "prompts")
 
 
 @pytest.mark.parametrize(("record", "prompt"), PROMPTS)
@@ -396,35 +334,7 @@ def test_a_rollout_has_its_system_and_history(tell):
     assert trained == f"Yes{END}"
 
 
-UNREAD: list[tuple[str, dict[str, Any], str]] = [
-    ("sft", {"text": "a", "context": "b"}, "context"),
-    ("sft", {"prompt": "a", "completion": "b", "persona": {"name": "c"}}, "persona"),
-    ("sft", {"messages": [ASKED, ANSWERED], "documents": ["Oslo is cold."]}, "documents"),
-    ("sft", {"input_ids": [1, 2], "text": "a"}, "text"),
-    ("sft", {"input_ids": [1, 2], "loss_mask": [0, 1]}, "loss_mask"),
-    ("sft", {"instruction": "a", "context": "b", "response": "c"}, "context"),
-    ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c", "hint": "d"}, "hint"),
-    ("dpo", {"chosen": [ASKED, ANSWERED], "rejected": [ASKED, WRONG], "prompt": "a"}, "prompt"),
-    ("rw", {"chosen": "a b", "rejected": "a c", "system": "d"}, "system"),
-    ("ppo", {"prompt": "a", "response": "b", "reward": 1, "solution": "c"}, "solution"),
-    ("grpo", {"prompt": "a", "responses": ["b"], "rewards": [1], "answer": "c"}, "answer"),
-    ("sft", {"prompt": "Translate:", "source": "Guten Tag", "completion": "Good day"}, "source"),
-    ("sft", {"prompt": "Translate:", "Source": "你好，世界", "completion": "Hello"}, "Source"),
-    ("sft", {"prompt": "What?", "file": "def f():\n    pass", "completion": "f"}, "file"),
-    ("sft", {"instruction": "Write on:", "topic": "the sea", "output": "Blue."}, "topic"),
-    ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c", "origin": ["New York"]}, "origin"),
-    ("sft", {"prompt": "a", "completion": "b", "passage": "Oslo"}, "passage"),
-    ("sft", {"messages": [ASKED, ANSWERED], "label": False}, "label"),
-    ("sft", {"messages": [ASKED, ANSWERED], "loss_weight": 0}, "loss_weight"),
-    ("sft", {"text": "a", "ignore": True}, "ignore"),
-    ("sft", {"text": "a", "weight": 0.5}, "weight"),
-    ("sft", {"text": "a", "train": "no"}, "train"),
-    ("sft", {"prompt": "a", "completion": "b", "labels": [-100, 3]}, "labels"),
-    ("sft", {"messages": [ASKED, ANSWERED], "train_mask": [[False], [True]]}, "train_mask"),
-    ("sft", {"input_ids": [1, 2], "Trainable": False}, "Trainable"),
-    ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c", "is_masked": 1}, "is_masked"),
-    ("ppo", {"prompt": "a", "response": "b", "reward": 1, "advantage": 0}, "advantage"),
-]
+UNREAD: list[tuple[str, dict[str, Any], str]] = table("record_words", "unread")
 
 
 @pytest.mark.parametrize(("objective", "record", "field"), UNREAD)
@@ -524,31 +434,7 @@ def test_a_masked_user_is_not_trained_with_everything_else(tell):
     assert trained == TURN("assistant", "It is 3.")
 
 
-@pytest.mark.parametrize(
-    ("message", "field"),
-    [
-        ({**ANSWERED, "weight": 0.5}, "weight"),
-        ({**ANSWERED, "weight": "0"}, "weight"),
-        ({**ANSWERED, "train": "no"}, "train"),
-        ({**ANSWERED, "loss": 2}, "loss"),
-        ({**ANSWERED, "train_detail": [{"begin_offset": 0}]}, "train_detail"),
-        ({**ASKED, "train": True}, "train"),
-        ({**ANSWERED, "loss_scale": 0}, "loss_scale"),
-        ({**ANSWERED, "loss_weight": 0.0}, "loss_weight"),
-        ({**ANSWERED, "trainable": False}, "trainable"),
-        ({**ANSWERED, "loss_mask": 0}, "loss_mask"),
-        ({**ANSWERED, "Train_On": False}, "Train_On"),
-        ({**ANSWERED, "ignore": True}, "ignore"),
-        ({**ANSWERED, "no_loss": 1}, "no_loss"),
-        ({**ANSWERED, "tokens_mask": [0, 1]}, "tokens_mask"),
-        ({**ANSWERED, "content": [{"type": "text", "text": "a", "train": False}]}, "content"),
-        ({**ANSWERED, "content": [{"type": "text", "text": "a", "weight": 0}]}, "content"),
-        ({**ANSWERED, "content": [{"type": "text", "text": "a", "mask": 1}]}, "mask"),
-        ({**ANSWERED, "content": {"type": "text", "text": "a", "citations": ["b"]}}, "content"),
-        ({**CALLED, "tool_calls": [{**CALL, "weight": 0}]}, "weight"),
-        ({**CALLED, "tool_calls": [{"name": "f", "arguments": {}, "train": False}]}, "train"),
-    ],
-)
+@pytest.mark.parametrize(("message", "field"), table("record_words", "masks"))
 def test_a_mask_that_is_no_yes_or_no_is_refused(message, field, tell):
     error = tell.refusal({"messages": [ASKED, ANSWERED, message]}, TOOLED)
     assert f"`{field}`" in error.problem

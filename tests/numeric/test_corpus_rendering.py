@@ -26,6 +26,7 @@ from highwater.engine.data.data_files import data_files, records
 from highwater.engine.data.rendering import PlacedRecord, Rendering, rendered, supervised
 from highwater.engine.data.text_tokens import Tokenizer
 from highwater.errors import UsageError
+from tables import table
 
 CHAT = [
     {"role": "system", "content": "Answer questions."},
@@ -327,40 +328,7 @@ def test_a_function_gives_the_rewards_and_ppo_has_units_of_one(chatml, tmp_path,
     assert corpus.units.tolist() == [0]
 
 
-HOSTILE: list[tuple[str, dict[str, Any], str]] = [
-    ("sft", {"id": 3}, "no `text` among its fields: id"),
-    ("sft", {"text": 7}, "`text` is not a text: 7"),
-    ("sft", {"messages": []}, "`messages` is not a list of messages"),
-    ("sft", {"messages": [{"content": "hi"}]}, "a `role` and a `content`"),
-    ("sft", {"messages": "hi"}, "`messages` is not a list of messages"),
-    ("sft", {"prompt": "a", "completion": CHAT[1:2]}, "`completion` has no message of the assis"),
-    ("sft", {"input_ids": [1, 2.5]}, "not a list of whole numbers"),
-    ("sft", {"input_ids": [True, False]}, "not a list of numbers"),
-    ("sft", {"input_ids": [[1], [2, 3]]}, "not a list of numbers"),
-    ("sft", {"input_ids": [1, 512]}, "has 512, and the model knows the ids 0 to 511"),
-    ("sft", {"input_ids": [1, -1]}, "has -1, and the model"),
-    ("sft", {"input_ids": [1, 2**70]}, "`input_ids` is not a list of"),
-    ("sft", {"input_ids": [1, 2], "labels": [1]}, "`labels` are neither -100 nor"),
-    ("sft", {"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "`labels` are neither -100 nor"),
-    ("dpo", {"prompt": "a", "chosen": "b"}, "no `rejected` among its fields: prompt, chosen"),
-    ("dpo", {"chosen": "b", "rejected": CHAT}, "one is a text and one is messages"),
-    ("dpo", {"chosen": CHAT[:1], "rejected": CHAT[1:2]}, "no message in common"),
-    ("grpo", {"prompt": "a", "response": "b", "reward": 1.0}, "no `group`"),
-    ("grpo", {"prompt": "a", "response": "b", "group": 1}, "a response without a reward"),
-    ("grpo", {"prompt": "a", "responses": ["b"], "rewards": [1, 2]}, "has 2 values for 1 resp"),
-    ("grpo", {"prompt": "a", "responses": ["b"], "rewards": ["1"]}, "`reward` is not a finite"),
-    ("grpo", {"responses": ["b"], "rewards": [1]}, "no `prompt` among its fields"),
-    (
-        "ppo",
-        {"prompt": "a", "response": "b", "reward": 1, "logprobs": [-1.0]},
-        "`logprobs` without the tokens",
-    ),
-    (
-        "ppo",
-        {"prompt": "a", "response_ids": [4, 5], "reward": 1, "logprobs": [-1.0]},
-        "1 `logprobs` for 2 tokens",
-    ),
-]
+HOSTILE: list[tuple[str, dict[str, Any], str]] = table("record_rendering", "hostile")
 
 
 @pytest.mark.parametrize(("objective", "record", "problem"), HOSTILE)

@@ -24,7 +24,7 @@ from highwater.engine.parallel.sequence_layout import SequenceLayout
 from highwater.errors import ModelError
 from highwater.nouns import layout as working_sizes
 from highwater.nouns.corpus import pieces
-from places import deep
+from tables import deep
 
 PACKINGS = [(4096,), (4096, 4096), (6000, 6000, 64), (3000, 1, 1, 5000), (1000,), (2049,)]
 HEADS = [(4, 4), (4, 2), (6, 1), (1, 1)]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from learn_moments import SHARED_SIZE, UNGROUPED
 from traces import trace, trial
 
 from highwater.memory.formula.constants import WORKSPACES
@@ -21,7 +20,8 @@ from highwater.nouns.events import TraceOrder
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.trials.tracing import fullest_rank
-from places import deep
+from learn_moments import SHARED_SIZE, UNGROUPED
+from tables import deep
 
 LENGTH = 16_384
 TINY = json.loads(Path(load_model("tiny").directory, "config.json").read_text())

@@ -24,7 +24,7 @@ from highwater.nouns.events import Allocate, Enter, EventLog, Free, GiveBack
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
-from places import deep
+from tables import deep
 
 TINY = json.loads(Path(load_model("tiny").directory, "config.json").read_text()) | {
     "vocab_size": 20_000

@@ -22,7 +22,7 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.trainer import TrainerName
 from highwater.nouns.trial import RankMemory, TrialResult, TrialSpec
 from highwater.units import GIB, MIB
-from places import deep
+from tables import deep
 from trial_specs import trial_of
 
 STUDIES = Path(__file__).parents[2] / "docs" / "results" / "find"

@@ -260,8 +260,9 @@ def test_capacities_are_predicted_by_traces(tmp_path, monkeypatch):
         exact=True,
         loss="full",
         start_length="16k",
-        resolution="16k",
-        max_length="512k",
+        resolution="64k",
+        max_length="256k",
+        allocator="expandable",
         on_trace=lambda spec: heard.append(spec.length_tokens),
     )
     assert prediction.method == "trace"

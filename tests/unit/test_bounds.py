@@ -21,7 +21,8 @@ from highwater.nouns.published import read_capacity_table, table_capacities
 from highwater.nouns.refusals import MOST_GPUS, MOST_LENGTHS
 from highwater.nouns.request import Request
 from highwater.units import parse_bytes, parse_seconds, parse_tokens
-from places import deep, examples, question_of
+from places import examples, question_of
+from tables import deep
 from tiny_models import write_model
 
 pytestmark = pytest.mark.timeout(60)

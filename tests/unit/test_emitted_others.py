@@ -374,11 +374,11 @@ def test_what_was_predicted_by_heads_is_fsdp2s_where_a_ring_can_be(offload):
 def test_a_ring_of_a_model_with_windows_is_refused(model, ulysses):
     layout = Layout(gpus=4, ulysses_degree=ulysses, ring_degree=2)
     shape = load_model(model).shape
-    said = accelerate_file.layout_obstacle(layout, shape, name="accelerate")
+    said = accelerate_file.layout_obstacle(layout, shape, accelerate_file.WORDS)
     assert said is not None
     assert f"{shape.model_type} has others" in said
     whole = load_model("Qwen3-4B").shape
-    assert accelerate_file.layout_obstacle(layout, whole, name="accelerate") is None
+    assert accelerate_file.layout_obstacle(layout, whole, accelerate_file.WORDS) is None
 
 
 def test_heads_are_deepspeeds_to_share_where_layers_have_windows():

@@ -25,6 +25,7 @@ from highwater.model.model_config import MIN_FIELDS
 from highwater.model.rope import unscalable, yarn
 from highwater.model.rope_block import rope_block
 from highwater.model.trained_families import TRAINED
+from tables import table
 from tiny_models import write_model
 
 SIZES: dict[str, Any] = {
@@ -70,44 +71,7 @@ SWITCHES = (
 """Fields of small parameters, which tests/unit/test_small_parameters.py has either way."""
 
 
-GIVEN: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 1280,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 160,  # which every class's key/value heads divide
-    "max_position_embeddings": 64,
-    "num_key_value_heads": 10,
-    "head_dim": 24,
-    "intermediate_size": 96,
-    "ffn_dim": 80,
-    "moe_intermediate_size": 48,
-    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), 40),
-    **dict.fromkeys(
-        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 12
-    ),
-    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 3),
-    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 3),
-    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 2),
-    "mlp_layer_types": [*["dense"] * 3, *["sparse"] * 3],
-    "layer_types": [*["sliding_attention"] * 2, *["full_attention"] * 4],
-    "sliding_window": 16,
-    "use_sliding_window": True,
-    "max_window_layers": 3,
-    "no_rope_layer_interval": 7,
-    "no_rope_layers": [1] * 6,
-    **dict.fromkeys(("global_attn_every_n_layers", "sliding_window_pattern"), 1),
-    "prefix_dense_intermediate_size": 72,
-    "logit_scale": 0.25,
-    "logits_scaling": 4.0,
-    "final_logit_softcapping": 25.0,
-    "output_router_logits": True,
-    "router_aux_loss_coef": 0.0,
-    "attention_dropout": 0.0,
-    "rope_parameters": {"rope_type": "linear", "factor": 2.0},
-    **dict.fromkeys(("rope_theta", "rotary_emb_base"), 7000.0),
-    **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), 0.75),
-    "original_max_position_embeddings": 32,
-}
+GIVEN: dict[str, Any] = table("windows", "given")
 """A value for every field that is read of a ``config.json``, and that no class takes by default."""
 WITHOUT_FIELDS = {
     "cohere2": ("sliding_window_pattern",),
@@ -405,86 +369,7 @@ def test_the_matrices_of_a_usual_config_are_all_its_parameters_but_norms(tmp_pat
 @pytest.mark.corpus
 @pytest.mark.parametrize(
     ("changes", "window"),
-    [
-        ({"model_type": "mistral"}, 4096),
-        ({"model_type": "mistral", **WINDOW}, 16),
-        ({"model_type": "mistral", **WINDOW, "use_sliding_window": False}, 16),
-        ({"model_type": "ministral"}, 4096),
-        ({"model_type": "ministral", **WINDOW, "layer_types": ["full_attention"] * 4}, None),
-        (
-            {
-                "model_type": "ministral",
-                **WINDOW,
-                "layer_types": [*["full_attention"] * 3, "sliding_attention"],
-            },
-            16,
-        ),
-        ({"model_type": "mixtral"}, None),
-        ({"model_type": "mixtral", **WINDOW}, 16),
-        ({"model_type": "phi3"}, None),
-        ({"model_type": "phi3", **WINDOW}, 16),
-        ({"model_type": "llama", **SWITCHED}, None),
-        ({"model_type": "olmo2", **SWITCHED}, None),
-        ({"model_type": "qwen2", **WINDOW}, None),
-        ({"model_type": "qwen2", **SWITCHED}, None),
-        ({"model_type": "qwen2", **SWITCHED, "max_window_layers": 3}, 16),
-        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 3}, 4096),
-        ({"model_type": "qwen3", **SWITCHED, "max_window_layers": 4}, None),
-        ({"model_type": "qwen3", **SWITCHED, "layer_types": ["sliding_attention"] * 4}, 16),
-        ({"model_type": "qwen3", **WINDOW, "layer_types": ["full_attention"] * 4}, None),
-        ({"model_type": "qwen3_moe", **SWITCHED, "max_window_layers": 9}, 16),
-        ({"model_type": "qwen3_moe", **WINDOW}, None),
-        ({"model_type": "qwen2_moe", **SWITCHED}, 16),
-        ({"model_type": "qwen2_moe", **SWITCHED, "max_window_layers": 2}, 16),
-        ({"model_type": "qwen2_moe", **SWITCHED, "max_window_layers": 0}, None),
-        ({"model_type": "smollm3", **SWITCHED}, 16),
-        ({"model_type": "smollm3", **SWITCHED, "no_rope_layers": [0, 1, 1, 0]}, 16),
-        ({"model_type": "smollm3", **SWITCHED, "no_rope_layer_interval": 2}, 16),
-        ({"model_type": "smollm3", **SWITCHED, "no_rope_layers": [1, 1, 1, 1]}, None),
-        ({"model_type": "smollm3", **SWITCHED, "no_rope_layer_interval": 5}, None),
-        ({"model_type": "smollm3", **WINDOW}, None),
-        ({"model_type": "starcoder2", **WINDOW}, 16),
-        ({"model_type": "afmoe"}, 1024),
-        ({"model_type": "afmoe", "global_attn_every_n_layers": 1}, None),
-        ({"model_type": "afmoe", "global_attn_every_n_layers": 2}, 1024),
-        ({"model_type": "cwm", **WINDOW}, 16),
-        ({"model_type": "cwm", **WINDOW, "num_hidden_layers": 9}, 16),
-        ({"model_type": "cwm", "num_hidden_layers": 1}, None),
-        ({"model_type": "dots1"}, None),
-        ({"model_type": "dots1", "max_window_layers": 3}, 4096),
-        ({"model_type": "dots1", "max_window_layers": 3, "use_sliding_window": False}, 4096),
-        ({"model_type": "exaone4"}, 4096),
-        ({"model_type": "exaone4", "sliding_window_pattern": 1}, None),
-        ({"model_type": "exaone4", "sliding_window_pattern": 3}, 4096),
-        ({"model_type": "gemma3_text", **WINDOW}, 16),
-        ({"model_type": "gemma3_text", **WINDOW, "num_hidden_layers": 8}, 16),
-        ({"model_type": "gemma3_text", **WINDOW, "layer_types": ["full_attention"] * 4}, None),
-        ({"model_type": "cohere"}, None),
-        ({"model_type": "cohere2", "num_hidden_layers": 9}, 4096),
-        ({"model_type": "cohere2", **WINDOW, "sliding_window_pattern": 3}, 16),
-        ({"model_type": "cohere2", **WINDOW, "sliding_window_pattern": 1}, None),
-        ({"model_type": "cohere2", **WINDOW, "layer_types": ["sliding_attention"] * 4}, 16),
-        ({"model_type": "cohere2_moe", **WINDOW}, 16),
-        ({"model_type": "cohere2_moe", **BEFORE_EXPERTS}, 4096),
-        ({"model_type": "cohere2_moe", **BEFORE_EXPERTS, "sliding_window_pattern": 2}, 4096),
-        (
-            {
-                "model_type": "cohere2_moe",
-                **BEFORE_EXPERTS,
-                "prefix_dense_sliding_window_pattern": 2,
-            },
-            4096,
-        ),
-        ({"model_type": "kolibri1"}, 513),
-        ({"model_type": "kolibri1", "num_hidden_layers": 6}, 513),
-        ({"model_type": "laguna", **WINDOW}, None),
-        ({"model_type": "mellum", **WINDOW, "layer_types": ["sliding_attention"] * 4}, 16),
-        ({"model_type": "ministral3"}, None),
-        ({"model_type": "ministral3", **WINDOW}, 16),
-        ({"model_type": "olmo3"}, 4096),
-        ({"model_type": "gemma", **SWITCHED}, None),
-        ({"model_type": "glm4_moe", **SWITCHED}, None),
-    ],
+    table("windows", "windows"),
 )
 def test_the_window_is_the_one_that_transformers_layers_attend_in(tmp_path, changes, window):
     family = changes["model_type"]

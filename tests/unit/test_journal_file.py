@@ -16,7 +16,7 @@ from test_journal import QUESTION, lengths, record, search
 from highwater.cli.app import main
 from highwater.errors import StudyError
 from highwater.store.journal import open_journal, read_study
-from places import deep
+from tables import deep
 
 LENGTHS = (4096, 8192, 12288)
 

@@ -4,7 +4,7 @@ mounted where.
 
 import pytest
 
-from highwater.trials.sampled_peak import kernel_kills, memory_limit
+from highwater.trials.ranks import kernel_kills, memory_limit
 
 V1 = "35 31 0:32 {root} {at} rw,relatime - cgroup cgroup rw,memory\n"
 V2 = "41 31 0:38 {root} {at} rw,relatime shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"

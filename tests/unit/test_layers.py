@@ -12,6 +12,7 @@ from highwater.model.model import ModelShape
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.units import GIB
+from tables import table
 
 TOLERANCE = 0.003
 """Relative. Most are off by less than 0.05 %; tiles of an MLP are a little shorter than is taken
@@ -24,43 +25,7 @@ GRPO: dict[str, Any] = {
     "entropy": "full",
     "sequences_per_micro_batch": 2,
 }
-SIZES: dict[str, dict[str, int | bool | str]] = {
-    "mixtral": {
-        "hidden_size": 4096,
-        "kv_heads": 8,
-        "intermediate_size": 14_336,
-        "vocab_size": 32_000,
-        "experts": 8,
-    }
-    | {"experts_per_token": 2},
-    "qwen3_moe": {
-        "hidden_size": 2048,
-        "kv_heads": 4,
-        "intermediate_size": 768,
-        "vocab_size": 151_936,
-        "experts": 128,
-    }
-    | {"experts_per_token": 8},
-    "qwen3": {
-        "hidden_size": 2560,
-        "kv_heads": 8,
-        "intermediate_size": 9728,
-        "vocab_size": 151_936,
-        "tied_embeddings": True,
-    },
-    "llama": {
-        "hidden_size": 4096,
-        "kv_heads": 32,
-        "intermediate_size": 11_008,
-        "vocab_size": 32_000,
-    },
-    "olmo2": {
-        "hidden_size": 4096,
-        "kv_heads": 32,
-        "intermediate_size": 11_008,
-        "vocab_size": 100_352,
-    },
-}
+SIZES: dict[str, dict[str, int | bool | str]] = table("layers", "sizes")
 """Mixtral-8x7B, Qwen3-30B-A3B, Qwen3-4B, Llama-2-7B, OLMo-2-7B."""
 
 

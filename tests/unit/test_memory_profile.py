@@ -4,7 +4,6 @@ every allocation is known.
 
 import pickle
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,10 +19,9 @@ from highwater.nouns.events import Allocate, Enter, EventLog, Free
 from highwater.pages.profile.profile_page import profile_page
 from highwater.pages.profile.profile_tables import advice, answer, category_table
 from highwater.units import MIB, format_bytes
+from write_snapshots import ENGINE, LINEAR, MAIN, SITE, STEP, Program, megatron, trainer
 
 DATA = Path(__file__).parents[1] / "data"
-sys.path.insert(0, str(DATA))
-from write_snapshots import ENGINE, LINEAR, MAIN, SITE, STEP, Program, megatron, trainer
 
 FREED = ("??", 0, "c10::StorageImpl::release_resources()")
 

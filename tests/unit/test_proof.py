@@ -19,7 +19,7 @@ from highwater.nouns.study import Cell, CellAnswer, Question, Study
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.pages.study.study_pictures import published_line, published_tables, published_text
 from highwater.pages.study.tables import answer_table
-from highwater.pages.text_table import plain_table
+from highwater.pages.text import plain_table
 from highwater.search.cell_outcomes import CellAnswered, SearchEvent, TrialFinished, TrialStarted
 from highwater.search.proof import FULL_SHARE, TOLD_WITHIN, FullTrials
 from highwater.search.scheduler import recorded_search, search_cells

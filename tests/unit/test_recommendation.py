@@ -19,8 +19,8 @@ from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.study import default_headroom_bytes
 from highwater.pages.recommendation_tables import next_rungs, recommendation_tables, rung_list
-from highwater.pages.terminal_table import terminal_table
-from highwater.pages.text_table import plain_table
+from highwater.pages.terminal import terminal_table
+from highwater.pages.text import plain_table
 from highwater.recommendation.recommend import recommend
 from highwater.units import GIB, format_bytes, format_tokens
 from places import examples

@@ -31,15 +31,15 @@ def model(place: Path, name: str) -> str:
 
 
 def typed_in_the_job(script: str, place: Path) -> list[str]:
-    """What ``srun`` is told where the script runs, which makes no file."""
-    (place / "srun").write_text('#!/bin/sh\nprintf "%s\\0" "$@" > "$TOLD"\n')
-    (place / "srun").chmod(0o755)
+    """What ``highwater`` is told where the script runs, which makes no file."""
+    (place / "highwater").write_text('#!/bin/sh\nprintf "%s\\0" "$@" > "$TOLD"\n')
+    (place / "highwater").chmod(0o755)
     (place / "job.sh").write_text(script)
     told = place / "told"
     variables = {"PATH": f"{place}:{os.environ['PATH']}", "TOLD": str(told)}
     subprocess.run(["bash", "job.sh"], cwd=place, env=variables, check=True, timeout=20)
     assert not list(place.rglob(f"{RAN}.made"))
-    return told.read_text().split("\0")[1:-1]
+    return told.read_text().split("\0")[:-1]
 
 
 HOSTILE = [
@@ -67,7 +67,10 @@ def test_the_name_of_a_model_runs_nothing_and_is_no_other_option(name, place, ca
     assert len(options) == len({line.partition("=")[0] for line in options})
     assert not any("wrap" in line.partition("=")[0] for line in options)
     words = typed_in_the_job(script, place)
-    assert words == ["highwater", "find", "--config", "find.yaml", *FIND[:-1]]
+    assert words[: len(FIND) + 2] == ["find", "--config", "find.yaml", *FIND[:-1]]
+    name, launcher, meet, file = words[len(FIND) + 2 :]
+    assert (name, meet, file) == ("--launcher", "--rendezvous", "logs/rendezvous/ranks")
+    assert shlex.split(launcher)[:2] == ["srun", "--nodes"]
 
 
 @pytest.mark.timeout(60)

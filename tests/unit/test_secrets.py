@@ -17,31 +17,12 @@ from highwater.search.cell_outcomes import TrialFinished
 from highwater.search.scheduler import recorded_search
 from highwater.store.journal import open_journal
 from highwater.trials.simulated import OneByOne
+from tables import table
 
 SECONDS = 5.0
 """Of processor time for a text as long as is looked at: a pattern that goes over it once for each
 letter takes minutes."""
-SECRETS = (
-    "HF_TOKEN=hf_abcdefghijklmnopqrst",
-    'headers: {"Authorization": "Bearer abcdefgh12345678"}',
-    "loading with token hf_abcdefghijklmnopqrst",
-    "api_key='Zm9vYmFyYmF6'",
-    "WANDB_API_KEY: 0123456789abcdef0123456789abcdef01234567",
-    "https://user:hunter22@mirror.example/simple",
-    "AWS_SECRET_ACCESS_KEY=wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY",
-    "AKIAIOSFODNN7EXAMPLE",
-    "ghp_abcdefghijklmnopqrstuvwxyz0123456789",
-    "--password=correct-horse",
-    "password: swordfish",
-    "mail: {'password': 'sword-fish'}",
-    "db password=tuna",
-    "PASSWD: 123456",
-    "client_secret: swordfish",
-    "api_key: swordfish",
-    "token: swordfish",
-    '"hf_token": "swordfish"',
-    "highwater find --hf-token swordfish",
-)
+SECRETS = table("secrets", "texts")
 
 
 @pytest.mark.parametrize("text", SECRETS)
@@ -54,55 +35,7 @@ def test_what_looks_like_a_secret_is_hidden_wherever_it_stands(text):
     assert value not in document
 
 
-COMMANDS = (
-    *(f"train {{length}} --{name} S3cr3t" for name in ("api-key", "api_key", "apikey", "api.key")),
-    *(
-        f"train {{length}} --{name}=S3cr3t"
-        for name in ("access-token", "hf-token", "token", "auth")
-    ),
-    *(f"train {{length}} {name} S3cr3t" for name in ("--password", "-passwd", "--wandb_api_key")),
-    *(f"env {name}=S3cr3t train {{length}}" for name in ("HF_TOKEN", "PGPASSWORD", "MYSQL_PWD")),
-    *(
-        f"train {{length}} {name}=S3cr3t"
-        for name in ("+a.api_key", "--env=KEY_SECRET", "-eHFTOKEN")
-    ),
-    "train {length} --url https://me:S3cr3t@host/x",
-    "train {length} --url 'https://host/x?lr=1&access_token=S3cr3t'",
-    "curl {length} -H 'Authorization: Bearer S3cr3t'",
-    "curl {length} -H 'X-Api-Key: S3cr3t'",
-    "bash -c 'HF_TOKEN=S3cr3t train --max-len {length} --lr 1e-5'",
-    "bash -c 'train {length} --password \"S3cr3t and\" --api-key S3cr3t'",
-    'train {length} --config \'{"password": "S3cr3t"}\'',
-    "train {length} --password 'S3cr3t with S3cr3t in it'",
-    # a value with blanks within one word, to its end
-    "train {length} --password='correct horse S3cr3t'",
-    'train {length} --api-key="a S3cr3t b"',
-    "train {length} --env WANDB_API_KEY='x S3cr3t'",
-    "train {length} '--password two S3cr3t'",
-    "train {length} '--passphrase two S3cr3t --lr 1e-5'",
-    "train {length} -e'HF_TOKEN=x S3cr3t'",
-    "train {length} --env=DB_PASSWORD='x\tS3cr3t'",
-    "bash -c 'train {length} --password=\"two S3cr3t\"'",
-    "bash -c 'HF_TOKEN=\"two S3cr3t\" train {length}'",
-    # a value that begins as a flag does
-    *(f"train {{length}} {name} -S3cr3t" for name in ("--password", "--hf-token", "-api_key")),
-    "train {length} --password --1S3cr3t",
-    "bash -c 'train {length} --password -S3cr3t'",
-    # short names
-    *(
-        f"train {{length}} {name} S3cr3t"
-        for name in ("--pass", "--pwd", "--db-pass", "--session-key", "--session_key", "--pat")
-    ),
-    *(f"train {{length}} {name}=S3cr3t" for name in ("--pass", "db.pwd", "--gh-pat", "--cookie")),
-    *(f"env {name}=S3cr3t train {{length}}" for name in ("GH_PAT", "SMTP_PASS", "SESSION_KEY")),
-    "train {length} export:GH_PAT=S3cr3t",
-    "train {length} --cookie x=S3cr3t",
-    "curl {length} -H 'Cookie: a=b; x=S3cr3t'",
-    # a user with a password
-    *(f"curl {{length}} {name} me:S3cr3t" for name in ("-u", "--user", "--login", "--proxy-user")),
-    "curl {length} --login=me:S3cr3t",
-    "bash -c 'curl {length} -u \"me:two S3cr3t\"'",
-)
+COMMANDS = table("secrets", "commands")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -36,7 +36,7 @@ from highwater.pages.study.study_pictures import (
     published_text,
 )
 from highwater.pages.study.tables import answer_table
-from highwater.pages.text_table import plain_table
+from highwater.pages.text import plain_table
 from highwater.search.cell_outcomes import CellAnswered, TrialFinished
 from highwater.search.scheduler import recorded_search, search_cells
 from highwater.store.journal import open_journal, read_study

@@ -22,9 +22,8 @@ from highwater.pages.study.study_pictures import (
     published_text,
 )
 from highwater.pages.study.tables import answer_table, trial_table
-from highwater.pages.terminal_table import terminal_table
-from highwater.pages.text import plain, plain_json, plain_lines
-from highwater.pages.text_table import plain_table
+from highwater.pages.terminal import terminal_table
+from highwater.pages.text import plain, plain_json, plain_lines, plain_table
 from highwater.units import GIB
 from places import NO_GPU, question_of
 from tiny_models import write_model

@@ -8,10 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from highwater.pages.terminal import terminal_text
-from highwater.pages.terminal_table import terminal_table
-from highwater.pages.text import folded, pieces
-from highwater.pages.text_table import TextTable
+from highwater.pages.terminal import terminal_table, terminal_text
+from highwater.pages.text import TextTable, folded, pieces
 
 WIDTHS = st.integers(20, 240)
 FIGURES = st.one_of(

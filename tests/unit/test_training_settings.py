@@ -141,7 +141,7 @@ def test_rows_over_machines_are_chosen_for_as_those_of_one_machine_are():
         return chosen_trial(request, wanted, MACHINE)
 
     alone = chosen(1, gpus=(1,))
-    both = chosen(2, gpus=(2,), copies=(2,), nodes=2, node_rank=0, rendezvous="/tmp/none")
+    both = chosen(2, gpus=(2,), copies=(2,), nodes=2, launcher="srun", rendezvous="/tmp/none")
     assert both.spec.settings == alone.spec.settings
     assert not both.spec.settings.accumulates
 

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from highwater.nouns.codec import to_json
 from highwater.nouns.trial import RankReport, TrialSpec
 from highwater.trials.engine_trial import read_reports
-from highwater.trials.ranks import RankShare, read_exits
+from highwater.trials.ranks import RankShare, read_left
 from highwater.trials.reaper import under_reaper
 from highwater.trials.trial_process import trial_environment
 
@@ -43,7 +43,7 @@ def run(spec: TrialSpec, *, timeout_s: float) -> tuple[RankReport, ...]:
         )
         reports, damaged = read_reports(reports_path)
         if done.returncode or damaged or len(reports) != ranks:
-            said = [exit_.output[-2000:] for exit_ in read_exits(folder) if exit_.status]
+            said = [exit_.output[-2000:] for exit_ in read_left(folder).exits if exit_.status]
             raise RuntimeError("\n".join((*damaged, *said)) or done.stdout[-2000:])
         return reports
 

@@ -28,13 +28,12 @@ from highwater.store.directory import (
     study_path,
 )
 from highwater.store.journal import open_journal, read_study
-from highwater.trials import node_place, ray_runner
+from highwater.trials import ray_runner
 from highwater.trials.diagnosis import diagnose, undiagnosed
 from highwater.trials.engine_trial import EngineLauncher, RunRanks, run_ranks_here
 from highwater.trials.foreign_trial import ForeignLauncher, check_foreign
 from highwater.trials.local import LocalRunner
-from highwater.trials.node_place import MachineShare, meeting, of_all_nodes
-from highwater.trials.nodes import RanksOnNodes
+from highwater.trials.nodes import across
 from highwater.trials.probe import environment, probe
 from highwater.trials.ray_runner import RayRunner
 from highwater.trials.readiness import check_directories, check_machine, check_request
@@ -47,15 +46,13 @@ Listener = Callable[[SearchEvent], None]
 
 def find(model: str, *, on_event: Listener | None = None, **settings: Any) -> Study:
     """The longest context that ``model`` trains with, for each layout and rung: a study with a pair
-    of real trials each.
-
-    ``settings`` are the fields of ``Request``: ``gpus=[1, 2]``, ``memory="80GiB"``,
-    ``loss="chunked"``, ``dry_run=True``. ``on_event`` hears each trial as it starts and ends.
-    Blocks for as long as the trials take, or their ``budget``; called again it goes on where it
-    was. A ``study`` that has every answer is returned as it is where there is no GPU to ask. After
-    the answer the first out of memory is repeated once with its memory recorded, of which a note of
-    the study tells; ``no_diagnose=True`` leaves that out. Raises HighwaterError for what cannot be
-    asked, before anything starts.
+    of real trials each. ``settings`` are the fields of ``Request``: ``gpus=[1, 2]``,
+    ``memory="80GiB"``, ``loss="chunked"``, ``dry_run=True``. ``on_event`` hears each trial as it
+    starts and ends. Blocks for as long as the trials take, or their ``budget``; called again it
+    goes on where it was. A ``study`` that has every answer is returned as it is where there is no
+    GPU to ask. After the answer the first out of memory is repeated once with its memory recorded,
+    of which a note of the study tells; ``no_diagnose=True`` leaves that out. Raises HighwaterError
+    for what cannot be asked, before anything starts.
     """
     request = request_from({"model": model, **settings}, keywords=True)
     known = completed_study(request)
@@ -71,9 +68,7 @@ def find(model: str, *, on_event: Listener | None = None, **settings: Any) -> St
 
 def run_trial(model: str, length: int | str, **settings: Any) -> TrialResult:
     """One real trial of ``length`` tokens: how it ended, and what was measured. ``settings`` as for
-    ``find``.
-
-    Raises HighwaterError for what cannot be tried, before anything starts.
+    ``find``. Raises HighwaterError for what cannot be tried, before anything starts.
     """
     request = request_from({"model": model, **settings}, keywords=True)
     return answer_trial(request, prepare_trial(request, length))
@@ -92,19 +87,18 @@ def machine_of(request: Request) -> Machine:
 
 
 def machine_notes(request: Request) -> tuple[str, ...]:
-    """What there is to say of where trials run: nothing of this machine, which nodes of a
-    cluster.
-    """
+    """What is said of where trials run: nothing of this machine, which nodes of a cluster."""
     return _machine(request)[1]
 
 
 def prepare(request: Request) -> Plan:
-    """The question of a request, after every check that can be made before the first trial.
-
-    Raises HighwaterError for what cannot be asked.
+    """The question of a request, after every check that can be made before the first trial. Raises
+    HighwaterError for what cannot be asked.
     """
     machine, of_machine = _machine(request)
     check_request(request, machine, steps=request.steps)
+    machines = across(request)
+    of_machine = (*(machines.notes if machines else ()), *of_machine)
     request, of_study = gone_on(request)
     planned = _planned(request, machine)
     question = planned.question
@@ -128,30 +122,13 @@ def _planned(request: Request, machine: Machine) -> Plan:
     """The plan on this machine, or across as many like it as the request names."""
     if request.nodes == 1:
         return plan(request, machine)
-    together = of_all_nodes(machine, request.nodes)
+    together = msgspec.structs.replace(machine, gpus=machine.gpus * request.nodes)
     of_all = len(together.gpus) or request.nodes
     named = {"gpus": request.gpus or (of_all,)}
     if request.copies == (1,):
         named["copies"] = (request.nodes,)
     request = msgspec.structs.replace(request, **named)
     return plan(request, together, within_machines=True, machines=request.nodes)
-
-
-def serve_node(request: Request) -> None:
-    """Run this machine's share of the trials of a search across machines, until it is over.
-
-    Raises HighwaterError for what cannot be asked, and where the machine that searches is lost.
-    """
-    node_place.serve_node(request, _share_of(prepare(request).question))
-
-
-def _share_of(question: Question) -> MachineShare:
-    """What each machine gives to the trials of a question."""
-    return MachineShare(
-        device=question.device,
-        gpus=max(cell.layout.machine_gpus for cell in question.cells),
-        config_digest=question.model.config_digest,
-    )
 
 
 def prepare_trial(request: Request, length: int | str) -> TrialSpec:
@@ -193,17 +170,16 @@ def _answer(
     command: Sequence[str],
 ) -> Study:
     path = study_file(request, planned.question)
-    with meeting(request, _share_of(planned.question)) as folder:
-        run_ranks = run_ranks_here if folder is None else RanksOnNodes(folder)
-        runner = _runner(request, log_layout, planned.question.device_total_bytes, run_ranks)
-        if path is not None:
-            return _search(request, planned, runner, path, on_event, command)
-        with tempfile.TemporaryDirectory(
-            prefix="highwater-"
-        ) as folder:  # a dry run leaves nothing behind
-            own = Path(folder, "study.jsonl")
-            study = _search(request, planned, runner, own, on_event, command)
-        return msgspec.structs.replace(study, path=None)
+    run_ranks = partial(run_ranks_here, across=across(request))
+    runner = _runner(request, log_layout, planned.question.device_total_bytes, run_ranks)
+    if path is not None:
+        return _search(request, planned, runner, path, on_event, command)
+    with tempfile.TemporaryDirectory(
+        prefix="highwater-"
+    ) as folder:  # a dry run leaves nothing behind
+        own = Path(folder, "study.jsonl")
+        study = _search(request, planned, runner, own, on_event, command)
+    return msgspec.structs.replace(study, path=None)
 
 
 def answer_trial(request: Request, spec: TrialSpec) -> TrialResult:

@@ -10,8 +10,7 @@ print(done.losses[-1], done.model_directory)
 ```
 """
 
-from collections.abc import Collection, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,14 +40,13 @@ from highwater.nouns.training import (
     TrainingSpec,
     training_request_from,
 )
-from highwater.nouns.trial import Device, RankReport, StatisticsFiles, TrialSpec
+from highwater.nouns.trial import RankReport, StatisticsFiles, TrialSpec
 from highwater.recommendation.training_settings import ChosenTrial, chosen_trial, training_notes
 from highwater.speed import predicted_step
 from highwater.store.directory import check_run_directory
 from highwater.store.training_folder import TrainingFolder
 from highwater.trials.inputs import tokenised
-from highwater.trials.node_folder import NodeFolder
-from highwater.trials.node_place import MachineShare, meeting, serve_node
+from highwater.trials.nodes import Across, across
 from highwater.trials.probe import probe
 from highwater.trials.readiness import check_machine, check_request
 from highwater.trials.training_ranks import OnProgress, own_folder, run_ranks
@@ -66,6 +64,8 @@ class PreparedTraining(Record, frozen=True, kw_only=True):
     """Seconds that its steps take, predicted; None: nobody knows."""
     notes: tuple[str, ...]
     allow_busy: bool
+    across: Across | None = None
+    """How several machines are started; None: this one alone."""
     done_steps: int = 0
     """Steps of the checkpoint that it goes on from."""
 
@@ -83,7 +83,6 @@ def train(
 ) -> TrainingResult:
     """Train ``model`` on ``data`` for ``steps`` optimizer steps, documents of up to ``length``
     tokens packed into rows; called again it goes on after the last checkpoint in ``output``.
-
     ``settings`` are the other fields of ``TrainingRequest`` (``settings="recommended"``, ``rows``,
     ``schedule``, ``save_every``) and those of ``Request`` that say how a step is made (``gpus``,
     ``lora``, ``memory``, ``learning_rate``). Blocks until it is done; Ctrl-C leaves a checkpoint
@@ -105,9 +104,8 @@ def train(
     others = {name: value for name, value in settings.items() if name not in of_training}
     _refuse_what_says_nothing(others)
     request = request_from({"model": model, **others}, keywords=True)
-    with training_place(request, asked) as machines:
-        prepared = prepare_training(request, asked)
-        return run_training(prepared, on_progress=on_progress, machines=machines)
+    with own_folder(Path(asked.output)):
+        return run_training(prepare_training(request, asked), on_progress=on_progress)
 
 
 def _refuse_what_says_nothing(settings: Collection[str]) -> None:
@@ -120,41 +118,6 @@ def _refuse_what_says_nothing(settings: Collection[str]) -> None:
                 f"{name} is a setting of searches and trials, and says nothing about a training",
                 hint=f"leave `{name}` out",
             )
-
-
-@contextmanager
-def training_place(request: Request, asked: TrainingRequest) -> Generator[NodeFolder | None]:
-    """The run's folder, for this process alone, and where machines meet that train together, all of
-    which have come by then; None where there is this one alone.
-    """
-    request = _written_to(request, asked)
-    with own_folder(Path(asked.output)):
-        if request.nodes > 1:
-            _planned(request, asked)  # raises before others are waited for
-        with meeting(request, _share_of(request)) as machines:
-            yield machines
-
-
-def serve_training(request: Request, asked: TrainingRequest) -> None:
-    """Run this machine's share of a training across machines, until it is over; its settings and
-    data are those that the first one says.
-    """
-    request = _written_to(request, asked)
-    serve_node(request, _share_of(request))
-
-
-def _written_to(request: Request, asked: TrainingRequest) -> Request:
-    """The request, whatever it writes in the run's folder."""
-    return msgspec.structs.replace(request, log_dir=asked.output)
-
-
-def _share_of(request: Request) -> MachineShare:
-    """What each machine gives to a training; all of its GPUs where no number is named."""
-    machine = probe()
-    device: Device = request.device or ("cuda" if machine.gpus else "cpu")
-    of_all = max(request.gpus) if request.gpus else request.nodes * max(1, len(machine.gpus))
-    digest = load_model(request.model).config_digest
-    return MachineShare(device=device, gpus=of_all // request.nodes, config_digest=digest)
 
 
 def _several(named: str | Sequence[str]) -> tuple[str, ...]:
@@ -170,6 +133,7 @@ def prepare_training(
     folder = TrainingFolder(asked.output)
     folder.refuse_missing(asked.resume_from)
     request, chosen = _planned(request, asked)
+    machines = across(request)
     trial = chosen.spec
     before = folder.spec()
     rows = _rows(asked)
@@ -202,10 +166,12 @@ def prepare_training(
         rows_bytes=chosen.rows_bytes,
         expected_s=_expected_s(spec, trial, chosen.predicted),
         notes=(
+            *(machines.notes if machines else ()),
             *training_notes(load_model(request.model), chosen, corpus, asked),
             *(f"held out: {note}" for note in (evaluation.notes if evaluation else ())),
         ),
         allow_busy=request.allow_busy,
+        across=machines,
         done_steps=done_steps,
     )
 
@@ -226,7 +192,7 @@ def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenT
     """
     machine = probe()
     asked = msgspec.structs.replace(asked, rows=_rows(asked))
-    request = _written_to(request, asked)
+    request = msgspec.structs.replace(request, log_dir=asked.output)
     _refuse_other_runs(request)
     check_request(request, machine, steps=asked.steps)
     if asked.reward is not None and TRAITS[request.objective].advantages == "none":
@@ -375,21 +341,18 @@ def _expected_s(spec: TrainingSpec, trial: TrialSpec, predicted: CellPrediction)
 
 
 def run_training(
-    prepared: PreparedTraining,
-    *,
-    on_progress: OnProgress | None = None,
-    machines: NodeFolder | None = None,
+    prepared: PreparedTraining, *, on_progress: OnProgress | None = None
 ) -> TrainingResult:
-    """Run what was prepared, in the place that ``training_place`` holds; what is done already is
-    not done again.
-    """
+    """Run what was prepared, in its ``own_folder``; what is done already is not done again."""
     spec = prepared.spec
     if prepared.done_steps == spec.steps and Path(spec.model_directory).exists():
         return _result(spec, (), prepared.notes, None)
     TrainingFolder(spec.output_directory).keep(spec)
     last: list[TrainingProgress] = []
     hear = partial(_hear, last, on_progress)
-    reports = run_ranks(spec, allow_busy=prepared.allow_busy, on_progress=hear, machines=machines)
+    reports = run_ranks(
+        spec, allow_busy=prepared.allow_busy, on_progress=hear, across=prepared.across
+    )
     return _result(spec, reports, prepared.notes, last[-1] if last else None)
 
 

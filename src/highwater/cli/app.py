@@ -77,9 +77,7 @@ def _refused_by_the_machine(error: Exception) -> MachineError | None:
 
 
 def _refuse_what_is_not_utf_8(words: Sequence[str]) -> None:
-    """Raise UsageError for a word that no study could record, or that no system takes for a
-    name.
-    """
+    """Raise UsageError for a word that no study could record, or no system takes for a name."""
     for word in words:
         if "\0" in word:
             raise UsageError(f"{word} has a zero byte", hint="leave it out: no name has one")

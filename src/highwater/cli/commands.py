@@ -11,10 +11,9 @@ from pathlib import Path
 
 from highwater.api import search
 from highwater.cli import console
-from highwater.cli.config import config_schema, request_of, to_yaml
+from highwater.cli.config import config_schema, request_of, sbatch_script, to_yaml
 from highwater.cli.console import exit_code_of
 from highwater.cli.progress import shown
-from highwater.cli.sbatch import sbatch_script
 from highwater.errors import (
     EXIT_ANSWERED,
     EXIT_ANSWERED_NO,
@@ -56,7 +55,6 @@ from highwater.store.journal import read_study
 from highwater.store.logs import snapshot_lines, study_snapshot_lines
 from highwater.trials.diagnosis import diagnose, undiagnosed
 from highwater.trials.foreign_trial import check_foreign
-from highwater.trials.node_place import node_of
 from highwater.units import MIB, format_tokens
 
 
@@ -70,9 +68,6 @@ def find(arguments: argparse.Namespace) -> int:
     if arguments.print_sbatch:
         load_model(request.model)
         console.answer_exactly(sbatch_script(request, arguments.typed))
-        return EXIT_ANSWERED
-    if node_of(request) > 0:
-        search.serve_node(request)
         return EXIT_ANSWERED
     known = completed_study(request)
     if known is not None:
@@ -237,9 +232,7 @@ def _say_found(
     request: Request | None = None,
     planned: Plan | None = None,
 ) -> int:
-    """The answer, as JSON or as a sentence and a table with the next command; the exit code. After
-    the answer the first out of memory is diagnosed, where a request is given and has time left.
-    """
+    """The answer, as JSON or as a sentence and a table with the next command; the exit code."""
     if arguments.json:
         console.answer_json(study)
     else:

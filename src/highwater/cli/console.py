@@ -1,8 +1,6 @@
 """What the commands print: the answer to stdout, talk to stderr. Colours and live tables only where
-there is a terminal.
-
-Being told to stop: SIGTERM, from a scheduler or `docker stop`, ends a command in the same order
-as Ctrl-C does, and a training SIGHUP, too, where its terminal closes.
+there is a terminal. SIGTERM, from a scheduler or `docker stop`, ends a command in the same order as
+Ctrl-C does, and a training SIGHUP, too, where its terminal closes.
 """
 
 import os
@@ -19,10 +17,16 @@ from typing import TextIO
 from highwater.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, HighwaterError, UsageError
 from highwater.nouns.codec import to_json
 from highwater.nouns.secrets import kept, without_secrets
-from highwater.pages.terminal import terminal_text
-from highwater.pages.terminal_table import terminal_table
-from highwater.pages.text import ascii_json, folded, plain, plain_json, plain_lines
-from highwater.pages.text_table import TextTable, plain_table
+from highwater.pages.terminal import terminal_table, terminal_text
+from highwater.pages.text import (
+    TextTable,
+    ascii_json,
+    folded,
+    plain,
+    plain_json,
+    plain_lines,
+    plain_table,
+)
 
 _STDOUT, _STDERR = 1, 2
 _USUAL_WIDTH = 80
@@ -32,10 +36,9 @@ _DIGITS_OF_A_WIDTH = 6
 
 
 def open_streams() -> None:
-    """Make stdout and stderr fit for any text; raises UsageError when stdout is closed.
-
-    What is closed is opened to nowhere: else the next file to be opened, a study for one, would be
-    taken for it.
+    """Make stdout and stderr fit for any text; raises UsageError when stdout is closed. What is
+    closed is opened to nowhere: else the next file to be opened, a study for one, would be taken
+    for it.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
         os.set_inheritable(descriptor, True)
@@ -122,9 +125,7 @@ def notes(lines: Sequence[str]) -> None:
 
 
 def next_command(command: str) -> None:
-    """Print the command that one types after this answer, on one line however long: it is
-    pasted.
-    """
+    """Print the command to type after this answer, on one line however long: it is pasted."""
     _say(f"next: {plain(command)}")
 
 
@@ -160,9 +161,7 @@ def _say(text: str) -> None:
 
 
 def width(stream: TextIO) -> int:
-    """Columns of the terminal that a stream leads to; the user's COLUMNS goes first, as
-    everywhere.
-    """
+    """Columns of the terminal that a stream leads to; the user's COLUMNS goes first."""
     named = os.environ.get("COLUMNS", "")
     if named.isdecimal() and len(named) < _DIGITS_OF_A_WIDTH and int(named):
         return int(named)

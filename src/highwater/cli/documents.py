@@ -1,10 +1,5 @@
-"""``highwater report``: a page about one study.
-
-``highwater profile``: what was alive in a memory snapshot, at its peak or when memory ran
-out.
-
-``highwater guide``: the simplest settings for each length, from studies, tables and
-predictions.
+"""``highwater report``, ``profile`` and ``guide``: a page about one study, about a memory snapshot,
+and of the simplest settings for each length.
 """
 
 import argparse

@@ -87,9 +87,7 @@ def emit(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_early(arguments: argparse.Namespace, model: str, settings: dict[str, object]) -> None:
-    """Raise UsageError for what the trainer has no words for, before anything is predicted. What
-    cannot be asked at all the recommendation says.
-    """
+    """Raise UsageError for what the trainer has no words for, before anything is predicted."""
     draft = None
     with suppress(HighwaterError):
         draft = drafted(

@@ -1,11 +1,4 @@
-"""The flags of the command line that set a request, written from the settings' declarations.
-
-The flags of the commands that show what was recorded: studies, and snapshots of memory.
-
-The flags of ``highwater train`` that no trial has.
-
-The flags of ``highwater bench``: what is measured, of which shapes, and when it ends.
-"""
+"""The flags of every command: those of a request are written from the settings' declarations."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -100,9 +93,8 @@ def typed_values(arguments: argparse.Namespace) -> dict[str, Any]:
 def named_model(
     arguments: argparse.Namespace, others: list[str], *, example: str
 ) -> tuple[str, dict[str, Any]]:
-    """The model that was typed, and the settings; raises UsageError without a model.
-
-    ``others`` are the values of a flag before the model, which argparse takes for one more of them.
+    """The model that was typed, and the settings; raises UsageError without a model. ``others`` are
+    the values of a flag before the model, which argparse takes for one more of them.
     """
     if arguments.model is None and len(others) > 1:
         arguments.model = others.pop()

@@ -1,7 +1,5 @@
 """Parser: a grammar whose errors are errors like all others, and whose help ends with examples.
 
-The commands of ``highwater`` as its help lists them: what each is for, and three examples.
-
 Each example is run by tests/cli/test_help.py, on names that it makes: ``study.jsonl``,
 ``snapshot.pickle``, ``capacities.csv``.
 """

@@ -1,8 +1,5 @@
-"""Progress of a search: what each cell has tried, what the trial that runs does, and how long the
-rest may take.
-
-The progress of a training: a bar with what is left on a terminal, a line now and then
-elsewhere.
+"""Progress of a search and of a training: a live display with what is left on a terminal, a line
+now and then elsewhere.
 """
 
 import math
@@ -25,9 +22,8 @@ from highwater.nouns.training import TrainingProgress, TrainingSpec
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.pages.study.study_commands import request_line
 from highwater.pages.study.tables import capacity_text, memory_only_text, provenance
-from highwater.pages.terminal_table import terminal_table
-from highwater.pages.text import plain
-from highwater.pages.text_table import TextTable
+from highwater.pages.terminal import terminal_table
+from highwater.pages.text import TextTable, plain
 from highwater.search.budget import outlook
 from highwater.search.cell_outcomes import (
     CellAnswered,
@@ -230,9 +226,7 @@ class Progress:
         return cell.label_on(self._question.device)
 
     def sparse_line(self, event: SearchEvent) -> str:
-        """A line for a log or a pipe; empty about a trial that still runs, but for once a
-        minute.
-        """
+        """A line for a log or a pipe; empty about a trial that runs, but for once a minute."""
         if not isinstance(event, TrialRuns):
             return self.line(event)
         trial = self._running.get(event.cell)
@@ -367,8 +361,7 @@ _LINE_S = 10.0
 """Seconds between two lines where there is no terminal."""
 _BAR_COLUMNS = 19
 """Columns of a bar that is still one, of the time that is left and of what is between them: beside
-what stands before it, and two numbers of steps.
-"""
+what stands before it, and two numbers of steps."""
 
 
 @contextmanager

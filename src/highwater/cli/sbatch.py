@@ -1,14 +1,15 @@
 """``highwater find --print-sbatch``: the same search as a job of Slurm.
 
-Each machine runs the same command; Slurm says which of them it is. Before its time is up the job is
-told to end, and a job that is submitted again goes on where the study stopped. Source: sbatch(1),
-srun(1) of Slurm.
+The command runs on the first machine, and starts the ranks of all of them by ``srun``. Before its
+time is up the job is told to end, and a job that is submitted again goes on where the study
+stopped. Source: sbatch(1), srun(1) of Slurm.
 """
 
 import math
 import re
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from highwater.errors import UsageError
 from highwater.nouns.request import Request
@@ -19,15 +20,15 @@ _START_S = 600
 """Time besides the search's own: machines come one after another, and trials end in order."""
 _WARNED_S = 120
 _NOT_OF_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
-_NOT_IN_A_JOB = ("--print-sbatch", "--node-rank", "--rendezvous")
 
 
 def sbatch_script(request: Request, words: Sequence[str]) -> str:
-    """The script of a job that types ``words``, a ``highwater find``, on every machine.
+    """The script of a job that types ``words``, a ``highwater find``.
 
     Raises UsageError where nobody says how many GPUs a machine has, and for a word with a line end
     in it.
     """
+    words = _in_the_job(request, words)
     for word in words:
         if len(f"{word}.".splitlines()) > 1:
             raise UsageError(
@@ -40,7 +41,7 @@ def sbatch_script(request: Request, words: Sequence[str]) -> str:
             *lines,
             "",
             "# Finished trials are kept in the study: submit this again, and it goes on.",
-            f"srun --kill-on-bad-exit=1 {shlex.join(_in_the_job(words))}",
+            f"exec {shlex.join(words)}",
         )
     )
 
@@ -53,7 +54,7 @@ def _options(request: Request) -> list[str]:
         options.append(f"--gpus-per-node={_gpus_of_a_node(request)}")
     minutes = math.ceil((_START_S + (request.budget_s or _USUAL_S)) / 60)
     options.append(f"--time={minutes // 60:02d}:{minutes % 60:02d}:00")
-    options.append(f"--signal=TERM@{_WARNED_S}")
+    options.append(f"--signal=B:TERM@{_WARNED_S}")
     return [*options, "--output=highwater-%j.log"]  # Slurm makes no directory for it
 
 
@@ -66,14 +67,12 @@ def _gpus_of_a_node(request: Request) -> int:
     return math.ceil(max(request.gpus) / request.nodes)
 
 
-def _in_the_job(words: Sequence[str]) -> list[str]:
-    """The words without those that only say what to print, or which machine this one is."""
-    kept: list[str] = []
-    rest = iter(words)
-    for word in rest:
-        name, _, value = word.partition("=")
-        if name not in _NOT_IN_A_JOB:
-            kept.append(word)
-        elif name != "--print-sbatch" and not value:
-            next(rest, None)
+def _in_the_job(request: Request, words: Sequence[str]) -> list[str]:
+    """The words without the one that only says what to print, and with what starts ranks."""
+    kept = [word for word in words if word != "--print-sbatch"]
+    if request.nodes > 1 and request.launcher is None:
+        one_each = f"--nodes {request.nodes} --ntasks-per-node 1"
+        kept += ["--launcher", f"srun {one_each} --kill-on-bad-exit"]
+    if request.nodes > 1 and request.rendezvous is None:
+        kept += ["--rendezvous", str(Path(request.log_dir, "rendezvous", "ranks"))]
     return kept

@@ -150,9 +150,7 @@ def _search(
 
 
 def _notes(arguments: argparse.Namespace, planned: Plan, longest_tokens: int) -> tuple[str, ...]:
-    """What differs from the original here, before the plan's own notes. ``longest_tokens``: the
-    end of lengths on the CPU where a start length is typed.
-    """
+    """What differs from the original here, before the plan's own notes."""
     question = planned.question
     goes_on = longest_tokens > question.grid.max_tokens and not planned.begins_shortest
     on_the_cpu = (

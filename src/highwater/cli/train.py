@@ -4,6 +4,7 @@ import argparse
 import json
 import shlex
 import signal
+from pathlib import Path
 
 from highwater.api import training
 from highwater.cli import console
@@ -21,7 +22,7 @@ from highwater.pages.training_lines import (
     training_table,
 )
 from highwater.recommendation.training_settings import has_lost_base
-from highwater.trials.node_place import node_of
+from highwater.trials.training_ranks import own_folder
 
 _RESUME_FROM = "--resume-from"
 
@@ -37,19 +38,14 @@ def train(arguments: argparse.Namespace) -> int:
 def _train(arguments: argparse.Namespace) -> int:
     asked = training_request_of(arguments)
     request = request_of(arguments)
-    node = node_of(request)
-    if node > 0:
-        console.talk(f"machine {node} of {request.nodes}: runs its share until the first one ends")
-        training.serve_training(request, asked)
-        return EXIT_ANSWERED
-    with training.training_place(request, asked) as machines:
+    with own_folder(Path(asked.output)):
         prepared = training.prepare_training(request, asked, on_phase=_Phases().hear)
         console.notes(prepared.notes)
         for line in prediction_lines(prepared):
             console.talk(line)
         try:
             with training_progress(prepared.spec, done_steps=prepared.done_steps) as listener:
-                result = training.run_training(prepared, on_progress=listener, machines=machines)
+                result = training.run_training(prepared, on_progress=listener)
         except KeyboardInterrupt as interrupt:
             _say_stopped(arguments, asked, training.stopped_result(prepared))
             return exit_code_of(interrupt)

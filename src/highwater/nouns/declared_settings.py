@@ -45,7 +45,7 @@ _RUN: tuple[CommandName, ...] = ("find", "try")
 _TRAINED: tuple[CommandName, ...] = ("find", "try", "train")
 """The same, where a whole training has them too."""
 _ACROSS: tuple[CommandName, ...] = ("find", "train")
-"""Those that machines can type together."""
+"""Those that several machines can run."""
 _LENGTHS: tuple[CommandName, ...] = ("find", "predict")
 _PREDICT: tuple[CommandName, ...] = ("find", "try", "predict")
 _ALL: tuple[CommandName, ...] = ("find", "try", "predict", "recommend", "emit", "train")
@@ -519,27 +519,27 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
             "nodes",
             COUNT,
             _ACROSS,
-            "machines that each trial runs on, or a training, with a copy of the states each; the "
-            "same command is typed on every one",
+            "machines that each trial runs on, or a training, with a copy of the states each",
             metavar="N",
             example=2,
         ),
         Setting(
-            "node_rank",
-            COUNT,
+            "launcher",
+            COMMAND,
             _ACROSS,
-            "which of the machines this is, from 0, which searches, or trains; default: Slurm's "
-            "number of it",
-            metavar="I",
-            example=0,
+            "command that starts one process on each of the machines, `srun` for example; it is "
+            "split into words, and no shell sees it",
+            metavar="COMMAND",
+            example="srun --nodes 2 --ntasks-per-node 1 --kill-on-bad-exit",
         ),
         Setting(
             "rendezvous",
-            DIRECTORY,
+            FILE,
             _ACROSS,
-            "directory in which the machines meet: new, on a file system that all of them see; "
-            "default: under the log directory, or the training's, by Slurm's number of the job",
-            example="./logs/nodes-1",
+            "file through which the ranks of several machines meet, on a file system that all of "
+            "them see, in a folder that is yours alone, which is made; default: the port that the "
+            "launcher names in MASTER_ADDR",
+            example="./logs/rendezvous-1/ranks",
         ),
     ),
     "optimizer": (

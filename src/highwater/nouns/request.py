@@ -172,7 +172,7 @@ class Request(Record, frozen=True, kw_only=True):
     logit_range: bool = False
     max_concurrent_trials: int | None = None
     nodes: int = 1
-    node_rank: int | None = None
+    launcher: str | None = None
     rendezvous: str | None = None
     allow_busy: bool = False
     dry_run: bool = False
@@ -444,7 +444,7 @@ def _check_counts(name: str, counts: tuple[int, ...] | None) -> None:
 
 def _check_machines(request: Request) -> None:
     """Raise RefusedError for numbers of trials and machines that cannot be."""
-    for name, least in (("max_concurrent_trials", 1), ("nodes", 1), ("node_rank", 0)):
+    for name, least in (("max_concurrent_trials", 1), ("nodes", 1)):
         value = getattr(request, name)
         if value is not None and value < least:
             hint = f"use {least} or more, for example `{{}}`"

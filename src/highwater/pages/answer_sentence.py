@@ -1,8 +1,5 @@
-"""The answer of a prediction or a recommendation in a sentence or two, in plain words: what fits,
-with which settings, what is left, how fast it is. It stands before the tables.
-
-What a reader has to know beside an answer: the one line below its table, and whose host memory
-is taken.
+"""The answer of a prediction or a recommendation in a sentence or two, before its tables: what
+fits, with which settings, what is left, how fast it is; and the caveat below the tables.
 """
 
 from collections.abc import Sequence
@@ -28,10 +25,9 @@ def prediction_answer(
     longest: Prediction | None = None,
     alternatives: Sequence[Alternative] = (),
 ) -> str:
-    """How far a model trains, and with which settings; at one length whether it does.
-
-    Where nothing fits it says what would: ``longest`` is the prediction without that length, and
-    ``alternatives`` are what else was found.
+    """How far a model trains, and with which settings; at one length whether it does. Where nothing
+    fits it says what would: ``longest`` is the prediction without that length, and ``alternatives``
+    are what else was found.
     """
     model, where = plain(prediction.model_name), _where(prediction)
     answer, asked = prediction.answer, prediction.length_tokens
@@ -223,9 +219,7 @@ _OF_A_RISK: dict[Risk, str] = {
 
 def caveat(risk: Risk | None, unlike: Sequence[str], *, star: Sequence[str] = ()) -> str:
     """The one line below a table: that little is left, or what of it nobody has measured
-    (``unlike``), else where more is said.
-
-    ``star`` comes first: what a star in the table means.
+    (``unlike``), else where more is said. ``star`` comes first: what a star in the table means.
     """
     says = "`--explain` says what from, and how good such answers were"
     if unlike:

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 from highwater.memory.from_trials import LEAST_LENGTHS, MemoryFit
 from highwater.nouns.attention_bench import IMPLEMENTATIONS, AttentionBench, Direction, Entry
 from highwater.nouns.codec import Record
-from highwater.pages.text import escaped, markdown_list, markdown_table, plain
-from highwater.pages.text_table import TextTable
+from highwater.pages.text import TextTable, escaped, markdown_list, markdown_table, plain
 from highwater.recommendation.attention_summary import (
     FAR,
     AttentionSummary,

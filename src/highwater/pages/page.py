@@ -1,11 +1,9 @@
-"""Pages that need nothing else: the frame that all of them extend.
+"""Pages that need nothing else: the frame that all of them extend, in which text from outside stays
+text.
 
-Text from outside stays text in them.
-
-Paths on a page: a page is handed around, and no folder of the machine that made it is on it.
-
-Below the folder that one stands in a path is relative, below one's home it begins with ``~``; of
-any other its last two parts are left.
+A page is handed around, and no folder of the machine that made it is on it: below the folder that
+one stands in a path is relative, below one's home it begins with ``~``; of any other its last two
+parts are left.
 """
 
 import base64
@@ -61,9 +59,8 @@ def _short(match: re.Match[str]) -> str:
 
 
 def page_template(name: str) -> "Template":
-    """A template of this folder.
-
-    Everything in it is escaped but what the filter ``own`` marks in our own text.
+    """A template of this folder. Everything in it is escaped but what the filter ``own`` marks in
+    our own text.
     """
     # here, for whoever shows no page
     from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -109,7 +106,6 @@ def digest(script: str) -> str:
 
 def harmless(value: Any) -> Any:
     """Text without characters that a terminal or an editor would act upon, and without folders.
-
     Escaping comes after this.
     """
     return (

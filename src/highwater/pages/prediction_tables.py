@@ -15,8 +15,7 @@ from highwater.nouns.settings import short_settings
 from highwater.nouns.study import RISK_IN_WORDS, counted_ranks
 from highwater.nouns.trainer import OURS, TRAINERS
 from highwater.pages.answer_sentence import assumed_host, caveat, star_of_yarn
-from highwater.pages.text import plain
-from highwater.pages.text_table import TextTable
+from highwater.pages.text import TextTable, plain
 from highwater.speed import BASIS_IN_WORDS
 from highwater.units import GIB, format_bytes, format_seconds, format_tokens
 
@@ -35,10 +34,8 @@ _BINDINGS: dict[Binding, str] = {
 
 def prediction_table(prediction: Prediction, *, is_explained: bool = False) -> TextTable:
     """A table of each cell's longest length, what is left there, and how fast it is; at one length,
-    whether it fits. One caveat follows.
-
-    ``is_explained`` adds what ends each cell, the interval of its memory and where its peak is, and
-    all that is known of such predictions.
+    whether it fits. One caveat follows. ``is_explained`` adds what ends each cell, the interval of
+    its memory and where its peak is, and all that is known of such predictions.
     """
     at_length = prediction.length_tokens is not None
     lengths = ("fits",) if at_length else ("trains up to", "may reach")
@@ -58,9 +55,8 @@ def prediction_table(prediction: Prediction, *, is_explained: bool = False) -> T
 
 
 def term_table(predicted: CellPrediction) -> TextTable:
-    """Bytes by term of each phase, and a bar for each: the picture of one peak.
-
-    Of a trace it shows its tensors, the largest kinds.
+    """Bytes by term of each phase, and a bar for each: the picture of one peak. Of a trace it shows
+    its tensors, the largest kinds.
     """
     if predicted.replayed is not None:
         return _tensor_table(predicted, predicted.replayed)

@@ -1,7 +1,5 @@
-"""Tables of a recommendation.
-
-They show the rung to take, why simpler ones do not do, what the next would buy; or every rung that
-fits.
+"""Tables of a recommendation: the rung to take, why simpler ones do not do, what the next would
+buy; or every rung that fits.
 """
 
 from collections.abc import Iterator
@@ -17,8 +15,7 @@ from highwater.nouns.settings import short_settings
 from highwater.nouns.study import RISK_IN_WORDS
 from highwater.nouns.trainer import OURS, predicted_traits, trainer_title
 from highwater.pages.answer_sentence import assumed_host, caveat, star_of_yarn
-from highwater.pages.text import plain
-from highwater.pages.text_table import TextTable
+from highwater.pages.text import TextTable, plain
 from highwater.units import counted, format_bytes, format_seconds, format_tokens
 
 NEXT_SHOWN = 3
@@ -93,9 +90,8 @@ def rung_list(found: Recommendation, *, is_explained: bool = False) -> TextTable
 
 
 def next_rungs(found: Recommendation) -> tuple[Candidate, ...]:
-    """The next rungs that buy something.
-
-    Each trains longer than the chosen one and than those before it.
+    """The next rungs that buy something. Each trains longer than the chosen one and than those
+    before it.
     """
     longest, bought = 0 if found.chosen is None else found.chosen.capacity_tokens, list[Candidate]()
     for candidate in found.later:
@@ -198,10 +194,8 @@ def _next_table(
 
 
 def _more(longer: Candidate, chosen: Candidate) -> str:
-    """Tokens that the longer one trains more.
-
-    ``-`` where the chosen one is at least what it is, or where a prediction and a measurement would
-    be mixed.
+    """Tokens that the longer one trains more. ``-`` where the chosen one is at least what it is, or
+    where a prediction and a measurement would be mixed.
     """
     if chosen.is_at_least or longer.capacity_source != chosen.capacity_source:
         return "-"

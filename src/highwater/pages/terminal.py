@@ -1,15 +1,395 @@
-"""Texts within the width of a terminal. Lines end between words, tables in Markdown fold like
-others, and what is fenced stays as it is.
+"""Texts and tables within the width of a terminal: every figure whole, every column there.
+
+A table that is too wide first says once, above, what all rows share. Then it takes the form that
+needs the fewest lines: *wrapped*, all columns side by side, names and sentences broken at blanks;
+*blocks*, the columns that have room side by side and the others below each row as ``name: value``,
+aligned over all rows; or *groups*, where one name stands for several rows: that name on a line of
+its own, and its rows below. Tables in Markdown fold alike, and what is fenced stays as it is.
 """
 
 import re
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from rich.cells import cell_len
 
-from highwater.pages.terminal_table import LEAST_WIDTH, table_lines
-from highwater.pages.text import folded
-from highwater.pages.text_table import TextTable
+from highwater.pages.text import INDENT, TextTable, folded, hanging, pieces
+
+LEAST_WIDTH = 20
+"""Columns below which nothing is folded further."""
+_LINES_OF_A_CELL = 4
+"""Lines that a cell may take before its column goes below the row."""
+_LINES_OF_A_NAME = 2
+_PRICE_OF_BROKEN_NAMES = 1.2
+"""What a line counts where names are broken: ``Env + Offload`` and ``Env + Offload + chunked`` then
+begin alike, which only a much shorter table is worth."""
+_LINES_OF_A_HEADING = 2
+_WHOLE = 24
+"""Columns beside a name that are room enough for a longer value."""
+_GAP = "  "
+_GAP_OF_PAIRS = "   "
+_FIGURE = re.compile(r"[^\w`]*\d\S*(?<!:)(?: (?:[KMGT]iB|ms|s|%|GPUs?))?(?!\S)")
+"""How a cell of a column of figures begins."""
+
+
+def terminal_table(table: TextTable, *, width: int) -> str:
+    """The table for a terminal of ``width`` columns: title, rows, footnotes."""
+    width = max(width, LEAST_WIDTH)
+    shared: list[str] = []
+    if table.columns and _taken(map(_whole_width, _columns(table))) > width:
+        table, shared = _without_what_rows_share(table)
+    above = [line for text in (table.title, *shared) for line in folded(text, width)]
+    notes = [line for note in table.footnotes for line in folded(note, width)]
+    lines = table_lines(table, width)
+    return "\n".join((*above, "", *lines, *(("", *notes) if notes else ())))
+
+
+def table_lines(table: TextTable, width: int) -> list[str]:
+    """The rows, and their headings, in lines of at most ``width`` columns."""
+    if not table.columns:
+        return list(_names_and_values(table, width))
+    drawn = _drawn(_columns(table), width)
+    return [*drawn.headings, *(line for row in drawn.rows for line in row)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Drawn:
+    """A table in lines."""
+
+    headings: list[str]
+    rows: list[list[str]]
+
+    @property
+    def lines(self) -> int:
+        """Lines of it all."""
+        return len(self.headings) + sum(map(len, self.rows))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Column:
+    """A column of a table."""
+
+    heading: str
+    cells: tuple[str, ...]
+    is_left: bool
+    is_name: bool
+    """Whether it comes first and so names the rows."""
+
+    def lines(self, cell: str, width: int) -> list[str]:
+        """A cell in lines; those of a name are indented from the second on, so that each row is
+        seen to begin.
+        """
+        return hanging(cell, width) if self.is_name else folded(cell, width)
+
+
+def _columns(table: TextTable) -> list[_Column]:
+    cells = zip(*table.rows, strict=True) if table.rows else ((),) * len(table.columns)
+    return [
+        _Column(
+            heading=heading,
+            cells=texts,
+            is_left=index < table.left_columns or not _are_figures(texts),
+            is_name=index == 0,
+        )
+        for index, (heading, texts) in enumerate(zip(table.columns, cells, strict=True))
+    ]
+
+
+def _are_figures(cells: Sequence[str]) -> bool:
+    """Whether a column holds figures, ranges of them, and single words that stand for none."""
+    are_figures = [bool(_FIGURE.match(cell)) for cell in cells]
+    return any(are_figures) and all(
+        is_figure or " " not in cell for cell, is_figure in zip(cells, are_figures, strict=True)
+    )
+
+
+def _drawn(columns: Sequence[_Column], width: int) -> _Drawn:
+    """Draw the table in the form that takes the fewest lines, with whole names if they do not take
+    many more.
+    """
+    whole = [_whole_width(column) for column in columns]
+    if _taken(whole) <= width:
+        return _side_by_side(columns, whole)
+    names, *others = [_narrowest_by_height(column) for column in columns]
+    forms: list[tuple[float, _Drawn]] = []
+    for name_width in names:
+        price = 1 if name_width == names[0] else _PRICE_OF_BROKEN_NAMES
+        wrapped = _wrapped_widths(columns, [[name_width], *others], width)
+        needed = [name_width, *(each[0] for each in others)]
+        drawn = [_side_by_side(columns, wrapped)] if wrapped else []
+        drawn.append(_blocks(columns, needed, width))
+        forms += [(price * each.lines, each) for each in drawn]
+    if len(columns) > 1 and "" in columns[0].cells and width > LEAST_WIDTH:
+        groups = _groups(columns, width)
+        forms.append((groups.lines, groups))
+    return min(forms, key=lambda form: form[0])[1]
+
+
+def _taken(widths: Iterable[int]) -> int:
+    widths = list(widths)
+    return sum(widths) + len(_GAP) * (len(widths) - 1)
+
+
+def _whole_width(column: _Column) -> int:
+    """Width with every text on one line."""
+    return max(map(cell_len, (column.heading, *column.cells)))
+
+
+def _narrowest_by_height(column: _Column) -> list[int]:
+    """The narrowest that cells of one line, of two lines, and so on allow, the heading broken as
+    well.
+    """
+    texts = (column.heading, *column.cells)
+    least = max((cell_len(piece) for text in texts for piece in pieces(text)), default=0)
+    whole = _whole_width(column)
+    widths: list[int] = []
+    for height in range(1, (_LINES_OF_A_NAME if column.is_name else _LINES_OF_A_CELL) + 1):
+
+        def is_enough(width: int, height: int = height) -> bool:
+            return len(folded(column.heading, width)) <= _LINES_OF_A_HEADING and all(
+                len(column.lines(cell, width)) <= height and _widest(column, cell, width) <= width
+                for cell in column.cells
+            )
+
+        widths.append(least + bisect_left(range(least, whole), True, key=is_enough))
+    return widths
+
+
+def _widest(column: _Column, cell: str, width: int) -> int:
+    return max(map(cell_len, column.lines(cell, width)))
+
+
+def _without_what_rows_share(table: TextTable) -> tuple[TextTable, list[str]]:
+    """Say columns after the first whose text is the same in every row in a line of their own. ``in
+    every row: GPUs 4; by predicted``.
+    """
+    cells = list(zip(*table.rows, strict=True))
+    shared = [index for index in range(1, len(cells)) if len(set(cells[index])) == 1]
+    if not shared or len(table.rows) <= 1:
+        return table, []
+    kept = [index for index in range(len(cells)) if index not in shared]
+    said = [
+        f"{table.columns[index]} {cells[index][0]}".strip() for index in shared if cells[index][0]
+    ]
+    rest = replace(
+        table,
+        columns=tuple(table.columns[index] for index in kept),
+        rows=tuple(tuple(row[index] for index in kept) for row in table.rows),
+        left_columns=sum(index < table.left_columns for index in kept),
+    )
+    return rest, [f"in every row: {'; '.join(said)}"] if said else []
+
+
+def _wrapped_widths(
+    columns: Sequence[_Column], options: Sequence[Sequence[int]], width: int
+) -> list[int] | None:
+    """Widths with which all columns have room beside each other, or None where none have. From
+    whole cells on, that column is broken next which adds the fewest lines for the room that it
+    gives.
+    """
+    widths = [each[0] for each in options]
+    while (excess := _taken(widths) - width) > 0:
+        lines = _lines_in_all(columns, widths)
+        costs: list[tuple[float, int, int]] = []
+        for index, each in enumerate(options):
+            narrower = max((option for option in each if option < widths[index]), default=None)
+            if narrower is not None:
+                tried = [*widths[:index], narrower, *widths[index + 1 :]]
+                saved = widths[index] - narrower
+                added = _lines_in_all(columns, tried) - lines
+                costs.append((added / min(saved, excess), -index, narrower))
+        if not costs:
+            return None
+        _, index, narrower = min(costs)
+        widths[-index] = narrower
+    return _widened(columns, widths, width)
+
+
+def _widened(columns: Sequence[_Column], widths: list[int], width: int) -> list[int]:
+    """Give the room that is left to columns that need fewer lines with it."""
+    for index, column in enumerate(columns):
+        room = width - _taken(widths)
+        wider = [*widths]
+        wider[index] = min(widths[index] + room, _whole_width(column))
+        if _lines_in_all(columns, wider) < _lines_in_all(columns, widths):
+            widths = wider
+    return widths
+
+
+def _lines_in_all(columns: Sequence[_Column], widths: Sequence[int]) -> int:
+    """Lines of all rows together."""
+    heights = (
+        [len(column.lines(cell, width)) for cell in column.cells]
+        for column, width in zip(columns, widths, strict=True)
+    )
+    return sum(map(max, zip(*heights, strict=True)))
+
+
+def _side_by_side(columns: Sequence[_Column], widths: Sequence[int]) -> _Drawn:
+    rows = range(len(columns[0].cells))
+    return _Drawn(
+        headings=list(_headings(columns, widths)),
+        rows=[list(_row(columns, widths, row)) for row in rows],
+    )
+
+
+def _headings(columns: Sequence[_Column], widths: Sequence[int]) -> Iterator[str]:
+    """The headings, broken where a column is narrower, above a rule."""
+    headings = [
+        folded(column.heading, width) for column, width in zip(columns, widths, strict=True)
+    ]
+    height = max(map(len, headings))
+    raised = [[""] * (height - len(heading)) + heading for heading in headings]
+    yield from _joined(raised, widths, [column.is_left for column in columns])
+    yield _GAP.join("-" * width for width in widths).rstrip()
+
+
+def _row(columns: Sequence[_Column], widths: Sequence[int], row: int) -> Iterator[str]:
+    """One row, in as many lines as its highest cell has."""
+    cells = [
+        column.lines(column.cells[row], width)
+        for column, width in zip(columns, widths, strict=True)
+    ]
+    yield from _joined(cells, widths, [column.is_left for column in columns])
+
+
+def _joined(
+    cells: Sequence[Sequence[str]], widths: Sequence[int], are_left: Sequence[bool]
+) -> Iterator[str]:
+    """Cells of several lines beside each other."""
+    for line in range(max(map(len, cells))):
+        texts = [
+            _aligned(cell[line] if line < len(cell) else "", width, is_left=is_left)
+            for cell, width, is_left in zip(cells, widths, are_left, strict=True)
+        ]
+        text = _GAP.join(texts).rstrip()
+        if text:
+            yield text
+
+
+def _aligned(text: str, width: int, *, is_left: bool) -> str:
+    blanks = " " * (width - cell_len(text))
+    return text + blanks if is_left else blanks + text
+
+
+def _blocks(columns: Sequence[_Column], needed: Sequence[int], width: int) -> _Drawn:
+    """Rows of the columns that have room beside the first; below each row the others."""
+    widths = {0: min(needed[0], width)}
+    for index in range(1, len(columns)):
+        if _taken((*widths.values(), needed[index])) <= width:
+            widths[index] = needed[index]
+    beside = _side_by_side([columns[index] for index in widths], list(widths.values()))
+    below = [column for index, column in enumerate(columns) if index not in widths]
+    lines_of_pairs = _lines_of_pairs(below, width)
+    rows = [
+        [*row, *(line for pairs in lines_of_pairs for line in _pairs(pairs, number, width))]
+        for number, row in enumerate(beside.rows)
+    ]
+    return replace(beside, rows=rows)
+
+
+def _groups(columns: Sequence[_Column], width: int) -> _Drawn:
+    """Each name on a line of its own, and below it, indented, the other columns of its rows and of
+    those after it that have none.
+    """
+    first, second, *others = columns
+    rest = _drawn([replace(second, is_name=True), *others], width - len(INDENT))
+    rows = [
+        [*(hanging(name, width) if name else ()), *(INDENT + line for line in row)]
+        for name, row in zip(first.cells, rest.rows, strict=True)
+    ]
+    headings = [INDENT + line for line in rest.headings]
+    return _Drawn(headings=[*folded(first.heading, width), *headings], rows=rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pair:
+    """A column below its rows: where its name and its value stand in their line."""
+
+    column: _Column
+    name_width: int
+    """Of the name with its colon and a blank."""
+    value_width: int
+
+    @property
+    def width(self) -> int:
+        return self.name_width + self.value_width
+
+
+def _lines_of_pairs(columns: Sequence[_Column], width: int) -> list[list[_Pair]]:
+    """Which columns share a line below a row: as many as have room, for all rows the same."""
+    lines: list[list[_Pair]] = []
+    for column in columns:
+        name_width = cell_len(column.heading) + len(": ") if column.heading else 0
+        value_width = max(map(cell_len, column.cells), default=0)
+        pair = _Pair(column=column, name_width=name_width, value_width=value_width)
+        if lines and _taken_by_pairs([*lines[-1], pair]) <= width:
+            lines[-1].append(pair)
+        else:
+            lines.append([pair])
+    in_stops = _in_stops(lines)
+    return in_stops if all(_taken_by_pairs(line) <= width for line in in_stops) else lines
+
+
+def _in_stops(lines: Sequence[Sequence[_Pair]]) -> list[list[_Pair]]:
+    """The same lines with names below names, and values below values."""
+    stops: list[tuple[int, int]] = []
+    for stop in range(max(map(len, lines), default=0)):
+        pairs = [line[stop] for line in lines if stop < len(line)]
+        followed = [line[stop] for line in lines if stop + 1 < len(line)]
+        stops.append(
+            (
+                max(pair.name_width for pair in pairs),
+                max((pair.value_width for pair in followed), default=0),
+            )
+        )
+    return [
+        [
+            replace(pair, name_width=name_width, value_width=max(value_width, pair.value_width))
+            for pair, (name_width, value_width) in zip(line, stops, strict=False)
+        ]
+        for line in lines
+    ]
+
+
+def _taken_by_pairs(pairs: Collection[_Pair]) -> int:
+    gaps = len(_GAP_OF_PAIRS) * (len(pairs) - 1)
+    return len(INDENT) + sum(pair.width for pair in pairs) + gaps
+
+
+def _pairs(pairs: Sequence[_Pair], row: int, width: int) -> Iterator[str]:
+    """One line of what stands below a row; a value that is longer goes on below itself."""
+    texts: list[str] = []
+    for pair in pairs:
+        value = pair.column.cells[row]
+        name = f"{pair.column.heading}:" if pair.column.heading and value else ""
+        texts.append(
+            _aligned(name, pair.name_width, is_left=True)
+            + _aligned(value, pair.value_width, is_left=True)
+        )
+    line = INDENT + _GAP_OF_PAIRS.join(texts).rstrip()
+    if cell_len(line) <= width:
+        if line.strip():
+            yield line
+        return
+    for text in hanging(line.strip(), width - len(INDENT)):
+        yield INDENT + text
+
+
+def _names_and_values(table: TextTable, width: int) -> Iterator[str]:
+    """A table without headings: a name and what it says, which goes on below itself."""
+    names = max((cell_len(row[0]) for row in table.rows), default=0)
+    for name, *values in table.rows:
+        value = _GAP.join(values)
+        room = width - names - len(_GAP)
+        if room >= min(_WHOLE, cell_len(value)):
+            yield from _joined([[name], folded(value, room)], (names, room), (True, True))
+        else:
+            yield from folded(name, width)
+            yield from (INDENT + line for line in folded(value, width - len(INDENT)))
+
 
 _FENCE = "```"
 _ITEM = re.compile(r"(?:[-|>]|\d+\.) ")

@@ -1,12 +1,7 @@
 """Plain text from untrusted text: logs, paths and model names are data, to a terminal too.
 
-Where a line may end: at blanks, but not between a figure and its unit, and not within a command
-in backticks, which has to be pasted: one that is longer than a line is left to the terminal to
-wrap.
-
-Markdown as every document of ours writes it.
-
-Text from outside stays text, and tables are readable in the source too.
+A line may end at blanks, but not between a figure and its unit, and not within a command in
+backticks, which has to be pasted.
 """
 
 import html
@@ -14,16 +9,43 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from rich.cells import cell_len
 
-from highwater.pages.text_table import TextTable
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextTable:
+    """A table as text, before anybody decides how it is drawn."""
+
+    title: str
+    columns: tuple[str, ...]
+    """Headings; empty for a table without."""
+    rows: tuple[tuple[str, ...], ...]
+    footnotes: tuple[str, ...] = ()
+    left_columns: int = 3
+    """Columns that hold names: aligned left. The others hold figures."""
+
+
+def plain_table(table: TextTable) -> str:
+    """The table in aligned columns, for a file or a pipe; never wrapped."""
+    grid = (table.columns, *table.rows) if table.columns else table.rows
+    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
+    lines = [
+        "  ".join(
+            text.ljust(width) if column < table.left_columns else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in grid
+    ]
+    return "\n".join(
+        (table.title, "", *lines, *(("", *table.footnotes) if table.footnotes else ()))
+    )
+
 
 _UNSAFE = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-"""Unicode categories that a terminal may act upon.
-
-They are controls, invisible formatting, surrogates and line separators.
-"""
+"""Unicode categories that a terminal may act upon. They are controls, invisible formatting,
+surrogates and line separators."""
 
 
 def plain(text: str) -> str:
@@ -40,9 +62,8 @@ def plain_lines(text: str) -> str:
 
 
 def plain_json(text: str) -> str:
-    """A JSON document, indented or not, without characters that a terminal would act upon.
-
-    It stays JSON, and has the same values when it is read.
+    """A JSON document, indented or not, without characters that a terminal would act upon. It stays
+    JSON, and has the same values when it is read.
     """
     return "".join(
         _escaped_in_json(character)
@@ -74,8 +95,7 @@ _PIECE = re.compile(
     r"(?:(?<=\d) (?:[KMGT]iB|ms|s|%|GPUs?|tokens?)(?!\w)\S*|(?<=\d[hm]) \d\d[ms](?!\w)\S*)?"
 )
 """What stands on one line: a word, a figure with its unit, a time, a command in backticks, and a
-plus with what it adds.
-"""
+plus with what it adds."""
 _BREAKS_AFTER = "/_-=,;:.&?"
 """Characters after which a word that is longer than a line is broken rather than elsewhere."""
 
@@ -111,10 +131,7 @@ def hanging(text: str, width: int) -> list[str]:
 
 
 def _broken(word: str, width: int) -> list[str]:
-    """Cut a word that is longer than a line into pieces.
-
-    Cuts come after a slash or the like, else not within a figure, where that can be.
-    """
+    """Cut a word that is longer than a line into pieces."""
     parts: list[str] = []
     while cell_len(word) > width:
         longest = _fitting(word, width)
@@ -175,10 +192,7 @@ def markdown_table(table: TextTable) -> str:
 
 
 def fenced(text: str) -> str:
-    """Fence text of several lines, whatever is in it.
-
-    The fence is longer than any in the text.
-    """
+    """Fence text of several lines, whatever is in it. The fence is longer than any in the text."""
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{plain_lines(text)}\n{fence}"

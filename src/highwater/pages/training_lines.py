@@ -8,8 +8,7 @@ from highwater.api.training import PreparedTraining
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import counted_ranks
 from highwater.nouns.training import TrainingResult, TrainingSpec
-from highwater.pages.text import plain
-from highwater.pages.text_table import TextTable
+from highwater.pages.text import TextTable, plain
 from highwater.units import counted, format_bytes, format_seconds, format_tokens
 
 

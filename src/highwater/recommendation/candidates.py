@@ -23,7 +23,7 @@ from highwater.nouns.request import setting_flags
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question
 from highwater.nouns.trainer import TRAINERS, TrainerName
-from highwater.trainers.inexpressible import expressible
+from highwater.trainers.trl_files import expressible
 
 
 def trainer_question(

@@ -130,7 +130,7 @@ def _on_one_machine(request: Request) -> Request:
                 hint=f"use `--{name} {even}`: it counts those of all machines",
             )
         shares[name] = tuple(count // nodes for count in counts)
-    return msgspec.structs.replace(request, nodes=1, node_rank=None, rendezvous=None, **shares)
+    return msgspec.structs.replace(request, nodes=1, launcher=None, rendezvous=None, **shares)
 
 
 def named_settings(request: Request) -> tuple[str, ...]:

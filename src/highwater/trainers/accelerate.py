@@ -1,4 +1,4 @@
-"""A recommendation as accelerate's configuration file.
+"""Accelerate's configuration file, of a recommendation and of a trial.
 
 Accelerate is a launcher: it shards, offloads, recomputes and shares sequences, and knows neither
 model nor length nor batch. It has two ways to share a sequence. Torch's context parallelism passes
@@ -10,12 +10,9 @@ Ulysses is DeepSpeed's, with ZeRO-3 for the states: it is left for models with w
 Source of the names: ``commands/config/config_args.py`` and ``launch.py`` of accelerate 1.15.0; of
 what a ring refuses: ``_attach_context_parallel_hooks`` in its ``big_modeling.py``.
 
-A trial as accelerate's configuration file: how processes start and share, by the trial's layout
-and settings, over the fields of the user's own file.
-
-A field of the user's stays unless it says how many processes there are and where, or a setting that
-was named. How states are shared is the user's too, if it is not by FSDP (docs/decisions/059).
-Names: as in ``trainers/accelerate.py``.
+Of a trial's file a field of the user's own stays unless it says how many processes there are and
+where, or a setting that was named. How states are shared is the user's too, if it is not by FSDP
+(docs/decisions/059).
 """
 
 from collections.abc import Collection, Mapping
@@ -29,23 +26,20 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trial import TrialSpec
 from highwater.trainers.emitted import (
+    Dialect,
     Emitted,
     Value,
-    emitted,
-    engine_alone,
     environment,
     exports,
-    heading,
+    is_fused,
     nested,
-    refusals,
     refuse_obstacle,
     shape_here,
-    shared_copies,
-    yarn_lines,
+    whole_logits_bytes,
 )
-from highwater.trainers.logits import is_fused, whole_logits_bytes
 
 VERSION = "1.15.0"
+WORDS = Dialect("accelerate", "accelerate", VERSION)
 FILE = "accelerate.yaml"
 _FUSED_LOSS = ", where Liger fuses it: `use_liger_kernel=True` of transformers' TrainingArguments"
 _COMMAND = f"accelerate launch --config_file {FILE} train.py"
@@ -60,62 +54,49 @@ def accelerate(
     script's, and is said in the text. Raises UsageError for layouts that neither DeepSpeed nor
     FSDP2 has there.
     """
-    shape = shape_here(found, model_path)
-    refuse_obstacle(
-        chosen.cell, lambda _, layout: layout_obstacle(layout, shape, name="accelerate")
-    )
-    cell, settings, sharing = (
-        chosen.cell,
-        chosen.cell.settings,
-        sharing_of(chosen.cell.layout, shape),
-    )
-    variables = environment(chosen.cell.settings)
-    cannot = (*_of_the_script(found, chosen, sharing, shape), *instead(cell, sharing))
-    cannot += tuple(engine_alone(settings, name="accelerate"))
-    has_fused = is_fused(cell, shape)
-    logits_bytes = None if has_fused else whole_logits_bytes(chosen, shape)
-    said = heading(
-        found, chosen, "accelerate", name="accelerate", version=VERSION, logits_bytes=logits_bytes
-    )
-    said += exports(variables, before="it starts")
-    dtype = "float32" if chosen.cell.settings.lora is None else "bfloat16"
-    said.append(
-        f"the script loads {model_path or found.model_name} in {dtype}, with {attention(sharing)}"
-    )
+    cell, shape = chosen.cell, shape_here(found, model_path)
+    refuse_obstacle(cell, lambda _, layout: layout_obstacle(layout, shape, WORDS))
+    settings, sharing = cell.settings, sharing_of(cell.layout, shape)
+    variables, dtype = environment(settings), "float32" if settings.lora is None else "bfloat16"
+    model = model_path or found.model_name
+    said = [
+        *exports(variables),
+        f"the script loads {model} in {dtype}, with {attention(sharing)}",
+    ]
     if sharing != "none":
         needs = "needs deepspeed 0.18.2 or newer; " if sharing == "heads" else ""
-        said.append(
-            f"{needs}each batch is padded to a multiple of {padded_to(cell.layout, sharing)}"
-        )
-    said += refusals(cannot, name="accelerate")
-    said += yarn_lines(found, why="the model is the script's")
-    said.append(f"start: {_COMMAND}")
-    values = launched_values(cell, sharing)
-    return emitted(
-        "accelerate",
-        VERSION,
+        multiple = padded_to(cell.layout, sharing)
+        said.append(f"{needs}each batch is padded to a multiple of {multiple}")
+    return WORDS.emitted(
+        found,
+        chosen,
         said,
-        values,
+        launched_values(cell, sharing),
         command=_COMMAND,
         environment=variables,
-        cannot=cannot,
-        logits_bytes=logits_bytes,
+        cannot=(
+            *_of_the_script(found, chosen, sharing, shape),
+            *instead(cell, sharing),
+            *WORDS.engine_alone(settings),
+        ),
+        yarn="the model is the script's",
+        logits_bytes=None if is_fused(cell, shape) else whole_logits_bytes(chosen, shape),
     )
 
 
-def layout_obstacle(layout: Layout, shape: ModelShape | None, *, name: str) -> str | None:
+def layout_obstacle(layout: Layout, shape: ModelShape | None, words: Dialect) -> str | None:
     """Why neither DeepSpeed nor FSDP2 has a layout in accelerate, in words; None where one has."""
     if layout.context_degree > 1 and shape is not None and not reads_everything(shape):
         if layout.ring_degree > 1:
             return (
-                f"{name}'s ring needs layers that read every earlier token, and "
+                f"{words.name}'s ring needs layers that read every earlier token, and "
                 f"{shape.model_type} has others"
             )
         if layout.replicate_degree > 1:
-            return f"{name} shares heads by DeepSpeed, whose ZeRO-3 has no copies"
+            return f"{words.name} shares heads by DeepSpeed, whose ZeRO-3 has no copies"
     elif 1 < layout.context_degree == layout.shard_degree < layout.gpus:
-        return f"{name} has no copies of one ring: it wants two rings in each"
-    return shared_copies(layout, name=name)
+        return f"{words.name} has no copies of one ring: it wants two rings in each"
+    return words.shared_copies(layout)
 
 
 def reads_everything(shape: ModelShape | None) -> bool:
@@ -294,6 +275,21 @@ _BY_COMMAND = (
 )
 
 
+ENDS: Mapping[str, Any] = {
+    "eval_strategy": "no",
+    "save_strategy": "no",
+    "load_best_model_at_end": False,
+    "push_to_hub": False,
+    "report_to": "none",
+    "logging_strategy": "steps",
+    "logging_steps": 1,
+    "logging_nan_inf_filter": False,
+    "auto_find_batch_size": False,
+}
+"""What every trial by transformers' trainer ends with: no other output, and no batch that shrinks
+where memory runs out."""
+
+
 class LauncherFile(NamedTuple):
     """Accelerate's file for one trial, and what a reader should know of it."""
 
@@ -348,7 +344,7 @@ def launcher_file(
             hint=f"use `--ulysses 1 --ring {spec.layout.context_degree}`",
         )
     cell = Cell(settings=spec.settings, layout=spec.layout)
-    refuse_obstacle(cell, lambda _, layout: layout_obstacle(layout, shape, name="accelerate"))
+    refuse_obstacle(cell, lambda _, layout: layout_obstacle(layout, shape, WORDS))
     if spec.device == "cuda":
         _refuse_base(base, source)
     kept = {name: value for name, value in base.items() if name not in _OF_A_CLUSTER}

@@ -14,24 +14,23 @@ from highwater.errors import UsageError
 from highwater.nouns.lora import Lora
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.trainers.emitted import (
+    Dialect,
     Emitted,
     Value,
-    emitted,
     environment,
-    heading,
+    listed,
     model_lies,
-    refusals,
     yaml_path,
-    yarn_lines,
 )
-from highwater.trainers.finetuner_files import one_dtype, whole_alpha
 
 VERSION = "1.0.4"
+_WORDS = Dialect("areal", "AReaL", VERSION)
 DATASET = "${oc.env:DATASET}"
 _COMMAND = "python3 train.py --config areal.yaml"
 _UNTESTED = (
     "AReaL calls LoRA with an optimizer_dtype of float32 untested (areal/engine/fsdp_engine.py)"
 )
+_FSDP1 = "FSDP1: its engine is FSDP2, for which this length was not predicted"
 _NAMED = ("actor", "saver", "evaluator", "recover", "stats_logger")
 """Sections that want the names of what is run."""
 
@@ -47,28 +46,27 @@ def areal(found: Recommendation, chosen: Candidate, *, model_path: str | None = 
             "AReaL's rollout has GPUs of its own, and none are set aside",
             hint="add `--rollout-gpus 1` or more",
         )
-    cannot: list[str] = []
-    if chosen.cell.settings.strategy == "fsdp":
-        cannot.append("FSDP1: its engine is FSDP2, for which this length was not predicted")
-    said = heading(found, chosen, "areal", name="AReaL", version=VERSION)
-    said += model_lies(model_path, before="it starts")
-    said.append(
+    settings = chosen.cell.settings
+    said = [
+        *model_lies(model_path),
         "before it starts: export DATASET=where prompts come from; train.py is a script like "
-        "examples/math/gsm8k_rl.py"
-    )
-    said.append("actor.optimizer.lr is to be replaced by yours")
-    said.append(f"the prompt and gconfig.max_new_tokens together: {found.length_tokens}")
-    said.append(
+        "examples/math/gsm8k_rl.py",
+        "actor.optimizer.lr is to be replaced by yours",
+        f"the prompt and gconfig.max_new_tokens together: {found.length_tokens}",
         f"{found.rollout_gpus} rollout engines of one GPU each: how they are divided is not part "
-        "of the recommendation"
+        "of the recommendation",
+    ]
+    if settings.lora is not None:
+        said += [_WORDS.one_dtype("actor.optimizer_dtype"), _UNTESTED]
+    return _WORDS.emitted(
+        found,
+        chosen,
+        said,
+        _values(found, chosen, yaml_path(model_path)),
+        command=_COMMAND,
+        cannot=(_FSDP1,) if settings.strategy == "fsdp" else (),
+        yarn="trainer and rollout read the model itself",
     )
-    if chosen.cell.settings.lora is not None:
-        said += [one_dtype(name="AReaL", field="actor.optimizer_dtype"), _UNTESTED]
-    said += refusals(cannot, name="AReaL")
-    said += yarn_lines(found, why="trainer and rollout read the model itself")
-    said.append(f"start: {_COMMAND}")
-    values = _values(found, chosen, yaml_path(model_path))
-    return emitted("areal", VERSION, said, values, command=_COMMAND, cannot=cannot)
 
 
 def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[str, Value]:
@@ -98,13 +96,12 @@ def _lora_values(lora: Lora | None) -> dict[str, Value]:
     """Adapters, of the actor and as its rollout serves them."""
     if lora is None:
         return {}
-    names = enumerate(lora.names or (lora.targets,))
     return {
         "actor.use_lora": True,
         "actor.peft_type": "lora",
         "actor.lora_rank": lora.rank,
-        "actor.lora_alpha": whole_alpha(lora, name="AReaL"),
-        **{f"actor.target_modules.{number}": name for number, name in names},
+        "actor.lora_alpha": _WORDS.whole_alpha(lora),
+        **listed("actor.target_modules", lora.names or (lora.targets,)),
         "actor.weight_update_mode": "disk",
         "rollout.use_lora": True,
         "sglang.enable_lora": True,

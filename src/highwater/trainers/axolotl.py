@@ -1,4 +1,4 @@
-"""A recommendation as Axolotl's configuration file, for its supervised training.
+"""Axolotl: its configuration file for supervised training, of a recommendation and of a trial.
 
 Its context parallelism is ring-flash-attn's, beside FSDP2: keys and values of a few heads are
 gathered where sequences are packed, and passed round a ring where they are not. FSDP2 there trains
@@ -6,39 +6,31 @@ parameters in the dtype that they are loaded in, which is bfloat16.
 
 Source of the names: ``utils/schemas`` of axolotl 0.19.0; of what they do: ``utils/trainer.py``,
 ``monkeypatch/accelerate/fsdp2.py`` and ``monkeypatch/ring_attn``.
-
-Trials of Axolotl. Names: as in ``trainers/axolotl.py``.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from highwater.errors import UsageError
-from highwater.model.rope import Yarn
 from highwater.nouns.environment import allocator_environment
 from highwater.nouns.layout import Layout
-from highwater.nouns.objective import Objective
 from highwater.nouns.optimizer import OptimizerName
-from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
 from highwater.trainers.accelerate import mapping_in
 from highwater.trainers.emitted import (
+    CUT_CROSS_ENTROPY,
     DATASET,
+    LIGER,
     WHOLE_SHARDS,
-    Emitted,
+    Dialect,
     Value,
-    emitted,
-    engine_alone,
     exports,
-    heading,
+    is_fused,
+    listed,
     model_lies,
-    other_objective,
-    refusals,
-    refuse_obstacle,
-    refuse_optimizer,
-    shared_copies,
     to_replace,
+    unfused,
 )
 from highwater.trainers.finetuner_files import (
     DOCUMENTS,
@@ -48,14 +40,6 @@ from highwater.trainers.finetuner_files import (
     FineTuning,
     OwnFile,
     of_recomputation,
-    whole_alpha,
-)
-from highwater.trainers.logits import (
-    CUT_CROSS_ENTROPY,
-    LIGER,
-    is_fused,
-    unfused,
-    whole_logits_bytes,
 )
 
 VERSION = "0.19.0"
@@ -76,70 +60,234 @@ _RING = (
     "sequences shared among GPUs need the package ring-flash-attn: pip install "
     "'axolotl[ring-flash-attn]'"
 )
-_LIGERS_LOSS = "the chunked loss is Liger's: its log says `Applying LIGER`"
-_CUT_LOSS = (
-    "the chunked loss is Cut Cross Entropy, of Axolotl's own fork: where it is missing, the error "
-    "says how to install it"
+_LOSSES = {
+    _LIGER: "the chunked loss is Liger's: its log says `Applying LIGER`",
+    _CUT: "the chunked loss is Cut Cross Entropy, of Axolotl's own fork: where it is missing, the "
+    "error says how to install it",
+}
+_FIRST: Mapping[str, Value] = {"use_orig_params": True, "sync_module_states": True}
+"""What FSDP1 is told besides; it shards everything by default."""
+_MESH = ("dp_replicate_size", "dp_shard_size", "context_parallel_size")
+_RECOMPUTES = "gradient_checkpointing"
+_SHARDING = (
+    *("reshard_after_forward", "use_orig_params", "sync_module_states", "state_dict_type"),
+    *("final_state_dict_type", "version", "sharding_strategy"),
+)
+"""FSDP's keys that are never the user's: how states are sharded, and that no whole model is saved
+at the end."""
+_SFT = "leave it out: trials are of its supervised training"
+_BY_COMMAND = (
+    "leave it out, or start it yourself: `--trainer command --command 'axolotl train base.yaml "
+    "--sequence-len {length} --max-steps {steps} --output-dir {output}'`"
 )
 
 
-def axolotl(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
-    """Write a whole file, but for the data.
+class _Axolotl(Finetuner):
+    """Axolotl."""
 
-    Raises UsageError for an objective other than ``sft``, for copies that share sequences, for an
-    optimizer that it does not have, and for an alpha that is no whole number.
-    """
-    settings, layout = chosen.cell.settings, chosen.cell.layout
-    refuse_untrainable(chosen.cell)
-    training = FineTuning.of(found, chosen, model_path)
-    fused = _fused_values(training)
-    logits_bytes = None if fused else whole_logits_bytes(chosen, training.shape)
-    # it turns expandable segments on by itself where the environment says nothing
-    variables = allocator_environment(settings.allocator)
-    cannot = (*_cannot(chosen.cell), *engine_alone(settings, name="Axolotl"))
-    if not fused:
-        cannot += unfused(chosen.cell, "for this family, which neither of its plugins knows")
-    elsewhere = "" if model_path else ' --base_model="$MODEL_PATH"'
-    start = f"torchrun --nproc_per_node={layout.gpus} -m axolotl.cli.train"
-    command = f"{start} {FILE}{elsewhere}"
-    said = [
-        *heading(
-            found, chosen, "axolotl", name="Axolotl", version=VERSION, logits_bytes=logits_bytes
-        ),
-        *model_lies(model_path, before="it starts"),
-        *exports(variables, before="it starts"),
-        to_replace("datasets", "learning_rate", settings=settings),
-        *((_RING,) if layout.context_degree > 1 else ()),
-        *((_LIGERS_LOSS if fused["plugins.0"] == _LIGER else _CUT_LOSS,) if fused else ()),
-        *refusals(cannot, name="Axolotl"),
-        f"start: {command}",
-    ]
-    return emitted(
-        "axolotl",
-        VERSION,
-        said,
-        axolotl_values(training),
-        command=command,
-        environment=variables,
-        cannot=cannot,
-        logits_bytes=logits_bytes,
+    name = "axolotl"
+    words = Dialect("axolotl", "Axolotl", VERSION)
+    program = package = "axolotl"
+    subcommand = "train"
+    file = FILE
+    optimizers = OPTIMIZERS
+    left_out = (
+        *("datasets", "test_datasets", "pretraining_dataset", "streaming", "batch_size"),
+        *("val_set_size", "dataset_prepared_path", "skip_prepare_dataset", "dataset_shard_*"),
+        *("push_dataset_to_hub", "excess_length_strategy", "min_sample_len"),
+        *("eval_*", "evals_per_epoch", "evaluation_strategy", "do_causal_lm_eval"),
+        *("do_bench_eval", "save_steps", "saves_per_epoch", "save_total_limit"),
+        *("early_stopping_patience", "generate_samples", "resume_from_checkpoint"),
+        *("auto_resume_from_checkpoints", "hub_*", "wandb_*", "use_wandb", "mlflow_*"),
+        *("use_mlflow", "hf_mlflow_*", "comet_*", "use_comet", "trackio_*", "use_trackio"),
+        *("use_tensorboard", "otel_*", "use_otel_metrics", "sequence_parallel_degree"),
+        *("metric_for_best_model", "greater_is_better"),
     )
+    ends: ClassVar = {
+        "val_set_size": 0,
+        "save_strategy": "no",
+        "eval_strategy": "no",
+        "load_best_model_at_end": False,
+        "logging_steps": 1,
+        "auto_find_batch_size": False,
+    }
+    refused: ClassVar = {
+        **dict.fromkeys(("rl", "reward_model", "process_reward_model"), _SFT),
+        **dict.fromkeys(("deepspeed", "use_ray"), _BY_COMMAND),
+        **dict.fromkeys(("tensor_parallel_size", "expert_parallel_size"), _BY_COMMAND),
+    }
+    by_setting: ClassVar = {
+        "optimizer": ("optimizer",),
+        "recompute": (),
+        "lora": ("adapter", "lora_*", "load_in_4bit"),
+    }
+    attention = "attn_implementation"
+    without_flash: ClassVar = {"attn_implementation": "sdpa"}
+    multiple = 64
+
+    def obstacle(self, layout: Layout) -> str | None:
+        if 1 < layout.context_degree == layout.shard_degree < layout.gpus:
+            return "Axolotl has no copies of one ring: it wants two rings in each"
+        return self.words.shared_copies(layout)
+
+    def fuses(self, training: FineTuning) -> bool:
+        return bool(_fused_values(training))
+
+    def variables(self, settings: Settings) -> dict[str, str]:
+        # it turns expandable segments on by itself where the environment says nothing
+        return allocator_environment(settings.allocator)
+
+    def command(self, training: FineTuning) -> str:
+        elsewhere = "" if training.model_path else ' --base_model="$MODEL_PATH"'
+        start = f"torchrun --nproc_per_node={training.cell.layout.gpus} -m axolotl.cli.train"
+        return f"{start} {FILE}{elsewhere}"
+
+    def said(self, training: FineTuning) -> list[str]:
+        settings, fused = training.cell.settings, _fused_values(training)
+        return [
+            *model_lies(training.model_path),
+            *exports(self.variables(settings)),
+            to_replace("datasets", "learning_rate", settings=settings),
+            *((_RING,) if training.cell.layout.context_degree > 1 else ()),
+            *((_LOSSES[str(fused["plugins.0"])],) if fused else ()),
+        ]
+
+    def cannot(self, training: FineTuning) -> list[str]:
+        cell, settings, layout = training.cell, training.cell.settings, training.cell.layout
+        said: list[str] = []
+        if layout.context_degree > 1:
+            how = "Ulysses" if layout.ring_degree == 1 else "a ring"
+            does = "gather keys and values of a few heads" if _packs(cell) else "pass them on"
+            said.append(
+                f"{how}: {layout.context_degree} GPUs share each sequence by context parallelism, "
+                f"where they {does}"
+            )
+        if not _packs(cell):
+            said.append(
+                f"packed sequences, {settings.sequences_per_micro_batch} in a micro-batch that "
+                "GPUs share: batches are padded"
+            )
+        if _is_second(cell) and settings.strategy == "fsdp":
+            said.append("FSDP1 with shared sequences or copies: they are FSDP2's")
+        if _is_second(cell) and settings.lora is None:
+            said.append(_NARROW)
+        if settings.optimizer_traits.is_quantized:
+            said.append(WHOLE_SHARDS)
+        said += self.words.engine_alone(settings)
+        if not self.fuses(training):
+            said += unfused(cell, "for this family, which neither of its plugins knows")
+        return said
+
+    def values(self, training: FineTuning) -> dict[str, Value]:
+        cell, model_path, settings = training.cell, training.model_path, training.cell.settings
+        values: dict[str, Value] = {"base_model": model_path} if model_path else {}
+        return values | {
+            "sequence_len": training.length_tokens,
+            "sample_packing": _packs(cell),
+            **({"pad_to_sequence_len": True} if _packs(cell) else {}),
+            "micro_batch_size": settings.sequences_per_micro_batch,
+            "gradient_accumulation_steps": 1,
+            "bf16": True,
+            "attn_implementation": "flash_attention_2",
+            "optimizer": OPTIMIZERS[settings.optimizer],
+            "learning_rate": 1e-5,
+            **self._lora_values(settings),
+            **_rope_values(training),
+            **_fused_values(training),
+            **_sharding(cell),
+            "datasets.0.path": DATASET,
+            "datasets.0.type": "chat_template",
+        }
+
+    def _lora_values(self, settings: Settings) -> dict[str, Value]:
+        """Adapters as peft has them; a model in NF4 is bitsandbytes', its scales quantized, too."""
+        lora = settings.adapters
+        if lora is None:
+            return {}
+        values: dict[str, Value] = {"adapter": "qlora" if lora.base == "nf4" else "lora"}
+        values |= {"load_in_4bit": True} if lora.base == "nf4" else {}
+        values |= {"lora_r": lora.rank, "lora_alpha": self.words.whole_alpha(lora)}
+        values["lora_dropout"] = 0.0
+        if lora.names is None:
+            return values | {"lora_target_linear": True}
+        return values | listed("lora_target_modules", lora.names)
+
+    def refuse(self, launched: FinetunerTrial) -> None:
+        super().refuse(launched)
+        layout = launched.spec.layout
+        if layout.ulysses_degree > 1:
+            raise UsageError(
+                "Axolotl shares sequences by its context parallelism alone, which is a ring here",
+                hint=f"use `--ulysses 1 --ring {layout.context_degree}`",
+            )
+
+    def own(self, launched: FinetunerTrial, emitted: Mapping[str, Any]) -> dict[str, Any]:
+        spec, place = launched.spec, launched.place
+        documents = str(place.folder / DOCUMENTS)
+        is_shared = spec.layout.context_degree > 1
+        return {
+            "base_model": str(place.model_directory),
+            "sequence_len": spec.length_tokens,
+            "micro_batch_size": spec.settings.sequences_per_micro_batch,
+            "gradient_accumulation_steps": spec.micro_batches,
+            "max_steps": spec.steps,
+            "num_epochs": 1,
+            "datasets": [
+                {"path": documents, "ds_type": "json", "type": "completion", "field": "text"}
+            ],
+            "dataset_prepared_path": str(place.folder / "prepared"),
+            "output_dir": str(place.output),
+            "include_tokens_per_second": True,
+            "fsdp": None,
+            "fsdp_version": emitted["fsdp_version"],
+            "fsdp_config": emitted["fsdp_config"],
+            **{name: emitted.get(name) for name in _MESH},
+            **({"attn_implementation": emitted["attn_implementation"]} if is_shared else {}),
+        }
+
+    def settled(
+        self, launched: FinetunerTrial, config: dict[str, Any], base: OwnFile
+    ) -> FinetunerFiles:
+        """FSDP's section over the user's own, and one of both that recompute; on the CPU no
+        FSDP.
+        """
+        recomputes = of_recomputation(launched, base)
+        if launched.is_on_cpu:
+            own = dict.fromkeys(("fsdp_version", "fsdp_config", *_MESH))
+            return FinetunerFiles({**config, **own, "bf16": False, _RECOMPUTES: recomputes})
+        usual, settings = Settings(), launched.spec.settings
+        ours: dict[str, Any] = config["fsdp_config"]
+        if config.get("load_in_4bit"):
+            ours = {**ours, "cpu_ram_efficient_loading": False}
+        if recomputes:
+            ours = {**ours, "activation_checkpointing": False}
+        theirs = {
+            name.removeprefix("fsdp_"): value
+            for name, value in mapping_in(base.config, "fsdp_config").items()
+        }
+        meant = [*_SHARDING]
+        meant += ["offload_params"] if settings.offload != usual.offload else []
+        if recomputes or launched.has_named_recomputation:
+            meant.append("activation_checkpointing")
+        kept = {name: value for name, value in theirs.items() if name not in meant}
+        own = {"fsdp_config": {**ours, **kept}}
+        # as the user's file has it: a mode of Axolotl's own, too
+        own |= {_RECOMPUTES: config[_RECOMPUTES] if recomputes else None}
+        return FinetunerFiles({**config, **own})
+
+    def start(self, launched: FinetunerTrial, words: tuple[str, ...]) -> tuple[str, ...]:
+        """Its own command, without the launcher's file that ``accelerate config`` may have left."""
+        told = (*words, "train", str(launched.place.folder / FILE), "--launcher")
+        if launched.is_on_cpu:
+            return (*told, "python")
+        gpus = f"--nproc_per_node={launched.spec.layout.gpus}"
+        return (*told, "torchrun", "--", "--standalone", gpus)
+
+    def environment(self, launched: FinetunerTrial) -> Mapping[str, str]:  # noqa: ARG002
+        return {"AXOLOTL_DO_NOT_TRACK": "1"}
 
 
-def refuse_untrainable(cell: Cell) -> None:
-    """Raise UsageError for an objective, a layout or an optimizer that Axolotl does not have."""
-    refuse_obstacle(cell, _obstacle)
-    refuse_optimizer(cell.settings, OPTIMIZERS, name="Axolotl")
-
-
-def _obstacle(objective: Objective, layout: Layout) -> str | None:
-    """Why Axolotl's file is not written for an objective in a layout; None where it is."""
-    unknown = other_objective(objective, ("sft",), name="Axolotl", is_written=True)
-    if unknown is not None:
-        return unknown
-    if 1 < layout.context_degree == layout.shard_degree < layout.gpus:
-        return "Axolotl has no copies of one ring: it wants two rings in each"
-    return shared_copies(layout, name="Axolotl")
+AXOLOTL = _Axolotl()
 
 
 def _is_second(cell: Cell) -> bool:
@@ -155,56 +303,6 @@ def _packs(cell: Cell) -> bool:
     return cell.layout.context_degree == 1 or settings.sequences_per_micro_batch == 1
 
 
-def _cannot(cell: Cell) -> tuple[str, ...]:
-    settings, layout = cell.settings, cell.layout
-    said: list[str] = []
-    if layout.context_degree > 1:
-        how = "Ulysses" if layout.ring_degree == 1 else "a ring"
-        does = "gather keys and values of a few heads" if _packs(cell) else "pass them on"
-        said.append(
-            f"{how}: {layout.context_degree} GPUs share each sequence by context parallelism, "
-            f"where they {does}"
-        )
-    if not _packs(cell):
-        said.append(
-            f"packed sequences, {settings.sequences_per_micro_batch} in a micro-batch that GPUs "
-            "share: batches are padded"
-        )
-    if _is_second(cell) and settings.strategy == "fsdp":
-        said.append("FSDP1 with shared sequences or copies: they are FSDP2's")
-    if _is_second(cell) and settings.lora is None:
-        said.append(_NARROW)
-    if settings.optimizer_traits.is_quantized:
-        said.append(WHOLE_SHARDS)
-    return tuple(said)
-
-
-def axolotl_values(training: FineTuning) -> dict[str, Value]:
-    """Axolotl's settings by name: what holds memory, and stand-ins for what is learned."""
-    cell, model_path = training.cell, training.model_path
-    settings = cell.settings
-    values: dict[str, Value] = {"base_model": model_path} if model_path else {}
-    values |= {
-        "sequence_len": training.length_tokens,
-        "sample_packing": _packs(cell),
-        **({"pad_to_sequence_len": True} if _packs(cell) else {}),
-        "micro_batch_size": settings.sequences_per_micro_batch,
-        "gradient_accumulation_steps": 1,
-        "bf16": True,
-        "attn_implementation": "flash_attention_2",
-        "optimizer": OPTIMIZERS[settings.optimizer],
-        "learning_rate": 1e-5,
-        **_lora_values(settings),
-        **_rope_values(training.yarn),
-    }
-    return values | {
-        **_fused_values(training),
-        **_sharding(cell),
-        "datasets.0.path": DATASET,
-        "datasets.0.type": "chat_template",
-    }
-
-
 def _fused_values(training: FineTuning) -> dict[str, Value]:
     """The loss that never holds whole logits; nothing where none was asked for, or none is there.
     Of a family that Liger does not know Axolotl would patch any, some of them wrongly.
@@ -216,28 +314,14 @@ def _fused_values(training: FineTuning) -> dict[str, Value]:
     return {}
 
 
-def _lora_values(settings: Settings) -> dict[str, Value]:
-    """Adapters as peft has them; a model in NF4 is bitsandbytes', its scales quantized, too."""
-    lora = settings.adapters
-    if lora is None:
-        return {}
-    values: dict[str, Value] = {"adapter": "qlora" if lora.base == "nf4" else "lora"}
-    values |= {"load_in_4bit": True} if lora.base == "nf4" else {}
-    values |= {"lora_r": lora.rank, "lora_alpha": whole_alpha(lora, name="Axolotl")}
-    values["lora_dropout"] = 0.0
-    if lora.names is None:
-        return values | {"lora_target_linear": True}
-    return values | {f"lora_target_modules.{n}": name for n, name in enumerate(lora.names)}
-
-
-def _rope_values(yarn: Yarn | None) -> dict[str, Value]:
-    if yarn is None:
+def _rope_values(training: FineTuning) -> dict[str, Value]:
+    if training.yarn is None:
         return {}
     section = "overrides_of_model_config"
-    parameters = yarn.rope_parameters.items()
+    parameters = training.yarn.rope_parameters.items()
     return {
         **{f"{section}.rope_parameters.{name}": value for name, value in parameters},
-        f"{section}.max_position_embeddings": yarn.max_position_embeddings,
+        f"{section}.max_position_embeddings": training.yarn.max_position_embeddings,
     }
 
 
@@ -264,159 +348,3 @@ def _sharding(cell: Cell) -> dict[str, Value]:
         **{f"fsdp_config.{name}": value for name, value in fsdp.items()},
         **({name: n for name, n in degrees.items() if n > 1} if is_shared else {}),
     }
-
-
-_FIRST: Mapping[str, Value] = {"use_orig_params": True, "sync_module_states": True}
-"""What FSDP1 is told besides; it shards everything by default."""
-
-
-_MESH = ("dp_replicate_size", "dp_shard_size", "context_parallel_size")
-_RECOMPUTES = "gradient_checkpointing"
-_SHARDING = (
-    *("reshard_after_forward", "use_orig_params", "sync_module_states", "state_dict_type"),
-    *("final_state_dict_type", "version", "sharding_strategy"),
-)
-"""FSDP's keys that are never the user's: how states are sharded, and that no whole model is saved
-at the end."""
-_SFT = "leave it out: trials are of its supervised training"
-_BY_COMMAND = (
-    "leave it out, or start it yourself: `--trainer command --command 'axolotl train base.yaml "
-    "--sequence-len {length} --max-steps {steps} --output-dir {output}'`"
-)
-
-
-def _refuse(launched: FinetunerTrial) -> None:
-    refuse_untrainable(launched.cell)
-    layout = launched.spec.layout
-    if layout.ulysses_degree > 1:
-        raise UsageError(
-            "Axolotl shares sequences by its context parallelism alone, which is a ring here",
-            hint=f"use `--ulysses 1 --ring {layout.context_degree}`",
-        )
-
-
-def _own(launched: FinetunerTrial, emitted: Mapping[str, Any]) -> dict[str, Any]:
-    spec, place = launched.spec, launched.place
-    is_shared = spec.layout.context_degree > 1
-    return {
-        "base_model": str(place.model_directory),
-        "sequence_len": spec.length_tokens,
-        "micro_batch_size": spec.settings.sequences_per_micro_batch,
-        "gradient_accumulation_steps": spec.micro_batches,
-        "max_steps": spec.steps,
-        "num_epochs": 1,
-        "datasets": [
-            {
-                "path": str(place.folder / DOCUMENTS),
-                "ds_type": "json",
-                "type": "completion",
-                "field": "text",
-            }
-        ],
-        "dataset_prepared_path": str(place.folder / "prepared"),
-        "output_dir": str(place.output),
-        "include_tokens_per_second": True,
-        "fsdp": None,
-        "fsdp_version": emitted["fsdp_version"],
-        "fsdp_config": emitted["fsdp_config"],
-        **{name: emitted.get(name) for name in _MESH},
-        **({"attn_implementation": emitted["attn_implementation"]} if is_shared else {}),
-    }
-
-
-def _settled(launched: FinetunerTrial, config: dict[str, Any], base: OwnFile) -> FinetunerFiles:
-    """FSDP's section over the user's own, and one of both that recompute; on the CPU no FSDP."""
-    recomputes = of_recomputation(launched, base)
-    if launched.is_on_cpu:
-        own = dict.fromkeys(("fsdp_version", "fsdp_config", *_MESH))
-        return FinetunerFiles({**config, **own, "bf16": False, _RECOMPUTES: recomputes})
-    usual, settings = Settings(), launched.spec.settings
-    ours: dict[str, Any] = config["fsdp_config"]
-    if config.get("load_in_4bit"):
-        ours = {**ours, "cpu_ram_efficient_loading": False}
-    if recomputes:
-        ours = {**ours, "activation_checkpointing": False}
-    theirs = {
-        name.removeprefix("fsdp_"): value
-        for name, value in mapping_in(base.config, "fsdp_config").items()
-    }
-    meant = [*_SHARDING]
-    meant += ["offload_params"] if settings.offload != usual.offload else []
-    if recomputes or launched.has_named_recomputation:
-        meant.append("activation_checkpointing")
-    kept = {name: value for name, value in theirs.items() if name not in meant}
-    own = {"fsdp_config": {**ours, **kept}}
-    # as the user's file has it: a mode of Axolotl's own, too
-    own |= {_RECOMPUTES: config[_RECOMPUTES] if recomputes else None}
-    return FinetunerFiles({**config, **own})
-
-
-def _start(launched: FinetunerTrial, words: tuple[str, ...]) -> tuple[str, ...]:
-    """Its own command, without the launcher's file that ``accelerate config`` may have left."""
-    told = (*words, "train", str(launched.place.folder / FILE), "--launcher")
-    if launched.is_on_cpu:
-        return (*told, "python")
-    return (
-        *told,
-        "torchrun",
-        "--",
-        "--standalone",
-        f"--nproc_per_node={launched.spec.layout.gpus}",
-    )
-
-
-def _environment(launched: FinetunerTrial) -> Mapping[str, str]:  # noqa: ARG001
-    return {"AXOLOTL_DO_NOT_TRACK": "1"}
-
-
-AXOLOTL = Finetuner(
-    name="axolotl",
-    program="axolotl",
-    package="axolotl",
-    subcommand="train",
-    file=FILE,
-    values=axolotl_values,
-    refuse=_refuse,
-    own=_own,
-    settled=_settled,
-    start=_start,
-    environment=_environment,
-    left_out=(
-        *("datasets", "test_datasets", "pretraining_dataset", "streaming", "batch_size"),
-        *("val_set_size", "dataset_prepared_path", "skip_prepare_dataset", "dataset_shard_*"),
-        *("push_dataset_to_hub", "excess_length_strategy", "min_sample_len"),
-        *("eval_*", "evals_per_epoch", "evaluation_strategy", "do_causal_lm_eval"),
-        *("do_bench_eval", "save_steps", "saves_per_epoch", "save_total_limit"),
-        *("early_stopping_patience", "generate_samples", "resume_from_checkpoint"),
-        *("auto_resume_from_checkpoints", "hub_*", "wandb_*", "use_wandb", "mlflow_*"),
-        *("use_mlflow", "hf_mlflow_*", "comet_*", "use_comet", "trackio_*", "use_trackio"),
-        *("use_tensorboard", "otel_*", "use_otel_metrics", "sequence_parallel_degree"),
-        *("metric_for_best_model", "greater_is_better"),
-    ),
-    ends={
-        "val_set_size": 0,
-        "save_strategy": "no",
-        "eval_strategy": "no",
-        "load_best_model_at_end": False,
-        "logging_steps": 1,
-        "auto_find_batch_size": False,
-    },
-    refused={
-        "rl": _SFT,
-        "reward_model": _SFT,
-        "process_reward_model": _SFT,
-        "deepspeed": _BY_COMMAND,
-        "use_ray": _BY_COMMAND,
-        "tensor_parallel_size": _BY_COMMAND,
-        "expert_parallel_size": _BY_COMMAND,
-    },
-    by_setting={
-        "optimizer": ("optimizer",),
-        "recompute": (),
-        "lora": ("adapter", "lora_*", "load_in_4bit"),
-    },
-    attention="attn_implementation",
-    without_flash={"attn_implementation": "sdpa"},
-    multiple=64,
-)
-"""How a trial of Axolotl is written and started."""

@@ -1,13 +1,20 @@
 """Emitted: a recommendation in another trainer's words, whose prediction stands behind it, and what
 configurations share.
+
+Logits: Hugging Face's loss, and torchtitan's, makes a copy of all logits in float32, whose gradient
+is as large. A fused loss makes a few at a time, and is written for some families alone. Sources:
+``MODEL_TYPE_TO_APPLY_LIGER_FN`` of liger-kernel 0.8.1 and 0.8.5, but granite, whose patch refuses
+the fused loss; ``integrations/cut_cross_entropy/README.md`` of axolotl 0.19.0; ``ForCausalLMLoss``
+in ``loss/loss_utils.py`` of transformers 5.6.0.
 """
 
 import json
 import re
 import shlex
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import combinations
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -16,14 +23,15 @@ from highwater.model.model import ModelShape, load_model
 from highwater.nouns.codec import Record
 from highwater.nouns.declaration import words_of
 from highwater.nouns.environment import allocator_environment
+from highwater.nouns.hardware import kind_of
 from highwater.nouns.layout import Layout
+from highwater.nouns.lora import ALL_LINEAR, Lora
 from highwater.nouns.objective import Objective
 from highwater.nouns.optimizer import OptimizerName
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trainer import Target, is_step_of, step_in_words
-from highwater.trainers.logits import bytes_with_logits
 from highwater.units import format_bytes, format_tokens
 
 Value = bool | int | float | str
@@ -62,40 +70,160 @@ class Emitted(Record, frozen=True, kw_only=True):
     """The file, to be written as it is."""
 
 
-def emitted(
-    target: Target,
-    version: str,
-    said: list[str],
-    values: dict[str, Value],
-    *,
-    command: str,
-    environment: Mapping[str, str] | None = None,
-    cannot: Collection[str] = (),
-    logits_bytes: int | None = None,
-    beside: Mapping[str, str] | None = None,
-    text: str | None = None,
-) -> Emitted:
-    """The configuration; without a ``text`` of its own it is YAML, under what is said of it."""
-    if text is None:
-        text = yaml_text(said, values)
-    return Emitted(
-        target=target,
-        checked_with=version,
-        values=values,
-        environment=dict(environment or {}),
-        cannot=tuple(cannot),
-        logits_bytes=logits_bytes,
-        beside=dict(beside or {}),
-        command=command,
-        text=text,
-    )
+class Dialect(NamedTuple):
+    """A trainer that configurations are written for: its name, and what every one of them says."""
+
+    target: Target
+    name: str
+    """The trainer's name as its users write it."""
+    version: str
+    """Version of its package whose names are written."""
+
+    def emitted(
+        self,
+        found: Recommendation,
+        chosen: Candidate,
+        said: Collection[str],
+        values: dict[str, Value],
+        *,
+        command: str,
+        start: str = "start",
+        environment: Mapping[str, str] = MappingProxyType({}),
+        cannot: Collection[str] = (),
+        yarn: str | None = None,
+        logits_bytes: int | None = None,
+        beside: Mapping[str, str] = MappingProxyType({}),
+        text: Callable[[str], str] | None = None,
+    ) -> Emitted:
+        """The configuration: its values under what is said of it.
+
+        That is the heading, ``said``, what the trainer cannot express, the model's YaRN block after
+        the reason ``yarn`` for it, and the start, unless ``start`` is empty. ``text`` makes the
+        file from that comment; None: it is YAML.
+        """
+        comments = comment(
+            [
+                *self._heading(found, chosen, logits_bytes),
+                *said,
+                *(f"{self.name} cannot express {each}" for each in cannot),
+                *(() if yarn is None else yarn_lines(found, why=yarn)),
+                *((f"{start}: {command}",) if start else ()),
+            ]
+        )
+        return Emitted(
+            target=self.target,
+            checked_with=self.version,
+            values=values,
+            environment=dict(environment),
+            cannot=tuple(cannot),
+            logits_bytes=logits_bytes,
+            beside=dict(beside),
+            command=command,
+            text=comments + yaml_text(values) if text is None else text(comments),
+        )
+
+    def _heading(
+        self, found: Recommendation, chosen: Candidate, logits_bytes: int | None
+    ) -> list[str]:
+        """What the configuration is, who says that it fits and of whom; of a trainer that is not
+        predicted what the predicted one takes, and nothing of fitting.
+        """
+        rollout = f", {found.rollout_gpus} more for rollout" if found.rollout_gpus else ""
+        title = (
+            f"{self.name} {self.version}: {found.model_name}, {format_tokens(found.length_tokens)} "
+            f"tokens, {found.gpus} x {found.device_name}{rollout}"
+        )
+        yours = (
+            f"{self.name}'s settings that hold memory; what it learns, from what and how long is "
+            "yours to add"
+        )
+        why = found.accuracy if chosen.source == "predicted" else f"in {chosen.found_in}"
+        behind = f"{chosen.source} for {step_in_words(found.trainer)} ({why})"
+        if not is_step_of(found.trainer, self.target):
+            first = unpredicted(found, chosen, name=self.name, logits_bytes=logits_bytes)
+            return [first, title, chosen.label, f"the comparison: {behind}", yours]
+        if chosen.source in ("published", "simulated"):
+            behind = f"{chosen.source}, {found.accuracy}"
+        capacity = (
+            f"up to {format_tokens(chosen.capacity_tokens)} "
+            f"tokens{' or more' * chosen.is_at_least} ({chosen.capacity_source})"
+        )
+        room = chosen.headroom_bytes
+        headroom = "headroom unknown" if room is None else f"{format_bytes(room)} of headroom"
+        headroom += "" if chosen.risk is None else f", {chosen.risk}"
+        return [title, f"{chosen.label}: {headroom}, {capacity}", behind, yours]
+
+    def other_objective(
+        self, objective: Objective, known: Collection[Objective] = ("sft",), *, is_written: bool
+    ) -> str | None:
+        """That the trainer does not have this objective, and which it has; None where it has it.
+        ``is_written``: it may have others, which nobody wrote a configuration for yet.
+        """
+        if objective in known:
+            return None
+        has = ", ".join(known)
+        if is_written:
+            return f"{self.name}'s configuration is written for {has}, not for {objective}"
+        return f"{self.name} trains {has}, not {objective}"
+
+    def refuse_optimizer(self, settings: Settings, known: Collection[OptimizerName]) -> None:
+        """Raise UsageError for an optimizer that the trainer does not have, and for parameters that
+        are rounded at random, which no other trainer has.
+        """
+        is_narrow = settings.parameters != "float32"
+        if not is_narrow and settings.optimizer in known:
+            return
+        asked: dict[str, object] = {"optimizer": settings.optimizer}
+        asked |= {"parameters": settings.parameters} if is_narrow else {}
+        what = "parameters in bf16 with its rounding" if is_narrow else settings.optimizer
+        raise UsageError(
+            f"{self.name} has no {what}", hint=f"leave `{shlex.join(words_of(asked))}` out"
+        )
+
+    def shared_copies(self, layout: Layout) -> str | None:
+        """That sequences are shared between copies, as the trainer's mesh has none, or None."""
+        if layout.shard_degree % layout.context_degree == 0:
+            return None
+        return (
+            f"{self.name} shares a sequence inside a copy, of {layout.shard_degree} GPUs, not "
+            f"among {layout.context_degree}"
+        )
+
+    def engine_alone(self, settings: Settings) -> list[str]:
+        """What only highwater's own engine does."""
+        said: list[str] = []
+        if settings.recompute == "all-but-attention":
+            said.append(
+                f"--recompute all-but-attention: {self.name} recomputes whole layers, which takes "
+                "less memory and more time"
+            )
+        if settings.mlp_tiles is not None:
+            tiles = settings.mlp_tiles
+            said.append(f"--mlp-tiles {tiles}: {self.name} has no tiles over the tokens")
+        return said
+
+    def whole_alpha(self, lora: Lora) -> int:
+        """Alpha as a whole number; raises UsageError for another."""
+        if lora.alpha != int(lora.alpha):
+            raise UsageError(
+                f"{self.name}'s lora_alpha is a whole number, and {lora.alpha} is not",
+                hint=f"use `--lora-alpha {max(1, round(lora.alpha))}`",
+            )
+        return int(lora.alpha)
+
+    def one_dtype(self, field: str) -> str:
+        """That a frozen model has its adapters' dtype, in ``field``: a line of a comment."""
+        return (
+            f"{self.name} has one dtype for adapters and the frozen model, {field}: float32, which "
+            "counts 4 bytes for each of its parameters; bf16 would train adapters in bf16"
+        )
 
 
-def yaml_text(said: list[str], values: Mapping[str, Value]) -> str:
-    """A file of YAML, under what is said of it."""
+def yaml_text(values: Mapping[str, Value]) -> str:
+    """The values as YAML, sections and lists within each other."""
     import yaml  # here: the grammar of the command line needs the names of targets alone
 
-    return comment(said) + yaml.safe_dump(nested(values), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(nested(values), sort_keys=False, allow_unicode=True)
 
 
 def environment(settings: Settings) -> dict[str, str]:
@@ -103,19 +231,13 @@ def environment(settings: Settings) -> dict[str, str]:
     return allocator_environment("expandable") if settings.allocator == "expandable" else {}
 
 
-def exports(variables: Mapping[str, str], *, before: str) -> list[str]:
-    """The variables as a shell sets them: lines of a comment."""
-    return (
-        [
-            f"before {before}: export "
-            f"{' '.join(f'{name}={value}' for name, value in variables.items())}"
-        ]
-        if variables
-        else []
-    )
+def exports(variables: Mapping[str, str], *, before: str = "it starts") -> list[str]:
+    """The variables as a shell sets them, where there are any: lines of a comment."""
+    words = [f"{name}={value}" for name, value in variables.items()]
+    return [f"before {before}: export {' '.join(words)}"] if words else []
 
 
-def model_lies(model_path: str | None, *, before: str) -> list[str]:
+def model_lies(model_path: str | None, *, before: str = "it starts") -> list[str]:
     """Says where to put the model's directory, where nobody did: lines of a comment."""
     return [] if model_path else [f"before {before}: export MODEL_PATH=the model's directory"]
 
@@ -158,105 +280,34 @@ def refuse_obstacle(cell: Cell, obstacle: Obstacle) -> None:
     raise UsageError(problem, hint=f"use {' or '.join(least)}")
 
 
-def other_objective(
-    objective: Objective, known: Collection[Objective], *, name: str, is_written: bool = False
-) -> str | None:
-    """That a trainer does not have this objective, and which it has; None where it has it.
-    ``is_written``: it may have others, which nobody wrote a configuration for yet.
-    """
-    if objective in known:
-        return None
-    if is_written:
-        return f"{name}'s configuration is written for {', '.join(known)}, not for {objective}"
-    return f"{name} trains {', '.join(known)}, not {objective}"
-
-
-def refuse_optimizer(settings: Settings, known: Collection[OptimizerName], *, name: str) -> None:
-    """Raise UsageError for an optimizer that a trainer does not have, and for parameters that are
-    rounded at random, which no other trainer has.
-    """
-    is_narrow = settings.parameters != "float32"
-    if not is_narrow and settings.optimizer in known:
-        return
-    asked: dict[str, object] = {"optimizer": settings.optimizer}
-    asked |= {"parameters": settings.parameters} if is_narrow else {}
-    what = "parameters in bf16 with its rounding" if is_narrow else settings.optimizer
-    raise UsageError(f"{name} has no {what}", hint=f"leave `{shlex.join(words_of(asked))}` out")
-
-
 def to_replace(*names: str, settings: Settings) -> str:
     """What is the user's to fill in: a line of a comment. A step of one micro-batch stays so."""
     steps = ("gradient_accumulation_steps",) if settings.accumulates else ()
     return f"yours to replace: {', '.join((*names, *steps))}"
 
 
-def shared_copies(layout: Layout, *, name: str) -> str | None:
-    """That sequences are shared between copies, as a trainer's mesh has none; None where not."""
-    if layout.shard_degree % layout.context_degree == 0:
-        return None
-    return (
-        f"{name} shares a sequence inside a copy, of {layout.shard_degree} GPUs, not among "
-        f"{layout.context_degree}"
-    )
+def listed(name: str, values: Iterable[Value]) -> dict[str, Value]:
+    """A list as values by name: ``{"a.0": 1, "a.1": 2}``."""
+    return {f"{name}.{number}": value for number, value in enumerate(values)}
 
 
-def engine_alone(settings: Settings, *, name: str) -> list[str]:
-    """What only highwater's own engine does."""
-    said: list[str] = []
-    if settings.recompute == "all-but-attention":
-        said.append(
-            f"--recompute all-but-attention: {name} recomputes whole layers, which takes less "
-            f"memory and more time"
+def lora_words(lora: Lora) -> str:
+    """The flags that ask for these adapters."""
+    words: dict[str, object] = {"lora": lora.rank}
+    words |= {} if lora.alpha == 2 * lora.rank else {"lora_alpha": lora.alpha}
+    words |= {} if lora.targets == ALL_LINEAR else {"lora_targets": lora.targets}
+    return shlex.join(words_of(words))
+
+
+def refuse_several_machines(layout: Layout, device_name: str) -> None:
+    """Raise UsageError for GPUs of several machines, of which no configuration is written."""
+    if layout.is_several_machines:
+        kind = kind_of(device_name)
+        gpus = f"{layout.machine_gpus}{f'x{kind.name}' if kind else ''}"
+        raise UsageError(
+            f"a configuration is of one machine, and {layout.gpus} GPUs are of several",
+            hint=f"`--gpus {gpus} --copies 1` is of one of them",
         )
-    if settings.mlp_tiles is not None:
-        said.append(f"--mlp-tiles {settings.mlp_tiles}: {name} has no tiles over the tokens")
-    return said
-
-
-def refusals(cannot: Collection[str], *, name: str) -> list[str]:
-    """What a trainer cannot express: lines of a comment."""
-    return [f"{name} cannot express {each}" for each in cannot]
-
-
-def heading(
-    found: Recommendation,
-    chosen: Candidate,
-    target: Target,
-    *,
-    name: str,
-    version: str,
-    logits_bytes: int | None = None,
-) -> list[str]:
-    """What the configuration is, who says that it fits and of whom: lines of a comment. Of a
-    trainer that is not predicted they say what the predicted one takes, and nothing of fitting.
-    """
-    rollout = f", {found.rollout_gpus} more for rollout" if found.rollout_gpus else ""
-    title = (
-        f"{name} {version}: {found.model_name}, {format_tokens(found.length_tokens)} tokens, "
-        f"{found.gpus} x {found.device_name}{rollout}"
-    )
-    yours = (
-        f"{name}'s settings that hold memory; what it learns, from what and how long is yours to "
-        f"add"
-    )
-    why = found.accuracy if chosen.source == "predicted" else f"in {chosen.found_in}"
-    behind = f"{chosen.source} for {step_in_words(found.trainer)} ({why})"
-    if not is_step_of(found.trainer, target):
-        first = unpredicted(found, chosen, name=name, logits_bytes=logits_bytes)
-        return [first, title, chosen.label, f"the comparison: {behind}", yours]
-    if chosen.source in ("published", "simulated"):
-        behind = f"{chosen.source}, {found.accuracy}"
-    capacity = (
-        f"up to {format_tokens(chosen.capacity_tokens)} "
-        f"tokens{' or more' * chosen.is_at_least} ({chosen.capacity_source})"
-    )
-    headroom = (
-        "headroom unknown"
-        if chosen.headroom_bytes is None
-        else f"{format_bytes(chosen.headroom_bytes)} of headroom"
-    )
-    headroom += "" if chosen.risk is None else f", {chosen.risk}"
-    return [title, f"{chosen.label}: {headroom}, {capacity}", behind, yours]
 
 
 def unpredicted(
@@ -338,3 +389,55 @@ def _with_lists(tree: Any) -> Any:
         return tree
     held = {name: _with_lists(value) for name, value in tree.items()}
     return list(held.values()) if held and all(name.isdecimal() for name in held) else held
+
+
+LIGER: frozenset[str] = frozenset(
+    (
+        *("exaone4", "gemma", "gemma2", "gemma3_text", "glm4", "gpt_oss", "hunyuan_v1_dense"),
+        *("hunyuan_v1_moe", "llama", "ministral", "mistral", "mixtral", "olmo2", "olmo3", "phi3"),
+        *("qwen2", "qwen3", "qwen3_moe", "smollm3"),
+    )
+)
+"""Families that train here and whose loss Liger fuses."""
+CUT_CROSS_ENTROPY: frozenset[str] = frozenset(
+    (
+        *("afmoe", "apertus", "arcee", "cohere", "cohere2", "cohere2_moe", "exaone_moe", "glm"),
+        *("glm4_moe", "granite", "granitemoe", "granitemoeshared", "minimax_m2", "ministral3"),
+        *("olmo", "olmoe", "qwen2_moe", "seed_oss"),
+    )
+)
+"""Families that train here and whose loss Axolotl fuses by Cut Cross Entropy, and not by Liger."""
+_ELEMENT_BYTES = 2 + 4 + 4
+"""Bytes of a logit: in bfloat16 as the head made it, its copy in float32 and its gradient."""
+
+
+def is_fused(cell: Cell, shape: ModelShape | None, families: Collection[str] = LIGER) -> bool:
+    """Whether a chunked loss was asked for, of one of these families or an unknown model."""
+    is_known = shape is None or shape.model_type in families
+    return is_known and not cell.settings.holds_logits
+
+
+def unfused(cell: Cell, why: str) -> tuple[str, ...]:
+    """What a trainer cannot express of a chunked loss that was asked for, and why not."""
+    return () if cell.settings.holds_logits else (f"--loss chunked {why}: its logits are whole",)
+
+
+def whole_logits_bytes(chosen: Candidate, shape: ModelShape | None) -> int | None:
+    """Bytes of a GPU that the logits of its share of a micro-batch take, whole; None of a model
+    that is not here, and of an objective without any.
+    """
+    if shape is None or chosen.cell.settings.traits.gives_scalars:
+        return None
+    return _ELEMENT_BYTES * shape.vocab_size * chosen.token_budget_tokens
+
+
+def bytes_with_logits(found: Recommendation, chosen: Candidate, logits_bytes: int) -> int:
+    """Bytes of a GPU that a trainer's whole logits take together with the rest of the predicted
+    step's, which of those 10 bytes has the 2 of bfloat16 where its logits are whole, too. Where
+    nobody knows the rest, the logits' alone.
+    """
+    if chosen.headroom_bytes is None:
+        return logits_bytes
+    used_bytes = found.device_bytes - found.reserved_bytes - chosen.headroom_bytes
+    own_bytes = logits_bytes // 5 if chosen.cell.settings.holds_logits else 0
+    return used_bytes + logits_bytes - own_bytes

@@ -1,37 +1,41 @@
-"""A trial as the YAML of a trainer for supervised fine-tuning: the emitted words for its settings,
-the user's own fields beside them, and what one trial needs of data, steps and output.
+"""Trainers for supervised fine-tuning whose configuration is one file of YAML: what is emitted of
+a recommendation, and the file of a trial.
 
-A user's field stays unless it says the length, the batch, how processes share the work, the data,
+A trial's file has the emitted words for its settings and the user's own fields beside them. A field
+of the user's stays unless it says the length, the batch, how processes share the work, the data,
 the steps or the output: those are the trial's. What the user's file does not say is the trainer's
 default; without a file it is what ``highwater emit`` says. What would make a trial prove something
-else is refused by name (docs/decisions/059). What differs by trainer is its ``Finetuner``.
-
-Supervised fine-tuning as a trainer's configuration needs it, whoever asks for it: a
-recommendation that is emitted, or a trial.
-
-Adapter words: what the configurations of trainers with LoRA have in common.
+else is refused by name (docs/decisions/059).
 """
 
-import shlex
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 from highwater.errors import UsageError
 from highwater.model.model import ModelShape
 from highwater.model.rope import Yarn
-from highwater.nouns.declaration import words_of
-from highwater.nouns.foreign_trainer import FOREIGN, ForeignName
-from highwater.nouns.lora import ALL_LINEAR, Lora
+from highwater.nouns.foreign_trainer import ForeignName
+from highwater.nouns.layout import Layout
+from highwater.nouns.optimizer import OptimizerName
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trial import TrialSpec
 from highwater.trainers.accelerate import refuse_unlaunched
-from highwater.trainers.emitted import Value, nested, shape_here
+from highwater.trainers.emitted import (
+    Dialect,
+    Emitted,
+    Value,
+    environment,
+    nested,
+    refuse_obstacle,
+    shape_here,
+    whole_logits_bytes,
+)
 from highwater.units import format_tokens
 
 
@@ -46,38 +50,6 @@ class FineTuning(NamedTuple):
     """The scaling of the positions that the length needs."""
     shape: ModelShape | None = None
     """The model's layers, which tell whose loss can be fused; None: it is not here."""
-
-    @classmethod
-    def of(cls, found: Recommendation, chosen: Candidate, model_path: str | None) -> Self:
-        """The training that a recommendation is of."""
-        shape = shape_here(found, model_path)
-        return cls(chosen.cell, found.length_tokens, model_path, found.yarn, shape)
-
-
-def whole_alpha(lora: Lora, *, name: str) -> int:
-    """Alpha as a whole number; raises UsageError for another."""
-    if lora.alpha != int(lora.alpha):
-        raise UsageError(
-            f"{name}'s lora_alpha is a whole number, and {lora.alpha} is not",
-            hint=f"use `--lora-alpha {max(1, round(lora.alpha))}`",
-        )
-    return int(lora.alpha)
-
-
-def lora_words(lora: Lora) -> str:
-    """The flags that ask for these adapters."""
-    words: dict[str, object] = {"lora": lora.rank}
-    words |= {} if lora.alpha == 2 * lora.rank else {"lora_alpha": lora.alpha}
-    words |= {} if lora.targets == ALL_LINEAR else {"lora_targets": lora.targets}
-    return shlex.join(words_of(words))
-
-
-def one_dtype(*, name: str, field: str) -> str:
-    """That a frozen model has its adapters' dtype: a line of a comment."""
-    return (
-        f"{name} has one dtype for adapters and the frozen model, {field}: float32, which counts "
-        "4 bytes for each of its parameters; bf16 would train adapters in bf16"
-    )
 
 
 DOCUMENTS = "documents.jsonl"
@@ -136,6 +108,8 @@ class OwnFile(NamedTuple):
     """Its fields; empty: there is none."""
     source: str = "the configuration"
     """What it is called, for readers."""
+    launcher: Mapping[str, Any] = MappingProxyType({})
+    """Fields of accelerate's file that it names, of a trainer that accelerate launches."""
 
 
 class FinetunerFiles(NamedTuple):
@@ -147,59 +121,130 @@ class FinetunerFiles(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finetuner:
-    """One trainer whose trials are a file of YAML."""
+class Finetuner(ABC):
+    """One of these trainers: how its configuration is emitted, and how a trial of it is written and
+    started.
+    """
 
-    name: ForeignName
-    program: str
+    name: ClassVar[ForeignName]
+    words: ClassVar[Dialect]
+    program: ClassVar[str]
     """What starts it, as pip installs it."""
-    package: str
+    package: ClassVar[str]
     """The package that has it."""
-    subcommand: str
-    file: str
+    subcommand: ClassVar[str]
+    file: ClassVar[str]
     """The name of its configuration."""
-    values: Callable[[FineTuning], dict[str, Value]]
-    """Its emitted settings by name."""
-    refuse: Callable[[FinetunerTrial], None]
-    """Raises UsageError for settings that it does not have."""
-    own: Callable[[FinetunerTrial, Mapping[str, Any]], dict[str, Any]]
-    """The fields that are a trial's, by the trial and what is emitted for it; None: left out."""
-    settled: Callable[[FinetunerTrial, dict[str, Any], OwnFile], FinetunerFiles]
-    """The files from all fields together, where some exclude each other."""
-    start: Callable[[FinetunerTrial, tuple[str, ...]], tuple[str, ...]]
-    """The command, by the words of its program."""
-    environment: Callable[[FinetunerTrial], Mapping[str, str]]
-    """Variables beside those of every trial."""
-    left_out: Collection[str]
+    optimizers: ClassVar[Mapping[OptimizerName, str | None]]
+    """What it calls each optimizer that it has; None: that is its default."""
+    yarn: ClassVar[str | None] = None
+    """Why the block of YaRN stands in the model's config.json; None: it is among the values."""
+    left_out: ClassVar[Collection[str]]
     """The user's fields about data, reports and checkpoints, of which a trial has its own or none;
     ``*`` stands for any end."""
-    ends: Mapping[str, Any]
+    ends: ClassVar[Mapping[str, Any]]
     """What every trial ends with: no evaluation, no checkpoint, each step in the log."""
-    refused: Mapping[str, str]
+    refused: ClassVar[Mapping[str, str]]
     """Fields that a trial cannot take over, and what to do instead."""
-    trains: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    trains: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """Fields that say what is trained, with the one value that a trial has."""
-    by_setting: Mapping[str, Collection[str]]
+    by_setting: ClassVar[Mapping[str, Collection[str]]]
     """Emitted fields, with ``*`` for any end, that a setting of ours is said by."""
-    attention: str
+    attention: ClassVar[str]
     """The field that names the attention."""
-    without_flash: Mapping[str, Any]
+    without_flash: ClassVar[Mapping[str, Any]]
     """What is emitted otherwise where flash-attn is not there; None: nothing."""
-    multiple: int = 1
+    multiple: ClassVar[int] = 1
     """Tokens of which it pads each batch to a multiple."""
-    more_tokens: int = 0
+    more_tokens: ClassVar[int] = 0
     """Tokens of each document past the length: the trainer cuts what its template leaves over."""
 
-    @property
-    def title(self) -> str:
-        """Its name, for readers."""
-        return FOREIGN[self.name].title
+    def emit(
+        self, found: Recommendation, chosen: Candidate, *, model_path: str | None = None
+    ) -> Emitted:
+        """A whole file, but for the data.
 
-    @property
-    def hint(self) -> str:
-        """What to do about a file that is none of its."""
-        return f"name the file that `{self.program} {self.subcommand}` takes"
+        Raises UsageError for an objective other than ``sft``, and for a layout, an optimizer or
+        adapters that the trainer does not have.
+        """
+        cell = chosen.cell
+        self.refuse_untrainable(cell)
+        shape = shape_here(found, model_path)
+        training = FineTuning(cell, found.length_tokens, model_path, found.yarn, shape)
+        return self.words.emitted(
+            found,
+            chosen,
+            self.said(training),
+            self.values(training),
+            command=self.command(training),
+            environment=self.variables(cell.settings),
+            cannot=self.cannot(training),
+            yarn=self.yarn,
+            logits_bytes=None if self.fuses(training) else whole_logits_bytes(chosen, shape),
+            beside=self.beside(training),
+        )
+
+    def refuse_untrainable(self, cell: Cell) -> None:
+        """Raise UsageError for an objective, a layout or an optimizer that it does not have."""
+        words = self.words
+        refuse_obstacle(
+            cell, lambda o, each: words.other_objective(o, is_written=True) or self.obstacle(each)
+        )
+        words.refuse_optimizer(cell.settings, self.optimizers)
+
+    def variables(self, settings: Settings) -> dict[str, str]:
+        """Variables to set before the emitted command."""
+        return environment(settings)
+
+    def beside(self, training: FineTuning) -> Mapping[str, str]:  # noqa: ARG002
+        """Other files that the emitted one names."""
+        return {}
+
+    @abstractmethod
+    def obstacle(self, layout: Layout) -> str | None:
+        """Why its file is not written for a layout, in words; None where it is."""
+
+    @abstractmethod
+    def fuses(self, training: FineTuning) -> bool:
+        """Whether its loss never holds whole logits."""
+
+    @abstractmethod
+    def cannot(self, training: FineTuning) -> list[str]:
+        """What the settings have and it has no words for."""
+
+    @abstractmethod
+    def said(self, training: FineTuning) -> list[str]:
+        """What a reader has to know or do: lines of a comment."""
+
+    @abstractmethod
+    def values(self, training: FineTuning) -> dict[str, Value]:
+        """Its settings by name: what holds memory, and stand-ins for what is learned."""
+
+    @abstractmethod
+    def command(self, training: FineTuning) -> str:
+        """The command that starts the emitted training."""
+
+    def refuse(self, launched: FinetunerTrial) -> None:
+        """Raise UsageError for settings of a trial that it does not have."""
+        self.refuse_untrainable(launched.cell)
+
+    def environment(self, launched: FinetunerTrial) -> Mapping[str, str]:  # noqa: ARG002
+        """Variables of a trial beside those of every one."""
+        return {}
+
+    @abstractmethod
+    def own(self, launched: FinetunerTrial, emitted: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields that are the trial's, by it and what is emitted for it; None: left out."""
+
+    @abstractmethod
+    def settled(
+        self, launched: FinetunerTrial, config: dict[str, Any], base: OwnFile
+    ) -> FinetunerFiles:
+        """The files from all fields together, where some exclude each other."""
+
+    @abstractmethod
+    def start(self, launched: FinetunerTrial, words: tuple[str, ...]) -> tuple[str, ...]:
+        """The command of a trial, by the words of its program."""
 
 
 def trial_files(trainer: Finetuner, launched: FinetunerTrial, base: OwnFile) -> FinetunerFiles:
@@ -218,7 +263,7 @@ def trial_files(trainer: Finetuner, launched: FinetunerTrial, base: OwnFile) -> 
     found = trainer.settled(launched, {**filled, **kept, **own}, base)
     config = {name: value for name, value in found.config.items() if value not in ({}, None)}
     notes = [*found.notes, *_notes(base, kept, config, left)]
-    said = config.get(trainer.attention, f"what {trainer.title} takes by itself")
+    said = config.get(trainer.attention, f"what {trainer.words.name} takes by itself")
     return found._replace(config=config, notes=(*notes, f"attention is {said}"))
 
 
@@ -235,12 +280,12 @@ def of_recomputation(launched: FinetunerTrial, base: OwnFile) -> bool:
 def _refuse_untried(trainer: Finetuner, launched: FinetunerTrial) -> None:
     """Raise UsageError for settings and lengths that trials of the trainer cannot have."""
     length_tokens, multiple = launched.spec.length_tokens, trainer.multiple
-    refuse_unlaunched(launched.spec, name=trainer.title)
+    refuse_unlaunched(launched.spec, name=trainer.words.name)
     trainer.refuse(launched)
     if length_tokens % multiple:
         near_tokens = length_tokens + -length_tokens % multiple
         raise UsageError(
-            f"{trainer.title} pads each batch to a multiple of {multiple} tokens, and "
+            f"{trainer.words.name} pads each batch to a multiple of {multiple} tokens, and "
             f"{format_tokens(length_tokens)} are none",
             hint=f"use `--length {near_tokens}`; of a search `--start-length {near_tokens} "
             f"--resolution {multiple}` or multiples of them",

@@ -1,46 +1,36 @@
-"""A recommendation as ms-swift's configuration file, for its supervised training.
+"""ms-swift: its configuration file for supervised training, of a recommendation and of a trial.
 
 FSDP2 is told by a file of JSON beside it. Its sequence parallelism shares as many key heads as
 divide among the GPUs, and what GPUs are left pass keys and values round a ring.
 
 Source of the names: ``arguments`` of ms-swift 4.6.0, ``config/fsdp2.json`` and ``cli/main.py``; of
 what they do: ``sequence_parallel/sequence_parallel.py`` and ``trainers/seq2seq_trainer.py``.
-
-Trials of ms-swift. Names: as in ``trainers/ms_swift.py``.
 """
 
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from highwater.errors import UsageError
 from highwater.model.model import ModelShape
 from highwater.model.model_place import catalog_model, is_hub_id
 from highwater.nouns.environment import ALLOCATOR_VARIABLES
 from highwater.nouns.layout import Layout
-from highwater.nouns.objective import Objective
 from highwater.nouns.optimizer import OptimizerName
-from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.settings import Settings
-from highwater.nouns.study import Cell
-from highwater.trainers.accelerate import mapping_in
+from highwater.trainers.accelerate import ENDS, mapping_in
 from highwater.trainers.emitted import (
     DATASET,
     WHOLE_SHARDS,
-    Emitted,
+    Dialect,
     Value,
-    emitted,
-    engine_alone,
     environment,
-    heading,
+    is_fused,
+    listed,
     model_lies,
-    other_objective,
-    refusals,
-    refuse_obstacle,
-    refuse_optimizer,
     to_replace,
-    yarn_lines,
+    unfused,
 )
 from highwater.trainers.finetuner_files import (
     COUNTED,
@@ -52,7 +42,6 @@ from highwater.trainers.finetuner_files import (
     OwnFile,
     of_recomputation,
 )
-from highwater.trainers.logits import is_fused, unfused, whole_logits_bytes
 
 VERSION = "4.6.0"
 FILE = "ms-swift.yaml"
@@ -68,133 +57,194 @@ _KIND = (
     "`--model_type qwen3 --template qwen3`, for example; the error lists those that it may be"
 )
 _FUSED_LOSS = "use_liger_kernel is the chunked loss, and needs the package liger-kernel"
+_RECOMPUTES = "gradient_checkpointing"
+_VARIABLES = "ENV"
+_PROCESSES = "NPROC_PER_NODE"
+_OF_A_LAUNCH = (_PROCESSES, "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+_BY_COMMAND = (
+    "leave it out, or start it yourself: `--trainer command --command 'swift sft base.yaml "
+    "--max_length {length} --max_steps {steps} --output_dir {output}'`"
+)
 
 
-def ms_swift(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
-    """The file of ``swift sft``, and FSDP2's beside it.
+class _MsSwift(Finetuner):
+    """ms-swift."""
 
-    Raises UsageError for an objective other than ``sft``, for copies, and for an optimizer that it
-    does not have.
-    """
-    settings = chosen.cell.settings
-    refuse_untrainable(chosen.cell)
-    training = FineTuning.of(found, chosen, model_path)
-    has_fused = _fuses(training)
-    logits_bytes = None if has_fused else whole_logits_bytes(chosen, training.shape)
-    cannot = (
-        *_cannot(training),
-        *engine_alone(settings, name="ms-swift"),
+    name = "ms-swift"
+    words = Dialect("ms-swift", "ms-swift", VERSION)
+    program = "swift"
+    package = "ms-swift"
+    subcommand = "sft"
+    file = FILE
+    optimizers = OPTIMIZERS
+    yarn = "the model is read from there"
+    left_out = (
+        *("dataset", "val_dataset", "cached_dataset", "cached_val_dataset", "eval_dataset"),
+        *("split_dataset_ratio", "columns", "streaming", "interleave_prob"),
+        *("stopping_strategy", "custom_dataset_info", "model_name", "model_author"),
+        *("packing_length", "num_train_epochs", "max_epochs", "save_steps", "eval_steps"),
+        *("save_total_limit", "resume_from_checkpoint", "metric_for_best_model"),
+        *("greater_is_better", "hub_*", "swanlab_*", "run_name", "logging_dir"),
     )
-    command = f"swift sft {FILE}{'' if model_path else _ELSEWHERE}"
-    said = [
-        *heading(
-            found, chosen, "ms-swift", name="ms-swift", version=VERSION, logits_bytes=logits_bytes
-        ),
-        f"beside it {SHARDING}: how it is sharded",
-        *model_lies(model_path, before="it starts"),
-        to_replace("dataset", "learning_rate", settings=settings),
-        *(() if model_path and is_hub_id(model_path) else (_KIND,)),
-        _FLASH,
-        *((_FUSED_LOSS,) if has_fused else ()),
-        *refusals(cannot, name="ms-swift"),
-        *yarn_lines(found, why="the model is read from there"),
-        f"start: {command}",
-    ]
-    return emitted(
-        "ms-swift",
-        VERSION,
-        said,
-        ms_swift_values(training),
-        command=command,
-        environment=environment(chosen.cell.settings),
-        cannot=cannot,
-        logits_bytes=logits_bytes,
-        beside={SHARDING: json.dumps(ms_swift_sharding(settings), indent=2) + "\n"},
-    )
+    ends: ClassVar = {**ENDS, "create_checkpoint_symlink": False}
+    refused: ClassVar = dict.fromkeys(("deepspeed", "device_map", "use_ray"), _BY_COMMAND)
+    by_setting: ClassVar = {
+        "optimizer": ("optim",),
+        "recompute": (),
+        "lora": ("tuner_type", "lora_*", "target_modules", "quant_*", "bnb_*"),
+    }
+    attention = "attn_impl"
+    without_flash: ClassVar = {"attn_impl": "sdpa", "packing": None}
+    more_tokens = 64
+
+    def obstacle(self, layout: Layout) -> str | None:
+        if layout.replicate_degree > 1:
+            return "ms-swift's states are sharded among all GPUs, without copies"
+        return None
+
+    def fuses(self, training: FineTuning) -> bool:
+        # with shared sequences Liger's loss would take no effect
+        cell = training.cell
+        return cell.layout.context_degree == 1 and is_fused(cell, training.shape)
+
+    def command(self, training: FineTuning) -> str:
+        # its YAML knows no variables
+        return f"swift sft {FILE}" + ("" if training.model_path else ' --model "$MODEL_PATH"')
+
+    def beside(self, training: FineTuning) -> Mapping[str, str]:
+        return {SHARDING: json.dumps(_sharding(training.cell.settings), indent=2) + "\n"}
+
+    def said(self, training: FineTuning) -> list[str]:
+        path = training.model_path
+        return [
+            f"beside it {SHARDING}: how it is sharded",
+            *model_lies(path),
+            to_replace("dataset", "learning_rate", settings=training.cell.settings),
+            *(() if path and is_hub_id(path) else (_KIND,)),
+            _FLASH,
+            *((_FUSED_LOSS,) if self.fuses(training) else ()),
+        ]
+
+    def cannot(self, training: FineTuning) -> list[str]:
+        cell, shape = training.cell, training.shape
+        settings, layout = cell.settings, cell.layout
+        said: list[str] = []
+        by_heads = _sharing_heads(layout, shape)
+        if by_heads != layout.ulysses_degree:
+            ring = layout.context_degree // by_heads
+            rest = f", and {ring} such groups pass keys and values on" if ring > 1 else ""
+            said.append(
+                f"{layout.suffix.removeprefix(', ')}: {by_heads} GPUs share heads{rest}, as the "
+                "number of key heads has it"
+            )
+        if settings.strategy == "fsdp":
+            said.append("FSDP1: it is written for FSDP2")
+        if not self.fuses(training):
+            is_shared = layout.context_degree > 1
+            why = (
+                "with shared sequences"
+                if is_shared
+                else "for this family, which Liger does not know"
+            )
+            said += unfused(cell, why)
+        if settings.optimizer_traits.is_quantized:
+            said.append(WHOLE_SHARDS)
+        return said + self.words.engine_alone(settings)
+
+    def values(self, training: FineTuning) -> dict[str, Value]:
+        cell, model_path = training.cell, training.model_path
+        settings, layout = cell.settings, cell.layout
+        values: dict[str, Value] = {"model": model_path} if model_path else {}
+        # by itself it would look for an id on ModelScope
+        values |= {"use_hf": True} if model_path is None or is_hub_id(model_path) else {}
+        variables: dict[str, Value] = {_PROCESSES: layout.gpus, **environment(settings)}
+        return values | {
+            **_trained_values(settings),
+            "dataset.0": DATASET,
+            "torch_dtype": "bfloat16",
+            "bf16": True,
+            "attn_impl": "flash_attention_2",
+            "max_length": training.length_tokens,
+            "packing": True,
+            "per_device_train_batch_size": settings.sequences_per_micro_batch,
+            "gradient_accumulation_steps": 1,
+            "sequence_parallel_size": layout.context_degree,
+            "gradient_checkpointing": False,
+            "fsdp": SHARDING,
+            "optim": OPTIMIZERS[settings.optimizer],
+            "learning_rate": 1e-5,
+            **({"use_liger_kernel": True} if self.fuses(training) else {}),
+            **{f"ENV.{name}": value for name, value in variables.items()},
+        }
+
+    def refuse(self, launched: FinetunerTrial) -> None:
+        super().refuse(launched)
+        layout = launched.spec.layout
+        by_heads = _sharing_heads(layout, launched.shape)
+        if by_heads != layout.ulysses_degree:
+            raise UsageError(
+                f"ms-swift shares heads among {by_heads} of {layout.context_degree} GPUs, as the "
+                f"model's {launched.shape.kv_heads} key heads have it",
+                hint=f"use `--ulysses {by_heads} --ring {layout.context_degree // by_heads}`",
+            )
+
+    def own(self, launched: FinetunerTrial, emitted: Mapping[str, Any]) -> dict[str, Any]:
+        spec, place = launched.spec, launched.place
+        is_shared = spec.layout.context_degree > 1
+        return {
+            "model": str(place.model_directory),
+            "dataset": [str(place.folder / DOCUMENTS)],
+            "max_length": spec.length_tokens,
+            "truncation_strategy": "right",
+            "per_device_train_batch_size": spec.settings.sequences_per_micro_batch,
+            "gradient_accumulation_steps": spec.micro_batches,
+            "max_steps": spec.steps,
+            "output_dir": str(place.output),
+            "add_version": False,
+            "sequence_parallel_size": spec.layout.context_degree,
+            "fsdp": str(place.folder / SHARDING),
+            "fsdp_config": None,
+            "use_cpu": launched.is_on_cpu,
+            f"include_{COUNTED}": True,
+            **({"attn_impl": emitted["attn_impl"]} if is_shared else {}),
+        }
+
+    def settled(
+        self, launched: FinetunerTrial, config: dict[str, Any], base: OwnFile
+    ) -> FinetunerFiles:
+        """FSDP2's file, and one of both that recompute; on the CPU one process without FSDP."""
+        recomputes = of_recomputation(launched, base)
+        left = (*ALLOCATOR_VARIABLES, *_OF_A_LAUNCH)
+        theirs = mapping_in(base.config, _VARIABLES)
+        variables: dict[str, Any] = {n: value for n, value in theirs.items() if n not in left}
+        own: dict[str, Any] = {_VARIABLES: variables, _RECOMPUTES: recomputes}
+        notes = _known_by(launched, base)
+        if launched.is_on_cpu:
+            return FinetunerFiles({**config, **own, "fsdp": None}, notes=notes)
+        sharding = _sharding(launched.spec.settings)
+        section = mapping_in(sharding, "fsdp_config")
+        section["activation_checkpointing"] = section["activation_checkpointing"] and not recomputes
+        if config.get("quant_bits") == 4:
+            section["cpu_ram_efficient_loading"] = False
+        variables[_PROCESSES] = launched.spec.layout.gpus
+        beside = {SHARDING: {**sharding, "fsdp_config": section}}
+        return FinetunerFiles({**config, **own}, beside, notes)
+
+    def start(self, launched: FinetunerTrial, words: tuple[str, ...]) -> tuple[str, ...]:
+        return (*words, "sft", str(launched.place.folder / FILE))
+
+    def environment(self, launched: FinetunerTrial) -> Mapping[str, str]:
+        """Its number of processes, which the user's shell may say, too."""
+        return {} if launched.is_on_cpu else {_PROCESSES: str(launched.spec.layout.gpus)}
 
 
-_ELSEWHERE = ' --model "$MODEL_PATH"'
-"""The flag that names the model where nobody said where it lies: its YAML knows no variables."""
+MS_SWIFT = _MsSwift()
 
 
-def refuse_untrainable(cell: Cell) -> None:
-    """Raise UsageError for an objective, a layout or an optimizer that ms-swift does not have."""
-    refuse_obstacle(cell, _obstacle)
-    refuse_optimizer(cell.settings, OPTIMIZERS, name="ms-swift")
-
-
-def _obstacle(objective: Objective, layout: Layout) -> str | None:
-    """Why ms-swift's file is not written for an objective in a layout; None where it is."""
-    unknown = other_objective(objective, ("sft",), name="ms-swift", is_written=True)
-    if unknown is None and layout.replicate_degree > 1:
-        return "ms-swift's states are sharded among all GPUs, without copies"
-    return unknown
-
-
-def _fuses(training: FineTuning) -> bool:
-    """Whether the loss is Liger's: with shared sequences it would take no effect."""
-    cell = training.cell
-    return cell.layout.context_degree == 1 and is_fused(cell, training.shape)
-
-
-def sharing_heads(layout: Layout, shape: ModelShape | None) -> int:
+def _sharing_heads(layout: Layout, shape: ModelShape | None) -> int:
     """GPUs that share a sequence by heads in ms-swift; the others pass keys and values on."""
     key_heads = layout.ulysses_degree if shape is None else shape.kv_heads
     return math.gcd(key_heads, layout.context_degree)
-
-
-def _cannot(training: FineTuning) -> tuple[str, ...]:
-    cell, shape = training.cell, training.shape
-    settings, layout = cell.settings, cell.layout
-    said: list[str] = []
-    by_heads = sharing_heads(layout, shape)
-    if by_heads != layout.ulysses_degree:
-        ring = layout.context_degree // by_heads
-        rest = f", and {ring} such groups pass keys and values on" if ring > 1 else ""
-        said.append(
-            f"{layout.suffix.removeprefix(', ')}: {by_heads} GPUs share heads{rest}, as the number "
-            "of key heads has it"
-        )
-    if settings.strategy == "fsdp":
-        said.append("FSDP1: it is written for FSDP2")
-    if not _fuses(training):
-        is_shared = layout.context_degree > 1
-        why = "with shared sequences" if is_shared else "for this family, which Liger does not know"
-        said += unfused(cell, why)
-    if settings.optimizer_traits.is_quantized:
-        said.append(WHOLE_SHARDS)
-    return tuple(said)
-
-
-def ms_swift_values(training: FineTuning) -> dict[str, Value]:
-    """ms-swift's settings by name: what holds memory, and stand-ins for what is learned."""
-    cell, model_path = training.cell, training.model_path
-    settings, layout = cell.settings, cell.layout
-    values: dict[str, Value] = {"model": model_path} if model_path else {}
-    # by itself it would look for an id on ModelScope
-    values |= {"use_hf": True} if model_path is None or is_hub_id(model_path) else {}
-    variables: dict[str, Value] = {
-        "NPROC_PER_NODE": layout.gpus,
-        **environment(settings),
-    }
-    return values | {
-        **_trained_values(settings),
-        "dataset.0": DATASET,
-        "torch_dtype": "bfloat16",
-        "bf16": True,
-        "attn_impl": "flash_attention_2",
-        "max_length": training.length_tokens,
-        "packing": True,
-        "per_device_train_batch_size": settings.sequences_per_micro_batch,
-        "gradient_accumulation_steps": 1,
-        "sequence_parallel_size": layout.context_degree,
-        "gradient_checkpointing": False,
-        "fsdp": SHARDING,
-        "optim": OPTIMIZERS[settings.optimizer],
-        "learning_rate": 1e-5,
-        **({"use_liger_kernel": True} if _fuses(training) else {}),
-        **{f"ENV.{name}": value for name, value in variables.items()},
-    }
 
 
 def _trained_values(settings: Settings) -> dict[str, Value]:
@@ -207,10 +257,7 @@ def _trained_values(settings: Settings) -> dict[str, Value]:
         "lora_rank": lora.rank,
         "lora_alpha": float(lora.alpha),
         "lora_dropout": 0.0,
-        **{
-            f"target_modules.{number}": name
-            for number, name in enumerate(lora.names or (lora.targets,))
-        },
+        **listed("target_modules", lora.names or (lora.targets,)),
     }
     if lora.base == "nf4":
         values |= {
@@ -224,7 +271,7 @@ def _trained_values(settings: Settings) -> dict[str, Value]:
     return values
 
 
-def ms_swift_sharding(settings: Settings) -> dict[str, object]:
+def _sharding(settings: Settings) -> dict[str, object]:
     """FSDP2, by which its recomputation goes, as its own ``config/fsdp2.json`` has it."""
     offload = " offload" if settings.offloads_model else ""
     return {
@@ -240,70 +287,6 @@ def ms_swift_sharding(settings: Settings) -> dict[str, object]:
     }
 
 
-_RECOMPUTES = "gradient_checkpointing"
-_VARIABLES = "ENV"
-_PROCESSES = "NPROC_PER_NODE"
-_OF_A_LAUNCH = (_PROCESSES, "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-_BY_COMMAND = (
-    "leave it out, or start it yourself: `--trainer command --command 'swift sft base.yaml "
-    "--max_length {length} --max_steps {steps} --output_dir {output}'`"
-)
-
-
-def _refuse(launched: FinetunerTrial) -> None:
-    refuse_untrainable(launched.cell)
-    layout = launched.spec.layout
-    by_heads = sharing_heads(layout, launched.shape)
-    if by_heads != layout.ulysses_degree:
-        raise UsageError(
-            f"ms-swift shares heads among {by_heads} of {layout.context_degree} GPUs, as the "
-            f"model's {launched.shape.kv_heads} key heads have it",
-            hint=f"use `--ulysses {by_heads} --ring {layout.context_degree // by_heads}`",
-        )
-
-
-def _own(launched: FinetunerTrial, emitted: Mapping[str, Any]) -> dict[str, Any]:
-    spec, place = launched.spec, launched.place
-    is_shared = spec.layout.context_degree > 1
-    return {
-        "model": str(place.model_directory),
-        "dataset": [str(place.folder / DOCUMENTS)],
-        "max_length": spec.length_tokens,
-        "truncation_strategy": "right",
-        "per_device_train_batch_size": spec.settings.sequences_per_micro_batch,
-        "gradient_accumulation_steps": spec.micro_batches,
-        "max_steps": spec.steps,
-        "output_dir": str(place.output),
-        "add_version": False,
-        "sequence_parallel_size": spec.layout.context_degree,
-        "fsdp": str(place.folder / SHARDING),
-        "fsdp_config": None,
-        "use_cpu": launched.is_on_cpu,
-        f"include_{COUNTED}": True,
-        **({"attn_impl": emitted["attn_impl"]} if is_shared else {}),
-    }
-
-
-def _settled(launched: FinetunerTrial, config: dict[str, Any], base: OwnFile) -> FinetunerFiles:
-    """FSDP2's file, and one of both that recompute; on the CPU one process without FSDP."""
-    recomputes = of_recomputation(launched, base)
-    left = (*ALLOCATOR_VARIABLES, *_OF_A_LAUNCH)
-    theirs = mapping_in(base.config, _VARIABLES)
-    variables: dict[str, Any] = {n: value for n, value in theirs.items() if n not in left}
-    own: dict[str, Any] = {_VARIABLES: variables, _RECOMPUTES: recomputes}
-    notes = _known_by(launched, base)
-    if launched.is_on_cpu:
-        return FinetunerFiles({**config, **own, "fsdp": None}, notes=notes)
-    sharding = ms_swift_sharding(launched.spec.settings)
-    section = mapping_in(sharding, "fsdp_config")
-    section["activation_checkpointing"] = section["activation_checkpointing"] and not recomputes
-    if config.get("quant_bits") == 4:
-        section["cpu_ram_efficient_loading"] = False
-    variables[_PROCESSES] = launched.spec.layout.gpus
-    beside = {SHARDING: {**sharding, "fsdp_config": section}}
-    return FinetunerFiles({**config, **own}, beside, notes)
-
-
 def _known_by(launched: FinetunerTrial, base: OwnFile) -> tuple[str, ...]:
     """How ms-swift gets to know what the model is, where its name may not say it."""
     name = launched.spec.model_name
@@ -313,57 +296,3 @@ def _known_by(launched: FinetunerTrial, base: OwnFile) -> tuple[str, ...]:
         "ms-swift tells a model by its directory's name: where that is not as on the Hub, "
         "`model_type` and `template` in `--trainer-config` say what it is",
     )
-
-
-def _start(launched: FinetunerTrial, words: tuple[str, ...]) -> tuple[str, ...]:
-    return (*words, "sft", str(launched.place.folder / FILE))
-
-
-def _environment(launched: FinetunerTrial) -> Mapping[str, str]:
-    """Its number of processes, which the user's shell may say, too."""
-    return {} if launched.is_on_cpu else {_PROCESSES: str(launched.spec.layout.gpus)}
-
-
-MS_SWIFT = Finetuner(
-    name="ms-swift",
-    program="swift",
-    package="ms-swift",
-    subcommand="sft",
-    file=FILE,
-    values=ms_swift_values,
-    refuse=_refuse,
-    own=_own,
-    settled=_settled,
-    start=_start,
-    environment=_environment,
-    left_out=(
-        *("dataset", "val_dataset", "cached_dataset", "cached_val_dataset", "eval_dataset"),
-        *("split_dataset_ratio", "columns", "streaming", "interleave_prob"),
-        *("stopping_strategy", "custom_dataset_info", "model_name", "model_author"),
-        *("packing_length", "num_train_epochs", "max_epochs", "save_steps", "eval_steps"),
-        *("save_total_limit", "resume_from_checkpoint", "metric_for_best_model"),
-        *("greater_is_better", "hub_*", "swanlab_*", "run_name", "logging_dir"),
-    ),
-    ends={
-        "eval_strategy": "no",
-        "save_strategy": "no",
-        "load_best_model_at_end": False,
-        "create_checkpoint_symlink": False,
-        "push_to_hub": False,
-        "report_to": "none",
-        "logging_strategy": "steps",
-        "logging_steps": 1,
-        "logging_nan_inf_filter": False,
-        "auto_find_batch_size": False,
-    },
-    refused={"deepspeed": _BY_COMMAND, "device_map": _BY_COMMAND, "use_ray": _BY_COMMAND},
-    by_setting={
-        "optimizer": ("optim",),
-        "recompute": (),
-        "lora": ("tuner_type", "lora_*", "target_modules", "quant_*", "bnb_*"),
-    },
-    attention="attn_impl",
-    without_flash={"attn_impl": "sdpa", "packing": None},
-    more_tokens=64,
-)
-"""How a trial of ms-swift is written and started."""

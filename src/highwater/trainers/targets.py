@@ -12,18 +12,16 @@ from highwater.errors import UsageError
 from highwater.model.model_place import catalog_model, model_place
 from highwater.nouns.declaration import words_of
 from highwater.nouns.declared_settings import DECLARED
-from highwater.nouns.hardware import kind_of
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trainer import TRAINERS, Target, TrainerName, is_step_of
 from highwater.trainers.accelerate import accelerate
 from highwater.trainers.areal import areal
-from highwater.trainers.axolotl import axolotl
-from highwater.trainers.emitted import Emitted
-from highwater.trainers.llamafactory import llamafactory
-from highwater.trainers.logits import bytes_with_logits
-from highwater.trainers.ms_swift import ms_swift
+from highwater.trainers.axolotl import AXOLOTL
+from highwater.trainers.emitted import Emitted, bytes_with_logits, refuse_several_machines
+from highwater.trainers.llamafactory import LLAMAFACTORY
+from highwater.trainers.ms_swift import MS_SWIFT
 from highwater.trainers.torchtitan import torchtitan
 from highwater.trainers.trinity import trinity
 from highwater.trainers.trl import trl
@@ -144,7 +142,7 @@ TARGETS: Mapping[Target, EmitTarget] = {
         name="Axolotl",
         file="axolotl.yaml",
         is_in_guides=False,
-        emit=axolotl,
+        emit=AXOLOTL.emit,
         yours=(
             "`datasets` in axolotl.yaml, whose path is a stand-in",
             "learning rate and `gradient_accumulation_steps` there",
@@ -156,7 +154,7 @@ TARGETS: Mapping[Target, EmitTarget] = {
         name="LLaMA-Factory",
         file="llamafactory.yaml",
         is_in_guides=False,
-        emit=llamafactory,
+        emit=LLAMAFACTORY.emit,
         yours=(
             "`dataset` in llamafactory.yaml, which is a stand-in, with its `template` and "
             "`dataset_dir`",
@@ -169,7 +167,7 @@ TARGETS: Mapping[Target, EmitTarget] = {
         name="ms-swift",
         file="ms-swift.yaml",
         is_in_guides=False,
-        emit=ms_swift,
+        emit=MS_SWIFT.emit,
         yours=(
             "`dataset` in ms-swift.yaml, which is a stand-in",
             "learning rate and `gradient_accumulation_steps` there",
@@ -266,7 +264,7 @@ def configured(
     Raises UsageError for what the trainer has no words for.
     """
     row = TARGETS[target]
-    _refuse_several_machines(found, chosen)
+    refuse_several_machines(chosen.cell.layout, found.device_name)
     if not _has_words(chosen.cell):
         raise _without_words(row, _NOBODYS)
     opened_as = model_place(model).opened_as or (hub_id_of(model) if is_filled_in else None)
@@ -289,17 +287,6 @@ def hub_id_of(name: str) -> str | None:
     spelled, model = known
     named_so = (each for each in model.hub_ids if each.rpartition("/")[2] == spelled)
     return next(named_so, model.hub_id)
-
-
-def _refuse_several_machines(found: Recommendation, chosen: Candidate) -> None:
-    """Raise UsageError for GPUs of several machines, which the files say nothing of."""
-    if chosen.cell.layout.is_several_machines:
-        kind = f"x{found.device_name}" if kind_of(found.device_name) else ""
-        gpus = f"{chosen.cell.layout.machine_gpus}{kind}"
-        raise UsageError(
-            f"a configuration is of one machine, and {found.gpus} GPUs are of several",
-            hint=f"`--gpus {gpus} --copies 1` is of one of them",
-        )
 
 
 def _without_words(row: EmitTarget, unknown: Mapping[str, object]) -> UsageError:

@@ -17,32 +17,26 @@ from highwater.errors import UsageError
 from highwater.model.footprint import policy_parameters
 from highwater.model.model import load_model
 from highwater.model.model_place import is_hub_id
-from highwater.nouns.layout import Layout
 from highwater.nouns.lora import ATTENTION, MLP, Lora
-from highwater.nouns.objective import Objective
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.trainers.emitted import (
+    Dialect,
     Emitted,
     Value,
-    comment,
-    emitted,
-    engine_alone,
     environment,
     exports,
-    heading,
+    listed,
+    lora_words,
     model_lies,
-    other_objective,
-    refusals,
     refuse_obstacle,
     shape_here,
-    shared_copies,
-    yarn_lines,
+    unfused,
+    whole_logits_bytes,
 )
-from highwater.trainers.finetuner_files import lora_words
-from highwater.trainers.logits import unfused, whole_logits_bytes
 from highwater.units import GIB, format_bytes
 
 VERSION = "0.3.0"
+_WORDS = Dialect("torchtitan", "torchtitan", VERSION)
 _QWEN3_SIZES = ("0.6B", "1.7B", "4B", "8B", "14B", "32B", "30B-A3B")
 FLAVORS: Mapping[str, tuple[str, str]] = {
     **{f"Qwen3-{size}": ("qwen3", size) for size in _QWEN3_SIZES},
@@ -119,44 +113,41 @@ def torchtitan(
     Raises UsageError for objectives other than ``sft``, for copies that share sequences, and for
     adapters that it cannot have.
     """
-    refuse_obstacle(chosen.cell, _obstacle)
+    cell, settings = chosen.cell, chosen.cell.settings
+    refuse_obstacle(
+        cell,
+        lambda objective, layout: (
+            _WORDS.other_objective(objective, is_written=False) or _WORDS.shared_copies(layout)
+        ),
+    )
     is_directory = model_path is not None and not is_hub_id(model_path)
     own = None if is_directory else FLAVORS.get(found.model_name)
-    variables, values = environment(chosen.cell.settings), _values(found, chosen)
+    variables, values = environment(settings), _values(found, chosen)
     values |= _rope(found) if own else {}
-    lora = chosen.cell.settings.adapters
-    if lora is not None:
-        _refuse_adapters(found, chosen, lora, is_own=own is not None)
-        values |= _lora_values(lora)
-    start = f"torchrun --nproc_per_node={chosen.cell.layout.gpus} -m torchtitan.train"
-    command = f"{start} --module {_MODULE} --config train"
-    cannot = _cannot(found, chosen, is_own=own is not None)
+    if settings.adapters is not None:
+        _refuse_adapters(found, chosen, settings.adapters, is_own=own is not None)
+        values |= _lora_values(settings.adapters)
+    start = f"torchrun --nproc_per_node={cell.layout.gpus} -m torchtitan.train"
     chunks = _chunks(chosen) if own else None
     shape = shape_here(found, model_path if is_directory else None)
-    logits_bytes = None if chunks else whole_logits_bytes(chosen, shape)
-    said = heading(
-        found, chosen, "torchtitan", name="torchtitan", version=VERSION, logits_bytes=logits_bytes
-    )
-    said += exports(variables, before="it starts")
-    said += model_lies(model_path if is_directory else None, before="it starts")
-    said.append(
+    said = [
+        *exports(variables),
+        *model_lies(model_path if is_directory else None),
         "the learning rate is to be replaced by yours; add a dataloader=, a checkpoint= that "
-        "loads the weights, ..."
-    )
-    said += refusals(cannot, name="torchtitan")
-    said += [] if own else yarn_lines(found, why="the model is read from there")
-    said.append(f"start, where {_MODULE}.py lies: {command}")
-    text = comment(said) + _program(chosen, values, own, model_path)
-    return emitted(
-        "torchtitan",
-        VERSION,
+        "loads the weights, ...",
+    ]
+    return _WORDS.emitted(
+        found,
+        chosen,
         said,
         values,
-        command=command,
+        command=f"{start} --module {_MODULE} --config train",
+        start=f"start, where {_MODULE}.py lies",
         environment=variables,
-        cannot=cannot,
-        logits_bytes=logits_bytes,
-        text=text,
+        cannot=_cannot(found, chosen, is_own=own is not None),
+        yarn=None if own else "the model is read from there",
+        logits_bytes=None if chunks else whole_logits_bytes(chosen, shape),
+        text=lambda comments: comments + _program(chosen, values, own, model_path),
     )
 
 
@@ -178,12 +169,6 @@ def _chunks(chosen: Candidate) -> int | None:
     return next((number for number in numbers if share_tokens % number == 0), None)
 
 
-def _obstacle(objective: Objective, layout: Layout) -> str | None:
-    """Why torchtitan cannot train an objective in a layout, in words; None where it can."""
-    unknown = other_objective(objective, ("sft",), name="torchtitan")
-    return unknown or shared_copies(layout, name="torchtitan")
-
-
 def _cannot(found: Recommendation, chosen: Candidate, *, is_own: bool) -> tuple[str, ...]:
     settings, layout = chosen.cell.settings, chosen.cell.layout
     said: list[str] = []
@@ -203,7 +188,7 @@ def _cannot(found: Recommendation, chosen: Candidate, *, is_own: bool) -> tuple[
         said.append("YaRN's attention factor: its own models scale the frequencies alone")
     if settings.adapters is not None:
         said += _of_adapters(found, chosen, settings.adapters)
-    return (*said, *engine_alone(settings, name="torchtitan"))
+    return (*said, *_WORDS.engine_alone(settings))
 
 
 def _of_adapters(found: Recommendation, chosen: Candidate, lora: Lora) -> list[str]:
@@ -268,7 +253,7 @@ def _lora_values(lora: Lora) -> dict[str, Value]:
     return {
         "lora.rank": lora.rank,
         "lora.alpha": float(lora.alpha),
-        **{f"lora.target_modules.{number}": name for number, name in enumerate(layers)},
+        **listed("lora.target_modules", layers),
     }
 
 

@@ -14,20 +14,19 @@ from highwater.errors import UsageError
 from highwater.nouns.lora import ALL_LINEAR, Lora
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.trainers.emitted import (
+    Dialect,
     Emitted,
     Value,
-    emitted,
     environment,
     exports,
-    heading,
+    lora_words,
     model_lies,
-    refusals,
     yaml_path,
     yarn_lines,
 )
-from highwater.trainers.finetuner_files import lora_words, whole_alpha
 
 VERSION = "0.6.0"
+_WORDS = Dialect("trinity", "Trinity-RFT", VERSION)
 _COMMAND = "trinity run --config trinity.yaml"
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM can be told of, ``MaxLoRARanks`` in its ``config/lora.py``: Trinity-RFT tells it
@@ -44,24 +43,21 @@ def trinity(found: Recommendation, chosen: Candidate, *, model_path: str | None 
     Raises UsageError for adapters that it cannot have.
     """
     values = _values(found, chosen, yaml_path(model_path))
-    cannot = () if chosen.cell.settings.lora is None else (_NARROW_ADAPTERS,)
     variables = environment(chosen.cell.settings)
-    said = heading(found, chosen, "trinity", name="Trinity-RFT", version=VERSION)
-    said += exports(variables, before="`ray start`")
-    said += model_lies(model_path, before="`ray start`")
-    said += yarn_lines(
-        found,
-        why="model.rope_scaling reaches the rollout alone, the trainer reads the model itself",
-    )
+    why = "model.rope_scaling reaches the rollout alone, the trainer reads the model itself"
+    said = [
+        *exports(variables, before="`ray start`"),
+        *model_lies(model_path, before="`ray start`"),
+        *yarn_lines(found, why=why),
+    ]
     if found.rollout_gpus:
         said.append(
             f"{found.rollout_gpus} rollout engines of one GPU each: how they are divided is not "
             "part of the recommendation"
         )
-    said += refusals(cannot, name="Trinity-RFT")
-    said.append(f"start: {_COMMAND}")
-    return emitted(
-        "trinity", VERSION, said, values, command=_COMMAND, environment=variables, cannot=cannot
+    cannot = () if chosen.cell.settings.lora is None else (_NARROW_ADAPTERS,)
+    return _WORDS.emitted(
+        found, chosen, said, values, command=_COMMAND, environment=variables, cannot=cannot
     )
 
 
@@ -115,7 +111,7 @@ def _lora_values(lora: Lora, *, is_served: bool) -> dict[str, Value]:
     return {
         "model.lora_configs.0.name": "lora",
         "model.lora_configs.0.lora_rank": lora.rank,
-        "model.lora_configs.0.lora_alpha": whole_alpha(lora, name="Trinity-RFT"),
+        "model.lora_configs.0.lora_alpha": _WORDS.whole_alpha(lora),
         "model.lora_configs.0.target_modules": lora.targets,
         "synchronizer.sync_method": "checkpoint",
     }

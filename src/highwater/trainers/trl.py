@@ -31,22 +31,18 @@ from highwater.trainers.accelerate import (
 )
 from highwater.trainers.emitted import (
     WHOLE_SHARDS,
+    Dialect,
     Emitted,
     Value,
-    emitted,
-    engine_alone,
     environment,
-    heading,
+    listed,
     model_lies,
-    other_objective,
-    refusals,
     refuse_obstacle,
-    refuse_optimizer,
     shape_here,
 )
-from highwater.trainers.finetuner_files import whole_alpha
 
 VERSION = "1.16.0"
+_WORDS = Dialect("trl", "TRL", VERSION)
 
 
 class Subcommand(NamedTuple):
@@ -117,17 +113,22 @@ def trl(found: Recommendation, chosen: Candidate, *, model_path: str | None = No
         yarn=found.yarn,
         rollout_gpus=found.rollout_gpus,
     )
-    trained, cannot = COMMANDS[cell.settings.objective], inexpressible(training)
-    said = [*_said(found, chosen, training.sharing, model_path), *refusals(cannot, name="TRL")]
-    command = f"trl {trained.name} --config trl.yaml{'' if model_path else f' {_ELSEWHERE}'}"
-    return emitted(
-        "trl",
-        VERSION,
-        [*said, f"start: {command}"],
+    command = COMMANDS[cell.settings.objective]
+    said = [
+        f"beside it {FILE}: how processes start, and share states and sequences",
+        *((_FLASH,) if attention(training.sharing) == "flash_attention_2" else ()),
+        *model_lies(model_path),
+        *(_about_rollout(found) if command.generates else ()),
+        *((_PRECOMPUTED,) if command.precomputes else ()),
+    ]
+    return _WORDS.emitted(
+        found,
+        chosen,
+        said,
         trl_values(training),
-        command=command,
+        command=f"trl {command.name} --config trl.yaml{'' if model_path else f' {_ELSEWHERE}'}",
         environment=environment(cell.settings),
-        cannot=cannot,
+        cannot=_inexpressible(training),
         beside={FILE: accelerate(found, chosen, model_path=model_path).text},
     )
 
@@ -173,39 +174,24 @@ def _by_heads(layout: Layout) -> str:
 
 def _obstacle(objective: Objective, layout: Layout, shape: ModelShape | None) -> str | None:
     """Why TRL cannot train an objective in a layout, in words; None where it can."""
-    unknown = other_objective(objective, COMMANDS, name="TRL")
+    unknown = _WORDS.other_objective(objective, COMMANDS, is_written=False)
     if unknown is not None:
         return unknown
     if layout.context_degree > 1 and not COMMANDS[objective].packs:
         command = COMMANDS[objective].name
         return f"TRL shares sequences among GPUs in `trl sft` alone, not in `trl {command}`"
-    return layout_obstacle(layout, shape, name="TRL")
+    return layout_obstacle(layout, shape, _WORDS)
 
 
 def _refuse_optimizer(cell: Cell, sharing: SequenceSharing) -> None:
     """Raise UsageError for an optimizer that TRL does not have, with what shards the states."""
     settings, optimizer = cell.settings, cell.settings.optimizer
-    refuse_optimizer(settings, OPTIMIZERS, name="TRL")
+    _WORDS.refuse_optimizer(settings, OPTIMIZERS)
     if sharing == "heads" and OPTIMIZERS[optimizer] is not None:
         raise UsageError(
             f"TRL shares heads by DeepSpeed, whose flat shards have other blocks than {optimizer}",
             hint=f"use `--ulysses 1`, or leave `--optimizer {optimizer}` out",
         )
-
-
-def _said(
-    found: Recommendation, chosen: Candidate, sharing: SequenceSharing, model_path: str | None
-) -> list[str]:
-    """What stands above the settings: whose memory it is, and what else has to be there."""
-    command = COMMANDS[chosen.cell.settings.objective]
-    return [
-        *heading(found, chosen, "trl", name="TRL", version=VERSION),
-        f"beside it {FILE}: how processes start, and share states and sequences",
-        *((_FLASH,) if attention(sharing) == "flash_attention_2" else ()),
-        *model_lies(model_path, before="it starts"),
-        *(_about_rollout(found) if command.generates else ()),
-        *((_PRECOMPUTED,) if command.precomputes else ()),
-    ]
 
 
 def _about_rollout(found: Recommendation) -> list[str]:
@@ -227,7 +213,7 @@ def _about_rollout(found: Recommendation) -> list[str]:
     ]
 
 
-def inexpressible(training: TrlTraining) -> tuple[str, ...]:
+def _inexpressible(training: TrlTraining) -> tuple[str, ...]:
     """What the settings have and TRL has no words for, or other words, in words."""
     settings, sharing = training.cell.settings, training.sharing
     command = COMMANDS[settings.objective]
@@ -248,7 +234,7 @@ def inexpressible(training: TrlTraining) -> tuple[str, ...]:
     elif not command.packs and settings.sequences_per_micro_batch > 1:
         said.append(f"packed sequences in `trl {command.name}`: batches are padded")
     said += instead(training.cell, sharing)
-    return (*said, *engine_alone(settings, name="TRL"))
+    return (*said, *_WORDS.engine_alone(settings))
 
 
 def trl_values(training: TrlTraining) -> dict[str, Value]:
@@ -277,11 +263,8 @@ def _lora_values(settings: Settings) -> dict[str, Value]:
     if lora is None:
         return {}
     values: dict[str, Value] = {"use_peft": True, "lora_r": lora.rank}
-    values["lora_alpha"] = whole_alpha(lora, name="TRL")
-    values |= {
-        f"lora_target_modules.{number}": name
-        for number, name in enumerate(lora.names or (lora.targets,))
-    }
+    values["lora_alpha"] = _WORDS.whole_alpha(lora)
+    values |= listed("lora_target_modules", lora.names or (lora.targets,))
     if lora.base == "nf4":
         values |= {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": True}
         values["bnb_4bit_quant_storage"] = "bfloat16"  # which FSDP handles as it does the model

@@ -6,10 +6,12 @@ the steps or the output: those are the trial's. What would make a trial prove so
 nothing, is refused by name. Names: as in ``trainers/trl.py``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+import msgspec
 
 from highwater.errors import UsageError
 from highwater.model.model import ModelShape
@@ -18,9 +20,11 @@ from highwater.nouns.corpus import DocumentKind
 from highwater.nouns.environment import ALLOCATOR_VARIABLES
 from highwater.nouns.objective import GENERATIONS, Objective, generation_micro_batches
 from highwater.nouns.settings import Settings
-from highwater.nouns.study import Cell
+from highwater.nouns.study import Cell, Question, counted_ranks
+from highwater.nouns.trainer import TrainerName
 from highwater.nouns.trial import TrialSpec
 from highwater.trainers.accelerate import (
+    ENDS,
     ON_THE_CPU,
     SHARDING,
     fsdp_keys,
@@ -30,7 +34,7 @@ from highwater.trainers.accelerate import (
     refuse_unlaunched,
     sharing_of,
 )
-from highwater.trainers.emitted import nested
+from highwater.trainers.emitted import nested, refuse_several_machines
 from highwater.trainers.trl import COMMANDS, TrlTraining, refuse_other_sharing, trl_values
 
 CONFIG = "trl.yaml"
@@ -48,18 +52,6 @@ _DATA = (
     *("eval_packing", "model_revision", "resume_from_checkpoint", "reward_funcs"),
 )
 """The user's fields about data, which a trial has its own of; and about where a run goes on."""
-_ENDS: Mapping[str, Any] = {
-    "eval_strategy": "no",
-    "save_strategy": "no",
-    "load_best_model_at_end": False,
-    "push_to_hub": False,
-    "report_to": "none",
-    "logging_strategy": "steps",
-    "logging_steps": 1,
-    "logging_nan_inf_filter": False,
-    "auto_find_batch_size": False,
-}
-"""What every trial ends with: no other output, and no batch that shrinks where memory runs out."""
 _REFUSED: Mapping[str, str] = {
     "deepspeed": "say it in accelerate's file: `accelerate_config: accelerate.yaml`",
     "fsdp": "say it in accelerate's file: `accelerate_config: accelerate.yaml`",
@@ -79,6 +71,35 @@ _OF_THE_STRATEGY = (*SHARDING, "fsdp_state_dict_type")
 at the end."""
 _FROM_A_RECOMMENDATION = ("packing", "packing_strategy", "attn_implementation")
 """What is emitted where the user has no configuration, and left to TRL where there is one."""
+
+
+def expressible(question: Question, trainer: TrainerName) -> tuple[Question, tuple[str, ...]]:
+    """The question with those of its cells that a predicted trainer can be told, and a note for
+    each that it cannot.
+
+    Raises the UsageError of the first where it can be told none.
+    """
+    refuse = _UNWRITTEN.get(trainer)
+    if refuse is None:
+        return question, ()
+    for cell in question.cells:
+        refuse_several_machines(cell.layout, question.device_name)
+    kept: list[Cell] = []
+    refused: list[UsageError] = []
+    notes: list[str] = []
+    for cell in question.cells:
+        try:
+            spec = question.trial(cell, question.grid.start_tokens)
+            refuse(spec, question.model.shape)
+        except UsageError as error:
+            refused.append(error)
+            where = f"{counted_ranks(cell.layout.gpus, question.device)}{cell.layout.suffix}"
+            notes.append(f"{where} is skipped: {error.problem}")
+        else:
+            kept.append(cell)
+    if not kept:
+        raise refused[0]
+    return msgspec.structs.replace(question, cells=tuple(kept)), tuple(dict.fromkeys(notes))
 
 
 class Launched(NamedTuple):
@@ -153,6 +174,13 @@ def refuse_unwritten(spec: TrialSpec, shape: ModelShape) -> None:
     refuse_unlaunched(spec, name="TRL")
 
 
+_UNWRITTEN: Mapping[TrainerName, Callable[[TrialSpec, ModelShape], None]] = {
+    "trl": refuse_unwritten
+}
+"""Raises UsageError for what a predicted trainer cannot be told; one without a row is told
+anything."""
+
+
 def refuse_base(base: Mapping[str, Any], *, source: str) -> None:
     """Raise UsageError for a field of the user's configuration that a trial cannot take over."""
     for name, hint in _REFUSED.items():
@@ -200,7 +228,7 @@ def trial_files(launched: Launched, base: Base) -> TrialFiles:
     """
     refuse_base(base.config, source=base.source)
     emitted = nested(_emitted(launched, has_base=bool(base.config)))
-    kept = {name: value for name, value in base.config.items() if name not in (*_DATA, *_ENDS)}
+    kept = {name: value for name, value in base.config.items() if name not in (*_DATA, *ENDS)}
     own = {name: emitted[name] for name in _named(launched.spec, emitted)} | _own(launched, base)
     own |= _scaled(emitted, base.config)
     recomputed = next((name for name in _RECOMPUTED if name in kept), None)
@@ -282,7 +310,7 @@ def _own(launched: Launched, base: Base) -> dict[str, Any]:
         "output_dir": str(launched.output),
         "accelerate_config": str(launched.launcher),
         "use_cpu": spec.device == "cpu",
-        **_ENDS,
+        **ENDS,
     }
     if COMMANDS[spec.settings.objective].generates:
         tokens = completion_tokens(spec, base.config)
@@ -338,7 +366,7 @@ def _env(env: Any) -> dict[str, str]:
 
 def _notes(base: Base, own: Mapping[str, Any]) -> tuple[str, ...]:
     """Which of the user's fields say something else in the trial, or nothing."""
-    others = {**_ENDS, **own}
+    others = {**ENDS, **own}
     has = base.config
     changed = sorted(name for name in has if name in others and has[name] != others[name])
     left = sorted(name for name in has if name in _DATA)

@@ -19,19 +19,10 @@ from highwater.errors import UsageError
 from highwater.nouns.environment import ENV_IN_WORDS
 from highwater.nouns.lora import Lora
 from highwater.nouns.recommendation import Candidate, Recommendation
-from highwater.trainers.emitted import (
-    Emitted,
-    Value,
-    comment,
-    emitted,
-    heading,
-    literal,
-    model_lies,
-    yarn_lines,
-)
-from highwater.trainers.finetuner_files import one_dtype, whole_alpha
+from highwater.trainers.emitted import Dialect, Emitted, Value, literal, model_lies, yarn_lines
 
 VERSION = "0.9.1"
+_WORDS = Dialect("verl", "verl", VERSION)
 MODEL_PATH = "$MODEL_PATH"
 """The model's path where nobody said where it lies."""
 _PROGRAM = "python3 -m verl.trainer.main_ppo"
@@ -58,29 +49,35 @@ def verl(found: Recommendation, chosen: Candidate, *, model_path: str | None = N
             "while the actor trains",
         )
     values = _values(found, chosen, model_path or MODEL_PATH)
-    said = heading(found, chosen, "verl", name="verl", version=VERSION)
-    said.append(
+    settings = chosen.cell.settings
+    said = [
         "what the rollout keeps on the GPU while the actor trains is not in it: `--reserved` says "
         "how much"
-    )
-    if chosen.cell.settings.allocator == "expandable":
+    ]
+    if settings.allocator == "expandable":
         said.append(
             "expandable segments: verl turns them on after each exchange of weights; "
             f"{ENV_IN_WORDS} would end vLLM's sleep mode"
         )
-    if chosen.cell.settings.lora is not None:
-        said.append(one_dtype(name="verl", field="fsdp_config.model_dtype"))
-    said += model_lies(model_path, before="it starts")
-    said += yarn_lines(
-        found, why="no override reaches rope parameters, which are a mapping in the model's config"
-    )
-    said.append(
-        f"data.max_prompt_length and data.max_response_length together: {found.length_tokens}"
-    )
+    if settings.lora is not None:
+        said.append(_WORDS.one_dtype("fsdp_config.model_dtype"))
+    why = "no override reaches rope parameters, which are a mapping in the model's config"
+    said += [
+        *model_lies(model_path),
+        *yarn_lines(found, why=why),
+        f"data.max_prompt_length and data.max_response_length together: {found.length_tokens}",
+    ]
     words = [f"  {_override(name, value)} \\\n" for name, value in values.items()]
     command = f'{_PROGRAM} \\\n{"".join(words)}  "$@"'
-    text = f"#!/usr/bin/env bash\n{comment(said)}{command}\n"
-    return emitted("verl", VERSION, said, values, command=command, text=text)
+    return _WORDS.emitted(
+        found,
+        chosen,
+        said,
+        values,
+        command=command,
+        start="",
+        text=lambda comments: f"#!/usr/bin/env bash\n{comments}{command}\n",
+    )
 
 
 def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[str, Value]:
@@ -116,7 +113,7 @@ def _lora_values(lora: Lora | None) -> dict[str, Value]:
         )
     return {
         f"{_MODEL}.lora_rank": lora.rank,
-        f"{_MODEL}.lora_alpha": whole_alpha(lora, name="verl"),
+        f"{_MODEL}.lora_alpha": _WORDS.whole_alpha(lora),
         f"{_MODEL}.target_modules": f"[{','.join(lora.names)}]" if lora.names else lora.targets,
         f"{_ACTOR}.fsdp_config.model_dtype": "fp32",
         f"{_ROLLOUT}.load_format": "safetensors",

@@ -37,8 +37,6 @@ class Ending(Record, frozen=True, kw_only=True):
     """
     damaged_reports: tuple[str, ...] = ()
     """Reports that could not be read, and why, a line each: their ranks count as silent."""
-    lost: str | None = None
-    """Why a machine was lost in the midst of it, whose ranks then say nothing; None: none was."""
 
 
 class Verdict(NamedTuple):
@@ -68,8 +66,6 @@ def failure_of(spec: TrialSpec, ending: Ending) -> Verdict | None:
             return Verdict(Outcome.OUT_OF_MEMORY, _say(rank, failure))
         if failure.kind == "host_memory":
             return Verdict(Outcome.HOST_OUT_OF_MEMORY, _say(rank, failure))
-    if ending.lost is not None:
-        return Verdict(Outcome.CRASHED, ending.lost)
     # After memory: a rank that failed for want of it may leave peers that hang until time is up.
     if ending.exit_code is None:
         late = f"not done after {format_seconds(ending.timeout_s)}"

@@ -10,6 +10,7 @@ import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import IO, NamedTuple, Protocol
@@ -23,7 +24,7 @@ from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.files import read_file
 from highwater.nouns.hardware import kind_of
 from highwater.nouns.profiling import Profiling, SnapshotOrder
-from highwater.nouns.protocols import TOLD_S, Launch, OnPhase
+from highwater.nouns.protocols import REFUSED_FILE, TOLD_S, Launch, OnPhase
 from highwater.nouns.training import TrainingSpec
 from highwater.nouns.trial import (
     Outcome,
@@ -36,10 +37,10 @@ from highwater.nouns.trial import (
 )
 from highwater.store.logs import snapshot_folder
 from highwater.trials.classify import Ending, classify
-from highwater.trials.job import end_reaper, exit_code_of, phase_in, start
-from highwater.trials.ranks import RankExit, RankShare, read_exits
-from highwater.trials.reaper import module, under_reaper
-from highwater.trials.sampled_peak import kernel_kills
+from highwater.trials.job import end_reaper, exit_code_of, phase_in, raise_refused, start
+from highwater.trials.nodes import Across
+from highwater.trials.ranks import RankExit, RankShare, RanksLeft, read_left
+from highwater.trials.reaper import END_AT_ONCE, module, status_of, under_reaper
 from highwater.trials.trial_process import (
     LogLayout,
     log_path_of,
@@ -58,6 +59,10 @@ _REPORT_BYTES = 16 * MIB
 """Bytes of one rank's report at the most: one of 100,000 steps has 6 MiB."""
 _SAVE_S = 600.0
 """Longest time that ranks of a training have, told to stop, to save what they did."""
+_LAUNCHER_S = 20.0
+"""Longest time in which a launcher ends what it started on other machines."""
+_LAST_WORDS_S = 2.0
+"""Seconds that other machines' ranks have, after one's have failed, to report on their own."""
 
 
 class RanksEnd(NamedTuple):
@@ -71,8 +76,6 @@ class RanksEnd(NamedTuple):
     exits: tuple[RankExit, ...]
     kernel_kills: int
     """Processes that the kernel killed for want of memory meanwhile."""
-    lost: str | None = None
-    """Why a machine was lost in the midst of it; None where none was."""
 
 
 class RunRanks(Protocol):
@@ -100,21 +103,34 @@ def run_ranks_here(
     timeout_s: float,
     ended: Event,
     on_phase: OnPhase,
+    across: Across | None = None,
 ) -> RanksEnd:
-    """Run all ranks on this machine, as ``RunRanks`` says."""
-    with private_folder() as folder:
-        ranks = RanksHere(spec, folder, environment, log)
-        exit_code = exit_code_of(
-            ranks.process,
-            timeout_s=timeout_s,
-            ended=ended,
-            tell=lambda: on_phase(phase_in(folder / REPORTS)),
-        )
-        return ranks.end()._replace(exit_code=exit_code)
+    """Run all ranks on this machine, or ``across`` several, as ``RunRanks`` says."""
+    with started(spec, environment, log, across) as ranks:
+
+        def tell() -> None:
+            on_phase(phase_in(ranks.path / REPORTS))
+            ranks.end_the_failed()
+
+        exit_code = exit_code_of(ranks.process, timeout_s=timeout_s, ended=ended, tell=tell)
+        end = ranks.end()
+        return end._replace(exit_code=None) if exit_code is None else end
 
 
-class RanksHere:
-    """The ranks of one start on this machine: all of a trial or a training, or a share of them."""
+@contextmanager
+def started(
+    spec: TrialSpec | TrainingSpec,
+    environment: Mapping[str, str],
+    log: IO[bytes],
+    across: Across | None,
+) -> Generator["StartedRanks"]:
+    """The ranks, on this machine or ``across`` several, in a folder of their own."""
+    with private_folder() if across is None else across.folder() as folder:
+        yield StartedRanks(spec, folder, environment, log, across)
+
+
+class StartedRanks:
+    """The ranks of one start, of a trial or a training."""
 
     def __init__(
         self,
@@ -122,39 +138,54 @@ class RanksHere:
         path: Path,
         environment: Mapping[str, str],
         log: IO[bytes],
-        *,
-        share: RankShare | None = None,
+        across: Across | None,
     ) -> None:
-        """Start them under a reaper of this process. In ``path`` all ranks meet, and report;
-        whoever starts the first of them writes there what they read.
+        """Start them under a reaper of this process: themselves, or the launcher of their machines.
+        In ``path`` they meet, and report.
         """
         self.path = path
-        self._kills_before = kernel_kills()
+        self._across = across
+        self._failed_at: float | None = None
         if isinstance(spec, TrainingSpec):
             trial, worker, grace_s = spec.trial, "training_worker", _SAVE_S
         else:
             trial, worker, grace_s = spec, "worker", None
-        share = share or RankShare(count=trial.layout.gpus, folder=path)
         order, reports = path / SPEC_FILE, path / REPORTS
-        remove: list[str] = []
-        if share.first == 0:
-            order.write_text(to_json(spec), encoding="utf-8")
-            reports.mkdir()
-            remove += [trial.checkpoint_directory] if trial.checkpoint_directory else []
-        command = under_reaper(
-            module(f"highwater.engine.training.{worker}", str(order), str(reports)),
-            remove=remove,
-            inherit=[share.folder],
-            ranks=share,
-            grace_s=grace_s,
-        )
+        order.write_text(to_json(spec), encoding="utf-8")
+        reports.mkdir()
+        of_rank = module(f"highwater.engine.training.{worker}", str(order), str(reports))
+        remove = [trial.checkpoint_directory] if trial.checkpoint_directory else []
+        of_all = partial(under_reaper, remove=remove, inherit=[path], grace_s=grace_s)
+        if across is None:
+            command = of_all(of_rank, ranks=RankShare(count=trial.layout.gpus, folder=path))
+        else:
+            launched = across.command(trial, of_rank, path, grace_s=grace_s)
+            command = of_all(launched, launcher_s=_LAUNCHER_S)
+            environment = across.environment()
         self.process = start(command, environment, log)
         """The reaper."""
 
-    @property
-    def kernel_kills(self) -> int:
-        """Processes that the kernel killed for want of memory since the start."""
-        return kernel_kills() - self._kills_before
+    def end_the_failed(self) -> None:
+        """End all machines' ranks where those of one have failed a while ago, or one refused to
+        start them: not every launcher does.
+        """
+        if self._across is None or not self._has_failed():
+            return
+        now = time.monotonic()
+        self._failed_at = self._failed_at or now
+        if now >= self._failed_at + _LAST_WORDS_S:
+            self.process.send_signal(END_AT_ONCE)
+
+    def _has_failed(self) -> bool:
+        exits = (exit_ for left in self._left() for exit_ in left.exits)
+        return any(exit_.status for exit_ in exits) or (self.path / REFUSED_FILE).is_file()
+
+    def _left(self) -> list[RanksLeft]:
+        """What each machine's ranks left, those first that failed."""
+        if self._across is None:
+            return [read_left(self.path)]
+        every = [read_left(self.path / str(node)) for node in range(self._across.nodes)]
+        return sorted(every, key=lambda left: not any(exit_.status for exit_ in left.exits))
 
     def is_over(self) -> bool:
         """Whether they have ended by themselves."""
@@ -164,6 +195,7 @@ class RanksHere:
         """Wait a moment, or until they have ended."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(TOLD_S)
+        self.end_the_failed()
 
     def stop(self) -> None:
         """Tell them to stop after their step and to save, those of a trial to end."""
@@ -176,9 +208,14 @@ class RanksHere:
     def end(self) -> RanksEnd:
         """End what still runs of them; what they left."""
         self.abandon()
+        raise_refused(self.path)
         reports, damaged = read_reports(self.path / REPORTS)
+        left = self._left()
+        exits = tuple(exit_ for each in left for exit_ in each.exits)
         code = self.process.returncode
-        return RanksEnd(code, reports, damaged, read_exits(self.path), self.kernel_kills)
+        if self._failed_at is not None:  # they were ended here, and that is no word of theirs
+            code = next((status_of(exit_.status) for exit_ in exits if exit_.status), code)
+        return RanksEnd(code, reports, damaged, exits, sum(each.kernel_kills for each in left))
 
 
 def read_reports(folder: Path) -> tuple[tuple[RankReport, ...], tuple[str, ...]]:
@@ -253,7 +290,6 @@ class EngineLauncher:
             log_tail=tail,
             kernel_kills=left.kernel_kills,
             damaged_reports=left.damaged_reports,
-            lost=left.lost,
         )
         raise_refusal(reports)
         outcome, reason = classify(spec, ending)

@@ -102,7 +102,7 @@ def check_finetuner(
     files = trial_files(trainer, _launched(spec, Path("there"), program), base_of(trainer, foreign))
     if shutil.which(program) is None:
         raise MachineError(
-            f"{trainer.title} is not found: there is no program {program}",
+            f"{trainer.words.name} is not found: there is no program {program}",
             hint=f"`pip install {trainer.package}`, or name where it is: "
             f"`--command /path/to/{trainer.program}`",
         )
@@ -119,7 +119,8 @@ def base_of(trainer: Finetuner, foreign: ForeignTrainer) -> OwnFile:
     if content is None or foreign.base_config_path is None:
         return OwnFile()
     path = Path(foreign.base_config_path)
-    return OwnFile(config=yaml_fields(content, path, hint=trainer.hint), source=path.name)
+    hint = f"name the file that `{trainer.program} {trainer.subcommand}` takes"
+    return OwnFile(config=yaml_fields(content, path, hint=hint), source=path.name)
 
 
 def _launched(spec: TrialSpec, folder: Path, program: str) -> FinetunerTrial:

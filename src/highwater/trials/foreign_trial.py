@@ -57,8 +57,9 @@ from highwater.trials.foreign_classify import (
 from highwater.trials.foreign_command import OUTPUT, Check, ForeignCommand, Prepare
 from highwater.trials.job import exit_code_of, start
 from highwater.trials.probe import probe
+from highwater.trials.ranks import kernel_kills
 from highwater.trials.reaper import under_reaper
-from highwater.trials.sampled_peak import SampledPeak, kernel_kills, sampled_peak
+from highwater.trials.sampled_peak import SampledPeak, sampled_peak
 from highwater.trials.trial_process import (
     LogLayout,
     log_path_of,

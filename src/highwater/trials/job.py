@@ -87,16 +87,21 @@ class Job(Generic[Report]):
                 ended=ended or Event(),
                 tell=lambda: on_phase(phase_in(folder, self.first_phase)),
             )
-        if (path := folder / REFUSED_FILE).is_file():
-            refused = from_json(path.read_bytes(), Refused)
-            kind = MachineError if refused.is_machine else UsageError
-            raise kind(refused.problem, hint=refused.hint)
+        raise_refused(folder)
         if report.is_file():
             return from_json(report.read_bytes(), self.report)
         if status is None and self.late is not None:
             problem = f"{self.late} took more than {self.timeout_s:.0f} s"
             raise MachineError(problem, hint=self.hint or INSTALL_HINT)
         raise failed(self.failure, log, status, hint=self.hint)
+
+
+def raise_refused(folder: Path) -> None:
+    """Raise what a job refused, if it did, as it left word in its folder."""
+    if (path := folder / REFUSED_FILE).is_file():
+        refused = from_json(path.read_bytes(), Refused)
+        kind = MachineError if refused.is_machine else UsageError
+        raise kind(refused.problem, hint=refused.hint)
 
 
 def start(

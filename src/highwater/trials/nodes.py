@@ -1,246 +1,304 @@
-"""Ranks across machines, from the first of them, which searches or trains; what the others do is
-node_share.py's.
+"""Ranks across machines: a launcher of the user's, such as ``srun``, starts one process of ours on
+each, ``python -m highwater.trials.nodes FOLDER VERSION``, which becomes the reaper of that
+machine's ranks.
 
-The machines meet in a folder that all of them see (node_folder.py); the ranks meet through a file
-in it, and then talk to each other as gloo and NCCL do, over the network.
+The order and all reports lie in a folder on a file system that every machine sees. The ranks meet
+through a file beside it, which opens no port; where none is named, through the port that the
+launcher itself names.
 """
 
-import math
+import os
+import shlex
 import shutil
 import socket
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import stat
+import sys
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
-from threading import Event
-from typing import IO
+from typing import NoReturn
 
-from highwater.errors import HighwaterError, MachineError
-from highwater.nouns.protocols import TOLD_S, OnPhase, TrialEndedError
-from highwater.nouns.training import TrainingSpec
-from highwater.nouns.trial import Device, TrialSpec
-from highwater.trials.engine_trial import REPORTS, RanksEnd, RanksHere, read_reports
-from highwater.trials.job import phase_in
-from highwater.trials.node_folder import LOST_S, Done, Go, NodeFolder, NodeReady, pause
-from highwater.trials.probe import probe, refuse_busy_gpus
-from highwater.trials.ranks import RankExit, RankShare, read_exits
+import msgspec
+
+from highwater.errors import HighwaterError, MachineError, UsageError
+from highwater.model.model import load_model
+from highwater.nouns.codec import Record, from_json, to_json
+from highwater.nouns.protocols import REFUSED_FILE, Refused, leave
+from highwater.nouns.request import Request
+from highwater.nouns.trial import TrialSpec
+from highwater.trials.probe import probe
+from highwater.trials.ranks import RankShare
+from highwater.trials.reaper import module, under_reaper
+from highwater.trials.trial_process import await_release, private_folder, trial_environment
 from highwater.version import __version__
 
-COME_S = 600.0
-"""Seconds in which every machine has to have come: a cluster starts them one after another."""
-_LAST_WORDS_S = 2.0
-"""Seconds that other machines' ranks have, after one's have failed, to report on their own."""
-_ENDED_S = 30.0
-"""Seconds in which every machine's ranks are ended."""
+_LAUNCHERS = (
+    ("GROUP_RANK", "GROUP_WORLD_SIZE"),  # torchrun
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # mpirun of Open MPI
+    ("PMI_RANK", "PMI_SIZE"),  # mpiexec of MPICH and Intel MPI
+    ("SLURM_PROCID", "SLURM_NTASKS"),  # srun
+    ("SLURM_NODEID", "SLURM_NNODES"),
+)
+"""Variables in which launchers say which process of how many one is, the innermost first."""
+_MEETING = (
+    *("MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"),
+)
+"""Variables in which launchers say at which port ranks meet. Source: torch's rendezvous.py."""
+_ORDER = "node.json"
 
 
-def ready_here(
-    *, device: Device, gpus: int, config_digest: str, allow_busy: bool = False
-) -> NodeReady:
-    """What this machine is, and whether ``gpus`` of its GPUs can run trials."""
-    machine, problem = probe(), None
-    if device == "cuda":
-        if len(machine.gpus) < gpus:
-            problem = f"{gpus} GPUs are asked for, and {len(machine.gpus)} are present"
-        elif not allow_busy:
-            try:
-                refuse_busy_gpus(machine, count=gpus)
-            except HighwaterError as error:
-                problem = error.problem
-    return NodeReady(
-        host=socket.gethostname(),
-        highwater_version=__version__,
-        device_name=machine.gpus[0].name if device == "cuda" and machine.gpus else "CPU",
-        config_digest=config_digest,
-        problem=problem,
+class NodeOrder(Record, frozen=True, kw_only=True):
+    """What every machine is to start, and what the machine is like that asks."""
+
+    trial: TrialSpec
+    worker: tuple[str, ...]
+    """The command of one rank."""
+    store: str | None
+    """The file through which all ranks meet; None: the launcher's port."""
+    grace_s: float | None
+    """Seconds that ranks have to save when they are told to end; None: none."""
+    allow_busy: bool
+    device_name: str
+    """Its GPUs as their driver names them, or ``CPU``."""
+    config_digest: str
+    """Digest of the model's configuration, as it lies there."""
+
+
+class Across(Record, frozen=True, kw_only=True):
+    """How the ranks of several machines are started, and where they meet."""
+
+    launcher: tuple[str, ...]
+    nodes: int
+    rendezvous: Path | None
+    """The file that is named: each start has its own, in a folder beside it. None: the launcher's
+    port."""
+    shared: Path
+    """A folder that every machine sees."""
+    allow_busy: bool
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What there is to say before anything else: that a port is open, where one is."""
+        if self.rendezvous is not None:
+            return ()
+        return (
+            "a port is open: the ranks meet at the MASTER_ADDR that the launcher sets, and whoever "
+            "reaches it can join them; `--rendezvous FILE` opens none",
+        )
+
+    @contextmanager
+    def folder(self) -> Generator[Path]:
+        """A folder of one start that every machine sees and this user alone may read."""
+        if self.rendezvous is not None:
+            self.rendezvous.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _refuse_shared(self.rendezvous.parent, self.shared)
+        with private_folder(
+            self.shared if self.rendezvous is None else self.rendezvous.parent
+        ) as own:
+            yield own
+
+    def command(
+        self, trial: TrialSpec, worker: list[str], folder: Path, *, grace_s: float | None
+    ) -> list[str]:
+        """The command that starts all ranks, whose order is left in a start's folder."""
+        order = NodeOrder(
+            trial=trial,
+            worker=tuple(worker),
+            store=None if self.rendezvous is None else str(folder / self.rendezvous.name),
+            grace_s=grace_s,
+            allow_busy=self.allow_busy,
+            device_name=_device_name(trial),
+            config_digest=load_model(trial.model_directory).config_digest,
+        )
+        (folder / _ORDER).write_text(to_json(order), encoding="utf-8")
+        return [*self.launcher, *module("highwater.trials.nodes", str(folder), __version__)]
+
+    def environment(self) -> dict[str, str]:
+        """The user's environment without what an outer launcher says of this process: what a
+        process then finds there, its own launcher has said.
+        """
+        outer = {*_MEETING, *(rank for rank, _ in _LAUNCHERS)}
+        return {name: value for name, value in os.environ.items() if name not in outer}
+
+
+def across(request: Request) -> Across | None:
+    """How a request starts ranks on several machines; None: it is of this one alone.
+
+    Raises UsageError where nobody could start them, or somebody else could read where they meet.
+    """
+    example = f"srun --nodes {max(2, request.nodes)} --ntasks-per-node 1 --kill-on-bad-exit"
+    if request.nodes == 1:
+        if request.launcher is not None or request.rendezvous is not None:
+            name = "launcher" if request.launcher is not None else "rendezvous"
+            raise UsageError(
+                f"`--{name}` is of several machines, and one is named",
+                hint=f"add `--nodes 2`, or leave `--{name}` out",
+            )
+        return None
+    hint = f"use `--launcher {shlex.quote(example)}`: it starts one process on each machine"
+    if request.launcher is None:
+        raise UsageError(f"nobody starts the ranks on {request.nodes} machines", hint=hint)
+    try:
+        words = tuple(shlex.split(request.launcher))
+    except ValueError as error:
+        raise UsageError(
+            f"the launcher {request.launcher!r} is no command: {error}", hint=hint
+        ) from error
+    if not words or shutil.which(words[0]) is None:
+        problem = f"the launcher's program {words[0] if words else ''!r} is not to be found"
+        raise UsageError(problem, hint=hint)
+    shared = Path(request.log_dir).absolute()
+    rendezvous = None if request.rendezvous is None else Path(request.rendezvous).absolute()
+    if rendezvous is not None:
+        _refuse_shared(rendezvous.parent, shared)
+    return Across(
+        launcher=words,
+        nodes=request.nodes,
+        rendezvous=rendezvous,
+        shared=shared,
+        allow_busy=request.allow_busy,
     )
 
 
-def await_nodes(folder: NodeFolder, ready: NodeReady, *, within_s: float = COME_S) -> None:
-    """Wait until all machines have come to the folder, in which this one is ``ready``.
+def _refuse_shared(folder: Path, beside: Path) -> None:
+    """Raise UsageError for a folder that is not this user's alone; one that is not there will be.
 
-    Raises MachineError where one has not, or is not like this one.
+    Whoever writes into the file in which ranks meet can join them.
     """
-    deadline = time.monotonic() + within_s
-    waits = list(range(folder.nodes))
-    while waits:
-        there = folder.ready(waits[0])
-        if there is not None:
-            _refuse_unlike(ready, there, node=waits.pop(0))
-        elif time.monotonic() > deadline:
+    problem = _not_private(folder)
+    if problem is not None:
+        names = (beside / f"rendezvous-{number}" for number in count(1))
+        other = next(name for name in names if _not_private(name) is None)
+        raise UsageError(
+            f"the ranks would meet in {folder}, which {problem}",
+            hint=f"use `--rendezvous {shlex.quote(f'{other}/ranks')}`: the folder is made for you "
+            "alone",
+        )
+
+
+def _not_private(folder: Path) -> str | None:
+    try:
+        found = folder.lstat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if not stat.S_ISDIR(found.st_mode):
+        return "is a link" if stat.S_ISLNK(found.st_mode) else "is no folder"
+    if found.st_uid != os.getuid():
+        return "is another user's"
+    return "others can read or write" if found.st_mode & 0o077 else None
+
+
+def _device_name(trial: TrialSpec) -> str:
+    machine = probe()
+    return machine.gpus[0].name if trial.device == "cuda" and machine.gpus else "CPU"
+
+
+def main() -> NoReturn:
+    """Be one machine's process: become the reaper of its ranks, or leave word why not."""
+    parent, folder, version = os.getppid(), Path(sys.argv[1]), sys.argv[2]
+    try:
+        command, environment = _share(folder, version, parent)
+    except HighwaterError as error:
+        refused = Refused(
+            problem=f"{socket.gethostname()}: {error.problem}", hint=error.hint, is_machine=True
+        )
+        with suppress(FileNotFoundError):  # another machine's word took its place
+            leave(folder / REFUSED_FILE, msgspec.json.encode(refused))
+        sys.exit(f"error: {refused.problem}")
+    os.execve(command[0], command, environment)  # noqa: S606 -- words, and no shell
+
+
+def _share(folder: Path, version: str, parent: int) -> tuple[list[str], dict[str, str]]:
+    """The command of this machine's reaper and its environment, as the order says."""
+    if version != __version__:
+        raise _unlike("highwater", __version__, version)
+    order = from_json((folder / _ORDER).read_bytes(), NodeOrder)
+    trial, gpus = order.trial, order.trial.layout.machine_gpus
+    node = _number(trial.layout.gpus // gpus, os.environ)
+    own = folder / str(node)
+    try:
+        own.mkdir()
+    except FileExistsError as error:
+        raise _bad_launcher(f"two processes are told that they are number {node}") from error
+    if trial.device == "cuda":
+        if (there := len(probe().gpus)) < gpus:
             raise MachineError(
-                f"machine {waits[0]} of {folder.nodes} has not come to {folder.path}",
-                hint="type the same command there, with `--node-rank` 1 and up; `srun` does",
+                f"{gpus} GPUs are asked for, and {there} are present",
+                hint="`highwater doctor` there shows more",
             )
-        else:
-            pause()
-
-
-def _refuse_unlike(ready: NodeReady, there: NodeReady, *, node: int) -> None:
-    who = f"machine {node}, {there.host}"
-    if there.problem is not None:
-        raise MachineError(f"{who}: {there.problem}", hint="`highwater doctor` there shows more")
+        if not order.allow_busy:
+            await_release(None, gpus)
+    digest = load_model(trial.model_directory).config_digest
     for what, mine, theirs in (
-        ("highwater", ready.highwater_version, there.highwater_version),
-        ("device", ready.device_name, there.device_name),
-        ("model configuration", ready.config_digest, there.config_digest),
+        ("device", _device_name(trial), order.device_name),
+        ("model configuration", digest, order.config_digest),
     ):
         if mine != theirs:
-            raise MachineError(
-                f"{who}, has the {what} {theirs}, and {ready.host} has {mine}",
-                hint="use machines that are alike; `highwater doctor` shows each",
+            raise _unlike(what, mine, theirs)
+    environment = trial_environment(trial)
+    if order.store is None:
+        environment |= _port(os.environ)
+        if node == 0:
+            sys.stdout.write(
+                f"a port is open at {environment['MASTER_ADDR']}: the ranks meet there\n"
             )
-
-
-@dataclass(slots=True)
-class RanksOnNodes:
-    """Runs the ranks of trials across the machines of a folder, from the first of them."""
-
-    folder: NodeFolder
-    _trials: int = field(default=0, init=False)
-
-    def __call__(
-        self,
-        spec: TrialSpec,
-        environment: Mapping[str, str],
-        log: IO[bytes],
-        *,
-        timeout_s: float,
-        ended: Event,
-        on_phase: OnPhase,
-    ) -> RanksEnd:
-        """Run all ranks of a trial, as ``RunRanks`` says."""
-        self._trials += 1
-        deadline = time.monotonic() + timeout_s
-        ranks = RanksAcross(self.folder, self._trials, spec, environment, log)
-        told_at = time.monotonic()
-        try:
-            while (now := time.monotonic()) < deadline and not ranks.is_over():
-                if ended.is_set():
-                    raise TrialEndedError
-                if now - told_at >= TOLD_S:
-                    told_at = now
-                    on_phase(phase_in(ranks.path / REPORTS))
-                pause()
-        except BaseException:
-            ranks.abandon()
-            raise
-        return ranks.end()
-
-
-class RanksAcross:
-    """The ranks of one start across the machines of a folder, from the first of them."""
-
-    def __init__(
-        self,
-        folder: NodeFolder,
-        number: int,
-        spec: TrialSpec | TrainingSpec,
-        environment: Mapping[str, str],
-        log: IO[bytes],
-    ) -> None:
-        """Start them, the ``number``-th of the folder, from 1."""
-        self._folder = folder
-        self.path = folder.trial(number)
-        """Where they meet, and report."""
-        for node in range(folder.nodes):
-            (self.path / str(node)).mkdir(parents=True)
-        trains = isinstance(spec, TrainingSpec)
-        self._failed_at = math.inf
-        self._lost: str | None = None
-        share = share_of(spec.trial if trains else spec, self.path, folder)
-        self._here = RanksHere(spec, self.path, environment, log, share=share)
-        try:
-            go = Go(log_path=str(Path(log.name).absolute()), trains=trains)
-            folder.say_go(self.path, go)
-        except BaseException:
-            self.abandon()
-            raise
-
-    def is_over(self) -> bool:
-        """Whether every machine's ranks have ended, one's have failed and others had time to report
-        on their own, or a machine was lost.
-        """
-        codes, now = self._codes(), time.monotonic()
-        if len(codes) == self._folder.nodes:
-            return True
-        if any(codes.values()):
-            self._failed_at = min(self._failed_at, now)
-        for node in range(1, self._folder.nodes):
-            if self._lost is None and node not in codes and self._folder.is_lost(node):
-                self._lost = f"machine {node} was lost: no sign of life for {LOST_S:.0f} s"
-        return self._lost is not None or now >= self._failed_at + _LAST_WORDS_S
-
-    def wait(self) -> None:
-        """Wait a moment."""
-        time.sleep(TOLD_S)
-
-    def stop(self) -> None:
-        """Tell this machine's ranks to stop, and through them all: they agree on the step."""
-        self._here.stop()
-
-    def abandon(self) -> None:
-        """End the ranks of every machine, whatever they do."""
-        try:
-            self._here.abandon()
-        finally:
-            self._folder.say_end(self.path)
-
-    def end(self) -> RanksEnd:
-        """End what still runs of them; what they left."""
-        codes = self._codes()
-        self.abandon()
-        others = self._await_ends()
-        failed = (code for code in codes.values() if code)
-        is_late = len(codes) < self._folder.nodes and not any(codes.values())
-        reports, damaged = read_reports(self.path / REPORTS)
-        end = RanksEnd(
-            exit_code=None if is_late else next(failed, 0),
-            reports=reports,
-            damaged_reports=damaged,
-            exits=self._exits(codes),
-            kernel_kills=self._here.kernel_kills + sum(each.kernel_kills for each in others),
-            lost=self._lost,
-        )
-        shutil.rmtree(self.path, ignore_errors=True)
-        return end
-
-    def _codes(self) -> dict[int, int]:
-        """Exit status of each machine whose ranks have ended by themselves."""
-        own = self._here.process.poll()
-        codes = {} if own is None else {0: own}
-        for node in range(1, self._folder.nodes):
-            done = self._folder.done(self.path, node)
-            if done is not None and done.exit_code is not None:
-                codes[node] = done.exit_code
-        return codes
-
-    def _await_ends(self) -> list[Done]:
-        """Wait until no machine has ranks any more, but for one that is lost."""
-        deadline = time.monotonic() + _ENDED_S
-        ends: list[Done] = []
-        for node in range(1, self._folder.nodes):
-            while (done := self._folder.done(self.path, node)) is None:
-                if time.monotonic() > deadline or self._folder.is_lost(node):
-                    break
-                pause()
-            else:
-                ends.append(done)
-        return ends
-
-    def _exits(self, codes: Mapping[int, int]) -> tuple[RankExit, ...]:
-        """How ranks ended, those of machines that failed first."""
-        by_failure = sorted(range(self._folder.nodes), key=lambda node: not codes.get(node))
-        return tuple(exit_ for node in by_failure for exit_ in read_exits(self.path / str(node)))
-
-
-def share_of(spec: TrialSpec, trial: Path, folder: NodeFolder) -> RankShare:
-    """The ranks of a trial that this machine starts."""
-    count = spec.layout.machine_gpus
-    return RankShare(
-        count=count,
-        folder=folder.own(trial),
-        first=folder.node * count,
-        world=spec.layout.gpus,
-        store=trial / "store",
+            sys.stdout.flush()
+    share = RankShare(
+        count=gpus,
+        folder=own,
+        first=node * gpus,
+        world=trial.layout.gpus,
+        store=None if order.store is None else Path(order.store),
     )
+    command = under_reaper(order.worker, ranks=share, grace_s=order.grace_s, parent=parent)
+    return command, environment
+
+
+def _unlike(what: str, mine: str, theirs: str) -> MachineError:
+    return MachineError(
+        f"it has the {what} {mine}, and the machine that asks has {theirs}",
+        hint="use machines that are alike; `highwater doctor` shows each",
+    )
+
+
+def _number(nodes: int, environment: Mapping[str, str]) -> int:
+    """Which of the machines this is, from 0, as its launcher says."""
+    for rank, size in _LAUNCHERS:
+        number, processes = environment.get(rank, ""), environment.get(size, "")
+        if not (number.isdecimal() and processes.isdecimal()):
+            continue
+        if int(processes) != nodes or int(number) >= nodes:
+            raise _bad_launcher(
+                f"the launcher started process {number} of {processes} ({rank}, {size}), and "
+                f"{nodes} machines are asked for"
+            )
+        return int(number)
+    names = ", ".join(rank for rank, _ in _LAUNCHERS)
+    raise _bad_launcher(f"the launcher says in none of {names} which machine this is")
+
+
+def _bad_launcher(problem: str) -> UsageError:
+    return UsageError(
+        problem,
+        hint="have the launcher start one process on each machine, as `srun` does with "
+        "`--ntasks-per-node 1`",
+    )
+
+
+def _port(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that say at which port the ranks meet, as the launcher set them."""
+    named = {name: environment[name] for name in _MEETING if name in environment}
+    if not {"MASTER_ADDR", "MASTER_PORT"} <= named.keys():
+        raise UsageError(
+            "nobody says where the ranks meet: the launcher sets no MASTER_ADDR and MASTER_PORT",
+            hint="use `--rendezvous FILE`: a file that every machine sees",
+        )
+    return named
+
+
+if __name__ == "__main__":
+    main()

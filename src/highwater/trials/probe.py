@@ -24,7 +24,7 @@ from highwater.nouns.cluster import Cluster, cluster, names_no_kind
 from highwater.nouns.environment import RECORDED_VARIABLES, Environment
 from highwater.nouns.hardware import CPU_SEARCH, Gpu, Machine, UnreadableGpu
 from highwater.nouns.settings import Settings
-from highwater.trials.sampled_peak import memory_limit
+from highwater.trials.ranks import memory_limit
 from highwater.units import GIB, format_bytes, parse_memory
 
 EMPTY_GPU_BYTES = GIB

@@ -3,13 +3,19 @@
 That is its exit, and the end of its output. The ranks meet through a file in the trial's own
 folder, so that nobody listens for them. What they write goes to one log, as it comes; of each rank
 the end is kept apart, because an error in a log of several says nothing about who made it.
+
+The kernel's kills for want of memory are counted in this process's own control group, where the
+ranks are too: the count of the whole machine would blame them whenever anything else ran out.
+Sources: cgroups(7); in the kernel's documentation ``memory.events`` of cgroup-v2.rst, and
+``memory.oom_control`` of cgroup-v1/memory.rst.
 """
 
 import os
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from threading import Thread
 from typing import IO
 
@@ -17,6 +23,7 @@ import msgspec
 
 from highwater.nouns.codec import Record, from_json, to_json
 from highwater.nouns.environment import STORE_VARIABLE
+from highwater.nouns.protocols import leave
 
 _TAIL_BYTES = 64 * 1024
 _DRAINED_S = 5.0
@@ -35,6 +42,15 @@ class RankExit(Record, frozen=True, kw_only=True):
     """The exit status; -n where signal n ended the process."""
     output: str = ""
     """The end of what the rank wrote."""
+
+
+class RanksLeft(Record, frozen=True, kw_only=True):
+    """What the ranks of one machine left besides their reports."""
+
+    exits: tuple[RankExit, ...] = ()
+    """How they ended, the first one first; empty where nobody lived to write it down."""
+    kernel_kills: int = 0
+    """Processes that the kernel killed for want of memory meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +90,7 @@ class Ranks:
         them before it.
         """
         self._folder, self._first = share.folder, share.first
+        self._kills_before = kernel_kills()
         _, _, first, world, store = share.words
         self._processes: list[subprocess.Popen[bytes]] = []
         """The processes, kept to the end: whoever reaps knows them by their ids."""
@@ -82,8 +99,10 @@ class Ranks:
                 "RANK": str(int(first) + local_rank),
                 "LOCAL_RANK": str(local_rank),
                 "WORLD_SIZE": world,
-                STORE_VARIABLE: store,
             }
+            # Of our environments one alone names a port: that of machines whose launcher does.
+            if "MASTER_ADDR" not in os.environ:
+                of_rank[STORE_VARIABLE] = store
             self._processes.append(
                 subprocess.Popen(
                     command,
@@ -112,23 +131,24 @@ class Ranks:
         """
         for thread in self._copying:
             thread.join(_DRAINED_S)
-        exits = [
+        exits = tuple(
             RankExit(
                 rank=(rank := self.pids[pid]),
                 status=status,
                 output=self._outputs[rank - self._first].text(),
             )
             for pid, status in statuses
-        ]
-        (self._folder / _EXITS).write_text(to_json(exits), encoding="utf-8")
+        )
+        left = RanksLeft(exits=exits, kernel_kills=kernel_kills() - self._kills_before)
+        leave(self._folder / _EXITS, to_json(left).encode())
 
 
-def read_exits(folder: Path) -> tuple[RankExit, ...]:
-    """How the ranks ended, the first one first; empty where nobody lived to write it down."""
+def read_left(folder: Path) -> RanksLeft:
+    """What the ranks left that wrote into ``folder``."""
     try:
-        return from_json((folder / _EXITS).read_bytes(), tuple[RankExit, ...])
+        return from_json((folder / _EXITS).read_bytes(), RanksLeft)
     except (OSError, msgspec.MsgspecError):
-        return ()
+        return RanksLeft()
 
 
 class _RankOutput:
@@ -153,3 +173,72 @@ class _RankOutput:
 
     def text(self) -> str:
         return self._kept.decode("utf-8", errors="replace")
+
+
+def kernel_kills(proc: Path = Path("/proc/self")) -> int:
+    """Kills of this control group so far.
+
+    0 where nobody counts them: then no kill can be proven.
+    """
+    for path in counters(proc):
+        try:
+            lines = path.read_text().splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
+def memory_limit(proc: Path = Path("/proc/self")) -> int | None:
+    """Bytes that this control group may take, and those that it is in; None without a limit."""
+    limits: list[int] = []
+    for path in counters(proc):
+        name = "memory.max" if path.name == "memory.events" else "memory.limit_in_bytes"
+        for folder in path.parents:
+            with suppress(OSError, ValueError):  # ValueError: "max"
+                limits.append(int((folder / name).read_text()))
+    return min(limits, default=None)
+
+
+def counters(proc: Path = Path("/proc/self")) -> list[Path]:
+    """Files in which the group's kills are counted, with version 1 of control groups, or 2.
+
+    A hybrid of both has both, version 1 first.
+    """
+    try:
+        groups = [line.split(":", 2) for line in _lines(proc / "cgroup")]
+        # Split at each blank: a field may be empty, as what a tmpfs mounts.
+        mounts = [line.split(" ") for line in _lines(proc / "mountinfo")]
+    except OSError:
+        return []
+    found: list[Path] = []
+    for _, controllers, group in groups:
+        is_v1 = "memory" in controllers.split(",")
+        if not is_v1 and controllers:
+            continue
+        for fields in mounts:
+            root, mounted_at = fields[3:5]
+            # Optional fields, from the seventh on, end with a hyphen.
+            kind, _, options = fields[fields.index("-", 6) + 1 :][:3]
+            if is_v1 and kind == "cgroup" and "memory" in options.split(","):
+                found.append(_below(Path(mounted_at), root, group) / "memory.oom_control")
+            elif not is_v1 and kind == "cgroup2":
+                found.append(_below(Path(mounted_at), root, group) / "memory.events")
+    return found
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of a file whose names may be of any bytes."""
+    return [line for line in path.read_text(errors="surrogateescape").split("\n") if line]
+
+
+def _below(mounted_at: Path, root: str, group: str) -> Path:
+    """The group's directory below where its tree is mounted.
+
+    What is mounted may be a part of the tree, as in a container, where a group's name is whole.
+    """
+    name = PurePosixPath(group)
+    inside = name.relative_to(root) if name.is_relative_to(root) else name.relative_to("/")
+    return mounted_at / inside

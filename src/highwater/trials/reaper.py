@@ -14,6 +14,8 @@ that failed (128 + n for signal n). Options:
     --grace-s N           told to end by SIGTERM, it tells what it started, and kills it N seconds
                           later, or when it is told once more; at once by SIGUSR1, or where the
                           parent died
+    --launcher-s N        what it starts has processes elsewhere: told to end, it is passed on once
+                          a second, for at most N seconds, before everything here is killed
     --ranks N FOLDER FIRST WORLD STORE
                           N processes of the command, from the rank FIRST on of WORLD; in the folder
                           it is written how they ended (``RankShare`` of ranks.py)
@@ -76,10 +78,12 @@ def under_reaper(
     ranks: RankShare | None = None,
     data_bytes: int | None = None,
     grace_s: float | None = None,
+    launcher_s: float | None = None,
+    parent: int | None = None,
 ) -> list[str]:
     """The command that runs ``command`` under a reaper that this process holds.
 
-    ``remove``, ``inherit``, ``ranks``, ``data_bytes`` and ``grace_s`` become the reaper's options.
+    ``parent`` is the process that holds it instead; what else is named becomes its options.
     """
     options = [word for directory in remove for word in ("--remove", str(directory))]
     options += [word for directory in inherit for word in ("--inherit", str(directory))]
@@ -87,9 +91,11 @@ def under_reaper(
         options += ["--data-bytes", str(data_bytes)]
     if grace_s is not None:
         options += ["--grace-s", str(grace_s)]
+    if launcher_s is not None:
+        options += ["--launcher-s", str(launcher_s)]
     if ranks is not None:
         options += ["--ranks", *ranks.words]
-    return module("highwater.trials.reaper", str(os.getpid()), *options, *command)
+    return module("highwater.trials.reaper", str(parent or os.getpid()), *options, *command)
 
 
 def main() -> NoReturn:
@@ -100,6 +106,7 @@ def main() -> NoReturn:
     ranks: RankShare | None = None
     data_bytes: int | None = None
     grace_s: float | None = None
+    launcher_s: float | None = None
     while command[0].startswith("--"):
         option, value, *command = command
         if option == "--ranks":
@@ -108,17 +115,23 @@ def main() -> NoReturn:
             data_bytes = int(value)
         elif option == "--grace-s":
             grace_s = float(value)
+        elif option == "--launcher-s":
+            launcher_s = float(value)
         else:
             {"--remove": own, "--inherit": inherited}[option].append(value)
     signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     awaits = partial(_wait_for, parent=parent, grace_s=grace_s)
-    ends = _run(command, ranks, data_bytes, awaits) if os.getppid() == parent else None
+    ends = None
+    if os.getppid() == parent:
+        ends = _run(command, ranks, data_bytes, awaits, launcher_s=launcher_s)
     _kill_descendants()
     for directory in own if os.getppid() == parent else own + inherited:
         shutil.rmtree(directory, ignore_errors=True)
-    os._exit(EXIT_ENDED if ends is None else _status(ends))
+    # The status of the first that failed; 0 where none did.
+    failed = next((status for _, status in ends or () if status), 0)
+    os._exit(EXIT_ENDED if ends is None else status_of(failed))
 
 
 def _run(
@@ -126,6 +139,8 @@ def _run(
     ranks: RankShare | None,
     data_bytes: int | None,
     awaits: Callable[[Collection[int]], Ends | None],
+    *,
+    launcher_s: float | None,
 ) -> Ends | None:
     """Run the command, or its ranks, and tell how each ended by itself, as ``awaits`` does.
 
@@ -145,7 +160,10 @@ def _run(
     if ranks is None:
         # Kept in a name: a process that nobody has would be reaped by whoever tidies up.
         child = subprocess.Popen(command, preexec_fn=prepare)
-        return awaits({child.pid})
+        ends = awaits({child.pid})
+        if ends is None and launcher_s is not None:
+            _end_elsewhere(child, launcher_s)
+        return ends
     started = Ranks(command, share=ranks, prepare=prepare)
     ends = awaits(started.pids)
     if ends is not None:
@@ -185,6 +203,17 @@ def _wait_for(pids: Collection[int], *, parent: int, grace_s: float | None) -> E
     return ends
 
 
+def _end_elsewhere(launcher: "subprocess.Popen[bytes]", within_s: float) -> None:
+    """Have a launcher end what it started on other machines, of which a kill would tell it nothing.
+
+    It is told again and again: reapers there give ranks time to save when they are told once.
+    """
+    deadline_s = time.monotonic() + within_s
+    while launcher.poll() is None and time.monotonic() < deadline_s:
+        launcher.terminate()
+        signal.sigtimedwait({signal.SIGCHLD}, 1.0)
+
+
 def _tell_to_end(pids: Collection[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -200,9 +229,8 @@ def _reap() -> Ends:
     return ended
 
 
-def _status(ends: Ends) -> int:
-    """The status of the first that failed, as a shell gives it; 0 where none did."""
-    status = next((status for _, status in ends if status), 0)
+def status_of(status: int) -> int:
+    """A status as a shell gives it, 128 + n for signal n."""
     return status if status >= 0 else 128 - status
 
 

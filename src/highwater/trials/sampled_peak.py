@@ -2,21 +2,11 @@
 
 On GPUs what the driver reports as used, of each; on the CPU the largest data segment among the
 trial's processes, which RLIMIT_DATA bounds. A peak between two samples is missed.
-
-The memory of this process's own control group: its limit, and processes that the kernel killed
-for want of memory.
-
-Trials are in that group too. The count of the whole machine would blame a trial's memory whenever
-anything else on the machine ran out.
-
-Sources: cgroups(7); in the kernel's documentation ``memory.events`` of cgroup-v2.rst, and
-``memory.oom_control`` of cgroup-v1/memory.rst.
 """
 
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path, PurePosixPath
 from threading import Event, Thread
 
 import psutil
@@ -152,72 +142,3 @@ def _under(reaper: int) -> list[psutil.Process]:
         return psutil.Process(reaper).children(recursive=True)
     except psutil.Error:
         return []
-
-
-def kernel_kills(proc: Path = Path("/proc/self")) -> int:
-    """Kills of this control group so far.
-
-    0 where nobody counts them: then no kill can be proven.
-    """
-    for path in counters(proc):
-        try:
-            lines = path.read_text().splitlines()
-        except OSError:
-            continue
-        for line in lines:
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return 0
-
-
-def memory_limit(proc: Path = Path("/proc/self")) -> int | None:
-    """Bytes that this control group may take, and those that it is in; None without a limit."""
-    limits: list[int] = []
-    for path in counters(proc):
-        name = "memory.max" if path.name == "memory.events" else "memory.limit_in_bytes"
-        for folder in path.parents:
-            with suppress(OSError, ValueError):  # ValueError: "max"
-                limits.append(int((folder / name).read_text()))
-    return min(limits, default=None)
-
-
-def counters(proc: Path = Path("/proc/self")) -> list[Path]:
-    """Files in which the group's kills are counted, with version 1 of control groups, or 2.
-
-    A hybrid of both has both, version 1 first.
-    """
-    try:
-        groups = [line.split(":", 2) for line in _lines(proc / "cgroup")]
-        # Split at each blank: a field may be empty, as what a tmpfs mounts.
-        mounts = [line.split(" ") for line in _lines(proc / "mountinfo")]
-    except OSError:
-        return []
-    found: list[Path] = []
-    for _, controllers, group in groups:
-        is_v1 = "memory" in controllers.split(",")
-        if not is_v1 and controllers:
-            continue
-        for fields in mounts:
-            root, mounted_at = fields[3:5]
-            # Optional fields, from the seventh on, end with a hyphen.
-            kind, _, options = fields[fields.index("-", 6) + 1 :][:3]
-            if is_v1 and kind == "cgroup" and "memory" in options.split(","):
-                found.append(_below(Path(mounted_at), root, group) / "memory.oom_control")
-            elif not is_v1 and kind == "cgroup2":
-                found.append(_below(Path(mounted_at), root, group) / "memory.events")
-    return found
-
-
-def _lines(path: Path) -> list[str]:
-    """The lines of a file whose names may be of any bytes."""
-    return [line for line in path.read_text(errors="surrogateescape").split("\n") if line]
-
-
-def _below(mounted_at: Path, root: str, group: str) -> Path:
-    """The group's directory below where its tree is mounted.
-
-    What is mounted may be a part of the tree, as in a container, where a group's name is whole.
-    """
-    name = PurePosixPath(group)
-    inside = name.relative_to(root) if name.is_relative_to(root) else name.relative_to("/")
-    return mounted_at / inside

@@ -16,12 +16,16 @@ from highwater.nouns.training import TrainingProgress, TrainingSpec
 from highwater.nouns.trial import Outcome, RankReport
 from highwater.store.training_folder import TrainingFolder
 from highwater.trials.classify import Ending, failure_of
-from highwater.trials.engine_trial import REPORTS, RanksEnd, RanksHere, raise_refusal
-from highwater.trials.node_folder import NodeFolder, names
-from highwater.trials.nodes import RanksAcross
+from highwater.trials.engine_trial import (
+    REPORTS,
+    RanksEnd,
+    StartedRanks,
+    raise_refusal,
+    started,
+)
+from highwater.trials.nodes import Across
 from highwater.trials.trial_process import (
     log_tail,
-    private_folder,
     trial_environment,
     trial_place,
 )
@@ -59,7 +63,7 @@ def own_folder(directory: Path) -> Generator[None]:
         try:
             yield
         finally:  # by whoever has it alone: another came, and was refused
-            if is_new and names(directory) == {_LOCK}:
+            if is_new and [path.name for path in directory.iterdir()] == [_LOCK]:
                 (directory / _LOCK).unlink()
                 directory.rmdir()
     finally:
@@ -71,10 +75,10 @@ def run_ranks(
     *,
     allow_busy: bool,
     on_progress: OnProgress,
-    machines: NodeFolder | None = None,
+    across: Across | None = None,
 ) -> tuple[RankReport, ...]:
-    """Train until every rank has ended by itself and well; what they report. ``machines``: where
-    those meet that train together, None: this one alone.
+    """Train until every rank has ended by itself and well, on this machine or ``across`` several;
+    what they report.
 
     Ctrl-C and SIGTERM tell the ranks to stop after their step and to save: then KeyboardInterrupt
     is raised when they have; a second one ends them at once. Raises HighwaterError for whatever
@@ -87,7 +91,7 @@ def run_ranks(
     with place, (directory / LOG).open("a+b") as log:
         refuse_irregular(log.fileno(), directory / LOG)
         began_at = log.tell()
-        with _started(spec, machines, log) as ranks:
+        with started(spec, trial_environment(spec.trial), log, across) as ranks:
             progress = _Progress(ranks.path / REPORTS / PHASE_FILE, on_progress)
             left, interrupt = _end_of(ranks, progress)
         said = _said_since(log, began_at)
@@ -99,24 +103,11 @@ def run_ranks(
         log_tail=said,
         kernel_kills=left.kernel_kills,
         damaged_reports=left.damaged_reports,
-        lost=left.lost,
     )
     _raise_failure(spec, ending, interrupt)
     if interrupt is not None:
         raise interrupt
     return left.reports
-
-
-@contextmanager
-def _started(
-    spec: TrainingSpec, machines: NodeFolder | None, log: IO[bytes]
-) -> Generator[RanksHere | RanksAcross]:
-    environment = trial_environment(spec.trial)
-    if machines is not None:
-        yield RanksAcross(machines, 1, spec, environment, log)
-        return
-    with private_folder() as folder:
-        yield RanksHere(spec, folder, environment, log)
 
 
 class _Progress:
@@ -135,9 +126,7 @@ class _Progress:
         self._on_progress(said)
 
 
-def _end_of(
-    ranks: RanksHere | RanksAcross, progress: _Progress
-) -> tuple[RanksEnd, KeyboardInterrupt | None]:
+def _end_of(ranks: StartedRanks, progress: _Progress) -> tuple[RanksEnd, KeyboardInterrupt | None]:
     """What the ranks left, and the interrupt that they were told of, if any."""
     interrupt: KeyboardInterrupt | None = None
     try:

@@ -3,7 +3,7 @@ where that is not what memory/formula/layers says; and what the caching allocato
 uses.
 
 A moment is bytes for each product of sizes, learned from traces of small models
-(tests/numeric/learn_moments.py), whose events are the same whatever the sizes are.
+(tools/learn_moments.py), whose events are the same whatever the sizes are.
 
 FSDP gathers and reduces on streams of its own, whose blocks serve no other, and on the main stream
 a block serves no request longer than itself. So the largest unit, the root (embedding and head),

@@ -1,10 +1,6 @@
-"""Answers of a guide's page: for each combination of model, GPUs and length.
-
-They are computed by ``recommend`` and ``emit`` while the page is written (docs/decisions/018).
-
-Recorded answers: what capacities that somebody found say of one length, as a recommendation.
-
-Nothing is predicted, nothing looked up.
+"""Answers of a guide's page, for each combination of model, GPUs and length: ``recommend`` and
+``emit`` compute them while the page is written (docs/decisions/018), or they are read off
+capacities that somebody found.
 """
 
 import shlex
@@ -73,10 +69,7 @@ def known_recommendation(
 
 
 def _best(own: Sequence[Capacity], length_tokens: int) -> list[Capacity]:
-    """Capacities that tell of the length, the simplest first.
-
-    Of those that are as simple the best counts, as in a guide.
-    """
+    """Capacities that tell of the length, the simplest first."""
     best: dict[tuple[int, ...], Capacity] = {}
     for each in in_order(tuple(own)):
         key, fits = simplicity(each.cell), each.fits(length_tokens)
@@ -148,15 +141,11 @@ def _yarn(capacity: Capacity, length_tokens: int) -> Yarn | None:
 _NAMED = ("objective", "critic", "entropy", "rope")
 """Settings that a basis names by itself."""
 _APART = (5 / 4, 4 / 3, 7 / 5, 2, 4)
-"""Factors by which the next length of the chooser is longer, at least.
-
-The least of them counts with which there are not too many lengths.
-"""
+"""Factors by which the next length of the chooser is longer, at least. The least of them counts
+with which there are not too many lengths."""
 _REPLAYED_APART = 2
-"""The least factor for a trainer whose traces are bundled.
-
-Each answer replays a trace for every cell: 1 s instead of 10 ms.
-"""
+"""The least factor for a trainer whose traces are bundled. Each answer replays a trace for every
+cell: 1 s instead of 10 ms."""
 _MOST_ANSWERS = 300
 """Answers of a page at the most, of about 3 KB each."""
 _IN_WORDS = {NOTHING_FITS: "nothing that was tried fits", UNKNOWN: "nobody knows"}
@@ -198,10 +187,7 @@ def _is_replayed(query: Query | None) -> bool:
 
 
 def _group(made: Guide, table: GuideTable, own: Sequence[Capacity]) -> tuple[object, ...]:
-    """Key of what is answered together.
-
-    That is the studies and predictions that one command asks about, or one table.
-    """
+    """Key of what is answered together."""
     where = own[0].model_name, table.device_name, table.gpus
     query = _query(made, [(table, own)])
     if query is None:
@@ -210,10 +196,7 @@ def _group(made: Guide, table: GuideTable, own: Sequence[Capacity]) -> tuple[obj
 
 
 def _query(made: Guide, group: Sequence[tuple[GuideTable, Sequence[Capacity]]]) -> Query | None:
-    """The query with every study of the group, and the settings that all its sources have.
-
-    None where the table answers itself.
-    """
+    """The query with every study of the group, and the settings that all its sources have."""
     if any(table.source not in ("measured", "predicted") for table, _ in group):
         return None
     found = [
@@ -269,10 +252,7 @@ def _ends(group: Sequence[_Own]) -> tuple[int, int]:
 
 
 def _lengths(group: Sequence[_Own], *, apart: float) -> list[int]:
-    """Lengths of the chooser: powers of two and rows of the tables, ``apart`` at least.
-
-    The last row that fits and the next are always among them.
-    """
+    """Lengths of the chooser: powers of two and rows of the tables, ``apart`` at least."""
     longest, beyond = _ends(group)
     rows = {tokens for table, _ in group for tokens, _ in table.rows}
     first = min(rows)
@@ -351,10 +331,7 @@ def _entries(group: Sequence[_Own], length_tokens: int, model_name: str) -> tupl
 
 
 def _configurations(found: Recommendation, model: str) -> Mapping[str, str]:
-    """Texts that ``emit`` prints for the trainer that is recommended for, by their names.
-
-    For this engine it is the command that trains so.
-    """
+    """Texts that ``emit`` prints for the trainer that is recommended for, by their names."""
     chosen = found.chosen
     if chosen is None:
         return {}

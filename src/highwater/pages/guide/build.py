@@ -1,7 +1,4 @@
-"""A guide from what studies found, what others published and what is predicted.
-
-It is written to a file.
-"""
+"""A guide, and its file, from what studies found, what others published and what is predicted."""
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -123,10 +120,9 @@ def guide(
 
 
 def write_guide(path: str | Path, made: Guide) -> Path:
-    """Write a guide into a new file: ``.html`` as a page of its own, ``.md`` as Markdown.
-
-    A page needs nothing else. Raises HighwaterError for another name, and for a file that is there
-    already or cannot be written.
+    """Write a guide into a new file: ``.html`` as a page of its own, ``.md`` as Markdown. A page
+    needs nothing else. Raises HighwaterError for another name, and for a file that is there already
+    or cannot be written.
     """
     path = Path(path)
     check_guide_file(path)
@@ -144,9 +140,8 @@ def write_guide(path: str | Path, made: Guide) -> Path:
 
 
 def check_guide_file(path: Path) -> None:
-    """Raise UsageError for a file that no guide is written to.
-
-    Nothing that a user has is overwritten.
+    """Raise UsageError for a file that no guide is written to. Nothing that a user has is
+    overwritten.
     """
     if path.suffix not in _ENDS:
         hint = (
@@ -160,10 +155,7 @@ def check_guide_file(path: Path) -> None:
 
 
 def _check_models(found: Iterable[Capacity], words: str, models: dict[str, _Known]) -> None:
-    """Raise UsageError where a name that is known already stands for another model.
-
-    New names are added to ``models``.
-    """
+    """Raise UsageError where a name that is known already stands for another model."""
     for each in found:
         if each.config_digest is None:
             continue
@@ -245,9 +237,8 @@ def _asked(
 
 
 def _assumed(memory_limit: MemoryLimit) -> dict[str, str]:
-    """What a prediction takes for granted that others do not, by its flag.
-
-    What is reserved of a GPU is in the GPU's name.
+    """What a prediction takes for granted that others do not, by its flag. What is reserved of a
+    GPU is in the GPU's name.
     """
     host = memory_limit.host_bytes
     found: dict[str, str] = {}
@@ -261,10 +252,7 @@ def _assumed(memory_limit: MemoryLimit) -> dict[str, str]:
 def _predictions(
     models: Sequence[str], gpus: Sequence[str], settings: Mapping[str, Any]
 ) -> Iterator[_Found]:
-    """Predict each model on each of the GPUs, with ``settings`` as keywords of ``predict``.
-
-    None and the default trainer are not typed.
-    """
+    """Predict each model on each of the GPUs, with ``settings`` as keywords of ``predict``."""
     given = {name: value for name, value in settings.items() if value not in (None, OURS)}
     typed = words_of(given)
     for where in gpus or (None,):

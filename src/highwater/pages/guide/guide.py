@@ -1,10 +1,5 @@
-"""The guide as data: the simplest settings that fit, for each length and model.
-
-It has a table for each kind and number of GPUs.
-
-The chooser of a guide's page: for each combination what ``recommend`` answers.
-
-The page has it as JSON.
+"""The guide as data: the simplest settings that fit each length and model, a table for each kind
+and number of GPUs; and the answers of its page's chooser as JSON.
 """
 
 import json
@@ -26,8 +21,7 @@ from highwater.nouns.trainer import predicted_traits, trainer_title
 from highwater.pages.answer_sentence import recommendation_answer
 from highwater.pages.page import paths_shortened, script_text, without_folders
 from highwater.pages.recommendation_tables import recommendation_tables
-from highwater.pages.text import plain_lines
-from highwater.pages.text_table import TextTable
+from highwater.pages.text import TextTable, plain_lines
 from highwater.units import counted, format_bytes
 
 NOTHING_FITS, UNKNOWN = "-", "?"
@@ -36,11 +30,8 @@ _OWN: Mapping[str, Callable[[Settings], bool]] = {
     "sharded checkpoints": lambda settings: settings.checkpoint != "none",
     "YaRN at every length": lambda settings: settings.rope == "yarn",
 }
-"""What our own engine may do besides, on every rung of a study alike.
-
-Strategy and saved weights are a rung's, as in the published ladder: of rungs with one label the
-best counts.
-"""
+"""What our own engine may do besides, on every rung of a study alike. Strategy and saved weights
+are a rung's, as in the published ladder: of rungs with one label the best counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +46,8 @@ class Choice:
 
     @property
     def label(self) -> str:
-        """The settings' label.
-
-        ``-`` where all that was tried is known not to fit, ``?`` where nobody knows.
+        """The settings' label. ``-`` where all that was tried is known not to fit, ``?`` where
+        nobody knows.
         """
         if self.capacity is None:
             return UNKNOWN if self.may_be_simpler else NOTHING_FITS
@@ -68,9 +58,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuideTable:
-    """Lengths by models, on one number of GPUs of one kind.
-
-    All capacities are from one source and of one kind of training.
+    """Lengths by models, on one number of GPUs of one kind. All capacities are from one source and
+    of one kind of training.
     """
 
     device_name: str
@@ -117,18 +106,16 @@ def guide_tables(capacities: Sequence[Capacity]) -> tuple[GuideTable, ...]:
 
 
 def cell_label(cell: Cell) -> str:
-    """The settings of a cell as a guide says them.
-
-    ``vanilla``, ``Env``, ``SP=2``, ``Env + SP=2``, ``Env + Offload + SP=2``, ``Env + chunked``.
+    """The settings of a cell as a guide says them. ``vanilla``, ``Env``, ``SP=2``, ``Env + SP=2``,
+    ``Env + Offload + SP=2``, ``Env + chunked``.
     """
     parts = [] if cell.settings.label == "vanilla" else [cell.settings.label]
     return " + ".join((*parts, *cell.layout.degrees)) or "vanilla"
 
 
 def training(capacity: Capacity) -> str:
-    """Whose step it is, what it trains and what it has to leave.
-
-    ``Trinity-RFT, grpo with entropy, 2 sequences per micro-batch``.
+    """Whose step it is, what it trains and what it has to leave. ``Trinity-RFT, grpo with entropy,
+    2 sequences per micro-batch``.
     """
     settings = capacity.cell.settings
     if predicted_traits(capacity.trainer) is None:
@@ -172,9 +159,8 @@ def _trained(capacity: Capacity) -> tuple[str, ...]:
 
 
 def farthest(table: GuideTable, model_name: str) -> tuple[int, Choice] | None:
-    """The longest length of a table that a model is known to fit, and by which settings.
-
-    None where nothing fits.
+    """The longest length of a table that a model is known to fit, and by which settings. None where
+    nothing fits.
     """
     column = table.models.index(model_name)
     fitting = [
@@ -186,9 +172,8 @@ def farthest(table: GuideTable, model_name: str) -> tuple[int, Choice] | None:
 
 
 def in_natural_order(names: Iterable[str]) -> tuple[str, ...]:
-    """The names, each once, sorted with the numbers in them as numbers.
-
-    Qwen3-0.6B, Qwen3-4B, Qwen3-14B.
+    """The names, each once, sorted with the numbers in them as numbers. Qwen3-0.6B, Qwen3-4B,
+    Qwen3-14B.
     """
     parts = {name: re.split(r"(\d+(?:\.\d+)?)", name) for name in names}
     return tuple(
@@ -243,11 +228,8 @@ def _lengths(capacities: tuple[Capacity, ...]) -> Iterator[int]:
 
 
 _NOT_EMBEDDED = ("candidates", "chosen")
-"""Fields of a recommendation that do not stand there as others do.
-
-What is chosen stands for itself; the candidates, which only the tables have, would be most of the
-page.
-"""
+"""Fields of a recommendation that do not stand there as others do. What is chosen stands for
+itself; the candidates, which only the tables have, would be most of the page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,10 +238,8 @@ class Answer:
 
     found: Recommendation
     command: str
-    """The command that answers the same again.
-
-    Empty where a table of the guide is all that is known.
-    """
+    """The command that answers the same again. Empty where a table of the guide is all that is
+    known."""
     entries: tuple[str, ...]
     """What the guide's tables say of it."""
     configurations: Mapping[str, str]
@@ -279,8 +259,7 @@ class Place:
     """Answers, the shortest length first."""
     longest_tokens: int | None
     """The longest of these lengths that is known to fit and is not tight, if any is; None: none
-    fits.
-    """
+    fits."""
 
 
 def chooser_json(places: Sequence[Place]) -> Markup:

@@ -1,18 +1,12 @@
-"""The guide as one HTML page that needs nothing else.
-
-It needs no network, and is readable without script, on a phone, in the dark and on paper.
-
-The guide as a Markdown document.
-
-It has words, a table for each number of GPUs, long contexts, capacities, practices and sources.
-"""
+"""The guide as one HTML page that needs neither network nor script, and as a Markdown document."""
 
 import html
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from highwater.pages.answer_sentence import recommendation_answer
-from highwater.pages.guide import guide_parts, guide_rungs, guide_text
+from highwater.pages.guide import guide_parts, guide_text
+from highwater.pages.guide import guide_parts as guide_rungs
 from highwater.pages.guide.guide import Guide, Place, chooser_json
 from highwater.pages.guide.guide_parts import Section
 from highwater.pages.guide.guide_rows import speed_tables
@@ -32,9 +26,8 @@ class Bar(NamedTuple):
 
 
 def guide_page(guide: Guide, places: Sequence[Place] = ()) -> str:
-    """Write the whole page, with a chooser among ``places``.
-
-    Everything is escaped but what is marked in our own text.
+    """Write the whole page, with a chooser among ``places``. Everything is escaped but what is
+    marked in our own text.
     """
     sections = guide_parts.sections(guide)
     script = page_script("chooser.js")

@@ -1,7 +1,4 @@
-"""The rows of a guide, as ``highwater guide --json`` prints them.
-
-How fast the settings of a guide train, predicted: by length and model, and at the longest.
-"""
+"""The rows of a guide, as ``highwater guide --json`` prints them, and the speed of its settings."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -11,7 +8,7 @@ from highwater.model.model import load_model
 from highwater.nouns.trainer import OURS
 from highwater.pages.guide import guide_parts
 from highwater.pages.guide.guide import Choice, Guide, GuideTable, farthest
-from highwater.pages.text_table import TextTable
+from highwater.pages.text import TextTable
 from highwater.speed import PredictedStep, predicted_step
 from highwater.units import format_seconds, format_tokens
 
@@ -19,10 +16,8 @@ from highwater.units import format_seconds, format_tokens
 def choice_speed(
     guide: Guide, table: GuideTable, choice: Choice, length_tokens: int
 ) -> PredictedStep | None:
-    """The time of a step with what the guide names for a length.
-
-    None where nothing fits, of another trainer, of a model that nobody has the shape of, and of
-    GPUs whose rates nobody knows.
+    """The time of a step with what the guide names for a length. None where nothing fits, of
+    another trainer, of a model that nobody has the shape of, and of GPUs whose rates nobody knows.
     """
     found = choice.capacity
     if found is None or found.trainer != OURS:
@@ -77,9 +72,8 @@ GuideRow = dict[str, str | int | float | None]
 
 
 def guide_rows(guide: Guide) -> list[GuideRow]:
-    """Rows with the columns of the published guide, what each rests on, and how fast it is.
-
-    There is a row for each length and model. A step's time is predicted; None where nobody knows.
+    """Rows with the columns of the published guide, what each rests on, and how fast it is. There
+    is a row for each length and model. A step's time is predicted; None where nobody knows.
     """
     return [
         _row(guide, table, length_tokens, choice)

@@ -1,7 +1,4 @@
-"""What a guide says besides its tables: words, long contexts, token budgets and practices.
-
-``code`` and **bold** are marked so.
-"""
+"""What a guide says besides its tables; ``code`` and **bold** are marked so."""
 
 from collections.abc import Mapping
 

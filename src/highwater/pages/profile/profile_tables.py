@@ -1,10 +1,7 @@
-"""A memory profile as text: the answer in a sentence, then what was alive by category and by place;
-of two profiles side by side.
+"""A memory profile as text and as pictures in numbers: what was alive by category and by place, the
+areas of its timeline, the boxes of its flame graph.
 
-Pictures of a memory profile as numbers: the areas of its timeline, the boxes of its flame graph.
-
-The template draws them. Lengths are in the units of the picture, which are pixels on a screen; y
-grows downwards.
+The template draws them. Lengths are pixels on a screen; y grows downwards.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,8 +18,7 @@ from highwater.memory.snapshot.memory_profile import (
     MemoryProfile,
     advice_of,
 )
-from highwater.pages.text import plain
-from highwater.pages.text_table import TextTable
+from highwater.pages.text import TextTable, plain
 from highwater.units import GIB, MIB, counted, format_bytes, format_seconds
 
 WORDS: Mapping[Category, str] = {

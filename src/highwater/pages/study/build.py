@@ -1,20 +1,11 @@
-"""A page about one study, from its file, its logs and what was predicted of it.
-
-It is written to a file.
+"""A page about one study, from its file, its logs and what was predicted of it: as HTML that needs
+nothing else, as Markdown, as JSON, or its trials as CSV.
 
 ```python
 import highwater
 
 highwater.write_report("report.html", highwater.study_report("logs/Qwen3-0.6B/study-1a2b3c.jsonl"))
 ```
-
-The report of a study as one HTML page that needs nothing else: no network and no script.
-
-The report of a study as a Markdown document.
-
-The trials of a study as CSV, one row each.
-
-Text that a spreadsheet would run as a formula is made text.
 """
 
 import csv
@@ -39,8 +30,15 @@ from highwater.pages.study.study_commands import flag_value
 from highwater.pages.study.study_parts import HEADINGS
 from highwater.pages.study.study_pictures import SHAPES, bracket_picture, memory_picture
 from highwater.pages.study.study_report import Beginning, StudyReport, TrialReport, assembled
-from highwater.pages.text import escaped, fenced, markdown_list, markdown_table, plain, plain_json
-from highwater.pages.text_table import TextTable
+from highwater.pages.text import (
+    TextTable,
+    escaped,
+    fenced,
+    markdown_list,
+    markdown_table,
+    plain,
+    plain_json,
+)
 from highwater.search.predicted_study import predictions_of
 from highwater.search.start_length import read_prediction
 from highwater.store.directory import check_new_file, write_new_file
@@ -99,9 +97,8 @@ def report_text(report: StudyReport, form: str) -> str:
 
 
 def check_report_file(path: Path) -> None:
-    """Raise UsageError for a name of no form, and for a file that is there.
-
-    Nothing that a user has is overwritten.
+    """Raise UsageError for a name of no form, and for a file that is there. Nothing that a user has
+    is overwritten.
     """
     if path.suffix not in FORMS:
         raise UsageError(
@@ -111,10 +108,8 @@ def check_report_file(path: Path) -> None:
 
 
 def _beginning(study: Study) -> Beginning | None:
-    """The prediction that the search was given; None: the formula.
-
-    It is what was recorded of each cell; of schema 1 the prediction that the command names, as it
-    is now.
+    """The prediction that the search was given; None: the formula. It is what was recorded of each
+    cell; of schema 1 the prediction that the command names, as it is now.
     """
     recorded = [each for each in study.expectations if each.prediction != "formula"]
     if recorded:
@@ -292,10 +287,7 @@ def _columns(trial: TrialReport) -> dict[str, object]:
 
 
 def _harmless(value: object) -> object:
-    """A harmless value: text on one line, and quoted where it begins like a formula.
-
-    Numbers stay numbers.
-    """
+    """A harmless value: text on one line, and quoted where it begins like a formula."""
     if not isinstance(value, str):
         return value
     text = plain(value)

@@ -1,8 +1,5 @@
-"""The answer of a study in a sentence or two, in plain words: how long, where, with which settings,
-what is left, how fast. It stands before the table.
-
-What a search is about to try, before it starts: where each cell begins, whether in full or
-memory-only, and how long that is expected to take.
+"""The answer of a study in a sentence or two, before its table: how long, where, with which
+settings, what is left, how fast; and, before a search starts, what it is about to try.
 """
 
 from collections.abc import Sequence
@@ -179,7 +176,6 @@ _LONGER = 4
 
 def outlook_lines(planned: Plan, *, is_resumed: bool) -> tuple[str, ...]:
     """What is about to be tried; nothing of a search that trains nothing and takes no time.
-
     ``is_resumed``: recorded trials take no time, and are counted here all the same.
     """
     question = planned.question

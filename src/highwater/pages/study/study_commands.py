@@ -1,9 +1,6 @@
-"""Commands that do again what a study did.
-
-They are the whole search, and one trial on each side of every edge.
-
-The line of a trial that ran out of memory: where the step was, what had no room, what was alive,
-and which setting to try first.
+"""Commands that do again what a study did, the whole search and one trial on each side of every
+edge; and the line of a trial that ran out of memory: what had no room, what was alive, what to try
+first.
 """
 
 import os
@@ -71,10 +68,7 @@ def _searches(study: Study) -> Iterator[Command]:
 
 
 def _anew(study: Study) -> tuple[str, ...]:
-    """The search as it was typed.
-
-    Where another opening had more time, with that: some of the answers took it.
-    """
+    """The search as it was typed."""
     typed, limit_s = study.command, study.longest_timeout_s
     if typed[:2] != ("highwater", "find"):
         return find_words(msgspec.structs.replace(study.question, timeout_s=limit_s))
@@ -86,9 +80,8 @@ def _anew(study: Study) -> tuple[str, ...]:
 
 
 def resumed(study: Study) -> tuple[str, ...]:
-    """The command of a study, for the file that was read.
-
-    Another name, or none, could start another search from nothing.
+    """The command of a study, for the file that was read. Another name, or none, could start
+    another search from nothing.
     """
     typed = study.command
     if study.path is None or typed[:1] != ("highwater",):  # the other program has no such flag
@@ -222,10 +215,8 @@ def _told(foreign: ForeignTrainer, words: Sequence[str]) -> tuple[str, ...]:
 def _rung_flags(
     rungs: Sequence[Settings], foreign: ForeignTrainer | None = None
 ) -> tuple[str, ...]:
-    """Flags that all rungs share.
-
-    Allocator and loss are among them only where they are the same on all: the ladder has the
-    others.
+    """Flags that all rungs share. Allocator and loss are among them only where they are the same on
+    all: the ladder has the others.
     """
     flags = setting_flags(rungs[0])
     words = iter(flags if foreign is None else _told(foreign, flags))
@@ -304,9 +295,8 @@ def _without(words: Sequence[str], flag: str) -> tuple[str, ...]:
 
 
 def _typed(word: str) -> str:
-    """A word for a shell.
-
-    What lies in your own home directory begins with ``~``, which the shell fills in.
+    """A word for a shell. What lies in your own home directory begins with ``~``, which the shell
+    fills in.
     """
     home = Path(os.environ.get("HOME", "~"))
     if (

@@ -1,7 +1,4 @@
-"""The parts of a study's report, as text before anybody decides how it is drawn.
-
-Each is a table, or lines.
-"""
+"""The parts of a study's report, tables or lines, before anybody decides how they are drawn."""
 
 from dataclasses import replace
 
@@ -13,7 +10,7 @@ from highwater.pages.study.study_report import (
     TrialReport,
 )
 from highwater.pages.study.tables import answer_table, place, provenance
-from highwater.pages.text_table import TextTable
+from highwater.pages.text import TextTable
 from highwater.units import format_bytes, format_seconds, format_tokens
 
 OUTCOMES: dict[Outcome | None, str] = {

@@ -1,9 +1,7 @@
-"""Pictures of a study's report as numbers: where marks, bars and lines stand.
+"""Pictures of a study's report as numbers, which the template draws, and the published layout.
 
-The template draws them, and tables beside them say all. In the picture of a bracket lengths are
-pixels on a screen, and y grows downwards; in that of memory they are per cent of its width.
-
-The published layout: answers as the published search prints them, in tables and in lines.
+In the picture of a bracket lengths are pixels on a screen, and y grows downwards; in that of memory
+they are per cent of its width.
 """
 
 from collections.abc import Sequence
@@ -17,8 +15,7 @@ from highwater.nouns.trial import Outcome
 from highwater.pages.study.study_parts import outcome
 from highwater.pages.study.study_report import CellReport, StudyReport, TrialReport
 from highwater.pages.study.tables import capacity_text, memory_only_text, place, provenance
-from highwater.pages.text import plain
-from highwater.pages.text_table import TextTable
+from highwater.pages.text import TextTable, plain
 from highwater.units import GIB, counted, format_bytes, format_tokens
 
 _LEFT, _TOP, _PLOT_HEIGHT, _BOTTOM = 64, 12, 190, 40
@@ -193,9 +190,8 @@ def _round_lengths(top: float) -> list[int]:
 
 
 def memory_picture(report: StudyReport) -> MemoryPicture | None:
-    """Draw the memory of each trial, its limit, and its predicted interval.
-
-    Memory is allocated, reserved and device used. None where nothing was measured.
+    """Draw the memory of each trial, its limit, and its predicted interval. Memory is allocated,
+    reserved and device used. None where nothing was measured.
     """
     known = [trial for trial in report.trials if _largest(trial)]
     shown = known
@@ -294,10 +290,9 @@ def _edges(report: StudyReport) -> set[int]:
 
 
 def published_tables(studies: Sequence[Study]) -> tuple[TextTable, ...]:
-    """The published layout, ``#GPU | SP | models``, for each rung and place.
-
-    ``*`` is past the native length, ``-`` none, ``≥`` that no longer one failed. A figure that no
-    trial told is left out, and a line without any.
+    """The published layout, ``#GPU | SP | models``, for each rung and place. ``*`` is past the
+    native length, ``-`` none, ``≥`` that no longer one failed. A figure that no trial told is left
+    out, and a line without any.
     """
     groups: dict[str, list[tuple[Cell, Question, CellAnswer | None]]] = {}
     for study in studies:

@@ -1,10 +1,5 @@
-"""What a study's report says of predictions: each trial and each cell beside what was predicted.
-
-What ordered the trials of a search, in words.
-
-Also what a report calls a prediction and a file.
-
-What a study's report says of the question, and of the machines that it was asked on.
+"""What a study's report says of predictions, beside each trial and cell, of the question, and of
+the machines that it was asked on.
 """
 
 import os
@@ -19,7 +14,7 @@ from highwater.pages.prediction_tables import learned
 from highwater.pages.study.study_parts import outcome
 from highwater.pages.study.study_report import CellReport, Judgement, StudyReport, TrialReport
 from highwater.pages.study.tables import place
-from highwater.pages.text_table import TextTable
+from highwater.pages.text import TextTable
 from highwater.units import format_bytes, format_seconds, format_tokens
 
 
@@ -69,9 +64,8 @@ def short_name(named: str) -> str:
 
 
 def file_and_folder(path: str) -> str:
-    """A file's name, then its folder, however it was typed.
-
-    The folder is as seen from here, or from your own home directory without its name.
+    """A file's name, then its folder, however it was typed. The folder is as seen from here, or
+    from your own home directory without its name.
     """
     name, folder = Path(path).name, Path(path).parent.resolve()
     home, root = Path(os.environ.get("HOME", "~")).resolve(), Path("/")
@@ -142,10 +136,8 @@ def _predicted_row(trial: TrialReport) -> tuple[str, ...]:
 
 
 def predicted_cells(report: StudyReport) -> TextTable | None:
-    """A table of each cell's capacity beside what was predicted of it.
-
-    Predictions are by the formula of today, and those from before its trials. None where neither
-    says anything.
+    """A table of each cell's capacity beside what was predicted of it. Predictions are by the
+    formula of today, and those from before its trials. None where neither says anything.
     """
     is_foretold = any(cell.expected_tokens is not None for cell in report.cells)
     if report.predictions.reason is not None and not is_foretold:
@@ -184,10 +176,7 @@ def _expected(cell: CellReport) -> str:
 
 
 def _edge(cell: CellReport) -> tuple[str, str]:
-    """The longest length that fit and the next one, which did not.
-
-    Of a cell without an answer, as far as its bracket has closed.
-    """
+    """The longest length that fit and the next one, which did not."""
     if cell.answer is not None:
         return _tokens(cell.answer.reach_tokens), format_tokens(cell.answer.does_not_fit_tokens)
     if not cell.bracket:
@@ -202,9 +191,8 @@ def _tokens(count: int | None) -> str:
 
 
 def prediction_notes(report: StudyReport) -> Iterator[str]:
-    """What was predicted when, and what the intervals promise.
-
-    Also how far these trials are a test of them.
+    """What was predicted when, and what the intervals promise. Also how far these trials are a test
+    of them.
     """
     predictions = report.predictions
     if any(cell.expected_by == "formula" for cell in report.cells):

@@ -1,8 +1,7 @@
 """A report about one study, as data.
 
-It says what was asked, where, every trial, how brackets closed, what failed, and what was
-predicted. Figures of trials are measured, or simulated where the question says so; what is
-predicted stands in fields that say so.
+Figures of trials are measured, or simulated where the question says so; what is predicted stands in
+fields that say so.
 """
 
 from bisect import bisect_right, insort
@@ -22,10 +21,8 @@ from highwater.search.predicted_study import PredictedCell, PredictedTrial, Pred
 from highwater.version import __version__
 
 Judgement = Literal["inside", "below", "above", "ran out, as the upper end allows", "unknown"]
-"""A measured figure beside its predicted interval.
-
-Of a trial that ran out only more than its limit is known.
-"""
+"""A measured figure beside its predicted interval. Of a trial that ran out only more than its limit
+is known."""
 
 
 class TrialReport(Record, frozen=True, kw_only=True):
@@ -89,29 +86,22 @@ class CellReport(Record, frozen=True, kw_only=True):
     label: str
     cell: Cell
     answer: CellAnswer | None
-    """The answer that its trials bear out.
-
-    None: the search has not come to an end there, or the trials do not bear out what the study
-    says.
-    """
+    """The answer that its trials bear out. None: the search has not come to an end there, or the
+    trials do not bear out what the study says."""
     unproven: UnprovenAnswer | None = None
     """What the study says, and its trials do not."""
     bracket: tuple[BracketStep, ...]
     predicted: PredictedCell | None = None
     """The prediction by formula, that of the highwater that made the report."""
     expected_tokens: int | None = None
-    """Longest length that was likely to fit, as predicted before the cell's first trial.
-
-    It is as the study recorded it; of a study from before that was recorded, as the prediction that
-    its command names has it.
-    """
+    """Longest length that was likely to fit, as predicted before the cell's first trial. It is as
+    the study recorded it; of a study from before that was recorded, as the prediction that its
+    command names has it."""
     expected_by: str | None = None
     """What predicted that: ``formula``, as it was then, ``trace``, or a file."""
     begun_at_tokens: int | None = None
-    """The length that the search was told to begin with, by the prediction that it was given.
-
-    None of a linear search, which heeds none.
-    """
+    """The length that the search was told to begin with, by the prediction that it was given. None
+    of a linear search, which heeds none."""
 
 
 class FailedTrial(Record, frozen=True, kw_only=True):
@@ -161,10 +151,8 @@ class StudyReport(Record, frozen=True, kw_only=True):
     failures: tuple[FailedTrial, ...]
     predictions: Predictions
     beginning: Beginning | None = None
-    """What the search was given to order its trials by; None: nothing.
-
-    ``study_order`` says what ordered the trials then.
-    """
+    """What the search was given to order its trials by; None: nothing. ``study_order`` says what
+    ordered the trials then."""
     commands: tuple[Command, ...]
     study: Study
     """The study as it was read, less what looks like a secret."""
@@ -177,9 +165,8 @@ def assembled(
     beginning: Beginning | None = None,
     log_of: Callable[[TrialResult], LogEnd],
 ) -> StudyReport:
-    """Make the report of a study as it was read, finished or not.
-
-    ``log_of`` finds the end of a trial's log.
+    """Make the report of a study as it was read, finished or not. ``log_of`` finds the end of a
+    trial's log.
     """
     logs = {
         number: log_of(trial.result)
@@ -298,9 +285,8 @@ def _ended(started: TrialReport, study: Study, result: TrialResult) -> TrialRepo
 
 
 def judged(trial: TrialReport) -> Judgement:
-    """Judge where the measured memory lies beside the interval.
-
-    Of a trial that ran out it is known only that it needed more than its limit.
+    """Judge where the measured memory lies beside the interval. Of a trial that ran out it is known
+    only that it needed more than its limit.
     """
     around = None if trial.predicted is None else trial.predicted.interval
     if around is None or trial.outcome is None:

@@ -1,9 +1,4 @@
-"""Tables of what trials found: the answers of a study, and one trial.
-
-Every table says whether it was measured.
-
-Figures of a search in words: a capacity, a length by memory-only proof, where and how found.
-"""
+"""Tables of what trials found, the answers of a study and one trial, and their figures in words."""
 
 from collections.abc import Iterator
 
@@ -21,8 +16,7 @@ from highwater.nouns.study import (
 )
 from highwater.nouns.trial import Device, MemoryBudget, Outcome, RankReport, TrialResult, TrialSpec
 from highwater.pages.study.study_commands import alive_rows, brief, request_line
-from highwater.pages.text import plain
-from highwater.pages.text_table import TextTable
+from highwater.pages.text import TextTable, plain
 from highwater.units import format_bytes, format_seconds, format_tokens
 
 
@@ -44,9 +38,8 @@ def capacity_text(
 def memory_only_text(
     question: Question, answer: CellAnswer | None, *, none: str = "-", commas: bool = True
 ) -> str:
-    """A length by memory-only proof: ``643,072* memory-only``.
-
-    ``none`` where the capacity itself is the longest that fit.
+    """A length by memory-only proof: ``643,072* memory-only``. ``none`` where the capacity itself
+    is the longest that fit.
     """
     if answer is None or answer.memory_only is None:
         return none
@@ -95,9 +88,8 @@ OUTCOME_WORDS = {Outcome.MEMORY_ONLY_FIT: "memory-only fit: memory holds it, not
 
 
 def answer_table(study: Study) -> TextTable:
-    """The final table: for each cell its capacity, and what ended the search above it.
-
-    The other figures are those at the capacity.
+    """The final table: for each cell its capacity, and what ended the search above it. The other
+    figures are those at the capacity.
     """
     question = study.question
     memory = peak_name(question.device, question.foreign)
@@ -206,9 +198,8 @@ def _answer_row(answer: CellAnswer, question: Question) -> tuple[str, ...]:
 
 
 def _unfinished_row(cell: Cell, study: Study) -> tuple[str, ...]:
-    """The row of a cell without an answer that trials bear out.
-
-    The longest length that fit so far, ``≥36,864``, is at most its capacity.
+    """The row of a cell without an answer that trials bear out. The longest length that fit so far,
+    ``≥36,864``, is at most its capacity.
     """
     trained, memory_only = (
         study.longest_fit_tokens(cell, outcome)
@@ -239,10 +230,7 @@ def _at_least(question: Question, length_tokens: int) -> str:
 
 
 def _saves(result: TrialResult) -> str:
-    """Every checkpoint, its bytes over all ranks and the time of the slowest.
-
-    ``sharded 6.66 GiB in 4.10 s``.
-    """
+    """Every checkpoint, its bytes over all ranks and the time of the slowest."""
     names = {"sharded": "sharded", "hf": "Hugging Face"}
     each = zip(
         *(rank.saves for rank in result.ranks), strict=False
@@ -318,10 +306,7 @@ def _high_water_mark(study: Study) -> Iterator[str]:
 
 
 def _memory_only_notes(study: Study) -> list[str]:
-    """What each memory-only proof says, and which length was also trained in full.
-
-    Peak to MFU in the table are that one's.
-    """
+    """What each memory-only proof says, and which length was also trained in full."""
     notes: list[str] = []
     for answer in study.answers:
         proof = answer.memory_only
@@ -346,10 +331,7 @@ def _memory_only_notes(study: Study) -> list[str]:
 
 
 def _budgets(study: Study) -> list[str]:
-    """How the budget was divided on each number of GPUs; none on the CPU.
-
-    Where trials differ, as in the first.
-    """
+    """How the budget was divided on each number of GPUs; none on the CPU."""
     if study.question.device == "cpu":
         return []
     budgets: dict[int, MemoryBudget] = {}

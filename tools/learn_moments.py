@@ -1,7 +1,7 @@
 """Learn what a layer of a family takes at the moments that may be its peak, from traces, and write
 ``memory/formula/moments.json``:
 
-    python -P tests/numeric/learn_moments.py [FAMILY...]
+    python -P tools/learn_moments.py [FAMILY...]
 
 Small models of random sizes are traced; they allocate and free the same things in the same order.
 So what is alive at each event is a sum of products of sizes, each a whole number of times, which
@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-sys.path.insert(0, str(Path(__file__).parent))
+TESTS = Path(__file__).parents[1] / "tests"
+sys.path[:0] = (str(TESTS / "numeric"), str(TESTS))
 
 from traces import trace, trial
 

@@ -1,7 +1,7 @@
 """Writes the memory snapshots of ``tests/data/snapshots``: small ones, which no GPU recorded, of
 programs whose every allocation is known.
 
-``.venv/bin/python tests/data/write_snapshots.py``. The form is that of ``torch/cuda/memory.py`` and
+``.venv/bin/python tools/write_snapshots.py``. The form is that of ``torch/cuda/memory.py`` and
 ``torch/csrc/cuda/Module.cpp``, PyTorch 2.13: shared frames, a list of them for each allocation,
 sizes as they were asked for in the trace and as they were rounded in the blocks.
 
@@ -14,7 +14,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parent / "snapshots"
+FOLDER = Path(__file__).parents[1] / "tests" / "data" / "snapshots"
 MIB = 1024**2
 SITE = "/opt/venv/lib/python3.12/site-packages"
 

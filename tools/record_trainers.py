@@ -18,7 +18,7 @@ from zipfile import ZipFile
 
 import yaml
 
-HERE = Path(__file__).parent
+DATA = Path(__file__).parents[1] / "tests" / "data"
 ROOTS = (
     "trainer",
     "data",
@@ -307,4 +307,4 @@ if __name__ == "__main__":
             "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
             "settings": fields(ZipFile(path), *others),
         }
-        (HERE / f"settings_{package}.json").write_text(json.dumps(document, indent=1) + "\n")
+        (DATA / f"settings_{package}.json").write_text(json.dumps(document, indent=1) + "\n")
