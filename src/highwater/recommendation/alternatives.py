@@ -28,14 +28,7 @@ MOST_GPUS_TRIED = 64
 """GPUs tried at the most: every count of one machine, then twice as many, up to here."""
 _LORA_RANK = 32
 _RESTRICTIONS = (
-    "allocator",
-    "loss",
-    "copies",
-    "ring",
-    "ulysses",
-    "recompute",
-    "mlp_tiles",
-    "strategy",
+    *("allocator", "loss", "copies", "ring", "ulysses", "recompute", "mlp_tiles", "strategy"),
 )
 """Settings that keep rungs, layouts or what saves memory out of what is tried."""
 
@@ -108,9 +101,8 @@ def larger_gpu(goal: Goal, *, reserved_bytes: int = 0, rollout_gpus: int = 0) ->
             device_bytes=device_bytes,
             compute_capability=kind.compute_capability,
         )
-        limit = msgspec.structs.replace(
-            goal.memory_limit, device_bytes=device_bytes - reserved_bytes
-        )
+        left_bytes = device_bytes - reserved_bytes
+        limit = msgspec.structs.replace(goal.memory_limit, device_bytes=left_bytes)
         memory_limit = with_usual_host(limit, where)
         if memory_limit.host_bytes is None:  # nobody knows what its machines have: no more
             memory_limit = limit
@@ -159,8 +151,12 @@ def technique(goal: Goal) -> Alternative:
     return Alternative(kind="technique", what=what)
 
 
-def _changes(goal: Goal) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...], Goal]]:
-    """Changes to try: each in words, flags to add, flags to leave out, and the goal it makes."""
+_Change = tuple[str, tuple[str, ...], tuple[str, ...], Goal]
+"""A change to try: in words, flags to add, flags to leave out, and the goal that it makes."""
+
+
+def _changes(goal: Goal) -> Iterator[_Change]:
+    """Changes to try, one after another."""
     for name in _RESTRICTIONS:
         if name in goal.settings:
             flag = flag_of(name)
@@ -174,7 +170,7 @@ def _changes(goal: Goal) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]
         yield from _other_trainings(goal)
 
 
-def _other_trainings(goal: Goal) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...], Goal]]:
+def _other_trainings(goal: Goal) -> Iterator[_Change]:
     """Changes of what is learned: states of few bits, then adapters, then a base in few bits."""
     others: list[tuple[str, dict[str, object]]] = []
     if "optimizer" not in goal.settings and "lora" not in goal.settings:
@@ -194,7 +190,7 @@ def _other_trainings(goal: Goal) -> Iterator[tuple[str, tuple[str, ...], tuple[s
         yield what, tuple(words_of(settings)), (), changed
 
 
-def _rings(goal: Goal) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...], Goal]]:
+def _rings(goal: Goal) -> Iterator[_Change]:
     """The ring with which the simplest settings fit, beside as many heads as can be traded."""
     shape, gpus = load_model(goal.model).shape, goal.where.gpus
     traits = TRAINERS[goal.trainer]

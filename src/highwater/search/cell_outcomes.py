@@ -190,15 +190,15 @@ class CellOutcomes:
         """Each observation that is not monotone, in words; a longer length that packs fewer tokens
         of a budget than a shorter one is none.
         """
-        said: list[str] = []
         packed = partial(packed_tokens, self._question, self._cell)
-        for pair in self._bracket.contradictions(packed):
-            failed, fit = self._tokens(pair.failed_index), self._tokens(pair.fit_index)
-            if pair.failed_index == pair.fit_index:
-                said.append(f"{fit} fit in one trial and not in another")
-            else:
-                said.append(f"{failed} did not fit, {fit} did")
-        return tuple(said)
+        pairs = self._bracket.contradictions(packed)
+        told = ((self._tokens(each.failed_index), self._tokens(each.fit_index)) for each in pairs)
+        return tuple(
+            f"{fit} fit in one trial and not in another"
+            if failed == fit
+            else f"{failed} did not fit, {fit} did"
+            for failed, fit in told
+        )
 
     def _results_at(self, index: int) -> list[TrialResult]:
         return [result for (tried, _, _), result in self.results.items() if tried == index]

@@ -229,11 +229,11 @@ class CellSearch:
             (each for each in between if abs(each - index) <= _NEAR),
             key=lambda each: abs(each - index),
         )
-        return next(filter(self._has_pieces, near), index)
-
-    def _has_pieces(self, index: int) -> bool:
-        spec = self._spec_of(WantedTrial(index))
-        return pieces(spec.length_tokens * spec.sequences, spec.device) is not None
+        for each in near:
+            spec = self._spec_of(WantedTrial(each))
+            if pieces(spec.length_tokens * spec.sequences, spec.device) is not None:
+                return each
+        return index
 
     def _confirmations_left(self) -> list[tuple[int, int]]:
         """Both sides of the edge again, then the lengths above it, as index and repeat."""

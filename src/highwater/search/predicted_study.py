@@ -73,9 +73,8 @@ def predictions_of(study: Study) -> Predictions:
     question = study.question
     reason = obstacle(question)
     if reason is not None:
-        return Predictions(
-            trials=(None,) * len(study.trials), cells=(None,) * len(question.cells), reason=reason
-        )
+        nothing, of_no_cell = (None,) * len(study.trials), (None,) * len(question.cells)
+        return Predictions(trials=nothing, cells=of_no_cell, reason=reason)
     assert question.memory_bytes is not None, "it is no obstacle"  # noqa: S101
     memory_limit = MemoryLimit(device_bytes=question.memory_bytes)
     known = calibration_of(question, OURS)
@@ -147,9 +146,13 @@ def completed_study(request: Request) -> Study | None:
         return None
     if request.on_ray or probe().gpus:
         return None
-    study = _study_of_gpus(Path(request.study))
-    asked = None if study is None else _asked(request, study.question)
-    if study is None or asked is None or asked.key != study.question.key:
+    study = _study_in(Path(request.study))
+    if study is None or study.question.device != "cuda" or study.question.simulated:
+        return None
+    asked = None
+    with suppress(HighwaterError):  # what it asks on a machine with the study's GPUs
+        asked = plan(gone_on(request)[0], _machine_of(study.question)).question
+    if asked is None or asked.key != study.question.key:
         return None
     limit_s = asked.timeout_s
     answers = study.answers_within(limit_s)
@@ -168,36 +171,28 @@ def completed_study(request: Request) -> Study | None:
     return msgspec.structs.replace(study, notes=(f"{none_needed}; nothing is run", *study.notes))
 
 
-def _study_of_gpus(path: Path) -> Study | None:
-    """The study in a file, if its trials ran on GPUs; else None. What is wrong with a file is told
-    where it would be written; a path that is no file is not waited for.
+def _study_in(path: Path) -> Study | None:
+    """The study in a file; None where there is none. What is wrong with a file is told where it
+    would be written; a path that is no file, as a pipe, is not waited for.
     """
     with suppress(StudyError, OSError):
-        study = read_study(path) if path.is_file() else None
-        if study is not None and study.question.device == "cuda" and not study.question.simulated:
-            return study
-    return None
-
-
-def _asked(request: Request, question: Question) -> Question | None:
-    """What the request asks on a machine with the study's GPUs; None where it asks nothing."""
-    with suppress(HighwaterError):
-        return plan(gone_on(request)[0], _machine_of(question)).question
+        return read_study(path) if path.is_file() else None
     return None
 
 
 def gone_on(request: Request) -> tuple[Request, tuple[str, ...]]:
     """The request, its sequences with the prompt of a study that it goes on with unless it names
-    one, and a note that says so. What is wrong with a file is told where it is opened.
+    one, and a note that says so.
     """
-    if request.study is not None and request.prompt_tokens is None:
-        with suppress(StudyError, OSError):
-            path = Path(request.study)
-            recorded = read_study(path).question if path.is_file() else None
-            if recorded is not None:
-                prompted = msgspec.structs.replace(request, prompt_tokens=recorded.prompt_tokens)
-                return prompted, prompt_notes(path, recorded)
-    return request, ()
+    if request.study is None or request.prompt_tokens is not None:
+        return request, ()
+    path = Path(request.study)
+    study = _study_in(path)
+    if study is None:
+        return request, ()
+    prompt_tokens = study.question.prompt_tokens
+    prompted = msgspec.structs.replace(request, prompt_tokens=prompt_tokens)
+    return prompted, prompt_notes(path, study.question)
 
 
 def _machine_of(question: Question) -> Machine:

@@ -148,51 +148,47 @@ def _states(step: Step) -> _States:
 
 def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
     """Moments of a step that may be its peak, in their order."""
-    # A single layer is the last one: nothing else goes backward, or is reduced meanwhile.
-    *others, last = backwards(step.shape.runs)
-    always = _always_terms(step)
+    is_gpu = step.device == "cuda"
+    always = (
+        Term("process", 0 if is_gpu else CPU_PROCESS_BYTES),
+        Term(WORKSPACES, sum(CUBLAS_WORKSPACES_BYTES) if is_gpu else 0),
+        Term("ids, cosines and sines", _batch_bytes(step)),
+    )
     root_bytes = step.element * (_root_parameters(step) + step.positions) if step.gathers else 0
-    root = Term("embedding and head, gathered", root_bytes)
-    beside_layers = (*always, root)
+    beside_layers = (*always, Term("embedding and head, gathered", root_bytes))
     kept = _kept_term(step, kept_bytes_of_layers(step, step.shape.layers))
     held = (*states.terms(), *beside_layers, kept)
     at_the_end = (*states.terms(states.parameters), *always)
-    middle = (_backward_of_a_layer(step, states, beside_layers, each) for each in others or (last,))
-    return (
-        *_gathering_phase(step, states, beside_layers),
+    # A single layer is the last one: nothing else goes backward, or is reduced meanwhile.
+    *others, last = backwards(step.shape.runs)
+    middle = (
+        phase(
+            "backward of a layer",
+            *states.terms(_parameters_with_gradients(step, each)),
+            *beside_layers,
+            _kept_term(step, kept_bytes_of_layers(step, each.kept_layers)),
+            *_layer_terms(step, each),
+            _reduction(step, _parameters_on_their_way(step, each.reduced)),
+        )
+        for each in others or (last,)
+    )
+    phases = [
         phase(LOSS, *held, *_loss_terms(step, last.kind)),
         phase("backward of the last layer", *held, *_layer_terms(step, last)),
         max(middle, key=lambda each: each.bytes),
         phase("reduction of embedding and head", *at_the_end, _root_reduction(step, states)),
-        *_update_phases(step, at_the_end),
-    )
-
-
-def _gathering_phase(
-    step: Step, states: _States, beside_layers: tuple[Term, ...]
-) -> tuple[Phase, ...]:
-    """The moment in which several GPUs have gathered embedding, head and the first layer, each as
-    it came and as it is used: a peak where no gradients of both are kept, which are larger.
-    """
-    if not step.is_frozen or step.layout.shard_degree == 1:
-        return ()
-    came = step.element * (_root_parameters(step) + 2 * step.gathered(step.shape.runs[0].kind))
-    again = Term("gathered, as it came", came)
-    return (phase("gathering of embedding and head", *states.terms(), *beside_layers, again),)
-
-
-def _backward_of_a_layer(
-    step: Step, states: _States, beside_layers: tuple[Term, ...], backward: Backward
-) -> Phase:
-    """The moment of a layer before the last one, while gradients of the one behind are reduced."""
-    return phase(
-        "backward of a layer",
-        *states.terms(_parameters_with_gradients(step, backward)),
-        *beside_layers,
-        _kept_term(step, kept_bytes_of_layers(step, backward.kept_layers)),
-        *_layer_terms(step, backward),
-        _reduction(step, _parameters_on_their_way(step, backward.reduced)),
-    )
+    ]
+    if step.is_frozen and step.layout.shard_degree > 1:
+        # Several GPUs have embedding, head and the first layer as they came and as they are used:
+        # a peak where no gradients of both are kept, which are larger.
+        came = step.element * (_root_parameters(step) + 2 * step.gathered(step.shape.runs[0].kind))
+        terms = (*states.terms(), *beside_layers, Term("gathered, as it came", came))
+        phases.insert(0, phase("gathering of embedding and head", *terms))
+    shards = step.layout.shard_degree
+    made = update_bytes(step.shape, step.settings, device=step.device, shards=shards)
+    if made:
+        phases.append(phase("update", *at_the_end, Term("update", made)))
+    return tuple(phases)
 
 
 def _cached_bytes(step: Step, states: _States, phases: tuple[Phase, ...]) -> int:
@@ -218,16 +214,6 @@ def likely_footprint(step: Step) -> Footprint:
         return enough
     share = LIKELY_FILLED_SHARE[step.settings.allocator]
     return msgspec.structs.replace(enough, filled_share=share)
-
-
-def _always_terms(step: Step) -> tuple[Term, ...]:
-    """Terms that are alive from the first forward to the last gradient, whatever goes on."""
-    is_gpu = step.device == "cuda"
-    return (
-        Term("process", 0 if is_gpu else CPU_PROCESS_BYTES),
-        Term(WORKSPACES, sum(CUBLAS_WORKSPACES_BYTES) if is_gpu else 0),
-        Term("ids, cosines and sines", _batch_bytes(step)),
-    )
 
 
 def _batch_bytes(step: Step) -> int:
@@ -332,14 +318,6 @@ def _reduction(step: Step, parameters: int) -> Term:
 def _reduced_element(step: Step) -> int:
     """Bytes of a number on its way to the shards: float32, but bfloat16 that stays on one GPU."""
     return 2 if step.settings.parameters == "bf16" and step.layout.gpus == 1 else 4
-
-
-def _update_phases(step: Step, beside: tuple[Term, ...]) -> tuple[Phase, ...]:
-    """The update, where it makes something for the numbers that it moves at once."""
-    made = update_bytes(
-        step.shape, step.settings, device=step.device, shards=step.layout.shard_degree
-    )
-    return (phase("update", *beside, Term("update", made)),) if made else ()
 
 
 def _root_reduction(step: Step, states: _States) -> Term:

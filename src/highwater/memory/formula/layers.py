@@ -101,11 +101,8 @@ class Step:
     @property
     def gathers(self) -> bool:
         """Whether frozen parameters are gathered: not where each GPU has all of them."""
-        return (
-            self.settings.lora is None
-            or self.layout.shard_degree > 1
-            or self.settings.offloads_model
-        )
+        is_alone = self.layout.shard_degree == 1 and not self.settings.offloads_model
+        return self.settings.lora is None or not is_alone
 
     @property
     def is_frozen(self) -> bool:
@@ -131,17 +128,15 @@ class Step:
 
     def adapter_parameters(self, kind: LayerKind) -> int:
         """Parameters of a layer's adapters."""
-        adapters = self.settings.adapters
-        if adapters is None:
-            return 0
-        return adapter_parameters_of_layer(kind, self.shape.model_type, adapters)
+        adapters, family = self.settings.adapters, self.shape.model_type
+        return 0 if adapters is None else adapter_parameters_of_layer(kind, family, adapters)
 
     def layer(self, kind: LayerKind) -> "Layer":
         """One layer of a kind in this step."""
-        return Layer(step=self, kind=kind)
+        return Layer(self, kind)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Layer:
     """One layer of a kind, in a step."""
 
@@ -169,11 +164,6 @@ class Layer:
         """Numbers of queries and keys kept as they were before their norm or rotation."""
         is_kept = self.step.shape.model_type in (*HEAD_NORMS, *FUSED_HEADS)
         return self.query + self.key if is_kept else 0
-
-    @property
-    def attentions(self) -> int:
-        """Calls of attention in one layer; each returns as many numbers as the queries have."""
-        return 2 if self.step.shape.model_type in TWO_ATTENTIONS else 1
 
     @property
     def has_output_norms(self) -> bool:
@@ -246,8 +236,8 @@ class Layer:
     @property
     def trained_mlp_parameters(self) -> int:
         """Parameters with a gradient after the MLP; in doubt the attention's adapters too."""
-        is_frozen = self.step.is_frozen
-        return self.step.trained_of(self.kind) if is_frozen else self.mlp_parameters
+        step = self.step
+        return step.trained_of(self.kind) if step.is_frozen else self.mlp_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,7 +320,8 @@ def kept_bytes(layer: Layer) -> int:
     hidden, mlp = layer.kind.hidden_size, layer.kind.mlp
     if settings.recompute != "none":
         returned = element * layer.query + NUMBER_BYTES * layer.kind.attention.query_heads
-        attentions = 0 if settings.recompute == "layer" else layer.attentions
+        attentions = 2 if layer.step.shape.model_type in TWO_ATTENTIONS else 1
+        attentions = 0 if settings.recompute == "layer" else attentions
         return element * hidden + attentions * returned
     if layer.learned is not None:
         return layer.learned_bytes(layer.learned.kept) // layer.step.tokens
@@ -401,12 +392,8 @@ def _fetching_bytes(layer: Layer) -> int:
     three.
     """
     step = layer.step
-    if (
-        step.device == "cpu"
-        or not step.settings.offloads_model
-        or step.settings.strategy != "fsdp2"
-        or step.layout.shard_degree > 1
-    ):
+    is_fetched = step.settings.offloads_model and step.settings.strategy == "fsdp2"
+    if step.device == "cpu" or not is_fetched or step.layout.shard_degree > 1:
         return 0
     weight = layer.mlp_parameters // 3
     before = 2 * weight if layer.kind.mlp.experts > 1 else weight

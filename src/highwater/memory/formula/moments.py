@@ -198,8 +198,7 @@ def cached_bytes(
     stream of their own, where activations go.
     """
     if settings.strategy == "fsdp":
-        of_one = _lent(shape, layout) + _reduced_by_fsdp1(shape, settings, layout)
-        return of_one * settings.trained_models + late_bytes
+        return _of_fsdp1(shape, settings, layout) * settings.trained_models + late_bytes
     streams = _of_other_streams(shape, settings, layout, late_bytes)
     return streams + _too_long_for_a_hole(shape, settings, layout, passing_bytes)
 
@@ -244,23 +243,19 @@ def _from_host(shape: ModelShape, settings: Settings, layout: Layout) -> int:
     return size * _root(shape, has_head=False) * settings.trained_models // layout.shard_degree
 
 
-def _lent(shape: ModelShape, layout: Layout) -> int:
-    """Bytes of units that FSDP1 lends to another stream: alone on a GPU its host runs ahead by a
-    whole pass, else it waits after two units, the root and the largest layer.
+def _of_fsdp1(shape: ModelShape, settings: Settings, layout: Layout) -> int:
+    """Bytes of units that FSDP1 lends to another stream (alone on a GPU its host runs ahead by a
+    whole pass, else it waits after two units, the root and the largest layer), and of the root's
+    float32 gradients with this GPU's share of their sum, a state where states are offloaded.
     """
-    if layout.shard_degree == 1:
+    degree = layout.shard_degree
+    if degree == 1:
         return _WEIGHT * shape.parameters
     largest_layer = max(run.kind.parameters for run in shape.runs)
     of_the_last_norm = shape.hidden_size // shape.layers  # which is gathered with them, in parts
-    return _WEIGHT * (_root(shape, has_head=True) + largest_layer + of_the_last_norm)
-
-
-def _reduced_by_fsdp1(shape: ModelShape, settings: Settings, layout: Layout) -> int:
-    """Bytes of the root's float32 gradients, and of this GPU's share of them unless offloaded."""
-    degree, root = layout.shard_degree, _root(shape, has_head=not settings.traits.gives_scalars)
-    if degree == 1:
-        return 0
-    return _GRADIENT * (root if settings.offloads_model else root + root // degree)
+    lent = _WEIGHT * (_root(shape, has_head=True) + largest_layer + of_the_last_norm)
+    root = _root(shape, has_head=not settings.traits.gives_scalars)
+    return lent + _GRADIENT * (root if settings.offloads_model else root + root // degree)
 
 
 def _root(shape: ModelShape, *, has_head: bool) -> int:

@@ -4,7 +4,7 @@ where to begin.
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Self
 
@@ -117,27 +117,22 @@ def ended(
     )
 
 
+@dataclass(slots=True, eq=False)
 class _Traces:
     """Traces of one cell and their replays, two lengths at once, each once; leaving its context
     ends the rest.
     """
 
-    def __init__(
-        self,
-        question: Question,
-        cell: Cell,
-        memory_limit: MemoryLimit,
-        tracer: Tracer,
-        factors: Factors | None,
-        size: int,
-        shortest: int,
-    ) -> None:
-        self._question, self.cell, self._factors = question, cell, factors
-        self.memory_limit, self._tracer = memory_limit, tracer
-        self.size, self.shortest = size, shortest
-        self._pool = ThreadPoolExecutor(max_workers=2)
-        self._begun: dict[int, Future[EventLog]] = {}
-        self._replays: dict[int, _Replays] = {}
+    question: Question
+    cell: Cell
+    memory_limit: MemoryLimit
+    tracer: Tracer
+    factors: Factors | None
+    size: int
+    shortest: int
+    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=2))
+    _begun: dict[int, Future[EventLog]] = field(default_factory=dict[int, Future[EventLog]])
+    _replays: dict[int, _Replays] = field(default_factory=dict[int, _Replays])
 
     def __enter__(self) -> Self:
         return self
@@ -150,8 +145,8 @@ class _Traces:
         """Trace these soon, as far as they are on the grid."""
         for index in indices:
             if 1 <= index <= self.size and index not in self._begun:
-                spec = self._question.trial(self.cell, self._question.grid.length(index))
-                self._begun[index] = self._pool.submit(self._tracer, spec)
+                spec = self.question.trial(self.cell, self.question.grid.length(index))
+                self._begun[index] = self._pool.submit(self.tracer, spec)
 
     def of(self, index: int) -> EventLog:
         """The events of a length; raises what the tracer raises."""
@@ -160,9 +155,9 @@ class _Traces:
 
     def by_formula(self, index: int) -> CellPrediction:
         """What the formula says of a length."""
-        length_tokens = self._question.grid.length(index)
+        length_tokens = self.question.grid.length(index)
         limit = self.memory_limit
-        return predict_at(self._question, self.cell, limit, likely_footprint, length_tokens)
+        return predict_at(self.question, self.cell, limit, likely_footprint, length_tokens)
 
     def outside_bytes(self, index: int) -> int:
         """Bytes that the allocator does not hold, which no trace has."""
@@ -199,9 +194,9 @@ class _Traces:
         likely = replayed(capacity_bytes=limit_bytes - outside)
         if not likely.fits:
             return _Replays(likely, likely)
-        factors = self._factors
+        factors = self.factors
         most_bytes = limit_bytes if factors is None else most_predicted_bytes(limit_bytes, factors)
-        sure_bytes = min(most_bytes, limit_bytes - self._question.margin_bytes) - outside
+        sure_bytes = min(most_bytes, limit_bytes - self.question.margin_bytes) - outside
         if not likely.retries and likely.peak_reserved_bytes <= sure_bytes:
             return _Replays(likely, likely)  # it never came to the end of the smaller one
         return _Replays(likely, replayed(capacity_bytes=sure_bytes))
