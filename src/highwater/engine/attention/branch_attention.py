@@ -3,19 +3,12 @@ ranks of a ring; exact, forward and backward, in plain PyTorch.
 
 Every rank keeps its queries. In step s it computes with the keys and values of rank ``r - s`` that
 its queries see, which that rank sends it and no others (``branches``); the next ones arrive
-meanwhile. Outputs of steps and branches are merged by their log-sum-exp, in float32 at least.
-Going backward the same keys and values are sent once more, and their gradients go home from where
-they were computed.
+meanwhile. Outputs are merged by their log-sum-exp, in float32 at least. Going backward the same
+keys and values are sent once more, and their gradients go home from where they were computed.
 
-Shapes, per rank:  B sequences  H query heads  h those of a branch  K key/value heads  T tokens held
-         D head size  N groups of heads, of all sequences  G query heads of a group  R tiles of
-         queries  b tokens of a tile  t tokens that are sent
-
-The heads of a branch, and what they have of tensors in groups that read one key/value head.
-
-Shapes:  B sequences  H query heads  h those of a branch  K key/value heads  k those that it reads
-         T tokens held  D head size  n groups of a sequence's heads  N those of all sequences
-         G query heads of a group
+Shapes, per rank:  B sequences  H query heads  h those of a branch  K key/value heads  k those that
+         it reads  T tokens held  D head size  n groups of a sequence's heads  N those of all
+         sequences  G query heads of a group  R tiles of queries  b tokens of a tile  t tokens sent
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,12 +1,9 @@
 """Branches: which tokens attend to which, by segments and rates, or whole documents; and, of what
 the ranks of a ring hold, which tiles a rank computes with and which tokens it is sent.
 
-A branch cuts documents into rows: a document, or every so many-th token of a segment of one. A
-row is attended causally by a sparse pattern of its own length, or whole. So a branch is the same
-whether its segments lie on one rank or on several, and what no query of a rank sees is not sent to
-it.
-
-Numbers are made on the host, once for a layout, and kept.
+A branch cuts documents into rows: a document, or every so many-th token of a segment of one, each
+attended causally, whole or by a sparse pattern of its own length: the same on one rank and on
+several. Numbers are made on the host, once for a layout, and kept.
 
 Shapes:  T tokens that a rank holds  B blocks of all rows  R tiles that a rank holds  E pairs of
          tiles

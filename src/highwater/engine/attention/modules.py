@@ -2,12 +2,10 @@
 whole or by the ranks of a group.
 
 Queries, keys and values are (batch, length, heads, head_dim), as the packages of the name
-dilated-attention-pytorch have them; keys and values may have fewer heads. Under autocast they are
-cast as PyTorch's own attention casts them. Nothing of a call is kept in the module, so that the
-replicas of DataParallel, which are threads, are independent.
-
-Fused kernels need a GPU of compute capability 8.0 and 16-bit numbers; elsewhere plain PyTorch
-computes the same.
+dilated-attention-pytorch have them; keys and values may have fewer heads. Nothing of a call is kept
+in the module, so that the replicas of DataParallel, which are threads, are independent. Fused
+kernels need a GPU of compute capability 8.0 and 16-bit numbers; elsewhere plain PyTorch computes
+the same.
 
 Shapes:  B batch  T length, or this rank's share of it  H query heads  K key/value heads  D head_dim
 """

@@ -1,11 +1,7 @@
 """Fill: the first values of a model that was built on meta, from its directory's files or from the
-seed, each parameter under the name that files give it.
-
-Buffers: what a module holds besides its parameters, computed as its family's own class does.
-
-A model on meta has none: RoPE's frequencies, the scale of an embedding, the correction of a router.
-transformers has the same lack when it loads files, and fills it by each class's ``_init_weights``,
-which leaves alone what is marked as initialised.
+seed, each parameter under the name that files give it; and its buffers (RoPE's frequencies, the
+scale of an embedding, the correction of a router), computed as its family's own class does, by
+``_init_weights``, which leaves alone what is marked as initialised.
 """
 
 from collections.abc import Mapping, Sequence

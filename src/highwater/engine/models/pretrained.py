@@ -1,18 +1,13 @@
-"""A Hugging Face directory that transformers 4.57 and 5 load, written as a stream.
+"""A Hugging Face directory that transformers 4.57 and 5 load, written as a stream: all places are
+known before the first tensor is, so that no more than one parameter is ever in this process's
+memory. In memory transformers 5 fuses experts and renames some weights; the files keep the layout
+that both versions read.
 
-It has weights, their index, config and the tokenizer's files. In memory transformers 5 fuses
-experts and renames some weights; the files keep the layout that both versions read. A safetensors
-file is a header with the place of every tensor, then their bytes. All places are known before the
-first tensor is, so that no more than one parameter is ever in this process's memory.
+And a directory that any trainer opens, where the model's own lacks weights or a tokenizer: what is
+there is linked, weights are drawn from a seed, in bfloat16, and a tokenizer has one token for each
+of so many words. It is made once and stays in the cache.
 
 Source: https://github.com/huggingface/safetensors#format
-
-A directory that any trainer opens as a Hugging Face model, where the model's own lacks weights
-or a tokenizer: a catalog shape is a ``config.json`` alone.
-
-What is there is linked. Weights that are not are drawn from a seed, in bfloat16, one parameter
-after the other; a tokenizer that is not there has one token for each of so many words. Such a
-directory is made once and stays in the cache.
 """
 
 import fcntl

@@ -1,22 +1,14 @@
 """Requirements: what a family has to be like for the engine to train it, and the errors that say
-so.
-
-Proof that the row kernels of this machine scale and cap logits as PyTorch does in float64.
-
-It runs before a model is trained whose family transforms its logits: a few rows, forward and
-backward, in milliseconds. Where nothing is transformed, the kernels' own tests have to do.
-
-Shapes:  N rows  V vocabulary
-
-Proof that a family's logits are its head's product with its backbone's last hidden states, as
-its config was read: scaled and capped.
+so; proven in milliseconds, before a model is trained.
 
 The engine applies the head itself, to the trained tokens, in chunks. That trains another model
 where a family transforms the hidden states before its head (ModernBERT's decoder), or does anything
-else with the logits after it than scale and cap them (Granite, Cohere, Gemma 2). The proof runs the
-family's own forward pass around a backbone that answers with random hidden states, with a head of a
-few rows: it takes milliseconds, and asks nothing of the config's fields. A refusal names those
-fields that it knows.
+else with the logits after it than scale and cap them (Granite, Cohere, Gemma 2). So the family's
+own forward pass runs around a backbone that answers with random hidden states, and row kernels of
+logits that are scaled and capped run beside PyTorch's float64. A refusal names the fields of the
+config that it knows.
+
+Shapes:  N rows  V vocabulary
 """
 
 import copy

@@ -1,11 +1,8 @@
-"""RoPE past the native length: YaRN, a model's own scaling up to its maximum, or a refusal.
-
-RoPE whose frequencies depend on the length of the document.
-
-``longrope`` has one set of frequencies up to a length and another past it; ``dynamic`` grows them
-with the length. transformers' modules read the length off the largest position that they are shown:
-of packed documents that is the longest one's, of a rank's share it is no document's. Here a module
-is told the frequencies of each document, whole, and computes with them what it always does.
+"""RoPE past the native length: YaRN, a model's own scaling up to its maximum, or a refusal; and
+frequencies that depend on the length of the document: ``longrope`` has two sets, ``dynamic`` grows
+them. transformers' modules read the length off the largest position that they are
+shown, which of packed documents or a rank's share is no document's: here a module is told the
+frequencies of each document, whole.
 
 Shapes:  T packed tokens of this rank  F frequencies, half the channels that are rotated
 Source: Ding et al., LongRoPE, https://arxiv.org/abs/2402.13753; transformers'

@@ -2,18 +2,13 @@
 
 What is read is what transformers would load, or it is refused: every parameter is in the files,
 whole and of the config's shape; and no tensor is left over, but those that the family's class says
-to leave. transformers drops what is left over with a warning. Here that would train another model
-than the files': a bias that the config does not switch on, layers past its number.
+to leave: a bias that the config does not switch on, layers past its number would make it another
+model. transformers' table of renamed prefixes and of experts that modules hold in one tensor
+(``conversion_mapping.py``) is taken as it is; a tensor of one expert is called
+``experts.3.gate_proj.weight``, ``up_proj`` or ``down_proj`` whatever the file calls it.
 
 Shapes, of MXFP4:  X experts  I inputs  O outputs  G groups of 32 numbers  B 16 bytes of two
                    numbers each
-
-Names of weights: what a family's files call its tensors, read as the names in its modules.
-
-transformers keeps the table (``conversion_mapping.py``): prefixes that were renamed, and experts
-that files keep apart and modules hold in one tensor. Its renamings are taken as they are. A tensor
-of one expert gets a name of its own, whatever the file calls it: ``experts.3.gate_proj.weight``,
-``up_proj`` or ``down_proj``.
 """
 
 import pickle
