@@ -133,18 +133,11 @@ def exchange(
     offsets = keys.tiles.offsets_R.numpy()[needed]
     places = counts.cumsum() - counts
     arrived = _tiles(keys.tiles.size, len(sent), offsets, counts, places)
-    renumbered = [
-        replace(
-            pairs,
-            keys=arrived,
-            columns=torch.from_numpy(np.searchsorted(needed, pairs.columns.numpy())).int(),
-        )
-        for pairs in found
-    ]
-    return Exchange(
-        tuple(_on(pairs, device) for pairs in renumbered if pairs.columns.shape[1]),
-        torch.from_numpy(sent).to(device),
-    )
+    renumbered: list[TilePairs] = []
+    for pairs in (each for each in found if each.columns.shape[1]):
+        columns = torch.from_numpy(np.searchsorted(needed, pairs.columns.numpy())).int()
+        renumbered.append(_on(replace(pairs, keys=arrived, columns=columns), device))
+    return Exchange(tuple(renumbered), torch.from_numpy(sent).to(device))
 
 
 def _block_size(pattern: SparsePatternConfig | None) -> int:
@@ -170,9 +163,8 @@ def _tiles(
     size: int, held: int, offsets_R: Integers, counts_R: Integers, places_R: Integers, step: int = 1
 ) -> Tiles:
     # a stretch of full tiles has them one after the other, and nothing is copied to cut it
-    is_whole = (counts_R[:-1] == size).all() and np.array_equal(
-        places_R, np.arange(len(places_R)) * size
-    )
+    stretch = np.arange(len(places_R)) * size
+    is_whole = (counts_R[:-1] == size).all() and np.array_equal(places_R, stretch)
     numbers = (torch.from_numpy(each) for each in (offsets_R, counts_R, places_R))
     in_order = bool(is_whole and step == 1 and counts_R.sum() == held)
     return Tiles(size, held, *numbers, step=step, in_order=in_order)
@@ -245,14 +237,8 @@ def _tile_pairs(every: _AllRows, queries: _Held, keys: _Held, *, is_causal: bool
     counts = np.bincount(query_E, minlength=len(queries.tiles))
     starts = torch.from_numpy(np.concatenate([[0], counts.cumsum()]).astype(np.int64))
     return TilePairs(
-        queries.tiles,
-        keys.tiles,
-        starts,
-        torch.from_numpy(key_E).int()[None],
-        is_causal,
-        every.table.window_tokens,
-        every.table.keys_from,
-        every.table.keys_below,
+        *(queries.tiles, keys.tiles, starts, torch.from_numpy(key_E).int()[None], is_causal),
+        *(every.table.window_tokens, every.table.keys_from, every.table.keys_below),
     )
 
 
@@ -291,12 +277,8 @@ def _on(pairs: TilePairs, device: torch.device) -> TilePairs:
         offsets_R, counts_R, places_R = (each.to(device) for each in numbers)
         return replace(tiles, offsets_R=offsets_R, counts_R=counts_R, places_R=places_R)
 
-    return replace(
-        pairs,
-        queries=moved(pairs.queries),
-        keys=moved(pairs.keys),
-        columns=pairs.columns.to(device),
-    )
+    queries, keys = moved(pairs.queries), moved(pairs.keys)
+    return replace(pairs, queries=queries, keys=keys, columns=pairs.columns.to(device))
 
 
 def refuse_content(pattern: SparsePatternConfig | None, around: str) -> None:

@@ -51,12 +51,10 @@ def refuse_other_mixing(causal_lm: PreTrainedModel) -> None:
     kinds = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
     if kinds:
         raise not_by_attention(config, f"it has layers of {', '.join(sorted(kinds))}")
-    if getattr(causal_lm, "_is_stateful", False) or any(
-        isinstance(m, nn.Conv1d) for m in causal_lm.modules()
-    ):
-        raise not_by_attention(
-            config, "its layers carry a state or a convolution along the sequence"
-        )
+    convolves = any(isinstance(m, nn.Conv1d) for m in causal_lm.modules())
+    if getattr(causal_lm, "_is_stateful", False) or convolves:
+        why = "its layers carry a state or a convolution along the sequence"
+        raise not_by_attention(config, why)
     if not getattr(causal_lm, "_supports_attention_backend", False):
         raise not_by_attention(config, "it does not take one from outside")
 
@@ -135,10 +133,9 @@ def prove_head(causal_lm: PreTrainedModel, transform: LogitTransform = PLAIN) ->
     ids = torch.arange(_TOKENS)[None]
     with torch.no_grad():
         expected = transformed(small(hidden_1TE), transform)
+        call = {"input_ids": ids, "position_ids": ids.clone(), "use_cache": False}
         try:
-            logits: Tensor = cast(Any, family)(
-                input_ids=ids, position_ids=ids.clone(), use_cache=False
-            ).logits
+            logits: Tensor = cast(Any, family)(**call).logits
         except _STRANGE as error:
             why = f"its forward pass cannot be followed ({type(error).__name__})"
             raise _refusal(causal_lm, why) from error
@@ -146,9 +143,8 @@ def prove_head(causal_lm: PreTrainedModel, transform: LogitTransform = PLAIN) ->
         raise _refusal(causal_lm, "its backbone is given something else than the tokens")
     if backbone.is_entered and not _hands_on(causal_lm, backbone):
         raise _refusal(causal_lm, "its backbone is not what its head is applied to")
-    if logits.shape != expected.shape or not torch.allclose(
-        logits, expected, rtol=PROOF_TOLERANCE, atol=PROOF_TOLERANCE
-    ):
+    tolerance = {"rtol": PROOF_TOLERANCE, "atol": PROOF_TOLERANCE}
+    if logits.shape != expected.shape or not torch.allclose(logits, expected, **tolerance):
         raise _refusal(causal_lm, _what_it_does(causal_lm))
 
 
@@ -194,9 +190,8 @@ def _around(
 ) -> tuple[nn.Module, nn.Linear]:
     """Copy the family's outermost module around ``backbone``, all else random; with its head."""
     name = next(name for name, module in causal_lm.named_modules() if module is whole)
-    small = nn.Linear(
-        whole.in_features, _ROWS, bias="bias" in dict(whole.named_parameters()), device="meta"
-    )
+    has_bias = "bias" in dict(whole.named_parameters())
+    small = nn.Linear(whole.in_features, _ROWS, bias=has_bias, device="meta")
     family = copy.copy(causal_lm)
     loose: Any = family
     for kind in ("_modules", "_parameters", "_buffers"):
@@ -219,15 +214,11 @@ def _around(
 
 
 def _what_it_does(causal_lm: PreTrainedModel) -> str:
-    between = [
-        name for name, _ in causal_lm.named_children() if name != causal_lm.base_model_prefix
-    ]
-    fields = [
-        name
-        for name in vars(causal_lm.config)
-        if name.startswith(("logit", "final_logit")) and getattr(causal_lm.config, name)
-    ]
-    values = ", ".join(f"{name} = {getattr(causal_lm.config, name)}" for name in fields)
+    prefix, config = causal_lm.base_model_prefix, causal_lm.config
+    between = [name for name, _ in causal_lm.named_children() if name != prefix]
+    names = [name for name in vars(config) if name.startswith(("logit", "final_logit"))]
+    fields = {name: value for name in names if (value := getattr(config, name))}
+    values = ", ".join(f"{name} = {value}" for name, value in fields.items())
     said = f"; its config has {values}" if fields else ""
     return (
         "its logits are not its head's product with the last hidden states "
