@@ -15,7 +15,6 @@ from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import pytest
-from highwater.trainers.logits import CUT_CROSS_ENTROPY, LIGER
 
 from highwater.model.model import load_model
 from highwater.model.trained_families import TRAINED
