@@ -326,7 +326,7 @@ def test_a_launcher_that_numbers_its_processes_otherwise_is_refused_before_a_ran
 
 
 BIN_SRUN = """#!/bin/sh
-while [ "${1#--}" != "$1" ]; do shift; done
+while [ ! -x "$1" ]; do shift; done
 exec "$PYTHON" "$SRUN" kills a b -- "$@"
 """
 

@@ -30,7 +30,7 @@ from highwater.trainers.finetuner_files import (
 from highwater.trainers.llamafactory import LLAMAFACTORY
 from highwater.trainers.ms_swift import MS_SWIFT
 from highwater.trainers.targets import TARGETS
-from highwater.trials.finetuner_trial import base_of, check_finetuner
+from highwater.trials.foreign_command import check_finetuner, finetuner_base
 from highwater.trials.foreign_log import steps_of
 from highwater.trials.foreign_trial import PREPARE
 from highwater.units import GIB
@@ -350,10 +350,10 @@ def test_a_file_that_is_none_of_its_is_refused(tmp_path):
     own = tmp_path / "base.yaml"
     own.write_text("- a list\n")
     with pytest.raises(UsageError, match="no named fields") as refused:
-        base_of(AXOLOTL, trainer_of("axolotl", own))
+        finetuner_base(AXOLOTL, trainer_of("axolotl", own))
     assert "axolotl train" in str(refused.value.hint)
     own.write_text("seed: 3\n")
-    assert base_of(AXOLOTL, trainer_of("axolotl", own)) == OwnFile({"seed": 3}, "base.yaml")
+    assert finetuner_base(AXOLOTL, trainer_of("axolotl", own)) == OwnFile({"seed": 3}, "base.yaml")
 
 
 def test_what_has_not_run_on_gpus_says_so_there_alone():
