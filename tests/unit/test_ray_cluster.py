@@ -7,9 +7,9 @@ import pytest
 from highwater.errors import MachineError, UsageError
 from highwater.nouns.request import request_from
 from highwater.trials.inputs import model_files
-from highwater.trials.ray_cluster import RayCluster
 from highwater.trials.ray_driver import loss_reason
 from highwater.trials.ray_node import Needs, Refusal, read_node
+from highwater.trials.ray_runner import RayCluster
 from tiny_models import write_model
 
 

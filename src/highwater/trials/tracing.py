@@ -10,7 +10,7 @@ import ast
 import gzip
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -115,12 +115,6 @@ def _with_folders(name: str) -> Iterator[str]:
 _TRACER = "highwater.engine.tracer.tracer"
 _TIMEOUT_S = 1800.0
 """Seconds that a trace may take: it takes seconds to minutes, by the layers, not the tokens."""
-
-
-def trace_directory(environment: Mapping[str, str]) -> Path:
-    """The directory of traces: ``$XDG_CACHE_HOME/highwater/traces``, by default in ``~/.cache``."""
-    base = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base, "highwater", "traces")
 
 
 class CachedTracer:

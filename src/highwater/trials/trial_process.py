@@ -19,7 +19,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -212,6 +212,14 @@ def log_tail(log: IO[bytes], most_bytes: int = _TAIL_BYTES) -> str:
 
 _PREFIX = "highwater-"
 _LOCK = ".made-by-highwater"
+
+
+def cache_directory(name: str, environment: Mapping[str, str] = os.environ) -> Path:
+    """The folder of what is kept for the next time: ``$XDG_CACHE_HOME/highwater/NAME``, by default
+    in ``~/.cache``.
+    """
+    base = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base, "highwater", name)
 
 
 @contextmanager
