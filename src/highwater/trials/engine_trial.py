@@ -1,8 +1,5 @@
-"""EngineLauncher: a trial of our engine as fresh processes, of which nothing is left running.
-
-It goes from a clean environment to a classified result.
-
-The ranks of one start of our engine, for a trial or a training, from then to what they leave.
+"""EngineLauncher: a trial of our engine as fresh processes, of which nothing is left, from a
+clean environment to a classified result; and the ranks of one start, of a trial or a training.
 """
 
 import os

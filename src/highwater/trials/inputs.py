@@ -1,13 +1,5 @@
-"""What a training or a trial starts from, made by a job of the data plane and kept for the next
-time.
-
-Corpora: a user's data, tokenised once for every trial and training that reads it.
-
-Prepared models: the directory that a foreign trainer opens in a trial, made where the model's own
-has no weights or no tokenizer.
-
-The files of a model that trials on other machines need: sent where they are small, else looked
-for at the same path there.
+"""What a training or a trial starts from: corpora and directories to train from, made by a job of
+the data plane and kept for the next time, and the files of a model that other machines need.
 """
 
 import shutil

@@ -1,8 +1,6 @@
 """What runs on a node of a Ray cluster, in a process that Ray starts there: the reading of the
-node, and the trial that it holds. Ray brings this package there.
-
-Messages between the control plane and the process that drives a Ray cluster: what it is told to
-do, and what it tells.
+node, and the trial that it holds. Ray brings this package there. The messages that carry both cross
+between the control plane and the process that drives the cluster.
 """
 
 import os

@@ -1,9 +1,6 @@
-"""Tracing: the tracer in a process of its own, whose traces are kept for the next time.
-
-Imported files: the files of the package that a process imports which runs one of its modules.
-
-The imports are read, not run: nothing heavy is loaded to know them. What a file only loads by a
-name in a string is not among them.
+"""The tracer in a process of its own, whose traces are kept for the next time, under the digest of
+the code that made them: its imports are read, not run, so that nothing heavy is loaded to know
+them. What a file only loads by a name in a string is not among them.
 """
 
 import ast

@@ -1,12 +1,5 @@
-"""The place of one trial on this machine: GPUs that are free before it and after it, and files that
-can be written.
-
-The environment of a trial's processes: the user's, less what would change its memory, plus what
-its settings ask.
-
-Logs of trials: where each lies, a new one for each launch, and its end.
-
-Private folders of a trial, a trace or a reading, for its user alone and while it lasts.
+"""The place of one trial on this machine: free GPUs, an environment that changes nothing of its
+memory, a log of its own, and folders for its user alone while it lasts.
 
 Who is killed with -9, and the reaper with it, cannot tidy up: the next start does. A folder is
 known by the lock in it, which the kernel holds for as long as its maker lives; what has no such
