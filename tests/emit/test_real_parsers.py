@@ -15,7 +15,6 @@ from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import pytest
-from highwater.trainers.logits import CUT_CROSS_ENTROPY, LIGER
 
 from highwater.model.model import load_model
 from highwater.model.trained_families import TRAINED
@@ -23,7 +22,7 @@ from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.trainer import Target, TrainerName
 from highwater.recommendation.recommend import recommend
 from highwater.trainers.accelerate import accelerate
-from highwater.trainers.emitted import Emitted
+from highwater.trainers.emitted import CUT_CROSS_ENTROPY, LIGER, Emitted
 from highwater.trainers.folder import LAUNCH, launch_script
 from highwater.trainers.llamafactory import FUSED as LLAMAFACTORY_FUSES
 from highwater.trainers.targets import TARGETS

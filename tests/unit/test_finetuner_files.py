@@ -117,9 +117,7 @@ def test_without_a_file_it_is_what_is_emitted(trainer):
 
 
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda each: each.name)
-def test_the_users_fields_stay_and_what_they_do_not_say_is_the_trainers_default(
-    trainer,
-):
+def test_the_users_fields_stay_and_what_they_do_not_say_is_the_trainers_default(trainer):
     length, rows = BATCH[trainer.name]
     base = {"learning_rate": 3e-4, RANK[trainer.name]: 64, "seed": 7, length: 512, rows: 9}
     found = files(trainer, trial(), **base, max_steps=500)

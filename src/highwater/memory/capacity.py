@@ -150,9 +150,8 @@ class Prediction(Record, frozen=True, kw_only=True):
 
     @property
     def answer(self) -> CellPrediction | None:
-        """The cell that answers: the simplest that trains the length, or that of the longest
-        capacity. Where none leaves the default headroom, the roomiest that may fit; None where none
-        does.
+        """The simplest cell that trains the length, or that of the longest capacity; else the
+        roomiest that may fit without the default headroom; None where none does.
         """
         fitting = [cell for cell in self.cells if cell.capacity_tokens]
         if fitting and self.length_tokens:
@@ -258,10 +257,8 @@ class _CellByFormula:
         return self.at(index).capacity_tokens > 0
 
     def longest(self) -> CellPrediction:
-        """The longest length that fits; where none does, the shortest.
-
-        By bisection: a footprint never shrinks with the length, unless a token budget packs fewer
-        sequences then.
+        """The longest length that fits; where none does, the shortest. By bisection: a footprint
+        never shrinks with the length, unless a token budget packs fewer sequences then.
         """
         size = self.question.size_of(self.cell)
         if self.cell.settings.token_budget_tokens is not None:
@@ -273,11 +270,9 @@ class _CellByFormula:
         return self._ended(max(1, fits), fails=fails, size=size)
 
     def _longest_from_the_top(self, size: int) -> CellPrediction:
-        """The longest length that fits, whatever does not fit below it.
-
-        Of lengths that pack as many sequences a longer one needs no less: a run of them whose
-        shortest does not fit has none that does, and in the first from the top that has one the
-        longest is found by bisection.
+        """The longest length that fits, whatever does not fit below it. Of lengths that pack as
+        many sequences a longer one needs no less: in the first such run from the top whose shortest
+        fits, the longest is found by bisection.
         """
         last = size
         while last:

@@ -77,8 +77,7 @@ def _requests(
     if refused:
         name = refused[0].replace("_", "-")
         raise UsageError(
-            f"the trainer {trainer} is not known with another {name}",
-            hint=f"leave `--{name}` out",
+            f"the trainer {trainer} is not known with another {name}", hint=f"leave `--{name}` out"
         )
     is_in_copies = where.is_several_machines and not where.may_shard_across
     if is_in_copies and TRAINERS[trainer].refused(["copies"]):
@@ -240,10 +239,9 @@ def unanswered(
 def with_usual_host(
     limit: MemoryLimit, where: Cluster, own_bytes: int | None = None
 ) -> MemoryLimit:
-    """The limit, with the host memory of a machine that usually has such GPUs where nobody said.
-
-    Of more GPUs than any machine has it is that of the largest. ``own_bytes`` is this machine's,
-    where its own GPUs are meant.
+    """The limit, with the host memory of a machine that usually has such GPUs where nobody said. Of
+    more GPUs than any machine has it is that of the largest. ``own_bytes`` is this machine's, where
+    its own GPUs are meant.
     """
     if limit.host_bytes is not None and limit.usual_host is None:
         return limit
@@ -281,7 +279,5 @@ def memory_limit_of(
             hint="give the machine's, for example `--host-memory 512GiB`, or leave it out",
         )
     return MemoryLimit(
-        device_bytes=where.device_bytes - reserved_bytes,
-        host_bytes=host_bytes,
-        constants=constants,
+        device_bytes=where.device_bytes - reserved_bytes, host_bytes=host_bytes, constants=constants
     )

@@ -85,9 +85,7 @@ MEMORY: Mapping[TrainerName, TrainerMemory] = {
         accuracy=trinity.ACCURACY,
         of_adapters=trinity.OF_ADAPTERS,
         replay=BundledReplay(
-            covers=trinity.covers,
-            predict=trinity.replay_cell,
-            accuracy=trinity.REPLAY_ACCURACY,
+            covers=trinity.covers, predict=trinity.replay_cell, accuracy=trinity.REPLAY_ACCURACY
         ),
         fixed_fields=trinity.published_fields,
     ),

@@ -7,14 +7,15 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from highwater.memory.from_trials import LEAST_LENGTHS, MemoryFit
 from highwater.nouns.attention_bench import IMPLEMENTATIONS, AttentionBench, Direction, Entry
 from highwater.nouns.codec import Record
 from highwater.pages.text import TextTable, escaped, markdown_list, markdown_table, plain
 from highwater.recommendation.attention_summary import (
     FAR,
+    LEAST_LENGTHS,
     AttentionSummary,
     LongestLength,
+    MemoryFit,
     UseCase,
     attention_summary,
     contestants,

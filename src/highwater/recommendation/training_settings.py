@@ -69,9 +69,8 @@ class ChosenTrial(NamedTuple):
 
 def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> ChosenTrial:
     """The trial of a training; raises HighwaterError for what cannot be, and for what is predicted
-    not to fit, with the settings that would.
-
-    Across machines each has the layout that is chosen for one, and a copy of the states.
+    not to fit, with the settings that would. Across machines each has the layout that is chosen for
+    one, and a copy of the states.
     """
     nodes, request = request.nodes, _on_one_machine(request)
     spec = plan_trial(request, machine, asked.length_tokens)
@@ -177,7 +176,7 @@ def _own_rows(request: Request, cell: Cell, rows: int | None) -> int:
 
 def _predicted(question: Question, machine: Machine, *, rows: int | None) -> CellPrediction:
     """What a cell takes; ``rows`` a step, where they are named."""
-    limit_bytes = question.memory_budget_bytes or question.device_total_bytes
+    limit_bytes = question.memory_bytes
     if limit_bytes is None:
         raise MachineError(
             "nobody knows the memory that there is", hint="name it: `--memory 80GiB`"
@@ -233,10 +232,7 @@ def _checked(
             hint=better,
         )
     spec = msgspec.structs.replace(
-        spec,
-        layout=cell.layout,
-        settings=cell.settings,
-        micro_batches=question.micro_batches,
+        spec, layout=cell.layout, settings=cell.settings, micro_batches=question.micro_batches
     )
     used_bytes = (question.memory_budget_bytes or 0) - predicted.headroom_bytes
     is_near = spec.device == "cpu" and predicted.headroom_bytes < _room_bytes(
@@ -248,12 +244,7 @@ def _checked(
 
 
 def _what_fits(
-    request: Request,
-    asked: TrainingRequest,
-    machine: Machine,
-    spec: TrialSpec,
-    *,
-    lacks_bytes: int,
+    request: Request, asked: TrainingRequest, machine: Machine, spec: TrialSpec, *, lacks_bytes: int
 ) -> str:
     """What to type where the named settings do not fit, for want of so many bytes."""
     try:
@@ -340,8 +331,8 @@ def _more_memory(spec: TrialSpec, machine: Machine, lacks_bytes: int) -> str:
 
 
 def _room_bytes(predicted_bytes: int, machine: Machine, processes: int) -> int:
-    """What a process on the CPU may take more than is predicted: by how much predictions are off,
-    and what depends on where it runs, its cores and how large a stack each thread is given.
+    """What a process on the CPU may take beyond its prediction: errors, its cores and threads'
+    stacks.
     """
     stack_bytes, _ = resource.getrlimit(resource.RLIMIT_STACK)
     if stack_bytes == resource.RLIM_INFINITY:
@@ -354,9 +345,8 @@ def _room_bytes(predicted_bytes: int, machine: Machine, processes: int) -> int:
 def _of_study(
     path: Path, spec: TrialSpec, request: Request, machine: Machine, nodes: int
 ) -> tuple[Cell, tuple[str, ...]]:
-    """The simplest cell of a study that trained the length, of as many GPUs where a count is
-    named, and else of no more than are here; raises UsageError where there is none, or another
-    model's.
+    """The simplest cell of a study that trained the length, on as many GPUs as named, or as are
+    here; UsageError where there is none, or another model's.
     """
     most_gpus = len(machine.gpus) if spec.device == "cuda" else MOST_GPUS
     study = read_study(path)

@@ -50,7 +50,6 @@ OnCalibrate = Callable[[int, int], None]
 
 def own_constants(path: Path, where: Cluster) -> MachineConstants:
     """The readings in a file that ``highwater doctor --measure --json`` printed on such GPUs.
-
     Raises UsageError for readings of other GPUs, and for a file that is no such document.
     """
     hint = (
@@ -109,9 +108,8 @@ def own_residuals(
     on_calibrate: OnCalibrate | None,
     on_trace: Callable[[TrialSpec], None] | None,
 ) -> tuple[Residual, ...]:
-    """Residuals of the trials in these files; by trace, of those trials that tell the most.
-
-    Raises HighwaterError, before anything is traced, for studies that teach nothing about what is
+    """Residuals of the trials in these files; by trace, of those trials that tell the most. Raises
+    HighwaterError, before anything is traced, for studies that teach nothing about what is
     predicted.
     """
     read = [read_study(Path(path)) for path in studies]

@@ -58,8 +58,8 @@ def outlook(question: Question, timeout_s: float | None = None) -> tuple[CellOut
 
 
 def time_notes(question: Question, timeout_s: float) -> tuple[str, ...]:
-    """A note that names the first length that memory is predicted to hold, and whose full trial is
-    predicted to take longer than it may; none where each is in time, or told by a memory-only one.
+    """A note on the first length that memory is predicted to hold and whose full trial would be
+    late.
     """
     for cell in question.cells if question.proof == "full" else ():
         in_full = full_trials(question, cell, timeout_s)
@@ -113,15 +113,11 @@ def _of_cell(question: Question, cell: Cell, limit_s: float | None) -> CellOutlo
 
 def _fits(question: Question, cell: Cell, length_tokens: int) -> bool:
     """Whether a length is predicted to fit; so it is where nobody knows memory or formula."""
-    memory_bytes = question.memory_budget_bytes or question.device_total_bytes
-    if memory_bytes is None:
+    memory_bytes, formula = question.memory_bytes, formula_of(question)
+    if memory_bytes is None or formula is None:
         return True
     limit = MemoryLimit(device_bytes=memory_bytes)
-    formula = formula_of(question)
-    if formula is None:
-        return True
-    found = predict_at(question, cell, limit, formula, length_tokens)
-    return found.capacity_tokens > 0
+    return predict_at(question, cell, limit, formula, length_tokens).capacity_tokens > 0
 
 
 _ABOUT = 1.1
@@ -179,10 +175,8 @@ class Budget:
         return self._runner.has_room(spec)
 
     def submit(self, launch: Launch, *, on_phase: OnPhase = unheard) -> Future[TrialResult]:
-        """Start a trial for as long as it may take.
-
-        Its future raises BudgetSpentError if that is less than it might have otherwise, and too
-        little.
+        """Start a trial for as long as it may take; its future raises BudgetSpentError if that was
+        cut short, and too little.
         """
         own_s, left_s = self._limit_s(launch.spec), max(0.0, self.left_s)
         timed = msgspec.structs.replace(launch, timeout_s=min(own_s, left_s))

@@ -141,10 +141,8 @@ class CellSearch:
         return self._outcomes.answer()
 
     def _next(self) -> WantedTrial | None:
-        """The next trial; None when the cell is answered.
-
-        Before a new one that is not the first in full, and before the end, all that is recorded is
-        taken in.
+        """The next trial; None when the cell is answered. Before a new one that is not the first in
+        full, and before the end, all that is recorded is taken in.
         """
         asked = self._wanted()
         recorded = None if asked is None else self._as_recorded(asked)
@@ -223,19 +221,19 @@ class CellSearch:
         return self._by_memory and self._is_too_long(index)
 
     def _near_in_pieces(self, index: int) -> int:
-        """The index itself, or one beside it within the bracket whose tokens can be cut into equal
-        pieces: others take a memory-only trial as long as a full one.
+        """The index, or one beside it whose tokens can be cut into equal pieces: others take a
+        memory-only trial as long as a full one.
         """
         between = range(self._bracket.fits + 1, self._bracket.end)
         near = sorted(
             (each for each in between if abs(each - index) <= _NEAR),
             key=lambda each: abs(each - index),
         )
-        return next(filter(self._has_pieces, near), index)
-
-    def _has_pieces(self, index: int) -> bool:
-        spec = self._spec_of(WantedTrial(index))
-        return pieces(spec.length_tokens * spec.sequences, spec.device) is not None
+        for each in near:
+            spec = self._spec_of(WantedTrial(each))
+            if pieces(spec.length_tokens * spec.sequences, spec.device) is not None:
+                return each
+        return index
 
     def _confirmations_left(self) -> list[tuple[int, int]]:
         """Both sides of the edge again, then the lengths above it, as index and repeat."""

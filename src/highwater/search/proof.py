@@ -115,9 +115,8 @@ class FullTrials:
         return f"{format_seconds(takes_s)} expected in full, and a trial may take {limit}"
 
     def expected_s(self, length_tokens: int) -> float | None:
-        """Seconds that a full trial of this length would take; None: nobody knows.
-
-        Steps grow as predicted, or else with their model FLOPs; the rest is what it was before.
+        """Seconds that a full trial of this length would take; None: nobody knows. Steps grow as
+        predicted, or else with their model FLOPs; the rest is what it was before.
         """
         if self._longest is None:
             return trial_s(self._question, self._question.trial(self._cell, length_tokens))
@@ -130,10 +129,8 @@ class FullTrials:
         return max(0.0, result.wall_s - steps_s) + steps_s * growth
 
     def next_index(self, fits: int, length: Callable[[int], int]) -> int | None:
-        """The longest index up to ``fits`` that a full trial may be expected to reach in time.
-
-        None when it is not worth it. No length is reached in full at or above one whose full trial
-        ran out of memory.
+        """The longest index up to ``fits`` that a full trial may be expected to reach in time,
+        below what ran out of memory; None when it is not worth it.
         """
         if self._longest is None and not self.foresees:
             return None

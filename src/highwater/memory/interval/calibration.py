@@ -214,10 +214,8 @@ FootprintOf = Callable[[TrialSpec], Footprint]
 
 
 def edge_residuals(study: Study, footprint_of: FootprintOf) -> tuple[Residual, ...]:
-    """The residuals of a study's cells, one for each that was bracketed.
-
-    Raises UsageError for trials of another kind than predictions are about, and for a study without
-    an edge.
+    """Residuals of a study's bracketed cells; UsageError for trials that no prediction is about,
+    and for a study without an edge.
     """
     refuse_unlike(study)
     edges = (_edge(study, cell) for cell in study.question.cells)

@@ -46,11 +46,8 @@ the traces of a prediction."""
 
 
 class Residual(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """One trial: what it used of its fullest GPU, what had been predicted, and what the two may
-    depend on.
-
-    What they depend on is a field here and a row of ``traits_of``. A field that comes later has a
-    default, that of all trials before it, and is written where it is another.
+    """What one trial used of its fullest GPU, what was predicted, and what the two may depend on: a
+    field here and a row of ``traits_of``. A later field has the default of all trials before it.
     """
 
     method: PredictionMethod
@@ -140,11 +137,8 @@ def bundled_residuals() -> tuple[Residual, ...]:
 
 
 def study_residuals(study: Study, own: MachineConstants | None = None) -> tuple[Residual, ...]:
-    """The residuals by formula, of every trial of a study that tells; a trial and its repeats count
-    once. ``own``: constants measured on the GPUs it ran on, if any.
-
-    Raises UsageError for a study of other trials than predictions are about, ModelError for a
-    family that the formula does not know.
+    """Residuals by formula of every trial that tells, repeats once. ``own``: constants measured
+    there. Raises UsageError for a study of other trials, ModelError for an unknown family.
     """
     refuse_silent(study)
     refuse_unknown_family(study.question.model)
@@ -194,9 +188,8 @@ def traced_residual(
     own: MachineConstants | None = None,
 ) -> Residual | None:
     """The residual of one trial by the trace of this rank of it, in the memory that the rank was
-    given; None for one that does not tell.
-
-    A replay that runs out predicts nothing but that: it gives None.
+    given; None for one that does not tell. A replay that runs out predicts nothing but that: it
+    gives None.
     """
     budget = next((each.budget for each in result.ranks if each.rank == rank), None)
     capacity = None if budget is None else budget.allocator_cap_bytes
@@ -238,11 +231,8 @@ def residual(
     cached_bytes: int = 0,
 ) -> Residual | None:
     """The residual of one trial; None for one that does not tell how much memory it needs. One that
-    fits keeps ``cached_bytes`` besides, as far as it was given more than it needs.
-
-    One that ran out where more than it was given had been predicted needs anything above that: it
-    says nothing. One that ran out where less had been predicted needs more than it was given, which
-    is the least that the prediction was short by.
+    fits keeps ``cached_bytes`` besides, as far as it has them. One that ran out though predicted to
+    fit needs more than it was given, the least that the prediction was short by.
     """
     all_used = [rank.memory.device_used_bytes for rank in result.ranks]
     used = [size for size in all_used if size is not None]

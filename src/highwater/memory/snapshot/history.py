@@ -160,11 +160,8 @@ class FreeBlocks:
 
 
 def free_blocks(history: History) -> FreeBlocks | None:
-    """The gaps between what was alive, inside the segments of the moment; None where segments were
-    not recorded, or changed too often to be told.
-
-    A request fails where no gap is as large as it is. A gap of less than 1 MiB may be the unused
-    end of a block instead.
+    """The gaps between what was alive in the segments of the moment; None where nothing tells. A
+    request fails where no gap is as large; one of less than 1 MiB may be the unused end of a block.
     """
     segments = _segments_then(history)
     if not segments:
