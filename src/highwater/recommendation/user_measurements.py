@@ -2,7 +2,6 @@
 residuals are by formula, or by a trace of each.
 """
 
-import os
 import shlex
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +41,8 @@ from highwater.nouns.study import RecordedTrial, Study
 from highwater.nouns.trainer import OURS, TrainerName
 from highwater.nouns.trial import TrialSpec
 from highwater.store.journal import read_study
-from highwater.trials.tracing import CachedTracer, fullest_rank, trace_directory
+from highwater.trials.tracing import CachedTracer, fullest_rank
+from highwater.trials.trial_process import cache_directory
 
 OnCalibrate = Callable[[int, int], None]
 """Told, before the first trace, how many trials are traced and how many traces are not kept yet."""
@@ -146,7 +146,7 @@ class _Traceable:
         kernel: Kernel | None = next((name for name in ("cudnn", "flash") if name in kernels), None)
         if kernel is None:
             raise tells_nothing(study)
-        tracer = CachedTracer(trace_directory(os.environ), kernel=kernel, on_trace=on_trace)
+        tracer = CachedTracer(cache_directory("traces"), kernel=kernel, on_trace=on_trace)
         return cls(study, _model_here(study), trials, tracer)
 
     def spec_of(self, trial: RecordedTrial) -> TrialSpec:

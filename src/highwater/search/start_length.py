@@ -10,7 +10,6 @@ otherwise the line is moved just enough to meet the middle between what fit and 
 most. The published A100 table takes 246 trials this way, of which 224 are inevitable.
 """
 
-import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -41,7 +40,8 @@ from highwater.nouns.study import Cell, CellAnswer, Expectation, Question
 from highwater.nouns.trainer import OURS
 from highwater.search.predicted_study import unlike_trials
 from highwater.trials.probe import probe
-from highwater.trials.tracing import CachedTracer, trace_directory
+from highwater.trials.tracing import CachedTracer
+from highwater.trials.trial_process import cache_directory
 from highwater.units import format_bytes
 
 _HF_LOGITS_BYTES = 12.4
@@ -327,7 +327,7 @@ def _traced(question: Question) -> Generator[Expected]:
     assert memory_bytes is not None, "a GPU has a memory"  # noqa: S101
     memory_limit = MemoryLimit(device_bytes=memory_bytes - question.margin_bytes)
     kernel = kernels(gpu.compute_capability)[0]
-    with CachedTracer(trace_directory(os.environ), kernel=kernel) as tracer:
+    with CachedTracer(cache_directory("traces"), kernel=kernel) as tracer:
 
         def predicted(cell: Cell) -> CellPrediction:
             of_one = msgspec.structs.replace(question, cells=(cell,))
