@@ -53,14 +53,23 @@ def add_trained(
         parser.add_argument(row.flag, dest=row.name, metavar=_metavar(row), help=what)
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Give the parser ``--json``."""
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+Row = tuple[str, str, str] | tuple[str, str, str, dict[str, Any]]
+"""A flag: its names, its metavar, its help, and what else argparse is told of it."""
+SEVERAL: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
+JSON: Row = ("--json", "", "print one JSON document")
 
 
-def add_output(parser: argparse.ArgumentParser, forms: str) -> None:
-    """Give the parser ``-o``, the new file that an answer goes to in one of these forms."""
-    parser.add_argument("-o", "--output", metavar="FILE", help=f"write it into a new file: {forms}")
+def add_flags(parser: argparse.ArgumentParser, *rows: Row, heading: str | None = None) -> None:
+    """Give the parser these flags. One without a metavar has choices, or is a switch; N and K are
+    whole numbers.
+    """
+    section = parser if heading is None else parser.add_argument_group(heading)
+    for names, metavar, said, *more in rows:
+        options: dict[str, Any] = {"metavar": metavar} if metavar else {}
+        options |= {"type": int} if metavar in ("N", "K") else {}
+        options |= more[0] if more else {}
+        options |= {} if metavar or "choices" in options else {"action": "store_true"}
+        section.add_argument(*names.split(), help=said, **options)
 
 
 def typed_values(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -185,82 +194,71 @@ flag of that name means something else."""
 
 def add_train_flags(parser: argparse.ArgumentParser) -> None:
     """Give the parser what is trained on, for how long, and where it goes."""
-    several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
-    data = parser.add_argument_group("the data")
-    data.add_argument(
-        "--data",
-        dest="training_data",
-        metavar="PATH",
-        help="files to train on (.jsonl, .parquet, .txt, .md), folders of them, or what `datasets` "
-        "saved",
-        **several,
+    add_flags(
+        parser,
+        (
+            *("--data", "PATH"),
+            "files to train on (.jsonl, .parquet, .txt, .md), folders of them, or what `datasets` "
+            "saved",
+            {"dest": "training_data", **SEVERAL},
+        ),
+        ("--eval-data", "PATH", "evaluated, and never trained on", SEVERAL),
+        ("--length", "TOKENS", "tokens of the longest sequence, for example 32k"),
+        (
+            *("--long-documents", ""),
+            "what becomes of a longer document: its beginning is trained, or all of it in pieces, "
+            "or nothing is (default: truncate)",
+            {"choices": get_args(LongDocuments)},
+        ),
+        (
+            *("--train-on", ""),
+            "tokens that are trained on: responses, where documents have prompts, or all "
+            "(default: responses)",
+            {"choices": get_args(TrainedTokens)},
+        ),
+        (
+            *("--reward", "MODULE:FUNCTION"),
+            "--objective grpo, ppo: gives the reward of a response; default: the data has it",
+        ),
+        heading="the data",
     )
-    data.add_argument(
-        "--eval-data", metavar="PATH", help="evaluated, and never trained on", **several
+    add_flags(
+        parser,
+        ("--steps", "N", "optimizer steps in all", {"dest": "training_steps"}),
+        (
+            *("-o --output", "DIR"),
+            "the run's folder: checkpoints, statistics, log, and the model; the same command goes "
+            "on after the last checkpoint in it",
+        ),
+        (
+            *("--settings", "{recommended,STUDY}"),
+            "whose settings: those recommended for the length, or those that a study of "
+            "`highwater find` measured; default: those that are named, and recommended ones where "
+            "none is",
+            {"dest": "settings_from"},
+        ),
+        (
+            *("--rows", "N"),
+            "rows of up to --length tokens in a step, over all GPUs (the global batch; default: 2 "
+            "for each GPU, or group of GPUs that share a sequence)",
+        ),
+        (
+            *("--resume-from", "CHECKPOINT"),
+            "go on from this one, for example step-000100; default: the latest",
+        ),
+        (
+            *("--schedule", "", "course of the learning rate (default: constant)"),
+            {"choices": get_args(ScheduleName)},
+        ),
+        ("--warmup-steps", "N", "steps over which the learning rate rises (default: none)"),
+        (
+            *("--eval-every", "N"),
+            "steps between evaluations (default: before the first and after the last)",
+        ),
+        ("--save-every", "N", "steps between checkpoints (default: after the last)"),
+        ("--seed", "N", "seed of the data's order, of dropout and of weights that are not there"),
+        heading="the run",
     )
-    data.add_argument(
-        "--length", metavar="TOKENS", help="tokens of the longest sequence, for example 32k"
-    )
-    data.add_argument(
-        "--long-documents",
-        choices=get_args(LongDocuments),
-        help="what becomes of a longer document: its beginning is trained, or all of it in pieces, "
-        "or nothing is (default: truncate)",
-    )
-    data.add_argument(
-        "--train-on",
-        choices=get_args(TrainedTokens),
-        help="tokens that are trained on: responses, where documents have prompts, or all "
-        "(default: responses)",
-    )
-    data.add_argument(
-        "--reward",
-        metavar="MODULE:FUNCTION",
-        help="--objective grpo, ppo: gives the reward of a response; default: the data has it",
-    )
-    run = parser.add_argument_group("the run")
-    run.add_argument(
-        "--steps", dest="training_steps", metavar="N", type=int, help="optimizer steps in all"
-    )
-    run.add_argument(
-        "-o",
-        "--output",
-        metavar="DIR",
-        help="the run's folder: checkpoints, statistics, log, and the model; the same command goes "
-        "on after the last checkpoint in it",
-    )
-    run.add_argument(
-        "--settings",
-        dest="settings_from",
-        metavar="{recommended,STUDY}",
-        help="whose settings: those recommended for the length, or those that a study of "
-        "`highwater find` measured; default: those that are named, and "
-        "recommended ones where none is",
-    )
-    run.add_argument(
-        "--rows",
-        metavar="N",
-        type=int,
-        help="rows of up to --length tokens in a step, over all GPUs (the global batch; default: 2 "
-        "for each GPU, or group of GPUs that share a sequence)",
-    )
-    run.add_argument(
-        "--resume-from",
-        metavar="CHECKPOINT",
-        help="go on from this one, for example step-000100; default: the latest",
-    )
-    run.add_argument(
-        "--schedule",
-        choices=get_args(ScheduleName),
-        help="course of the learning rate (default: constant)",
-    )
-    for name, what in (
-        ("warmup-steps", "steps over which the learning rate rises (default: none)"),
-        ("eval-every", "steps between evaluations (default: before the first and after the last)"),
-        ("save-every", "steps between checkpoints (default: after the last)"),
-        ("seed", "seed of the data's order, of dropout and of weights that are not there"),
-    ):
-        run.add_argument(f"--{name}", metavar="N", type=int, help=what)
 
 
 def training_request_of(arguments: argparse.Namespace) -> TrainingRequest:
@@ -281,140 +279,126 @@ def training_request_of(arguments: argparse.Namespace) -> TrainingRequest:
     return training_request_from(typed)
 
 
+_A_STUDY = "a study's file; default: the newest one"
+_NEWEST: Row = (
+    *("--log-dir", "DIR", "where to look for the newest study (default: ./logs)"),
+    {"default": "./logs"},
+)
+
+
 def show_flags(parser: argparse.ArgumentParser) -> None:
     """Give the parser the flags of ``highwater show``."""
-    parser.add_argument(
-        "studies", nargs="*", metavar="STUDY", help="a study's file; default: the newest one"
+    forms = ("table", "published", "lines", "json")
+    as_ = {"dest": "as_", "choices": forms, "default": "table"}
+    add_flags(
+        parser,
+        ("studies", "STUDY", _A_STUDY, {"nargs": "*"}),
+        ("--as", "", "how to show it", as_),
+        _NEWEST,
     )
-    parser.add_argument(
-        "--as",
-        dest="as_",
-        choices=("table", "published", "lines", "json"),
-        default="table",
-        help="how to show it",
-    )
-    _add_newest_study(parser)
 
 
 def report_flags(parser: argparse.ArgumentParser) -> None:
     """Give the parser the flags of ``highwater report``."""
-    parser.add_argument(
-        "study", nargs="?", metavar="STUDY", help="a study's file; default: the newest one"
+    add_flags(
+        parser,
+        ("study", "STUDY", _A_STUDY, {"nargs": "?"}),
+        output_row(".html, .md, .csv or .json; default: print Markdown"),
+        *(JSON, _NEWEST),
     )
-    add_output(parser, ".html, .md, .csv or .json; default: print Markdown")
-    add_json(parser)
-    _add_newest_study(parser)
+
+
+def output_row(forms: str) -> Row:
+    """``-o``, the new file that an answer goes to in one of these forms."""
+    return "-o --output", "FILE", f"write it into a new file: {forms}"
 
 
 def profile_flags(parser: argparse.ArgumentParser) -> None:
     """Give the parser the flags of ``highwater profile``."""
-    parser.add_argument(
-        "paths",
-        nargs="+",
-        metavar="PATH",
-        help="a snapshot that `torch.cuda.memory._dump_snapshot` wrote, a timeline of "
-        "`highwater predict --exact`, or a folder of ranks' snapshots, of which the fullest is "
-        "shown; two: side by side",
-    )
-    parser.add_argument(
-        "--html", metavar="FILE", help="write a page into a new file: timeline and flame graph"
-    )
-    add_json(parser)
-
-
-def _add_newest_study(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--log-dir",
-        metavar="DIR",
-        default="./logs",
-        help="where to look for the newest study (default: ./logs)",
+    add_flags(
+        parser,
+        (
+            *("paths", "PATH"),
+            "a snapshot that `torch.cuda.memory._dump_snapshot` wrote, a timeline of "
+            "`highwater predict --exact`, or a folder of ranks' snapshots, of which the fullest is "
+            "shown; two: side by side",
+            {"nargs": "+"},
+        ),
+        ("--html", "FILE", "write a page into a new file: timeline and flame graph"),
+        JSON,
     )
 
 
 def add_bench_flags(parser: argparse.ArgumentParser) -> None:
-    """Give the parser the flags of ``highwater bench``, but ``--json``, which every command has."""
-    parser.add_argument(
-        "subject", choices=("attention",), metavar="SUBJECT", help="what is measured: attention"
-    )
-    parser.add_argument(
-        "--device", choices=get_args(Device), help="where; default: cuda where there is a GPU"
-    )
-    parser.add_argument(
-        "--memory",
-        metavar="SIZE",
-        help="memory of each GPU, or of each process on the CPU, its runtime included: 8GiB on a "
-        "big card stands in for a small one; default: all, on the CPU what is free",
-    )
-    parser.add_argument(
-        "--gpus",
-        metavar="N",
-        type=int,
-        default=1,
-        help="from 2 on also DataParallel, ring and Ulysses; on the CPU processes (default: 1)",
-    )
-    parser.add_argument(
-        "--heads", metavar="N", type=int, default=2, help="query heads (default: 2)"
-    )
-    parser.add_argument(
-        "--kv-heads", metavar="N", type=int, help="key and value heads; default: as many"
-    )
-    parser.add_argument(
-        "--head-dim", metavar="N", type=int, default=32, help="size of a head (default: 32)"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=get_args(BenchDtype),
-        help="default: bf16, on the CPU fp32, on GPUs without bf16 fp16",
-    )
-    parser.add_argument(
-        "--same-qkv",
-        action="store_true",
-        help="queries, keys and values are one tensor, counted once: the published setting",
-    )
-    parser.add_argument(
-        "--lengths",
-        metavar="TOKENS",
-        nargs="+",
-        help="measure at these lengths alone; default: doubling, then bisection to the longest",
-    )
-    parser.add_argument(
-        "--max-length",
-        metavar="TOKENS",
-        help="longest length to try; default: 16m tokens, on the CPU 4k",
-    )
-    parser.add_argument(
-        "--implementations",
-        metavar="NAME",
-        nargs="+",
-        default=[],
-        help="who takes part, by name, family or published class: "
-        f"{', '.join(IMPLEMENTATIONS)}; default: all",
+    """Give the parser the flags of ``highwater bench``."""
+    add_flags(
+        parser,
+        (
+            *("subject", "SUBJECT", "what is measured: attention"),
+            {"choices": ("attention",)},
+        ),
+        (
+            *("--device", "", "where; default: cuda where there is a GPU"),
+            {"choices": get_args(Device)},
+        ),
+        (
+            *("--memory", "SIZE"),
+            "memory of each GPU, or of each process on the CPU, its runtime included: 8GiB on a "
+            "big card stands in for a small one; default: all, on the CPU what is free",
+        ),
+        (
+            *("--gpus", "N"),
+            "from 2 on also DataParallel, ring and Ulysses; on the CPU processes (default: 1)",
+            {"default": 1},
+        ),
+        ("--heads", "N", "query heads (default: 2)", {"default": 2}),
+        ("--kv-heads", "N", "key and value heads; default: as many"),
+        ("--head-dim", "N", "size of a head (default: 32)", {"default": 32}),
+        (
+            *("--dtype", "", "default: bf16, on the CPU fp32, on GPUs without bf16 fp16"),
+            {"choices": get_args(BenchDtype)},
+        ),
+        (
+            *("--same-qkv", ""),
+            "queries, keys and values are one tensor, counted once: the published setting",
+        ),
+        (
+            *("--lengths", "TOKENS"),
+            "measure at these lengths alone; default: doubling, then bisection to the longest",
+            {"nargs": "+"},
+        ),
+        (
+            *("--max-length", "TOKENS"),
+            "longest length to try; default: 16m tokens, on the CPU 4k",
+        ),
+        (
+            *("--implementations", "NAME"),
+            "who takes part, by name, family or published class: "
+            f"{', '.join(IMPLEMENTATIONS)}; default: all",
+            {"nargs": "+", "default": []},
+        ),
     )
     add_trained(parser, PATTERN_FIELDS, what_for="")
-    parser.add_argument(
-        "--segment-lengths",
-        metavar="TOKENS",
-        nargs="+",
-        help="dilated and block_sparse_ring_dilated: tokens of a segment of each branch; default: "
-        "half the length and all of it",
-    )
-    parser.add_argument(
-        "--dilation-rates",
-        metavar="N",
-        nargs="+",
-        type=int,
-        help="a rate for each of them, 2 for every second token; default: 1 2, and 4, 8, ... for "
-        "more segments",
-    )
-    parser.add_argument("--only", choices=DIRECTIONS, help="one direction; default: both")
-    parser.add_argument(
-        "--timeout", metavar="TIME", help="longest time of one pass; default: 60s, on the CPU 10s"
-    )
-    parser.add_argument(
-        "--out",
-        metavar="DIR",
-        help="folder of the report, JSON and Markdown; default: a new one below ./logs/attention",
-    )
-    parser.add_argument(
-        "--allow-busy", action="store_true", help="also on GPUs that somebody else uses"
+    add_flags(
+        parser,
+        (
+            *("--segment-lengths", "TOKENS"),
+            "dilated and block_sparse_ring_dilated: tokens of a segment of each branch; default: "
+            "half the length and all of it",
+            {"nargs": "+"},
+        ),
+        (
+            *("--dilation-rates", "N"),
+            "a rate for each of them, 2 for every second token; default: 1 2, and 4, 8, ... for "
+            "more segments",
+            {"nargs": "+"},
+        ),
+        ("--only", "", "one direction; default: both", {"choices": DIRECTIONS}),
+        ("--timeout", "TIME", "longest time of one pass; default: 60s, on the CPU 10s"),
+        (
+            *("--out", "DIR"),
+            "folder of the report, JSON and Markdown; default: a new one below ./logs/attention",
+        ),
+        ("--allow-busy", "", "also on GPUs that somebody else uses"),
+        JSON,
     )

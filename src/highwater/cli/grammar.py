@@ -5,15 +5,19 @@ from the settings' declarations.
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any, get_args
 
 from highwater.cli.flags import (
+    JSON,
+    SEVERAL,
+    Row,
     add_bench_flags,
-    add_json,
-    add_output,
+    add_flags,
     add_settings,
     add_train_flags,
     add_trained,
+    output_row,
     profile_flags,
     report_flags,
     show_flags,
@@ -81,17 +85,29 @@ def grammar() -> Parser:
     return parser
 
 
+_MODEL: Row = (DECLARED["model"].name, "MODEL", DECLARED["model"].help, {"nargs": "?"})
+_LENGTH: Row = ("--length", "TOKENS", "tokens of one sequence, for example 64k")
+_ROLLOUT: Row = (
+    *("--rollout-gpus", "K", "of the GPUs, those that roll out: the others are the trainer's"),
+    {"default": 0},
+)
+_STUDIES: Row = (
+    *("--study", "STUDY"),
+    "studies that `highwater find` wrote: what they measured is taken, the rest predicted",
+    {"dest": "studies", **SEVERAL},
+)
+_CATALOG: tuple[Row, ...] = (
+    ("words", "WORD", "list those whose names have it; default: all", {"nargs": "*"}),
+    JSON,
+)
+
+
 def _find_flags(parser: Parser) -> None:
     _model_and_config(parser)
-    parser.add_argument(
-        "--print-config",
-        action="store_true",
-        help="print the configuration that asks the same, and exit",
-    )
-    parser.add_argument(
-        "--print-sbatch",
-        action="store_true",
-        help="print the script that asks the same as a job of Slurm, and exit",
+    add_flags(
+        parser,
+        ("--print-config", "", "print the configuration that asks the same, and exit"),
+        ("--print-sbatch", "", "print the script that asks the same as a job of Slurm, and exit"),
     )
     add_settings(parser, "find", "trial", heading="a trial")
     add_settings(parser, "find", "lengths", "search", heading="the search")
@@ -101,9 +117,8 @@ def _find_flags(parser: Parser) -> None:
 
 def _try_flags(parser: Parser) -> None:
     _model_and_config(parser)
-    parser.add_argument(
-        "--length", metavar="TOKENS", required=True, help="tokens of one sequence, for example 32k"
-    )
+    length = "tokens of one sequence, for example 32k"
+    add_flags(parser, ("--length", "TOKENS", length, {"required": True}))
     add_settings(parser, "try", "trial", heading="the trial")
     _hyperparameters(parser, "try")
 
@@ -116,161 +131,116 @@ def _train_flags(parser: Parser) -> None:
     _hyperparameters(parser, "train")
 
 
+def _model_and_config(parser: Parser) -> None:
+    config = "YAML file of settings; flags override it"
+    add_flags(parser, _MODEL, ("--config", "FILE", config), JSON)
+
+
 def _hyperparameters(parser: Parser, command: CommandName) -> None:
     add_settings(parser, command, "optimizer", heading="the optimizer, which changes no memory")
-    add_settings(
-        parser,
-        command,
-        "objective",
-        heading="what --objective grpo, ppo and dpo weigh and clip, which changes no memory",
-    )
+    heading = "what --objective grpo, ppo and dpo weigh and clip, which changes no memory"
+    add_settings(parser, command, "objective", heading=heading)
 
 
 def _predict_flags(parser: Parser) -> None:
     _gpus_that_need_not_be_here(parser)
     _trainer(parser)
-    parser.add_argument(
-        "--length", metavar="TOKENS", help="turn it round: which rungs fit this length"
-    )
-    _basis_flags(parser)
-    parser.add_argument(
-        "--explain",
-        action="store_true",
-        help="what ends each row, how good such predictions were, and bytes by term at the peak; "
-        "with --exact tensors by operator",
-    )
-    parser.add_argument(
-        "--against",
-        metavar="CSV",
-        help="compare with known capacities: gpu, settings, gpus, sp, model, max_model_len",
+    add_flags(
+        parser,
+        ("--length", "TOKENS", "turn it round: which rungs fit this length"),
+        (
+            *("--exact", ""),
+            "trace the engine's own steps on fake tensors, minutes instead of milliseconds",
+        ),
+        (
+            *("--timeline", "FILE"),
+            "with --exact: write every allocation for PyTorch's viewer, "
+            "https://pytorch.org/memory_viz",
+        ),
+        (
+            *("--calibrate", "STUDY"),
+            "studies that `highwater find` wrote: intervals are learned from their trials too",
+            SEVERAL,
+        ),
+        (
+            *("--constants", "FILE"),
+            "what `highwater doctor --measure --json` printed on such GPUs: context, cuBLAS and "
+            "NCCL as read there",
+        ),
+        (
+            *("--explain", ""),
+            "what ends each row, how good such predictions were, and bytes by term at the peak; "
+            "with --exact tensors by operator",
+        ),
+        (
+            *("--against", "CSV"),
+            "compare with known capacities: gpu, settings, gpus, sp, model, max_model_len",
+        ),
     )
     add_settings(parser, "predict", "trial", "lengths", "search", heading="settings and lengths")
 
 
-def _basis_flags(parser: Parser) -> None:
-    """What a prediction is made from, besides the formula."""
-    parser.add_argument(
-        "--exact",
-        action="store_true",
-        help="trace the engine's own steps on fake tensors, minutes instead of milliseconds",
-    )
-    parser.add_argument(
-        "--timeline",
-        metavar="FILE",
-        help="with --exact: write every allocation for PyTorch's viewer, "
-        "https://pytorch.org/memory_viz",
-    )
-    parser.add_argument(
-        "--calibrate",
-        metavar="STUDY",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="studies that `highwater find` wrote: intervals are learned from their trials too",
-    )
-    parser.add_argument(
-        "--constants",
-        metavar="FILE",
-        help="what `highwater doctor --measure --json` printed on such GPUs: context, cuBLAS and "
-        "NCCL as read there",
-    )
-
-
 def _guide_flags(parser: Parser) -> None:
-    parser.add_argument(
-        "sources",
-        nargs="*",
-        metavar="SOURCE",
-        help="a study's file, a CSV of known capacities (gpu, settings, gpus, sp, model, "
-        "max_model_len; 0: nothing fits, empty: "
-        "unknown), or the .json of `highwater predict --json`",
+    add_flags(
+        parser,
+        (
+            *("sources", "SOURCE"),
+            "a study's file, a CSV of known capacities (gpu, settings, gpus, sp, model, "
+            "max_model_len; 0: nothing fits, empty: unknown), or the .json of "
+            "`highwater predict --json`",
+            {"nargs": "*"},
+        ),
+        ("--predict", "MODEL", "models whose capacities are predicted by formula", SEVERAL),
+        *_kind_of_gpus("4xA100-80GB 8xH100-80GB", SEVERAL),
     )
-    several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
-    parser.add_argument(
-        "--predict",
-        metavar="MODEL",
-        help="models whose capacities are predicted by formula",
-        **several,
-    )
-    _kind_of_gpus(parser, "4xA100-80GB 8xH100-80GB", **several)
     _trainer(parser)
-    parser.add_argument(
-        "--sequences-per-micro-batch",
-        metavar="N",
-        type=int,
-        help="what is predicted is of so many; default: as `predict`",
+    of_so_many = "what is predicted is of so many; default: as `predict`"
+    add_flags(
+        parser,
+        ("--sequences-per-micro-batch", "N", of_so_many),
+        *(
+            (f"--{name}", "N", f"what is predicted has {what}; default: {default}", SEVERAL)
+            for name, what, default in (
+                ("ulysses", "these ulysses degrees", "as `predict`"),
+                ("ring", "these ring degrees", "no ring"),
+                ("copies", "so many copies of the states", "one"),
+            )
+        ),
     )
-    for name, what, default in (
-        ("ulysses", "these ulysses degrees", "as `predict`"),
-        ("ring", "these ring degrees", "no ring"),
-        ("copies", "so many copies of the states", "one"),
-    ):
-        text = f"what is predicted has {what}; default: {default}"
-        parser.add_argument(f"--{name}", metavar="N", type=int, help=text, **several)
     add_trained(parser, TRAINED_OTHERWISE)
-    add_output(parser, "a page (.html), or Markdown (.md); default: print it")
-    parser.add_argument("--json", action="store_true", help="print its rows as one JSON document")
+    output = output_row("a page (.html), or Markdown (.md); default: print it")
+    add_flags(parser, output, ("--json", "", "print its rows as one JSON document"))
 
 
 def _recommend_flags(parser: Parser) -> None:
     _gpus_that_need_not_be_here(parser)
     _trainer(parser, and_tried=True)
-    _length_and_rollout(parser)
-    _studies(parser)
-    parser.add_argument(
-        "--list",
-        dest="list_",
-        action="store_true",
-        help="all settings that fit, with what each costs",
-    )
-    parser.add_argument(
-        "--explain",
-        action="store_true",
-        help="what the answer is drawn from, how good such answers were, and what is not in it",
+    add_flags(
+        parser,
+        *(_LENGTH, _ROLLOUT, _STUDIES),
+        ("--list", "", "all settings that fit, with what each costs", {"dest": "list_"}),
+        (
+            *("--explain", ""),
+            "what the answer is drawn from, how good such answers were, and what is not in it",
+        ),
     )
     add_settings(parser, "recommend", "trial", "lengths", "search", heading="settings")
 
 
 def _emit_flags(parser: Parser) -> None:
-    parser.add_argument(
-        "--for", dest="for_", choices=get_args(Target), required=True, help="whose configuration"
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="DIR",
-        help="write all files into a folder, with a script that starts the training and a page of "
-        "what to check; nothing that is there is written over",
+    whose = {"dest": "for_", "choices": get_args(Target), "required": True}
+    add_flags(
+        parser,
+        ("--for", "", "whose configuration", whose),
+        (
+            *("-o --output", "DIR"),
+            "write all files into a folder, with a script that starts the training and a page of "
+            "what to check; nothing that is there is written over",
+        ),
     )
     _gpus_that_need_not_be_here(parser)
-    _length_and_rollout(parser)
-    _studies(parser)
+    add_flags(parser, _LENGTH, _ROLLOUT, _STUDIES)
     add_settings(parser, "emit", "trial", "lengths", "search", heading="settings")
-
-
-def _studies(parser: Parser) -> None:
-    parser.add_argument(
-        "--study",
-        dest="studies",
-        metavar="STUDY",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="studies that `highwater find` wrote: what they measured is taken, the rest predicted",
-    )
-
-
-def _length_and_rollout(parser: Parser) -> None:
-    parser.add_argument(
-        "--length", metavar="TOKENS", help="tokens of one sequence, for example 64k"
-    )
-    parser.add_argument(
-        "--rollout-gpus",
-        metavar="K",
-        type=int,
-        default=0,
-        help="of the GPUs, those that roll out: the others are the trainer's",
-    )
 
 
 def _trainer(parser: Parser, *, and_tried: bool = False) -> None:
@@ -305,70 +275,36 @@ def _predicted(name: str) -> TrainerName:
 
 
 def _gpus_that_need_not_be_here(parser: Parser) -> None:
-    _model(parser)
-    add_json(parser)
-    _kind_of_gpus(parser, "4xA100-80GB")
-    parser.add_argument(
-        "--host-memory",
-        metavar="SIZE",
-        help="a machine's memory; default: this machine's, or what machines with such GPUs usually "
-        "have",
-    )
-    parser.add_argument(
-        "--reserved",
-        metavar="SIZE",
-        default="0",
-        help="what others take of each GPU, for example 20GiB",
+    add_flags(
+        parser,
+        *(_MODEL, JSON, *_kind_of_gpus("4xA100-80GB")),
+        (
+            *("--host-memory", "SIZE"),
+            "a machine's memory; default: this machine's, or what machines with such GPUs usually "
+            "have",
+        ),
+        (
+            *("--reserved", "SIZE", "what others take of each GPU, for example 20GiB"),
+            {"default": "0"},
+        ),
     )
 
 
-def _kind_of_gpus(parser: Parser, example: str, **several: Any) -> None:
-    text = (
-        f"for example {example}, or 2x8xH100-80GB of two machines; default: this machine's; "
-        "`highwater gpus` lists the kinds"
+def _kind_of_gpus(
+    example: str, several: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[Row, Row]:
+    return (
+        (
+            *("--gpus", "[[M x] N x]KIND"),
+            f"for example {example}, or 2x8xH100-80GB of two machines; default: this machine's; "
+            "`highwater gpus` lists the kinds",
+            {"dest": "cluster", **several},
+        ),
+        (
+            *("--gpu-memory", "SIZE"),
+            "memory of one GPU as its driver reports it, for a kind of no catalog",
+        ),
     )
-    parser.add_argument("--gpus", dest="cluster", metavar="[[M x] N x]KIND", help=text, **several)
-    parser.add_argument(
-        "--gpu-memory",
-        metavar="SIZE",
-        help="memory of one GPU as its driver reports it, for a kind of no catalog",
-    )
-
-
-def _model_and_config(parser: Parser) -> None:
-    _model(parser)
-    parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags override it")
-    add_json(parser)
-
-
-def _model(parser: Parser) -> None:
-    model = DECLARED["model"]
-    parser.add_argument(model.name, nargs="?", metavar="MODEL", help=model.help)
-
-
-def _catalog_flags(parser: Parser) -> None:
-    parser.add_argument(
-        "words", nargs="*", metavar="WORD", help="list those whose names have it; default: all"
-    )
-    add_json(parser)
-
-
-def _doctor_flags(parser: Parser) -> None:
-    parser.add_argument(
-        "--measure",
-        action="store_true",
-        help="read on the GPUs what libraries take of their memory, half a minute each count",
-    )
-    add_json(parser)
-
-
-def _completion_flags(parser: Parser) -> None:
-    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
-
-
-def _bench_flags(parser: Parser) -> None:
-    add_bench_flags(parser)
-    add_json(parser)
 
 
 _FLAGS: Mapping[str, Callable[[Parser], None]] = {
@@ -382,10 +318,19 @@ _FLAGS: Mapping[str, Callable[[Parser], None]] = {
     "show": show_flags,
     "report": report_flags,
     "profile": profile_flags,
-    "models": _catalog_flags,
-    "gpus": _catalog_flags,
-    "doctor": _doctor_flags,
-    "completion": _completion_flags,
-    "bench": _bench_flags,
+    "models": lambda parser: add_flags(parser, *_CATALOG),
+    "gpus": lambda parser: add_flags(parser, *_CATALOG),
+    "doctor": lambda parser: add_flags(
+        parser,
+        (
+            *("--measure", ""),
+            "read on the GPUs what libraries take of their memory, half a minute each count",
+        ),
+        JSON,
+    ),
+    "completion": lambda parser: add_flags(
+        parser, ("shell", "SHELL", ", ".join(SHELLS), {"choices": SHELLS})
+    ),
+    "bench": add_bench_flags,
 }
 """The function that adds the flags of each command, by the command's name; ``schema`` has none."""
