@@ -25,6 +25,7 @@ from highwater.cli.app import guarded
 from highwater.cli.commands import exit_code, say_interrupted, say_line, with_memory
 from highwater.cli.config import as_key, layered, settings_in
 from highwater.cli.console import exit_code_of
+from highwater.cli.flags import add_flags
 from highwater.cli.parser import Parser, parse_strictly
 from highwater.cli.progress import Progress
 from highwater.errors import HighwaterError, MachineError
@@ -207,9 +208,8 @@ def settings_of(arguments: argparse.Namespace, environment: Mapping[str, str]) -
     """The settings that the flags name; the allocator's mode is in the environment there, as the
     guide's "Env".
     """
-    expandable = ALLOCATOR_MODES["expandable"].lower() in map(
-        str.lower, allocator_options(environment)
-    )
+    options = map(str.lower, allocator_options(environment))
+    expandable = ALLOCATOR_MODES["expandable"].lower() in options
     allocator: Allocator = "expandable" if expandable else "native"
     return Settings(
         strategy=arguments.trainer_strategy,
@@ -286,12 +286,8 @@ def _command(arguments: argparse.Namespace, **replaced: Any) -> str:
     defaults = vars(grammar().parse_args([f"--model_path={arguments.model_path}"]))
     words = [PROGRAM, *_spelled("model_path", arguments.model_path)]
     for name, value in values.items():
-        if value != defaults[name]:
-            words += (
-                [f"--{name}", *map(str, value)]
-                if isinstance(value, list)
-                else _spelled(name, value)
-            )
+        several = [f"--{name}", *map(str, value)] if isinstance(value, list) else None
+        words += [] if value == defaults[name] else several or _spelled(name, value)
     return shlex.join(words)
 
 
@@ -371,85 +367,76 @@ def grammar() -> Parser:
         description="The longest context that a model trains with, for each number of GPUs and "
         "each SP.",
     )
-    parser.add_argument("--model_path", required=True, help="directory of a Hugging Face model")
-    _search_flags(parser)
-    _trial_flags(parser)
-    return parser
-
-
-def _search_flags(parser: Parser) -> None:
     checkpoint_path = os.environ.get("TRINITY_CHECKPOINT_ROOT_DIR", "./checkpoints/length-test")
-    add = parser.add_argument
-    add(
-        "--start_length",
-        default=_START_TOKENS,
-        help="shortest length to try, in tokens or as 32k: where it is typed each search begins "
-        f"with it, else near its predicted end (default: {_START_TOKENS}, on the CPU "
-        f"{_CPU_STEP_TOKENS})",
+    each = {"nargs": "*", "type": int}
+    add_flags(
+        parser,
+        ("--model_path", "MODEL_PATH", "directory of a Hugging Face model", {"required": True}),
+        (
+            *("--start_length", "START_LENGTH"),
+            "shortest length to try, in tokens or as 32k: where it is typed each search begins "
+            f"with it, else near its predicted end (default: {_START_TOKENS}, on the CPU "
+            f"{_CPU_STEP_TOKENS})",
+            {"default": _START_TOKENS},
+        ),
+        (
+            *("--method", ""),
+            "linear: the published scan, upwards from the start length; bisect: from the start "
+            "length, if it is typed, to near the predicted end, with fewer trials (default: "
+            "bisect)",
+            {"choices": ("bisect", "linear"), "default": "bisect"},
+        ),
+        (
+            *("--memory", "MEMORY"),
+            "memory of each GPU that may be used, or of each process on the CPU; default: the "
+            "whole card, on the CPU its share of half of the free memory, and 8 GiB at most",
+        ),
+        (
+            *("--config", "FILE"),
+            "settings of `highwater find` in YAML, below the flags that are typed; it takes the "
+            "place of the published context_length.yaml",
+        ),
+        (
+            *("--data", "MODULE:FUNCTION"),
+            "function of yours that yields the sequences, which the published workflow plugin "
+            "does; default: synthetic ones of exactly the length",
+        ),
+        (
+            *("--log_dir", "LOG_DIR", "directory of logs and studies (default: ./logs)"),
+            {"default": "./logs"},
+        ),
+        (
+            *("--checkpoint_path", "CHECKPOINT_PATH"),
+            "trials save below it; it is never deleted itself",
+            {"default": checkpoint_path},
+        ),
+        (
+            *("--test_gpu_num", "TEST_GPU_NUM", "GPU counts (default: 1 2 4 6)"),
+            {"default": [1, 2, 4, 6], **each},
+        ),
+        (
+            *("--test_sp_num", "TEST_SP_NUM"),
+            "SP values, tried where they divide GPUs and heads (default: 1)",
+            {"default": [1], **each},
+        ),
+        (
+            *("--save_hf_checkpoint", "", "when to save HF weights (default: last)"),
+            {"choices": ("always", "never", "last"), "default": "last"},
+        ),
+        ("--entropy_saving", "", "entropy in chunks, recomputed"),
+        ("--offload", "", "parameters, gradients and optimizer states in host memory"),
+        (
+            *("--trainer_strategy", "", "how states are sharded (default: fsdp)"),
+            {"choices": ("fsdp", "fsdp2"), "default": "fsdp"},
+        ),
+        (
+            *("--timeout", "TIMEOUT"),
+            "time for one trial, in seconds or as 40m (default: 2400)",
+            {"default": 2400},
+        ),
+        ("--dlc", "", "join the running Ray cluster, as in an Aliyun PAI DLC job"),
     )
-    add(
-        "--method",
-        choices=("bisect", "linear"),
-        default="bisect",
-        help="linear: the published scan, upwards from the start length; bisect: from the start "
-        "length, if it is typed, to near the predicted end, with fewer trials (default: bisect)",
-    )
-    add(
-        "--memory",
-        help="memory of each GPU that may be used, or of each process on the CPU; default: the "
-        "whole card, on the CPU its share of half of the free memory, and 8 GiB at most",
-    )
-    add(
-        "--config",
-        metavar="FILE",
-        help="settings of `highwater find` in YAML, below the flags that are typed; it takes the "
-        "place of the published context_length.yaml",
-    )
-    add(
-        "--data",
-        metavar="MODULE:FUNCTION",
-        help="function of yours that yields the sequences, which the published workflow plugin "
-        "does; default: synthetic ones of exactly the length",
-    )
-    add("--log_dir", default="./logs", help="directory of logs and studies (default: ./logs)")
-    add(
-        "--checkpoint_path",
-        default=checkpoint_path,
-        help="trials save below it; it is never deleted itself",
-    )
-    for name, default, what in (
-        ("--test_gpu_num", [1, 2, 4, 6], "GPU counts (default: 1 2 4 6)"),
-        ("--test_sp_num", [1], "SP values, tried where they divide GPUs and heads (default: 1)"),
-    ):
-        add(name, type=int, nargs="*", default=default, help=what)
-
-
-def _trial_flags(parser: Parser) -> None:
-    add = parser.add_argument
-    add(
-        "--save_hf_checkpoint",
-        choices=("always", "never", "last"),
-        default="last",
-        help="when to save HF weights (default: last)",
-    )
-    add("--entropy_saving", action="store_true", help="entropy in chunks, recomputed")
-    add(
-        "--offload",
-        action="store_true",
-        help="parameters, gradients and optimizer states in host memory",
-    )
-    add(
-        "--trainer_strategy",
-        choices=("fsdp", "fsdp2"),
-        default="fsdp",
-        help="how states are sharded (default: fsdp)",
-    )
-    add("--timeout", default=2400, help="time for one trial, in seconds or as 40m (default: 2400)")
-    add(
-        "--dlc",
-        action="store_true",
-        help="join the running Ray cluster, as in an Aliyun PAI DLC job",
-    )
+    return parser
 
 
 if __name__ == "__main__":
