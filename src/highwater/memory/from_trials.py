@@ -22,7 +22,6 @@ from highwater.units import format_bytes
 
 def obstacle(
     study: Study,
-    *,
     model: Model,
     device_name: str,
     memory_limit: MemoryLimit,

@@ -96,18 +96,19 @@ def _of_cell(question: Question, cell: Cell, limit_s: float | None) -> CellOutlo
         edge_s = TRIALS_AT_AN_EDGE / 2 * (fits_s + fails_s)
         if first == 1 and not _fits(question, cell, length_tokens):
             edge_s = fails_s
-    full_tokens = None
+    full_tokens = full_s = None
     if in_full is not None and memory_only:
         index = in_full.next_index(first, question.grid.length)
-        full_tokens = None if index is None else question.grid.length(index)
-    full = None if full_tokens is None else question.trial(cell, full_tokens)
+        if index is not None:
+            full_tokens = question.grid.length(index)
+            full_s = trial_s(question, question.trial(cell, full_tokens))
     return CellOutlook(
         cell=cell,
         first_tokens=length_tokens,
         memory_only=memory_only,
         edge_s=edge_s,
         full_tokens=full_tokens,
-        full_s=None if full is None else trial_s(question, full),
+        full_s=full_s,
     )
 
 

@@ -83,10 +83,8 @@ def history_of(snapshot: Snapshot) -> History:
 
 
 def _too_much(snapshot: Snapshot) -> SnapshotError:
-    return SnapshotError(
-        f"{snapshot.path} is no memory snapshot: more was alive in it than any device has",
-        hint="name a file that `torch.cuda.memory._dump_snapshot` wrote",
-    )
+    problem = f"{snapshot.path} is no memory snapshot: more was alive in it than any device has"
+    return SnapshotError(problem, hint="name a file that `torch.cuda.memory._dump_snapshot` wrote")
 
 
 def _allocations(snapshot: Snapshot) -> Iterator[Allocation]:
