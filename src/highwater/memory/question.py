@@ -143,9 +143,7 @@ def _default_degrees(
 
 
 def _degrees(model: str, where: Cluster, settings: Mapping[str, Any]) -> list[int]:
-    """Every Ulysses degree that works for a model on so many GPUs; of several machines within one,
-    beside the copies and rings that are named.
-    """
+    """Every Ulysses degree that works on these GPUs; of several machines within one."""
     shape = load_model(model).shape
     divisors = [degree for degree in range(1, where.gpus + 1) if where.gpus % degree == 0]
     works = [degree for degree in divisors if heads_obstacle(shape, degree) is None]

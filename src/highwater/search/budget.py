@@ -58,9 +58,7 @@ def outlook(question: Question, timeout_s: float | None = None) -> tuple[CellOut
 
 
 def time_notes(question: Question, timeout_s: float) -> tuple[str, ...]:
-    """A note on the first length that memory is predicted to hold and whose full trial would be
-    late.
-    """
+    """A note on the first length that memory would hold and whose full trial would be late."""
     for cell in question.cells if question.proof == "full" else ():
         in_full = full_trials(question, cell, timeout_s)
         length_tokens = question.grid.length(first_index(question, cell, []) or 1)
@@ -176,9 +174,7 @@ class Budget:
         return self._runner.has_room(spec)
 
     def submit(self, launch: Launch, *, on_phase: OnPhase = unheard) -> Future[TrialResult]:
-        """Start a trial for as long as it may take; its future raises BudgetSpentError if that was
-        cut short, and too little.
-        """
+        """Start a trial for as long as it may take; BudgetSpentError, if that was too little."""
         own_s, left_s = self._limit_s(launch.spec), max(0.0, self.left_s)
         timed = msgspec.structs.replace(launch, timeout_s=min(own_s, left_s))
         future = self._runner.submit(timed, on_phase=on_phase)

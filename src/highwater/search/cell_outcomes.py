@@ -183,9 +183,7 @@ class CellOutcomes:
         return has_told and not self._question.counts_as_fit(result)
 
     def _contradictions(self) -> tuple[str, ...]:
-        """Each observation that is not monotone, in words; a longer length that packs fewer tokens
-        of a budget than a shorter one is none.
-        """
+        """What is not monotone, in words; a longer length may pack fewer tokens of a budget."""
         packed = partial(packed_tokens, self._question, self._cell)
         pairs = self._bracket.contradictions(packed)
         told = ((self._tokens(each.failed_index), self._tokens(each.fit_index)) for each in pairs)

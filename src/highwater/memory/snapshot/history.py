@@ -178,9 +178,7 @@ def free_blocks(history: History) -> FreeBlocks | None:
 
 
 def _segments_then(history: History) -> list[tuple[int, int]]:
-    """Starts and ends of the segments at the moment: those of the end, with what happened since
-    undone. Neighbours are one where segments expand.
-    """
+    """Starts and ends of the segments at the moment: those of the end, with later changes undone."""
     snapshot = history.snapshot
     later = snapshot.events[history.at + 1 :]
     since = [event for event in later if event.action in _GROWS + _SHRINKS]
