@@ -237,9 +237,7 @@ def test_a_file_in_the_place_of_the_folder_is_refused_at_once(highwater, tmp_pat
     assert offered(hint) == [["-o", "mine-2"]]
 
 
-def test_what_a_flag_alone_decides_is_refused_before_anything_is_predicted(
-    monkeypatch,
-):
+def test_what_a_flag_alone_decides_is_refused_before_anything_is_predicted(monkeypatch):
     def never(*_: object) -> None:
         raise AssertionError("something was predicted")
 

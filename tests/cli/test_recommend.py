@@ -141,9 +141,7 @@ def test_nothing_that_fits_is_answered_no_with_what_would_do(highwater):
     assert highwater(*following(done)).returncode == 0
 
 
-def test_where_heads_do_not_share_among_all_gpus_a_ring_is_named_and_the_command_works(
-    highwater,
-):
+def test_where_heads_do_not_share_among_all_gpus_a_ring_is_named_and_the_command_works(highwater):
     six = ("--gpus", "6xH200-141GB", "--length", "900k")
     done = highwater("recommend", "Qwen3-8B", *six)
     assert done.returncode == 1

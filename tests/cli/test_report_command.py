@@ -51,14 +51,6 @@ def test_json_is_one_document_beside_a_file_too(highwater, tmp_path):
     ]
 
 
-def test_another_ending_is_refused_before_anything_is_read(highwater, tmp_path):
-    problem, hint = refusal(highwater("report", "no-such-study.jsonl", "-o", "report.pdf"), 2)
-    assert problem.startswith("report.pdf ")
-    assert problem.endswith(" .html, .md, .csv, .json")
-    assert highwater("report", REAL, *offered(hint)[0]).returncode == 0
-    assert not (tmp_path / "report.pdf").exists()
-
-
 def test_without_a_study_the_newest_is_reported(highwater):
     problem, _ = refusal(highwater("report"), 2)
     assert problem.endswith(" under logs")

@@ -547,8 +547,7 @@ def test_sp_values_that_cannot_be_are_skipped_with_a_note_where_others_can(simul
 
 
 @pytest.mark.parametrize(
-    ("gpus", "sp"),
-    [(("1",), "3"), (("1", "2"), "3"), (("3",), "3"), (("6",), "4"), (("5",), "5")],
+    ("gpus", "sp"), [(("1",), "3"), (("1", "2"), "3"), (("3",), "3"), (("6",), "4"), (("5",), "5")]
 )
 def test_where_no_sp_can_be_one_sentence_says_why_and_the_hint_has_one_that_can(
     simulated, tmp_path, gpus, sp

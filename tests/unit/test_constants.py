@@ -138,9 +138,7 @@ def test_of_more_gpus_than_were_read_nccl_is_what_comes_along():
     assert "; NCCL of 8 GPUs " in note
 
 
-def test_a_larger_context_leaves_less_room_and_the_answer_names_where_it_was_measured(
-    tmp_path,
-):
+def test_a_larger_context_leaves_less_room_and_the_answer_names_where_it_was_measured(tmp_path):
     asked = {"gpus": "H200-141GB", "loss": "full", "allocator": "native"}
     without, with_more = (
         highwater.predict("Qwen3-4B", constants=file, **asked)
@@ -208,9 +206,7 @@ def test_a_formula_has_the_workspaces_that_cublas_was_seen_to_take(tmp_path):
         )
 
 
-def test_own_trials_are_measured_against_the_constants_of_the_gpus_they_ran_on(
-    tmp_path,
-):
+def test_own_trials_are_measured_against_the_constants_of_the_gpus_they_ran_on(tmp_path):
     study = highwater.open_study(
         ROOT / "docs" / "results" / "find" / "qwen3-0.6b-79gib-chunked.jsonl"
     )

@@ -450,9 +450,7 @@ def _python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def test_a_study_from_before_a_setting_came_goes_on_without_repeating_a_trial(
-    tmp_path,
-):
+def test_a_study_from_before_a_setting_came_goes_on_without_repeating_a_trial(tmp_path):
     path = tmp_path / "study.jsonl"
     with open_journal(path, QUESTION) as journal:
         record(journal, 4096)

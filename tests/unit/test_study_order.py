@@ -57,9 +57,7 @@ def test_each_prediction_that_ordered_a_study_is_named_once_and_without_your_own
 
 
 @pytest.mark.parametrize("prediction", ["trace", "a.json"])
-def test_a_linear_search_says_that_the_prediction_it_was_given_ordered_nothing(
-    prediction,
-):
+def test_a_linear_search_says_that_the_prediction_it_was_given_ordered_nothing(prediction):
     told = Expectation(cell=QUESTION.cells[0], likely_tokens=4096, prediction=prediction)
     linear = msgspec.structs.replace(QUESTION, method="linear")
     report = study_report(study_of(trial(8192, Outcome.FIT), question=linear, expectations=(told,)))

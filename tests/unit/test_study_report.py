@@ -286,11 +286,7 @@ def test_the_commands_are_the_typed_one_one_in_a_new_study_and_one_for_each_end(
     ],
 )
 def test_the_command_that_answers_the_rest_is_about_the_file_that_was_read(
-    named,
-    path,
-    words,
-    tmp_path,
-    monkeypatch,
+    named, path, words, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     find = ("highwater", "find", "tiny")

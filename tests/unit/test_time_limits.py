@@ -253,10 +253,7 @@ def test_whatever_limits_a_study_met_nothing_that_told_runs_twice_and_no_answer_
     confirm=st.integers(0, 1),
 )
 @example(  # killed when the launch of a length had run out of time, before its cell was answered
-    capacity=11,
-    searches=[(6, [*(None,) * 5, Outcome.TIMEOUT])],
-    method="bisect",
-    confirm=0,
+    capacity=11, searches=[(6, [*(None,) * 5, Outcome.TIMEOUT])], method="bisect", confirm=0
 )
 def test_with_the_proof_full_an_answer_that_nothing_was_run_for_stays(
     tmp_path_factory, capacity, searches, method, confirm

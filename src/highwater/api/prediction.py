@@ -15,11 +15,7 @@ from highwater.errors import UsageError
 from highwater.memory.capacity import Prediction
 from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.memory.interval.residuals import PredictionMethod
-from highwater.memory.question import (
-    memory_limit_of,
-    unanswered,
-    with_usual_host,
-)
+from highwater.memory.question import memory_limit_of, unanswered, with_usual_host
 from highwater.memory.trainers import by_formula, calibration_of
 from highwater.model.model import load_model
 from highwater.nouns.events import EventLog
@@ -163,16 +159,12 @@ def _check_trainer(
     ):
         if is_refused:
             raise UsageError(
-                f"{what} this engine say nothing about {traits.step}",
-                hint="leave `--trainer` out",
+                f"{what} this engine say nothing about {traits.step}", hint="leave `--trainer` out"
             )
 
 
 def _write_timeline(
-    path: Path,
-    question: Question,
-    prediction: Prediction,
-    tracer: Callable[[TrialSpec], EventLog],
+    path: Path, question: Question, prediction: Prediction, tracer: Callable[[TrialSpec], EventLog]
 ) -> None:
     from highwater.memory.trace.replay import timeline
     from highwater.store.directory import write_new_file

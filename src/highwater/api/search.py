@@ -24,9 +24,7 @@ from highwater.search.cell_outcomes import SearchEvent
 from highwater.search.predicted_study import completed_study, gone_on
 from highwater.search.scheduler import BudgetSpentError, recorded_search
 from highwater.search.start_length import check_prediction, expectation, predicted_start
-from highwater.store.directory import (
-    study_path,
-)
+from highwater.store.directory import study_path
 from highwater.store.journal import open_journal, read_study
 from highwater.trials import ray_runner
 from highwater.trials.diagnosis import diagnose, undiagnosed
@@ -272,9 +270,8 @@ def _spent_note(planned: Plan, study: Study) -> str:
     left = [cell for cell in question.cells if cell not in answered]
     names = "; ".join(cell.label_on(question.device) for cell in left)
     return (
-        f"the budget of {format_seconds(planned.budget_s)} is spent, "
-        f"{len(left)} of {len(question.cells)} searches are not finished: {names}; finished trials "
-        "are kept"
+        f"the budget of {format_seconds(planned.budget_s)} is spent, {len(left)} of "
+        f"{len(question.cells)} searches are not finished: {names}; finished trials are kept"
     )
 
 

@@ -45,8 +45,6 @@ from highwater.nouns.trial import (
 from highwater.trainers.axolotl import AXOLOTL
 from highwater.trainers.llamafactory import LLAMAFACTORY
 from highwater.trainers.ms_swift import MS_SWIFT
-from highwater.trials.accelerate_trial import check_accelerate, prepare_accelerate
-from highwater.trials.finetuner_trial import check_finetuner, prepare_finetuner
 from highwater.trials.foreign_classify import (
     EndedFor,
     Evidence,
@@ -54,7 +52,18 @@ from highwater.trials.foreign_classify import (
     classify_foreign,
     evidence_of,
 )
-from highwater.trials.foreign_command import OUTPUT, Check, ForeignCommand, Prepare
+from highwater.trials.foreign_command import (
+    OUTPUT,
+    Check,
+    ForeignCommand,
+    Prepare,
+    check_accelerate,
+    check_finetuner,
+    check_trl,
+    prepare_accelerate,
+    prepare_finetuner,
+    prepare_trl,
+)
 from highwater.trials.job import exit_code_of, start
 from highwater.trials.probe import probe
 from highwater.trials.ranks import kernel_kills
@@ -69,7 +78,6 @@ from highwater.trials.trial_process import (
     trial_environment,
     trial_place,
 )
-from highwater.trials.trl_trial import check_trl, prepare_trl
 from highwater.units import GIB, MIB, format_bytes
 
 

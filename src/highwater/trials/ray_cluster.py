@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 
 from highwater.errors import MachineError, UsageError
 from highwater.trials.probe import OLDEST, release_of, versions_of
+from highwater.trials.ranks import started
 from highwater.trials.ray_messages import Join, Joined, NodesRead, ReadNodes
 from highwater.trials.ray_node import Needs
 from highwater.trials.ray_placement import STATUS, Node
@@ -99,13 +100,12 @@ class RayCluster:
     def _start(self) -> tuple[subprocess.Popen[bytes], Connection]:
         here, there = socket.socketpair()
         with there:
-            process = subprocess.Popen(
+            process = started(
                 module("highwater.trials.ray_driver", str(there.fileno())),
-                stdin=subprocess.DEVNULL,
                 stdout=self._said,
                 stderr=subprocess.STDOUT,
-                pass_fds=[there.fileno()],
-                start_new_session=True,  # Ctrl-C reaches find alone, which ends trials in order
+                keeps=[there.fileno()],
+                is_apart=True,  # Ctrl-C reaches find alone, which ends trials in order
             )
         return process, Connection(here.detach())
 

@@ -1,8 +1,6 @@
-"""Window proof: whether flash attention's window on this GPU is what a window is, shown by a small
-forward and backward pass beside the plain one.
-
-Proofs that FlexAttention does, on small input, what gathered keys do: a compiled kernel is used
-where one has passed.
+"""Proofs, on small input beside the plain path, that flash attention's window on this GPU is what a
+window is, and that FlexAttention does what gathered keys do: a compiled kernel is used where one
+has passed.
 
 Shapes:  H query heads  K key/value heads  S tokens  D head size
 """

@@ -1,10 +1,9 @@
-"""Messages of a conversation, and which of their texts a chat template has to write.
-
-What a record says as messages of one form, whatever words its maker has for it.
+"""Messages of a conversation: what a record says in whatever words its maker has (OpenAI, ShareGPT,
+Alpaca, LLaMA-Factory, ms-swift), and which of its texts a chat template has to write.
 
 A message has a ``role`` of chat templates, its ``content`` as a text, ``tool_calls`` with a
 function's name and an object of arguments each, and ``trained`` where the record says whether it
-is; what else it has stays. Words are those of OpenAI, ShareGPT, Alpaca, LLaMA-Factory and ms-swift.
+is; what else it has stays.
 """
 
 import json

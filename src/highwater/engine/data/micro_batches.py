@@ -1,9 +1,5 @@
-"""Micro-batches: where a trial's documents come from, the seed or a function of the user's.
-
-A function of the user's, found by the name that an option gives: ``module:function``.
-
-A user's documents: what a function of ``--data`` yields, or a loop of the user's own, read and
-checked before anything trains on it.
+"""Micro-batches: where a trial's documents come from, the seed or a function of the user's
+(``module:function``), whose documents, like those of a loop of the user's own, are checked here.
 """
 
 import importlib

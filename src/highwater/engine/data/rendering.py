@@ -1,14 +1,10 @@
-"""Rendering: what a record is, as documents of token ids, and which of the tokens are trained.
+"""Rendering: what a record is, as documents of token ids, and which of the tokens are trained; in
+several processes where data is large, with the same documents in the same order.
 
 A unit is what a step has all of or nothing: of supervised data a document, of preferences a pair,
 the chosen document first, of rollouts all that answer one prompt.
 
 Shapes:  L tokens of a document
-
-Rendering in several processes: a tokenizer has one core, and a corpus may have a hundred GiB.
-
-Records go to the processes in chunks and come back in their order; the same documents whatever the
-number of processes, and the first record that is refused is the one that is told.
 """
 
 import multiprocessing

@@ -1,12 +1,9 @@
-"""Recorded rollouts as documents: responses that a policy sampled, each with a reward.
+"""Recorded rollouts and preference pairs as documents.
 
-A record is a prompt with all its responses, or one response, whose ``group`` says which others
-answer the same prompt. Rewards are in the data, or a function of the user's gives them.
-
-Preference pairs as documents: the chosen one first, the prompt that they share untrained.
-
-A record is a prompt with two responses, or two whole texts or conversations, whose common beginning
-is the prompt. Two lists of messages are responses where an assistant's message comes first.
+A rollout's record is a prompt with all its responses, or one response, whose ``group`` says which
+others answer the same prompt; rewards are in the data, or a function of the user's gives them. A
+pair's is a prompt with two responses, or two whole texts or conversations, whose common beginning
+is the prompt; two lists of messages are responses where an assistant's message comes first.
 """
 
 import math

@@ -1,13 +1,6 @@
-"""Text to token ids: by a tokenizer of a local directory, or, where there is none, byte by byte.
-
-No text is cut: what a tokenizer would do silently, its file's own truncation and padding too, is
-off.
-
-Documents of exactly a length: texts that a tokenizer makes into so many tokens.
-
-Words are taken that are one token each, behind another word, in this tokenizer; how many is found
-by tokenising the whole text as a trainer does, with what it adds of its own. A tokenizer without
-such words has its text made of single letters.
+"""Text to token ids: by a tokenizer of a local directory, or, where there is none, byte by byte;
+and texts that a tokenizer makes into exactly so many tokens. No text is cut: what a tokenizer would
+do silently is off.
 """
 
 import random

@@ -1,5 +1,5 @@
 """What a PyTorch without a GPU lacks to run a step on fake CUDA tensors: a device guard, an
-accelerator, streams.
+accelerator, streams; and fake tensors at two thirds of their cost, by a key that is faster made.
 
 For the tracer's own process only: nothing here is undone. On a CPU build a guard and the
 accelerator's hooks are put into PyTorch's C++ registries from outside; on a CUDA build without a
@@ -7,12 +7,6 @@ GPU they are there, and one of the hooks, which knows no device, is told to say 
 Both reach into a binary interface that nobody promises: tried with torch 2.13 (CPU build) and 2.11
 (CUDA 13.0) on Linux; where it does not hold, ``install`` raises or the process dies, and nothing
 else is traced instead.
-
-Fake tensors at two thirds of their cost: the answers that PyTorch keeps for an operator are
-found by a key that is faster made.
-
-What it overrides is private to PyTorch: where a version does not ask for it, nothing is answered
-otherwise, only later.
 """
 
 import ctypes

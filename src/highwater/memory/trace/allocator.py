@@ -8,7 +8,7 @@ lowest address is taken, and the driver hands addresses out from the top down: t
 
 Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.11, function by function; names are its own
 where there is one. Checked at every step of what an H200's allocator did:
-tests/unit/test_allocator_histories.py. Not simulated: graph pools, ``max_split_size_mb``, the
+tests/unit/test_allocator.py. Not simulated: graph pools, ``max_split_size_mb``, the
 garbage collector.
 """
 
