@@ -314,7 +314,7 @@ def predict_at(
     length_tokens: int,
     factors: Factors | None = None,
 ) -> CellPrediction:
-    """Whether a length leaves the headroom in a cell; with factors, whether its upper end fits too."""
+    """Whether a length leaves the headroom in a cell; with factors, whether its upper end fits."""
     footprint = _footprint(question, cell, memory_limit, formula, length_tokens)
     limit_bytes = memory_limit.device_bytes
     needed, used = footprint.needed_bytes, footprint.within(limit_bytes)

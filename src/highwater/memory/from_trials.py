@@ -163,7 +163,7 @@ def _headroom(study: Study, cell: Cell, length_tokens: int) -> tuple[int | None,
 
 
 def _lacked_bytes(study: Study, cell: Cell, length_tokens: int) -> int | None:
-    """Bytes of the margin lacking, at least, by the longest trial up to here; None if none tells."""
+    """Bytes of the margin lacking at least, by the longest trial up to here; None if none tell."""
     told = [
         (trial.spec.length_tokens, trial.result)
         for trial in study.trials_of(cell)

@@ -218,7 +218,7 @@ class CellSearch:
         return self._by_memory and self._is_too_long(index)
 
     def _near_in_pieces(self, index: int) -> int:
-        """The index, or one beside it whose tokens can be cut into equal pieces, which is faster."""
+        """The index, or one beside it whose tokens can be cut into equal pieces: it is faster."""
         between = range(self._bracket.fits + 1, self._bracket.end)
         near = sorted(
             (each for each in between if abs(each - index) <= _NEAR),

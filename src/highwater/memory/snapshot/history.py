@@ -178,7 +178,7 @@ def free_blocks(history: History) -> FreeBlocks | None:
 
 
 def _segments_then(history: History) -> list[tuple[int, int]]:
-    """Starts and ends of the segments at the moment: those of the end, with later changes undone."""
+    """Starts and ends of the segments at the moment: those of the end, later changes undone."""
     snapshot = history.snapshot
     later = snapshot.events[history.at + 1 :]
     since = [event for event in later if event.action in _GROWS + _SHRINKS]
