@@ -119,7 +119,7 @@ class CachingAllocator:
     _lowest_address: int = _TOP
 
     def allocate(self, size: int, *, stream: int = 0) -> int:
-        """Serve ``size`` bytes on a stream; returns the handle to free them by. CapacityError."""
+        """Serve ``size`` bytes on a stream: the handle to free them by; or raise CapacityError."""
         rounded = round_size(size)
         pool = self.pool(stream, is_small=rounded <= SMALL_BYTES)
         free = pool.free
