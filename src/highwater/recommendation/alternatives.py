@@ -257,13 +257,7 @@ def tried_recommendation(
     notes: list[str] = []
     for recorded in studies:
         study = with_margin(recorded, margin_bytes)
-        why = obstacle(
-            study,
-            model=read,
-            device_name=where.device_name,
-            memory_limit=memory_limit,
-            trainer=trainer,
-        )
+        why = obstacle(study, read, where.device_name, memory_limit, trainer)
         told = {} if why else measured_cells(study, where.gpus, length_tokens)
         if not told:
             ranks = counted_ranks(where.gpus, "cuda")
