@@ -32,10 +32,9 @@ from highwater.memory.trace.exact import predict_exactly
 from highwater.memory.trainers import formula_of
 from highwater.model.footprint import device_state_bytes, layer_input_bytes
 from highwater.nouns.files import record_in
-from highwater.nouns.grid import Grid
 from highwater.nouns.hardware import SAME_MEMORY, kernels
 from highwater.nouns.request import Request
-from highwater.nouns.study import Cell, CellAnswer, Expectation, Question
+from highwater.nouns.study import Cell, CellAnswer, Expectation, Grid, Question
 from highwater.nouns.trainer import OURS
 from highwater.search.predicted_study import unlike_trials
 from highwater.trials.probe import probe
