@@ -189,9 +189,8 @@ def predicted_step(
     micro_batches: int | None = None,
     attention_depth: int | None = None,
 ) -> PredictedStep | None:
-    """The time of a step; None on a kind of GPU of which no rates are known.
-
-    ``attention_depth``: that of a memory-only trial, whose other layers attend within short pieces.
+    """The time of a step; None on a kind of GPU of which no rates are known. ``attention_depth``:
+    that of a memory-only trial, whose other layers attend within short pieces.
     """
     rates = rates_of(device_name)
     if rates is None:
@@ -322,10 +321,7 @@ def _head(shape: ModelShape, settings: Settings, tokens: float) -> _Work:
 
 
 def _forward_alone(
-    shape: ModelShape,
-    attended: list[tuple[LayerKind, int, float]],
-    tokens: float,
-    layout: Layout,
+    shape: ModelShape, attended: list[tuple[LayerKind, int, float]], tokens: float, layout: Layout
 ) -> _Work:
     """A forward pass of a whole model that nothing is kept of."""
     total = _Work()

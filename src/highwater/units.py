@@ -18,10 +18,8 @@ _DECIMAL_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _TOKEN_UNITS = {"": 1, "k": KIB, "m": MIB}
 _SECOND_UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 MOST_BYTES = 1 << 60
-"""Bytes that a size may have at the most, an EiB: what is longer is a slip.
-
-It may be no number that a file can hold, either.
-"""
+"""Bytes that a size may have at the most, an EiB: what is longer is a slip. It may be no number
+that a file can hold, either."""
 MOST_TOKENS = 1 << 30
 """Tokens that a length may have at the most: 1,073,741,824."""
 MOST_SECONDS = 366 * 86_400.0
@@ -31,9 +29,8 @@ _NUMBER = re.compile(r"\s*(\d+(?:[_,]\d{3})*|\d*\.\d+|\d+\.\d*)\s*([a-zA-Z]*)\s*
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of ``"80GiB"``, ``"512MiB"``, ``"79.15 GiB"`` or a plain count; rounded down.
-
-    Raises UsageError for anything else, and for decimal units: "80GB" would be 74.5 GiB.
+    """Bytes of ``"80GiB"``, ``"512MiB"``, ``"79.15 GiB"`` or a plain count; rounded down. Raises
+    UsageError for anything else, and for decimal units: "80GB" would be 74.5 GiB.
     """
     number, unit = _split(text, what="a memory size", example="80GiB")
     decimal = _DECIMAL_UNITS.get(unit.removesuffix("b"))
@@ -57,9 +54,8 @@ def parse_bytes(text: str) -> int:
 
 
 def binary_size(count: int) -> str:
-    """As many bytes or up to 2 % fewer, as one types them: ``465GiB`` of 500,000,000,000.
-
-    Never more: memory that is not there would be planned with.
+    """As many bytes or up to 2 % fewer, as one types them: ``465GiB`` of 500,000,000,000. Never
+    more: memory that is not there would be planned with.
     """
     name, unit = next(
         (each for each in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)) if count >= 20 * each[1]),
@@ -69,10 +65,9 @@ def binary_size(count: int) -> str:
 
 
 def parse_memory(text: str) -> int:
-    """Bytes of a GPU's, a host's, or a part of a memory.
-
-    As ``parse_bytes``, but less than a MiB only where it has a unit, or is 0. Raises UsageError for
-    what is a number without its unit, ``"79.15"``: nobody means 79 bytes.
+    """Bytes of a GPU's, a host's, or a part of a memory. As ``parse_bytes``, but less than a MiB
+    only where it has a unit, or is 0. Raises UsageError for what is a number without its unit,
+    ``"79.15"``: nobody means 79 bytes.
     """
     count = parse_bytes(text)
     number, unit = _split(text, what="a memory size", example="80GiB")

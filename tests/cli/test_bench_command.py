@@ -124,9 +124,7 @@ def test_a_pattern_is_refused_as_training_refuses_it_and_where_nobody_takes_it(
     assert problem.startswith(said)
 
 
-def test_a_published_class_is_understood_and_has_the_pattern_that_is_typed(
-    highwater,
-):
+def test_a_published_class_is_understood_and_has_the_pattern_that_is_typed(highwater):
     """The command of the issue, and the flags of ``BlockSparseAttention`` and of training."""
     classes = ("BlockSparseRingDilatedAttention", "DilatedAttention", "BlockSparseAttention")
     pattern = ("--pattern-type", "random", "--sparsity-ratio", "0.3", "--block-size", "32")

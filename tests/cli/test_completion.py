@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from conftest import Run
+from conftest import SIMULATED, Run, installed
 
 from highwater.cli.grammar import commands
 from highwater.cli.parser import COMMANDS, SHELLS
@@ -29,11 +29,7 @@ CASES = {
     },
     "predict Qwen3-8B --gpus b": {"B200", "B300"},
     "predict Qwen3-8B --gpus 4xa100": {"4xA100-80GB", "4xA100-40GB"},
-    "predict Qwen3-8B --gpus 2x8xH20": {
-        "2x8xH200-141GB",
-        "2x8xH200-141GB-NVL",
-        "2x8xH20-96GB",
-    },
+    "predict Qwen3-8B --gpus 2x8xH20": {"2x8xH200-141GB", "2x8xH200-141GB-NVL", "2x8xH20-96GB"},
     "predict --gpus 4xA100-80GB Qwen3-32": {"Qwen3-32B"},
     "predict Qwen3-8B --json --lora-b": {"--lora-base"},
     "predict Qwen3-8B --lora-base ": {"bf16", "nf4"},
@@ -199,3 +195,27 @@ def test_no_script_calls_python(highwater, shell):
     assert "python" not in script.lower()
     assert "$(highwater" not in script
     assert "; highwater" not in script
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("highwater", ("predict", "Qwen3-8B", "--gpus", "4xA100-80GB", "--explain")),
+        ("highwater", ("find", "Qwen3-0.6B", *SIMULATED)),
+        ("highwater", ("show", "none.jsonl")),
+        ("highwater", ()),
+        ("search_context_length_capacity", ("--model_path", "模型")),
+    ],
+    ids=["answer", "search", "refusal", "help", "drop-in"],
+)
+def test_a_forked_command_says_and_ends_as_the_installed_one(run, tmp_path, program, words):
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
+    expected = installed(program, *words, cwd=tmp_path, environment=environment)
+    done = run(program, *words)
+    assert (done.returncode, done.stdout) == (expected.returncode, expected.stdout)
+    assert _untimed(done.stderr) == _untimed(expected.stderr)
+
+
+def _untimed(talk: str) -> list[str]:
+    """What was said, without how long it had taken by then."""
+    return [line.partition("] ")[2] or line for line in talk.splitlines()]

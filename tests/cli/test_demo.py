@@ -21,9 +21,7 @@ TIME_LIMIT_S = 420
 
 
 @pytest.mark.timeout(TIME_LIMIT_S)
-def test_the_demo_answers_with_pairs_of_real_trials_and_leaves_what_is_there_alone(
-    tmp_path,
-):
+def test_the_demo_answers_with_pairs_of_real_trials_and_leaves_what_is_there_alone(tmp_path):
     shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "demo" / "1").mkdir(parents=True)
     done = subprocess.run(

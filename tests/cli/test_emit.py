@@ -98,11 +98,9 @@ def test_areal_is_predicted_as_verls_actor(highwater):
 
 def test_one_document_has_the_values_by_name(highwater):
     document = json.loads(highwater("emit", "--for", "verl", *ASKED, "--json").stdout)
-    assert (document["schema_version"], document["target"], document["checked_with"]) == (
-        1,
-        "verl",
-        "0.9.1",
-    )
+    assert document["schema_version"] == 1
+    assert document["target"] == "verl"
+    assert document["checked_with"] == "0.9.1"
     assert document["values"]["actor_rollout_ref.actor.use_dynamic_bsz"] is True
 
 
@@ -237,9 +235,7 @@ def test_a_file_in_the_place_of_the_folder_is_refused_at_once(highwater, tmp_pat
     assert offered(hint) == [["-o", "mine-2"]]
 
 
-def test_what_a_flag_alone_decides_is_refused_before_anything_is_predicted(
-    monkeypatch,
-):
+def test_what_a_flag_alone_decides_is_refused_before_anything_is_predicted(monkeypatch):
     def never(*_: object) -> None:
         raise AssertionError("something was predicted")
 

@@ -268,15 +268,6 @@ def test_the_memory_of_gpus_is_that_of_all_that_are_named(highwater):
     assert {row["gpu"] for row in rows} == {"A100-80GB with 60.00 GiB", "H20-96GB with 60.00 GiB"}
 
 
-def test_a_guide_that_is_neither_a_page_nor_markdown_is_refused(highwater, tmp_path):
-    for name in ("x.txt", "x.pdf", "x"):
-        problem, hint = refusal(highwater("guide", TABLE, "-o", name), 2)
-        assert problem.startswith(f"{name}: ")
-        assert not (tmp_path / name).exists()
-    assert highwater("guide", TABLE, *offered(hint)[0]).returncode == 0
-    assert (tmp_path / "x.html").exists()
-
-
 def test_a_search_on_the_cpu_is_refused(highwater):
     small = ("--start-length", "256", "--resolution", "256", "--max-length", "1k")
     highwater(

@@ -81,9 +81,7 @@ def test_nothing_that_fits_is_answered_no(highwater):
     assert "none" in done.stdout
 
 
-def test_a_length_that_does_not_fit_names_the_longest_that_does_and_flags_that_work(
-    highwater,
-):
+def test_a_length_that_does_not_fit_names_the_longest_that_does_and_flags_that_work(highwater):
     asked = ("predict", "Qwen3-8B", "--gpus", "6xH200-141GB")
     longest = highwater(*asked).stdout.split(" up to ")[1].split()[0]
     done = highwater(*asked, "--length", "900k")
@@ -217,10 +215,7 @@ def test_own_constants_are_named_in_the_answer_and_kept_in_the_next_command(high
     assert taken["device_name"] in said
     assert "torch 2.11.0" in said
     (tmp_path / "printed.json").write_text(highwater("doctor", "--json").stdout)
-    for file, said in (
-        ("printed.json", "`--measure`"),
-        ("none.json", "cannot be read"),
-    ):
+    for file, said in (("printed.json", "`--measure`"), ("none.json", "cannot be read")):
         problem, hint = refusal(
             highwater("predict", "Qwen3-8B", *A100S, "--constants", str(tmp_path / file)), 2
         )
@@ -372,11 +367,7 @@ def test_a_star_says_past_the_native_length_only_where_there_is_one(highwater):
 @pytest.mark.parametrize(
     ("words", "accuracy", "note"),
     [
-        (
-            ("Llama-3.1-8B", *A100S),
-            "by the closed form, fitted",
-            "no cell by replay",
-        ),
+        (("Llama-3.1-8B", *A100S), "by the closed form, fitted", "no cell by replay"),
         (
             ("Qwen3-0.6B", *A100S, "--allocator", "native"),
             "by replay of a trace, which has",

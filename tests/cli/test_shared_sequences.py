@@ -50,9 +50,7 @@ def test_a_shared_sequence_trains_as_on_one_process(highwater, tiny, flags):
 
 
 @pytest.mark.timeout(300)
-def test_a_trial_on_the_cpu_needs_no_memory_limit_whatever_shares_its_sequence(
-    highwater,
-):
+def test_a_trial_on_the_cpu_needs_no_memory_limit_whatever_shares_its_sequence(highwater):
     command = "try tiny --device cpu --gpus {} --length 1021 --json".format
     shared = highwater(*command("4 --ulysses 2 --ring 2").split())
     (alone,) = of_ranks(highwater(*command("1").split()))

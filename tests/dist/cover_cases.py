@@ -359,12 +359,7 @@ def train(
 
     def model(name: str, **how: Any) -> Decoder:
         made = built(
-            weights / name,
-            mesh,
-            torch.float64,
-            shared=shared,
-            length_tokens=LENGTH_TOKENS,
-            **how,
+            weights / name, mesh, torch.float64, shared=shared, length_tokens=LENGTH_TOKENS, **how
         )
         lift_float32_casts(made)
         return made

@@ -58,12 +58,7 @@ BATCHES = {
 }
 """Lengths of the documents of two micro-batches. Two ranks share the last of them in the middle, or
 with padding."""
-DEGREES = {
-    1: [(1, 1, 1)],
-    2: [(2, 1, 1), (1, 2, 1)],
-    3: [(1, 3, 1)],
-    4: [(2, 2, 1)],
-}
+DEGREES = {1: [(1, 1, 1)], 2: [(2, 1, 1), (1, 2, 1)], 3: [(1, 3, 1)], 4: [(2, 2, 1)]}
 """Degrees of Ulysses and of the ring, and copies, by the number of processes."""
 KINDS = ("phi3", "llama3", "yarn")
 """Models of each kind of RoPE that users have past the native length; phi3's is longrope."""

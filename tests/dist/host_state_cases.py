@@ -215,10 +215,7 @@ def memory(name: str, folder: Path) -> dict[str, Any]:
     shape, shards = load_model(str(folder)).shape, trained.mesh.size(trained.mesh.ndim - 1)
     counted = device_state_bytes(shape, settings, device="cpu", shards=shards) / shards
     buffers = update_bytes(shape, settings, shards=shards)
-    return {
-        "states": [sum(storages.values()), counted],
-        "buffers": [made.bytes, buffers],
-    }
+    return {"states": [sum(storages.values()), counted], "buffers": [made.bytes, buffers]}
 
 
 class _Made(TorchDispatchMode):

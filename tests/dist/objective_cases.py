@@ -103,12 +103,7 @@ CASES += [
         numbers=Hyperparameters(kl_estimator="k3", kl_coefficient=0.5, dual_clip=0),
         ulysses=2,
     ),
-    Case(
-        objective="dpo",
-        documents="unlike",
-        numbers=Hyperparameters(dpo_beta=0.7),
-        ulysses=2,
-    ),
+    Case(objective="dpo", documents="unlike", numbers=Hyperparameters(dpo_beta=0.7), ulysses=2),
     Case(
         objective="ppo",
         critic=True,

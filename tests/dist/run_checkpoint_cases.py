@@ -37,10 +37,7 @@ from highwater.nouns.training import RunState
 from tiny_models import write_model
 from trial_specs import trial_in
 
-CASES: dict[str, dict[str, Any]] = {
-    "tied": {},
-    "critic": {"objective": "ppo", "critic": True},
-}
+CASES: dict[str, dict[str, Any]] = {"tied": {}, "critic": {"objective": "ppo", "critic": True}}
 if find_spec("peft") is not None:
     CASES["lora"] = {"lora": 4}
 LOSSY: dict[str, dict[str, Any]] = {}

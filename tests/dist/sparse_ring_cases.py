@@ -102,11 +102,7 @@ def run(case: Case, rank: int, world: int) -> dict[str, float | str]:
     own = [held(tensor, 7.0).requires_grad_() for tensor in whole]
     branches = (Branch(),) if segments is None else dilated_branches(*segments, heads[0])
     sharing = Sharing(
-        layout=layout,
-        branches=branches,
-        pattern=pattern,
-        scaling=SCALING,
-        group=dist.group.WORLD,
+        layout=layout, branches=branches, pattern=pattern, scaling=SCALING, group=dist.group.WORLD
     )
     sent: list[int] = []
     with counted(sent):

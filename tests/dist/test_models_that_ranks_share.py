@@ -93,9 +93,7 @@ def test_heads_are_exchanged_once_more_wherever_a_layer_is_recomputed(processes,
 
 
 @pytest.mark.timeout(600)
-def test_dropout_around_a_ring_is_drawn_as_it_was_again_and_in_a_recomputation_and_trains(
-    found,
-):
+def test_dropout_around_a_ring_is_drawn_as_it_was_again_and_in_a_recomputation_and_trains(found):
     """Each rank has a stream of its own: no other layout drops the same."""
     for rank in found(DRAWS):
         assert rank["dropout"]["equal"] == {

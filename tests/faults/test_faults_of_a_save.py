@@ -77,12 +77,7 @@ def saving(mark: str, tiny: Path) -> Saving:
     ],
 )
 def test_a_trials_own_files_are_gone_when_it_is_over_and_a_users_are_not(
-    saving,
-    users_files,
-    tmp_path,
-    data,
-    outcome,
-    kinds,
+    saving, users_files, tmp_path, data, outcome, kinds
 ):
     result = saving(data, checkpoint_dir=MINE)
     assert result.outcome is outcome, result.reason
@@ -162,17 +157,10 @@ def on_a_small_disk(mark: str, tmp_path: Path) -> Callable[..., "subprocess.Comp
 
 
 @pytest.mark.parametrize(
-    "saved",
-    [
-        ("--save-hf", "last"),
-        ("--checkpoint", "sharded", "--gpus", "2"),
-    ],
+    "saved", [("--save-hf", "last"), ("--checkpoint", "sharded", "--gpus", "2")]
 )
 def test_a_disk_that_fills_up_under_a_save_is_a_crash_that_says_so(
-    on_a_small_disk,
-    tiny,
-    tmp_path,
-    saved,
+    on_a_small_disk, tiny, tmp_path, saved
 ):
     words = [
         "highwater",

@@ -138,12 +138,7 @@ def test_a_search_killed_with_9_leaves_no_orphan_and_resumes_without_repeating_a
     ],
 )
 def test_a_search_told_to_stop_keeps_what_is_finished_ends_the_rest_and_says_how_to_go_on(
-    hanging,
-    start,
-    mark,
-    tmp_path,
-    number,
-    code,
+    hanging, start, mark, tmp_path, number, code
 ):
     study = tmp_path / "study.jsonl"
     os.killpg(hanging.pid, number)

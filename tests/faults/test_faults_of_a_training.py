@@ -516,9 +516,7 @@ def test_the_rows_of_a_step_take_no_more_than_is_predicted_of_them(trained, tmp_
     assert counted / 2 < many - few < counted
 
 
-def test_a_length_that_is_predicted_not_to_fit_is_refused_with_settings_that_do(
-    trained,
-):
+def test_a_length_that_is_predicted_not_to_fit_is_refused_with_settings_that_do(trained):
     machine = probe()
 
     def chosen(**settings: Any) -> object:

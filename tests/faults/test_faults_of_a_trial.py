@@ -109,9 +109,7 @@ def test_of_an_exception_without_end_beginning_and_end_are_kept_and_no_token_in_
     assert "faulty_batches.py" in log_of(result), "the traceback is there"
 
 
-def test_exit_status_1_with_a_traceback_in_the_log_is_a_crash_with_its_text(
-    attempt,
-):
+def test_exit_status_1_with_a_traceback_in_the_log_is_a_crash_with_its_text(attempt):
     result = attempt("leaving_with_1")
     assert result.outcome is Outcome.CRASHED
     assert result.exit_code == 1

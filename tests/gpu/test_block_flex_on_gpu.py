@@ -113,9 +113,7 @@ def test_a_million_tokens_take_little_beside_what_goes_in_and_out():
     assert tables < 0.05 * q.nbytes
 
 
-def test_a_layer_that_is_recomputed_has_the_same_kernel_again(
-    monkeypatch,
-):
+def test_a_layer_that_is_recomputed_has_the_same_kernel_again(monkeypatch):
     module = BlockSparseAttention(config("strided"))
     q, k, v = (
         torch.randn(1, 2048, heads, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)

@@ -54,9 +54,7 @@ def check_names(profile: MemoryProfile) -> None:
         assert profile.bytes_of(category) > 0
 
 
-def test_every_step_that_was_asked_for_has_a_snapshot_that_names_what_was_alive(
-    tmp_path,
-):
+def test_every_step_that_was_asked_for_has_a_snapshot_that_names_what_was_alive(tmp_path):
     spec, result = recorded(tmp_path, 8192)
     assert result.outcome is Outcome.FIT, result.reason
     profiles = profiles_of(result)
@@ -69,9 +67,7 @@ def test_every_step_that_was_asked_for_has_a_snapshot_that_names_what_was_alive(
     assert not [line for line in snapshot_lines(spec, result, PROFILING) if "none of" in line]
 
 
-def test_out_of_memory_leaves_a_snapshot_that_names_the_request_and_the_logits(
-    tmp_path,
-):
+def test_out_of_memory_leaves_a_snapshot_that_names_the_request_and_the_logits(tmp_path):
     _, result = recorded(tmp_path, 64 * 1024)
     assert result.outcome is Outcome.OUT_OF_MEMORY, result.reason
     (profile,) = profiles_of(result).values()
@@ -124,9 +120,7 @@ def test_a_rank_that_was_killed_is_named_and_leaves_what_it_had_written(tmp_path
     assert "rank 0 was ended" in ended
 
 
-def test_a_search_repeats_its_first_out_of_memory_once_with_its_memory_recorded(
-    tmp_path,
-):
+def test_a_search_repeats_its_first_out_of_memory_once_with_its_memory_recorded(tmp_path):
     asked = {
         "memory": "20GiB",
         "loss": "full",

@@ -48,10 +48,7 @@ def test_flash_and_the_plain_path_equal_float64(heads, size, length, window):
     upstream = torch.randn_like(own[0])
     wanted = exact.forward()
     wanted = (*wanted, *exact.backward(upstream.double(), *wanted))
-    for block in (
-        WindowedBlock(*own, SCALING, window),
-        PlainBlock(*own, SCALING, window),
-    ):
+    for block in (WindowedBlock(*own, SCALING, window), PlainBlock(*own, SCALING, window)):
         found = block.forward()
         found = (*found, *block.backward(upstream, *found))
         names = ("output", "log-sum-exp", "query", "key", "value")

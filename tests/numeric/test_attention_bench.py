@@ -17,12 +17,7 @@ from forked_python import forked
 from test_attention_modules import BLOCK, meetings
 
 from highwater.engine.attention.reference import reference_attention
-from highwater.engine.bench.attention.contenders import (
-    CONTENDERS,
-    Conditions,
-    counts,
-    fused_kernel,
-)
+from highwater.engine.bench.attention.contenders import CONTENDERS, Conditions, counts, fused_kernel
 from highwater.engine.bench.attention.correctness import (
     OFF_AT_THE_MOST,
     differences,
@@ -377,9 +372,7 @@ def test_memory_too_small_for_anything_is_refused_with_what_would_do(tmp_path):
     assert all(row[2] == "fits" for row in rows(run(tmp_path, memory_bytes=size * MIB)))
 
 
-def test_bytes_are_those_of_the_tensors_and_a_peak_is_above_what_it_is_made_of(
-    tmp_path,
-):
+def test_bytes_are_those_of_the_tensors_and_a_peak_is_above_what_it_is_made_of(tmp_path):
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 16}
     lines = run(tmp_path, lengths=(512,), implementations=("dense", "block_sparse_5"), **sizes)
     shared = run(tmp_path, lengths=(512,), heads=4, kv_heads=4, head_dim=16, same_qkv=True)

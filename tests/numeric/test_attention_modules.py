@@ -137,9 +137,7 @@ def test_weights_add_up_to_one(module):
     assert (module(q, k, torch.ones_like(v)) - 1).abs().max() < TOLERANCE
 
 
-def test_memory_of_segments_and_patterns_is_linear_in_the_length(
-    monkeypatch,
-):
+def test_memory_of_segments_and_patterns_is_linear_in_the_length(monkeypatch):
     """Four times the tokens, of which each row keeps as many, take four times the memory, forward
     and backward: some thirty times what the queries are, and no scores of all rows.
     """

@@ -114,11 +114,7 @@ def test_masks_are_a_small_part_of_what_is_attended(pattern_type):
 
 @pytest.mark.parametrize(
     ("pattern_type", "groups"),
-    [
-        ("dilated_sparse", 3),
-        ("global_local", 1),
-        *deep(*((other, 2) for other in EVERY[1:4])),
-    ],
+    [("dilated_sparse", 3), ("global_local", 1), *deep(*((other, 2) for other in EVERY[1:4]))],
 )
 def test_the_kernel_attends_to_what_block_gather_does(pattern_type, groups):
     length = 531

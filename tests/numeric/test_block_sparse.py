@@ -53,12 +53,7 @@ def dense(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scaling: floa
 @pytest.mark.parametrize("pattern_type", EVERY)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (5, 1)])
-def test_a_pattern_equals_a_dense_masked_softmax(
-    pattern_type,
-    length,
-    heads,
-    monkeypatch,
-):
+def test_a_pattern_equals_a_dense_masked_softmax(pattern_type, length, heads, monkeypatch):
     # several rows at a time, but never all of them
     monkeypatch.setattr(block_gather, "SCORES_AT_HAND", 3 * 4 * BLOCK**2 * 2 * heads[0])
     pattern = config(pattern_type, sparsity_ratio=None if pattern_type in WINDOWED else 0.3)

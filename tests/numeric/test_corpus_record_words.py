@@ -218,9 +218,7 @@ def test_a_call_in_a_role_and_another_in_a_field_are_refused(tell):
     assert "`tool_calls`" in tell.refusal({"messages": [ASKED, message]}, TOOLED).problem
 
 
-def test_a_name_that_a_template_writes_is_trained_and_one_of_one_word_may_be_left_out(
-    tell,
-):
+def test_a_name_that_a_template_writes_is_trained_and_one_of_one_word_may_be_left_out(tell):
     named = {"messages": [{**ASKED, "name": "alice_1"}, ANSWERED]}
     assert tell(named) == tell({"messages": [ASKED, ANSWERED]})
     named["messages"][0]["name"] = "Alice Smith"
@@ -339,12 +337,7 @@ UNREAD: list[tuple[str, dict[str, Any], str]] = table("record_words", "unread")
 
 @pytest.mark.parametrize(("objective", "record", "field"), UNREAD)
 def test_a_text_that_nobody_read_is_refused_and_the_hint_leaves_it_out(
-    objective,
-    record,
-    field,
-    tell,
-    tmp_path,
-    monkeypatch,
+    objective, record, field, tell, tmp_path, monkeypatch
 ):
     beside = {"id": "a-1", "source": "b", "Language": "en", "doc_id": "c", "turns": 2, "ok": True}
     beside |= {"tokenCount": 3, "weight": 1, "masked": False, "url": "https://a.b/c?d=e%20f"}

@@ -117,9 +117,7 @@ def test_turns_are_found_where_the_template_writes_the_last_one_otherwise(tmp_pa
     )
 
 
-def test_a_template_whose_turns_cannot_be_proven_is_refused_and_the_hint_works(
-    tmp_path,
-):
+def test_a_template_whose_turns_cannot_be_proven_is_refused_and_the_hint_works(tmp_path):
     directory = write_tokenizer(tmp_path / "tokenizer", COUNTING)
     data = write_lines(tmp_path / "d.jsonl", [{"messages": CHAT}])
     with pytest.raises(UsageError, match=r"^d\.jsonl:1: where message 3") as refused:
@@ -167,9 +165,7 @@ def test_a_prompt_is_what_a_model_is_given_even_where_a_token_would_reach_out_of
     assert "1 document a token would reach" in corpus.summary.notes[0]
 
 
-def test_a_tokenizer_that_adds_a_space_is_cut_where_its_tokens_end_or_refused(
-    tmp_path,
-):
+def test_a_tokenizer_that_adds_a_space_is_cut_where_its_tokens_end_or_refused(tmp_path):
     directory = write_tokenizer(tmp_path / "tokenizer", None, words=True)
     tokenizer = opened(directory)
     good = write_lines(tmp_path / "good.jsonl", [{"prompt": "the cat", "completion": " sat on"}])

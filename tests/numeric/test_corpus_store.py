@@ -160,9 +160,7 @@ def test_long_documents_are_cut_split_or_refused_and_counted(tmp_path):
     assert made(tmp_path, data, length_tokens=9, long_documents="refuse").summary.documents == 2
 
 
-def test_a_pair_or_a_rollout_is_cut_each_and_a_pair_without_a_response_left_out(
-    tmp_path,
-):
+def test_a_pair_or_a_rollout_is_cut_each_and_a_pair_without_a_response_left_out(tmp_path):
     pairs = [
         {"prompt": "ab", "chosen": "cdefgh", "rejected": "x"},
         {"prompt": "abcdefgh", "chosen": "i", "rejected": "j"},

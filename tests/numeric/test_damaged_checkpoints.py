@@ -84,11 +84,7 @@ def test_the_latest_and_the_best_are_kept_and_the_best_is_named(run, own):
 @pytest.mark.parametrize("damage", [half, without_last_byte, flipped, garbage, Path.unlink])
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_file_is_named_and_the_hint_goes_on_from_the_checkpoint_before(
-    run,
-    own,
-    tmp_path,
-    name,
-    damage,
+    run, own, tmp_path, name, damage
 ):
     checkpoints = copied(run[0], tmp_path / "run")
     damage(checkpoints / LATEST / name)

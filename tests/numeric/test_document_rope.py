@@ -2,21 +2,32 @@
 those that it has alone.
 """
 
+import json
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, Phi3Config, PhimoeConfig, PreTrainedConfig, Qwen3Config
+from transformers import (
+    AutoConfig,
+    LlamaConfig,
+    Phi3Config,
+    PhimoeConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.phimoe.modeling_phimoe import PhimoeRotaryEmbedding
 
 from highwater.engine.attention.registry import register
 from highwater.engine.models.build import build_on_meta, read_config
-from highwater.engine.models.rope import DocumentRope, PhimoeRope, follow_documents
+from highwater.engine.models.rope import DocumentRope, PhimoeRope, follow_documents, scale_rope
 from highwater.engine.parallel.sequence_layout import Part, SequenceLayout
-from highwater.errors import ModelError
+from highwater.errors import ModelError, UsageError
+from highwater.model.model import load_model
+from highwater.model.model_place import catalog_names
+from highwater.model.rope import yarn
 
 SHAPE = {
     "hidden_size": 32,
@@ -116,3 +127,34 @@ def test_a_family_that_does_not_show_the_rope_that_its_config_asks_for_is_refuse
 
     with pytest.raises(ModelError, match=r"phi3 .* longrope"):
         follow_documents(Silent())
+
+
+_BY_KIND_OF_LAYER = ("gemma3_text", "olmo3")
+"""Families whose kinds of layers have each their own RoPE, which YaRN does not stretch here."""
+
+
+@pytest.mark.parametrize("rope", ["auto", "yarn"])
+@pytest.mark.parametrize("name", catalog_names())
+def test_the_block_is_the_engines(name, rope):
+    model = load_model(name)
+    native = model.shape.native_length_tokens
+    for length in (native // 2, native, native + 4096, 8 * native):
+        if length > native and model.own_rope_scaling and rope == "auto":
+            continue  # refused
+        if length > native and model.shape.model_type in _BY_KIND_OF_LAYER:
+            with pytest.raises(UsageError, match="RoPE for each kind of layer"):
+                scale_rope(
+                    AutoConfig.from_pretrained(model.directory), length_tokens=length, rope=rope
+                )
+            continue
+        config = AutoConfig.from_pretrained(model.directory)
+        before = json.dumps(config.rope_parameters, default=str)
+        scale_rope(config, length_tokens=length, rope=rope)
+        found = yarn(model, length_tokens=length, rope=rope)
+        if found is None:
+            assert json.dumps(config.rope_parameters, default=str) == before
+        else:
+            assert config.rope_parameters == found.rope_parameters, (
+                "a base that config.json leaves out is its family's"
+            )
+            assert config.max_position_embeddings == found.max_position_embeddings == length

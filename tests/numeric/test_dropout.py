@@ -92,9 +92,7 @@ def test_a_step_draws_the_same_again_and_another_rank_step_or_seed_something_els
 
 
 @pytest.mark.parametrize("config", [FUNCTIONAL, MODULES])
-def test_passes_without_a_gradient_drop_nothing_and_leave_the_model_in_training(
-    config,
-):
+def test_passes_without_a_gradient_drop_nothing_and_leave_the_model_in_training(config):
     model = built(config)
     first, second = (forward_batch(model, [batch()], device=CPU)[0] for _ in range(2))
     assert torch.equal(first, second)

@@ -193,9 +193,7 @@ def test_nothing_is_written_over_and_each_hint_works(source, tmp_path):
     assert (tmp_path / "model.partial.mine" / "notes.txt").read_text() == "mine"
 
 
-def test_the_directory_that_the_model_came_from_is_never_written(
-    source,
-):
+def test_the_directory_that_the_model_came_from_is_never_written(source):
     before = {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
     with pytest.raises(UsageError, match="is there already"):
         export(trained(source), source, source=source)

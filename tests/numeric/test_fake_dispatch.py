@@ -79,9 +79,7 @@ def test_whatever_a_tensor_differs_in_it_is_answered_as_pytorch_answers():
     assert answers(QuickFakeMode()) == answers(FakeTensorMode())
 
 
-def test_what_was_answered_once_is_found_by_the_shorter_key(
-    monkeypatch,
-):
+def test_what_was_answered_once_is_found_by_the_shorter_key(monkeypatch):
     """Else this PyTorch no longer asks for it, and a trace takes half as long again."""
 
     def slow(*_: object) -> None:

@@ -50,13 +50,7 @@ FAMILIES = {
     [(1, None), (37, None), (37, 1), (37, 2), (37, 5), (37, 37), (37, 50), (301, None)],
 )
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_tiles_equal_the_familys_own(
-    family,
-    tokens,
-    tiles,
-    dtype,
-    monkeypatch,
-):
+def test_tiles_equal_the_familys_own(family, tokens, tiles, dtype, monkeypatch):
     monkeypatch.setitem(gated_mlp.TILE_BYTES, "cpu", 1)  # the smallest tile: 301 tokens make three
     torch.manual_seed(0)
     holder = nn.ModuleDict({"mlp": FAMILIES[family]()}).to(dtype)
@@ -126,9 +120,7 @@ def test_tiles_that_are_asked_for_and_cannot_be_had_are_refused():
         tile_mlps(model, 4)
 
 
-def test_nothing_but_the_input_is_kept_and_a_recomputation_ends_before_the_products(
-    monkeypatch,
-):
+def test_nothing_but_the_input_is_kept_and_a_recomputation_ends_before_the_products(monkeypatch):
     products: list[int] = []
     plain = gate_kernels.product_
     monkeypatch.setattr(

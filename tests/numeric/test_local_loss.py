@@ -30,10 +30,7 @@ READS = (aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.defa
 ``bool(tensor)`` is made of."""
 VOCABULARY = 40_000
 LENGTH = 20_000
-SHARING = {
-    "by heads": Layout(gpus=2, ulysses_degree=2),
-    "by a ring": Layout(gpus=2, ring_degree=2),
-}
+SHARING = {"by heads": Layout(gpus=2, ulysses_degree=2), "by a ring": Layout(gpus=2, ring_degree=2)}
 TRIALS: dict[str, dict[str, Any]] = {
     "sft": {},
     "grpo": {"objective": "grpo", "entropy": "full", "sequences_per_micro_batch": 2},

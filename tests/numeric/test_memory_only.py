@@ -120,8 +120,7 @@ def live_bytes(run: Callable[[], None]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "heads", "by_heads"),
-    [case for case in EVERY if case in FEW or deep(case)],
+    ("lengths", "heads", "by_heads"), [case for case in EVERY if case in FEW or deep(case)]
 )
 def test_every_allocation_is_that_of_whole_documents(lengths, heads, by_heads):
     whole, cut = (
@@ -151,10 +150,7 @@ def test_the_live_bytes_rise_and_fall_as_those_of_whole_documents(heads):
 @pytest.mark.parametrize("scores", [1, 2**14, 2**23])
 @pytest.mark.parametrize("lengths", [(301,), (300, 300), (200, 150)])
 def test_capped_scores_take_the_most_in_the_rows_that_a_memory_only_trial_computes(
-    lengths,
-    scores,
-    window,
-    monkeypatch,
+    lengths, scores, window, monkeypatch
 ):
     """So does the tracer, whose steps compute no others."""
     monkeypatch.setattr(working_sizes, "SCORES_AT_HAND", scores)

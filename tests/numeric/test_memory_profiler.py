@@ -62,9 +62,7 @@ class Layered(nn.Module):
 
 
 @pytest.mark.parametrize("recomputes", [True, False])
-def test_a_step_is_in_each_layer_of_both_passes_where_layers_are_recomputed(
-    recomputes,
-):
+def test_a_step_is_in_each_layer_of_both_passes_where_layers_are_recomputed(recomputes):
     model = Layered()
     if recomputes:
         recompute_layers(model.layers)
@@ -80,9 +78,6 @@ def test_a_step_is_in_each_layer_of_both_passes_where_layers_are_recomputed(
     heard.clear()
     watch.enter("backward")
     loss.backward()
-    assert heard == [
-        "backward",
-        *(f"backward of layer {n}" for n in (2, 1, 0) if recomputes),
-    ]
+    assert heard == ["backward", *(f"backward of layer {n}" for n in (2, 1, 0) if recomputes)]
     watch.enter("optimizer")
     assert watch.where == "optimizer"

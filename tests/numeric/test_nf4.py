@@ -25,9 +25,7 @@ def test_a_packed_weight_is_bitsandbytes(shape, dtype):
 
 
 @pytest.mark.parametrize("shape", [(512, 256), (256, 128), (96, 40), (6, 5)])
-def test_halves_are_those_of_the_whole_and_as_small_where_blocks_allow(
-    shape,
-):
+def test_halves_are_those_of_the_whole_and_as_small_where_blocks_allow(shape):
     ours = packed(torch.randn(*shape), scale_table(CPU))
     for half, rows in zip(halves(ours), ours.whole().chunk(2), strict=True):
         assert isinstance(half, Nf4Weight)

@@ -111,9 +111,7 @@ def test_without_a_gradient_before_the_sum_is_in_memory_of_its_own(tmp_path):
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-def test_after_a_pass_that_fails_there_are_gradients_again_and_another_can_begin(
-    tmp_path,
-):
+def test_after_a_pass_that_fails_there_are_gradients_again_and_another_can_begin(tmp_path):
     trained = training(tmp_path, offload=True)
     backward_of(trained, micro_batches())
     layer = next(

@@ -66,9 +66,7 @@ def test_ranks_of_a_ring_hold_the_chunks_that_the_published_order_gives_them():
     ]
 
 
-def test_a_million_tokens_of_a_thousand_documents_are_cut_without_a_loop_over_them(
-    record_property,
-):
+def test_a_million_tokens_of_a_thousand_documents_are_cut_without_a_loop_over_them(record_property):
     layout = SequenceLayout((1049,) * 1000, ulysses_degree=2, ring_degree=3)
     began = time.perf_counter()
     together = torch.from_numpy(

@@ -52,7 +52,6 @@ def test_an_epoch_has_every_document_once_in_rows_that_hold_them(lengths, rows, 
         # What is trained past the epochs are the first rows of the next, fewer than a step has.
         over = Counter({number: count - epochs for number, count in times.items()})
         assert len(list((+over).elements())) <= sum(map(len, trained[-rows:]))
-    assert made.epoch_steps == made.steps_of(1)
 
 
 @given(lengths=SIZES, seed=st.integers(0, 3))
@@ -68,7 +67,7 @@ def test_rows_one_after_the_other_are_whole_epochs(lengths, seed):
 def test_a_pair_is_together_in_one_row_the_chosen_one_first(lengths, seed):
     units = [number // 2 for number in range(len(lengths))]
     made = plan(lengths, units, seed=seed)
-    for row in rows_of(made, made.epoch_steps):
+    for row in rows_of(made, made.steps_of(1)):
         assert row[::2] == tuple(number - 1 for number in row[1::2])
         assert all(number % 2 == 0 for number in row[::2])
         assert sum(lengths[number] for number in row) <= ROW
@@ -139,7 +138,7 @@ def test_rows_are_nearly_full_and_short_documents_are_not_kept_for_the_end():
     lengths = np.minimum(2048, np.random.default_rng(0).lognormal(5.5, 1.2, 20_000).astype(int) + 2)
     made = StepPlan(lengths, np.arange(20_000), row_tokens=2048, micro_batches=16, seed=0)
     assert made.efficiency > 0.98
-    steps = [list(chain(*made.step(number))) for number in range(1, made.epoch_steps)]
+    steps = [list(chain(*made.step(number))) for number in range(1, made.steps_of(1))]
     half = len(steps) // 2
     first, second = (lengths[list(chain(*part))].mean() for part in (steps[:half], steps[half:]))
     assert abs(first - second) < 0.1 * lengths.mean()

@@ -152,10 +152,7 @@ TRIALS: dict[str, dict[str, Any]] = {
         "micro_batches": 1,
         "layout": Layout(gpus=2),
     },
-    "scaled, logits": {
-        "settings": Settings(),
-        "config": TINY | SCALED | {"vocab_size": 80_000},
-    },
+    "scaled, logits": {"settings": Settings(), "config": TINY | SCALED | {"vocab_size": 80_000}},
     "scaled, layers": {"settings": Settings(loss="chunked"), "config": DEEP | SCALED},
     "scaled, heads": {"settings": Settings(loss="chunked"), "config": WIDE_HEADS | SCALED},
     "scaled, no recompute": {"settings": Settings(recompute="none"), "config": DEEP | SCALED},
@@ -388,9 +385,7 @@ def test_fsdp1s_offload_leaves_the_gpu_a_float32_gradient_until_the_backward_pas
     assert requested_bytes(logs["fsdp2, offload"])["backward"] < 0.5 * 4 * parameters
 
 
-def test_fsdp1s_gradients_are_gathered_where_their_parameters_were_taken_apart(
-    logs,
-):
+def test_fsdp1s_gradients_are_gathered_where_their_parameters_were_taken_apart(logs):
     """Autograd runs a node on the stream of its forward pass: so did H200s
     (docs/results/lab/trinity_trials.py). There, too, FSDP1 frees the unit, so that nothing is
     lent that the backward pass gathers.
@@ -430,9 +425,7 @@ def test_fsdp1s_gradients_are_gathered_where_their_parameters_were_taken_apart(
     assert not units & given_back
 
 
-def test_a_copy_to_the_host_that_is_waited_for_frees_what_other_streams_used(
-    logs,
-):
+def test_a_copy_to_the_host_that_is_waited_for_frees_what_other_streams_used(logs):
     """On one GPU FSDP1 copies each unit's gradient to the host and waits: what it gave back is free
     before the next unit's is.
     """

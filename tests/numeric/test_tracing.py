@@ -53,11 +53,7 @@ def test_a_trace_is_kept_for_whoever_asks_the_same_and_a_damaged_one_is_made_aga
     assert len(made) == 1, "no event depends on the allocator"
     (kept,) = tmp_path.iterdir()
     whole = kept.read_bytes()
-    for damaged in (
-        whole[:100],
-        whole[:500] + bytes(600) + whole[1100:],
-        b"",
-    ):
+    for damaged in (whole[:100], whole[:500] + bytes(600) + whole[1100:], b""):
         # cut, overwritten, emptied
         kept.write_bytes(damaged)
         assert tracing._read(kept) is None

@@ -312,9 +312,7 @@ def test_a_users_batches_that_cannot_be_trained_on_are_refused(source, said, mon
         next(batches(spec(data=f"user_batches:{source}"), vocab_size=11, data_rank=0))
 
 
-def test_a_document_longer_than_a_sequence_is_refused_though_the_row_has_its_tokens(
-    monkeypatch,
-):
+def test_a_document_longer_than_a_sequence_is_refused_though_the_row_has_its_tokens(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parent)
     packed = Settings(sequences_per_micro_batch=2)
     with pytest.raises(UsageError, match=r"128 tokens .* 64") as refusal:
@@ -330,19 +328,14 @@ def test_a_document_longer_than_a_sequence_is_refused_though_the_row_has_its_tok
     assert row.document_lengths == (56, 56, 16)
 
 
-def test_documents_are_held_to_a_sliding_window_and_the_row_is_not(
-    monkeypatch,
-):
+def test_documents_are_held_to_a_sliding_window_and_the_row_is_not(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parent)
     within, past = (
         batches(spec(data="user_batches:good"), vocab_size=11, data_rank=0, window_tokens=n)
         for n in (34, 33)
     )
     assert sum(next(within).document_lengths) == 64
-    with pytest.raises(
-        UsageError,
-        match=r"34 tokens, .* window of 33 ",
-    ):
+    with pytest.raises(UsageError, match=r"34 tokens, .* window of 33 "):
         next(past)
 
 

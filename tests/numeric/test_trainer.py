@@ -19,10 +19,12 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from highwater.api.search import prepare_trial
 from highwater.engine import Quantity, Trainer, train_step
 from highwater.engine.training.memory_profiler import TrialProfiler
+from highwater.engine.training.statistics_log import past_budget
 from highwater.engine.training.trainer_keywords import KEYWORDS, trial_of
 from highwater.errors import HighwaterError, UsageError
 from highwater.nouns.profiling import Profiling, SnapshotOrder
 from highwater.nouns.request import request_from
+from highwater.nouns.trial import MemoryBudget, RankMemory
 from highwater.units import GIB
 
 ROOT = Path(__file__).parents[2]
@@ -166,12 +168,7 @@ def test_on_the_cpu_which_keeps_no_history_a_profiler_is_refused_on_every_object
 )
 @pytest.mark.parametrize("objective", ["sft", "dpo", "grpo", "ppo", "rw"])
 def test_a_trainer_takes_the_profiler_that_trials_take(
-    objective,
-    asked,
-    meant,
-    model,
-    tmp_path,
-    monkeypatch,
+    objective, asked, meant, model, tmp_path, monkeypatch
 ):
     """On a machine that seems to have a GPU; what is recorded on one is in tests/gpu."""
     gpu = SimpleNamespace(total_memory=80 * GIB)
@@ -203,8 +200,7 @@ def recorded(
     monkeypatch.setattr(memory, "_set_memory_metadata", lambda _: None, raising=False)
     with Trainer(model, length=8, device="cpu") as trainer:
         order = SnapshotOrder(
-            directory=str(tmp_path / "memory_snapshots"),
-            profiling=Profiling(profile_steps=(0, 2)),
+            directory=str(tmp_path / "memory_snapshots"), profiling=Profiling(profile_steps=(0, 2))
         )
         with monkeypatch.context() as patch:
             patch.setattr(torch.cuda, "is_available", lambda: True)
@@ -478,3 +474,41 @@ def test_the_example_trains_the_same_on_one_process_and_on_two(model):
 def test_the_page_of_the_library_quotes_the_example_as_it_is():
     page = (ROOT / "docs" / "reference" / "library.md").read_text()
     assert f"```py\n{EXAMPLE.read_text()}```\n" in page
+
+
+MIB = 2**20
+BUDGET = MemoryBudget(
+    budget_bytes=1000 * MIB,
+    context_bytes=100 * MIB,
+    nccl_bytes=50 * MIB,
+    allocator_cap_bytes=850 * MIB,
+)
+
+
+@pytest.mark.parametrize(
+    ("used_mib", "reserved_mib"), [(None, 900), (1000, 850), (1000, 858), (900, 700)]
+)
+def test_a_trial_within_its_budget_has_nothing_to_say(used_mib, reserved_mib):
+    used = None if used_mib is None else used_mib * MIB
+    assert (
+        past_budget(
+            RankMemory(device_used_bytes=used, peak_reserved_bytes=reserved_mib * MIB), BUDGET
+        )
+        is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("reserved_mib", "why"),
+    [
+        (850, "what is outside the allocator grew"),
+        (860, "whole pages, with which it passed its cap by 10.0 MiB"),
+    ],
+)
+def test_a_trial_past_its_budget_says_who_took_it(reserved_mib, why):
+    said = past_budget(
+        RankMemory(device_used_bytes=1012 * MIB, peak_reserved_bytes=reserved_mib * MIB), BUDGET
+    )
+    assert said is not None
+    assert why in said
+    assert "1000.0 MiB allowed" in said

@@ -106,13 +106,7 @@ def rows_at_hand(monkeypatch: pytest.MonkeyPatch, scores: int) -> None:
 @pytest.mark.parametrize("scores", [1, 300, 2**23])
 @pytest.mark.parametrize("window", [1, 2, 5, 6, 13, 32])
 @pytest.mark.parametrize(("lengths", "heads"), CASES)
-def test_a_window_is_the_mask_that_it_says(
-    lengths,
-    heads,
-    window,
-    scores,
-    monkeypatch,
-):
+def test_a_window_is_the_mask_that_it_says(lengths, heads, window, scores, monkeypatch):
     """With a row at a time, some, and all: documents past the window and within it in one row."""
     rows_at_hand(monkeypatch, scores)
     assert_as_by_hand(heads_of(heads, sum(lengths)), lengths, window=window)
@@ -120,12 +114,7 @@ def test_a_window_is_the_mask_that_it_says(
 
 @pytest.mark.parametrize("window", [None, 1, 6])
 @pytest.mark.parametrize(("lengths", "heads"), CASES)
-def test_a_sink_is_a_score_without_a_value(
-    lengths,
-    heads,
-    window,
-    monkeypatch,
-):
+def test_a_sink_is_a_score_without_a_value(lengths, heads, window, monkeypatch):
     """Of small sinks, of large ones, and of one that outweighs every key."""
     rows_at_hand(monkeypatch, 300)
     own = heads_of(heads, sum(lengths))
@@ -136,13 +125,7 @@ def test_a_sink_is_a_score_without_a_value(
 @pytest.mark.parametrize("cap", [0.5, 30.0])
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize(("lengths", "heads"), CASES)
-def test_a_cap_is_on_scores_and_not_on_sinks(
-    lengths,
-    heads,
-    window,
-    cap,
-    monkeypatch,
-):
+def test_a_cap_is_on_scores_and_not_on_sinks(lengths, heads, window, cap, monkeypatch):
     rows_at_hand(monkeypatch, 300)
     own = heads_of(heads, sum(lengths))
     assert_as_by_hand(own, lengths, window=window, cap=cap)

@@ -97,12 +97,7 @@ def card(name: str, total: int) -> BenchMachine:
 
 
 def measured(
-    implementation: str,
-    lengths: Iterable[int],
-    *,
-    token_s: float,
-    token_bytes: int,
-    **more: Any,
+    implementation: str, lengths: Iterable[int], *, token_s: float, token_bytes: int, **more: Any
 ) -> list[BenchRow]:
     """Cases whose time and peak are linear in the length."""
     return [

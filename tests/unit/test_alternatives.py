@@ -32,10 +32,8 @@ def test_where_nothing_fits_the_fewest_more_gpus_a_larger_one_and_a_technique_ar
     assert "one that shrinks `" in technique.what
     for alternative in (more, larger):
         chosen = recommend("Qwen3-8B", gpus=alternative.flags[1], length="256k").chosen
-        assert (chosen.label, chosen.headroom_bytes) == (
-            alternative.label,
-            alternative.headroom_bytes,
-        )
+        assert chosen.label == alternative.label
+        assert chosen.headroom_bytes == alternative.headroom_bytes
 
 
 def test_a_setting_that_stands_in_the_way_is_the_technique():

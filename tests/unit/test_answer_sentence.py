@@ -2,19 +2,31 @@
 are those of its settings.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from studies import CELL, QUESTION, REAL, trial
 
 import highwater
 from highwater import recommend
+from highwater.nouns.capacities import simplest, study_capacities
 from highwater.nouns.hardware import THIS_MACHINE
+from highwater.nouns.study import CellAnswer, MemoryOnlyFit, RecordedTrial, Study
+from highwater.nouns.trial import Outcome
 from highwater.pages.answer_sentence import assumed_host, prediction_answer, recommendation_answer
 from highwater.pages.prediction_tables import prediction_table
+from highwater.pages.study.study_answer import study_answer
+from highwater.pages.study.tables import answer_table
 from highwater.recommendation.recommend import what_would_fit
+from highwater.search.cell_outcomes import CellAnswered, TrialFinished
+from highwater.search.scheduler import search_cells
+from highwater.store.journal import read_study
+from highwater.trials.simulated import SimulatedRunner
 from highwater.units import format_bytes, format_tokens
+from places import question_of
 
 
 def test_the_longest_length_comes_first_with_its_settings_and_what_is_left():
@@ -156,3 +168,154 @@ def test_what_trials_measured_is_neither_safe_nor_tight():
     assert said.startswith("Yes: ")
     assert "YaRN: 309.1 MiB of each GPU left" in said
     assert said.endswith(" Measured.")
+
+
+_LENGTH = re.compile(r"\d{1,3}(?:,\d{3})+(?! tokens/s)")
+
+
+def answered(**changes: object) -> Study:
+    fields = {
+        "cell": CELL,
+        "capacity_tokens": 65_536,
+        "does_not_fit_tokens": 69_632,
+        "limit": "memory",
+        "reason": "ran out",
+        "trials": 2,
+        "headroom_bytes": 3 * 2**30,
+        "tokens_per_s": 12_345.6,
+    }
+    answer = CellAnswer(**(fields | changes))
+    return Study(question=QUESTION, answers=(answer,))
+
+
+def test_what_was_trained_comes_first_with_what_is_left_how_fast_and_what_ran_out():
+    said = study_answer(answered())
+    assert said == (
+        "Qwen3-0.6B trains up to 65,536 tokens on 1 x simulated GPU with 80.00 GiB, measured, with "
+        "expandable segments, a chunked loss and YaRN. 3.00 GiB of each GPU is left; "
+        "12,346 tokens/s; 69,632 ran out of memory."
+    )
+
+
+def test_what_memory_holds_is_never_said_to_be_trained():
+    proof = MemoryOnlyFit(length_tokens=131_072, peak_reserved_bytes=2**36, headroom_bytes=2**30)
+    said = study_answer(answered(memory_only=proof, does_not_fit_tokens=135_168))
+    assert said.startswith("Memory holds Qwen3-0.6B at 131,072 tokens on ")
+    assert "by memory-only trials" in said
+    assert "; trained in full was 65,536, at 12,346 tokens/s." in said
+    assert "1.00 GiB of each GPU is left; 135,168 ran out of memory." in said
+    untrained = study_answer(answered(memory_only=proof, capacity_tokens=None))
+    assert "no length was trained in full" in untrained
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"capacity_tokens": 0, "does_not_fit_tokens": 4096}, "No: Qwen3-0.6B does not train at "),
+        ({"capacity_tokens": None, "limit": "inconclusive"}, "Not known yet: no trial"),
+        ({"does_not_fit_tokens": None, "limit": "ceiling"}, "Qwen3-0.6B trains up to 65,536 "),
+        ({"does_not_fit_tokens": None, "limit": "time"}, "Qwen3-0.6B trains up to 65,536 "),
+    ],
+)
+def test_every_end_of_a_search_has_its_words(changes, said):
+    assert study_answer(answered(**changes)).startswith(said)
+
+
+def test_an_unfinished_search_says_between_which_lengths_it_is():
+    trials = (trial(40_960, Outcome.FIT), trial(61_440, Outcome.OUT_OF_MEMORY))
+    said = study_answer(msgspec.structs.replace(answered(), trials=trials, answers=()))
+    assert said.startswith("Qwen3-0.6B fits at 40,960 tokens, and does not at 61,440, on ")
+    assert said.endswith("the search in between is not finished.")
+
+
+@pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
+def test_every_figure_of_a_recorded_study_is_one_of_its_own(path):
+    study = read_study(path)
+    said = study_answer(study)
+    lengths = {format_tokens(each.spec.length_tokens) for each in study.trials}
+    assert set(_LENGTH.findall(said)) <= lengths
+    assert len(set(_LENGTH.findall(said))) >= 1
+    longest = max(
+        each.spec.length_tokens
+        for each in study.trials
+        if each.result is not None and each.result.outcome.is_fit
+    )
+    assert format_tokens(longest) in said
+
+
+STUDIES = Path(__file__).parents[2] / "docs" / "results" / "find"
+
+
+def test_a_search_that_was_ended_at_its_edge_knows_both_sides_of_it():
+    study = highwater.open_study(STUDIES / "edge-4b-1-chunked-offload.jsonl")
+    assert not study.answers
+    in_full, memory_only = study_capacities(study)
+    assert (in_full.capacity_tokens, memory_only.capacity_tokens) == (8_192, 286_720)
+    assert in_full.does_not_fit_tokens == memory_only.does_not_fit_tokens == 294_912
+    assert memory_only.fits(286_720)
+    assert memory_only.fits(290_000) is None
+    assert memory_only.fits(294_912) is False
+
+
+def test_a_search_that_ended_at_its_ceiling_knows_of_no_length_that_does_not_fit():
+    (found,) = study_capacities(highwater.open_study(STUDIES / "qwen3-0.6b-79gib-chunked.jsonl"))
+    assert (found.capacity_tokens, found.does_not_fit_tokens) == (262_144, None)
+
+
+def test_a_length_whose_own_trial_ran_out_of_memory_does_not_fit_whatever_longer_ones_did():
+    study = highwater.open_study(STUDIES / "qwen3-0.6b-79gib-full.jsonl")
+    failed = next(
+        each
+        for each in study.trials
+        if each.result is not None and each.result.outcome is Outcome.OUT_OF_MEMORY
+    )
+    again = msgspec.structs.replace(
+        failed, spec=msgspec.structs.replace(failed.spec, length_tokens=8192)
+    )
+    found = study_capacities(msgspec.structs.replace(study, trials=(*study.trials, again)))
+    (odd,) = (each for each in found if each.odd_tokens)
+    assert (odd.fits(8192), odd.fits(8193), odd.fits(10**6)) == (False, True, False)
+    named = {length: simplest(found, length) for length in (4096, 8192, 12288)}
+    labels = {
+        length: None if each is None else each.cell.settings.label for length, each in named.items()
+    }
+    other = "Env" if failed.spec.settings.label == "vanilla" else "vanilla"
+    assert labels == {4096: "vanilla", 8192: other, 12288: "vanilla"}
+
+
+def test_with_a_token_budget_nobody_knows_of_lengths_that_pack_more_than_what_fit():
+    question = question_of(
+        token_budget=65_536,
+        start_length=4096,
+        resolution=4096,
+        max_length=65_536,
+        loss="full",
+        allocator="native",
+    )
+    law = 40_960
+    runner = SimulatedRunner(
+        lambda spec: (
+            Outcome.FIT if spec.length_tokens * spec.sequences <= law else Outcome.OUT_OF_MEMORY
+        )
+    )
+    trials, answers = [], []
+    for event in search_cells(question, runner):
+        if isinstance(event, TrialFinished):
+            trials.append(
+                RecordedTrial(
+                    spec=event.spec, attempt=event.attempt, repeat=event.repeat, result=event.result
+                )
+            )
+        if isinstance(event, CellAnswered):
+            answers.append(event.answer)
+    study = Study(question=question, trials=tuple(trials), answers=tuple(answers))
+    (found,) = study_capacities(study)
+    assert (found.capacity_tokens, found.does_not_fit_tokens) == (40_960, 45_056)
+    tried = {trial.spec.length_tokens for trial in trials}
+    for length in range(4096, 65_537, 4096):
+        packed = length * (65_536 // length)
+        told = found.fits(length)
+        assert told in (None, packed <= law)
+        assert told is not None or length not in tried
+    assert found.fits(4096) is None, "16 sequences of it are 65,536 tokens"
+    assert any("may pack more tokens" in note for note in answer_table(study).footnotes)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from highwater.memory.from_trials import memory_fit
+from highwater.recommendation.attention_summary import memory_fit
 from highwater.units import GIB, KIB, MIB
 
 LENGTHS = (4096, 8192, 16_384, 32_768, 49_152)

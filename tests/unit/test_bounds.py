@@ -66,12 +66,7 @@ TOO_MANY = (
 
 
 @pytest.mark.parametrize("words", TOO_MANY, ids=lambda words: " ".join(words)[:40])
-def test_a_number_that_nobody_means_is_refused_at_once(
-    words,
-    capsys,
-    tmp_path,
-    monkeypatch,
-):
+def test_a_number_that_nobody_means_is_refused_at_once(words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main((*DRY, *words)) == 2
     said = capsys.readouterr().err
@@ -214,11 +209,7 @@ def _odd(kind: str, folder: Path) -> Path:
     ],
 )
 def test_a_file_without_an_end_is_refused_wherever_one_is_named(
-    command,
-    kind,
-    capsys,
-    tmp_path,
-    monkeypatch,
+    command, kind, capsys, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     path = _odd(kind, tmp_path)
@@ -400,10 +391,7 @@ def test_a_mutated_table_is_read_or_refused(count, tmp_path, record_property):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("count", [300, *deep(15_000)])
 def test_a_model_whose_numbers_are_mutated_is_read_or_refused(
-    count,
-    tmp_path,
-    record_property,
-    capsys,
+    count, tmp_path, record_property, capsys
 ):
     """As far as a table's row goes: what a shape may be is tested beside shapes."""
     draw, refused = random.Random(22), 0

@@ -376,9 +376,7 @@ def big() -> tuple[Guide, tuple[Place, ...], float]:
 
 
 @pytest.mark.corpus
-def test_a_big_guide_is_small_and_made_at_once(
-    big,
-):
+def test_a_big_guide_is_small_and_made_at_once(big):
     made, found, took_s = big
     text = guide_page(made, found)
     assert len(text.encode()) < LARGEST_BYTES

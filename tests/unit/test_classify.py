@@ -6,18 +6,24 @@ import errno
 import math
 import re
 import signal
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from studies import CELL, study_of, trial
 
 from highwater.nouns.layout import Layout
 from highwater.nouns.oom import exhausted_memory, memory_aborted
+from highwater.nouns.request import request_from
 from highwater.nouns.trial import Device, Failure, Outcome, RankReport, TrialSpec
+from highwater.store.logs import recorded_snapshots, snapshot_folder
 from highwater.trials.classify import Ending, Verdict, classify
-from highwater.trials.ranks import RankExit
+from highwater.trials.diagnosis import MemoryDiagnosis, undiagnosed
+from highwater.trials.ranks import RankExit, kernel_kills, memory_limit
+from highwater.trials.trial_process import log_path_of
 from places import question_of
 
 QUESTION = question_of(loss="full", allocator="native")
@@ -289,9 +295,7 @@ def test_every_error_of_device_memory_that_ran_out_is_known(error):
 
 
 @pytest.mark.parametrize("error", HOST_ERRORS, ids=str)
-def test_host_memory_is_told_from_device_memory_and_on_the_cpu_is_the_device(
-    error,
-):
+def test_host_memory_is_told_from_device_memory_and_on_the_cpu_is_the_device(error):
     assert exhausted_memory(error, device="cuda") == "host_memory"
     assert exhausted_memory(error, device="cpu") == "device_memory"
 
@@ -303,9 +307,7 @@ def test_other_errors_are_not_of_memory_that_ran_out_whatever_they_say(error, de
 
 
 @pytest.mark.parametrize("error", AMBIGUOUS, ids=str)
-def test_an_error_with_several_causes_is_of_memory_only_where_there_is_none_left(
-    error,
-):
+def test_an_error_with_several_causes_is_of_memory_only_where_there_is_none_left(error):
     assert exhausted_memory(error, device="cuda", is_spent=is_spent) == "host_memory"
     assert exhausted_memory(error, device="cpu", is_spent=is_spent) == "device_memory"
 
@@ -536,3 +538,151 @@ def test_every_ending_has_one_outcome_with_a_reason_and_a_fit_needs_everything_t
     assert (outcome is Outcome.TIMEOUT) <= (ending.exit_code is None)
     if ending.exit_code is not None and not all(-1 < r.rank < 4 for r in ending.reports):
         assert outcome is Outcome.CRASHED
+
+
+V1 = "35 31 0:32 {root} {at} rw,relatime - cgroup cgroup rw,memory\n"
+V2 = "41 31 0:38 {root} {at} rw,relatime shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
+UNUSUAL = (
+    b"50 31 0:40 / /x rw,relatime - tmpfs  rw\n51 31 0:41 / /d\xe9 rw - ext4 /dev/b rw\n"
+    b"52 31 0:42 / /- rw - ext4 - rw\n\n"
+)
+"""Mounted from nothing; on a path that is not UTF-8; on a hyphen; and no line at all."""
+OTHER = (
+    "32 31 0:29 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu\n1 2 0:1 / / rw - "
+    "ext4 /dev/vda rw\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("groups", "mount", "root", "below"),
+    [
+        pytest.param(
+            "0::/user.slice/a.scope\n", V2, "/", "user.slice/a.scope/memory.events", id="v2"
+        ),
+        pytest.param("0::/\n", V2, "/", "memory.events", id="a container's own root"),
+        pytest.param(
+            "0::/docker/1\n",
+            V2,
+            "/docker/1",
+            "memory.events",
+            id="a container that is told its whole name",
+        ),
+        pytest.param("5:cpu:/b\n4:memory:/a\n0::/\n", V1, "/", "a/memory.oom_control", id="v1"),
+        pytest.param(
+            "4:cpu,memory:/docker/1/a\n",
+            V1,
+            "/docker/1",
+            "a/memory.oom_control",
+            id="v1 in a container",
+        ),
+    ],
+)
+def test_the_groups_own_count_is_read(tmp_path, groups, mount, root, below):
+    mounted = tmp_path / "mounted"
+    counter = mounted / below
+    counter.parent.mkdir(parents=True)
+    counter.write_text("oom_kill_disable 0\nunder_oom 0\noom 5\noom_kill 3\noom_group_kill 1\n")
+    (tmp_path / "cgroup").write_text(groups)
+    (tmp_path / "mountinfo").write_bytes(
+        UNUSUAL + (OTHER + mount.format(root=root, at=mounted)).encode()
+    )
+    assert kernel_kills(tmp_path) == 3
+
+
+def test_where_nobody_counts_no_kill_is_proven(tmp_path):
+    assert kernel_kills(tmp_path) == 0
+    (tmp_path / "cgroup").write_text("0::/gone\n")
+    (tmp_path / "mountinfo").write_text(OTHER + V2.format(root="/", at=tmp_path))
+    assert kernel_kills(tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("groups", "mount", "limits", "found"),
+    [
+        ("0::/a/b\n", V2, {"a/b/memory.max": "max\n"}, None),
+        ("0::/a/b\n", V2, {"a/b/memory.max": "5368709120\n"}, 5368709120),
+        ("0::/a/b\n", V2, {"a/b/memory.max": "max\n", "a/memory.max": "4096\n"}, 4096),
+        ("0::/\n", V2, {"memory.max": "8192\n"}, 8192),
+        ("4:memory:/a\n", V1, {"a/memory.limit_in_bytes": "1024\n"}, 1024),
+    ],
+)
+def test_the_limit_is_the_least_of_the_group_and_those_around_it(
+    tmp_path, groups, mount, limits, found
+):
+    mounted = tmp_path / "mounted"
+    for name, text in limits.items():
+        (mounted / name).parent.mkdir(parents=True, exist_ok=True)
+        (mounted / name).write_text(text)
+    (tmp_path / "cgroup").write_text(groups)
+    (tmp_path / "mountinfo").write_text(mount.format(root="/", at=mounted))
+    assert memory_limit(tmp_path) == found
+
+
+REPORTS = tuple(
+    RankReport(
+        rank=rank, failure=Failure(kind="device_memory", phase="backward", text="", at_unix_s=at_s)
+    )
+    for rank, at_s in ((0, 2.0), (1, 1.0))
+)
+STUDY = study_of(
+    trial(4096, Outcome.FIT),
+    trial(8192, Outcome.CRASHED),
+    trial(12_288, Outcome.OUT_OF_MEMORY),
+    trial(10_240, Outcome.OUT_OF_MEMORY),
+)
+
+
+def request(folder: Path, **changes: object):
+    return request_from(
+        {"model": "Qwen3-0.6B", "log_dir": str(folder), "device": "cuda", **changes}, keywords=True
+    )
+
+
+def test_the_first_out_of_memory_is_repeated_and_only_once(tmp_path):
+    found = undiagnosed(request(tmp_path), STUDY)
+    assert found is STUDY.trials[2]
+    log = log_path_of(tmp_path, found.spec, "rung")
+    snapshot = (
+        snapshot_folder(log.with_suffix(".attempt-2.log")) / "step_1" / "snapshot_rank01.pickle"
+    )
+    snapshot.parent.mkdir(parents=True)
+    snapshot.touch()
+    assert recorded_snapshots(log) == (snapshot,)
+    assert undiagnosed(request(tmp_path), STUDY) is None
+
+
+@pytest.mark.parametrize("changes", [{"no_diagnose": True}, {"memory_profiler": "0"}])
+def test_none_is_repeated_where_none_is_asked_for(tmp_path, changes):
+    assert undiagnosed(request(tmp_path, **changes), STUDY) is None
+
+
+def test_nothing_is_repeated_that_no_gpu_ran(tmp_path):
+    for spec, result in (
+        ({"device": "cpu", "memory_budget_bytes": 1 << 30}, {}),
+        ({}, {"simulated": True}),
+        ({}, {"outcome": Outcome.HOST_OUT_OF_MEMORY}),
+    ):
+        changed = msgspec.structs.replace(
+            STUDY.trials[2],
+            spec=msgspec.structs.replace(STUDY.trials[2].spec, **spec),
+            result=msgspec.structs.replace(STUDY.trials[2].result, **result),
+        )
+        assert undiagnosed(request(tmp_path), study_of(changed)) is None
+
+
+def test_the_rank_that_failed_first_is_told_by_its_clock():
+    result = msgspec.structs.replace(STUDY.trials[2].result, ranks=REPORTS)
+    assert result.first_failed is REPORTS[1]
+    assert msgspec.structs.replace(result, ranks=()).first_failed is None
+
+
+def test_a_note_names_the_snapshot_and_says_where_it_ended_otherwise():
+    spec = STUDY.question.trial(CELL, 12_288)
+    path = Path("logs/a model/snapshot_rank00.pickle")
+    done = MemoryDiagnosis(spec=spec, outcome=Outcome.OUT_OF_MEMORY, snapshots=(path,))
+    assert "`highwater profile 'logs/a model/snapshot_rank00.pickle'`" in done.note
+    assert "ended as" not in done.note
+    fitted = msgspec.structs.replace(done, outcome=Outcome.FIT)
+    assert "ended as FIT" in fitted.note
+    assert "left no snapshot" in msgspec.structs.replace(fitted, snapshots=()).note
+    assert "busy" in MemoryDiagnosis(spec=spec, problem="the GPU is busy").note

@@ -126,10 +126,8 @@ def test_of_more_gpus_than_were_read_nccl_is_what_comes_along():
     assert own is not None
     for cell in prediction.cells:
         terms = {term.name: term.bytes for term in cell.footprint.outside}
-        assert (terms["context"], terms["NCCL"]) == (
-            own.context_bytes[4],
-            NCCL_BYTES[8] + NCCL_SECOND_GROUP_BYTES,
-        )
+        assert terms["context"] == own.context_bytes[4]
+        assert terms["NCCL"] == NCCL_BYTES[8] + NCCL_SECOND_GROUP_BYTES
     (note,) = [
         note
         for note in prediction_table(prediction, is_explained=True).footnotes
@@ -138,9 +136,7 @@ def test_of_more_gpus_than_were_read_nccl_is_what_comes_along():
     assert "; NCCL of 8 GPUs " in note
 
 
-def test_a_larger_context_leaves_less_room_and_the_answer_names_where_it_was_measured(
-    tmp_path,
-):
+def test_a_larger_context_leaves_less_room_and_the_answer_names_where_it_was_measured(tmp_path):
     asked = {"gpus": "H200-141GB", "loss": "full", "allocator": "native"}
     without, with_more = (
         highwater.predict("Qwen3-4B", constants=file, **asked)
@@ -208,9 +204,7 @@ def test_a_formula_has_the_workspaces_that_cublas_was_seen_to_take(tmp_path):
         )
 
 
-def test_own_trials_are_measured_against_the_constants_of_the_gpus_they_ran_on(
-    tmp_path,
-):
+def test_own_trials_are_measured_against_the_constants_of_the_gpus_they_ran_on(tmp_path):
     study = highwater.open_study(
         ROOT / "docs" / "results" / "find" / "qwen3-0.6b-79gib-chunked.jsonl"
     )

@@ -46,9 +46,7 @@ def test_every_field_of_a_request_has_one_row_and_every_row_a_field():
 
 
 @pytest.mark.parametrize("noun", [Settings, Hyperparameters])
-def test_what_a_rung_or_an_optimizer_has_is_declared_with_its_type_and_default(
-    noun,
-):
+def test_what_a_rung_or_an_optimizer_has_is_declared_with_its_type_and_default(noun):
     rows = {row.rung_field: row for row in ROWS}
     for field in msgspec.structs.fields(noun):
         asked = FIELDS[rows[field.name].name]
@@ -58,9 +56,7 @@ def test_what_a_rung_or_an_optimizer_has_is_declared_with_its_type_and_default(
 
 
 @each(ROWS)
-def test_a_setting_is_in_the_grammar_of_the_commands_that_take_it_and_of_no_other(
-    row,
-):
+def test_a_setting_is_in_the_grammar_of_the_commands_that_take_it_and_of_no_other(row):
     assert row.commands
     for command in COMMANDS:
         found = [action for action in GRAMMAR[command]._actions if action.dest == row.name]
@@ -94,9 +90,7 @@ def test_a_setting_is_in_the_schema_with_its_help_and_default(row):
 
 
 @each(ROWS)
-def test_what_a_setting_is_shown_as_is_read_from_a_command_line_a_file_and_python(
-    row,
-):
+def test_what_a_setting_is_shown_as_is_read_from_a_command_line_a_file_and_python(row):
     value = value_of(row)
     good = {"model": "Qwen3-0.6B"}
     of_a_file = request_from({**good, row.name: value}, config_file="study.yaml")

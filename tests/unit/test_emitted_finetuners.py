@@ -21,11 +21,7 @@ from highwater.trainers import ms_swift as ms_swift_file
 from highwater.trainers.emitted import DATASET, Emitted, nested
 from highwater.trainers.targets import TARGETS, configured, configured_choice, hub_id_of
 
-FILES = {
-    "axolotl": axolotl_file,
-    "llamafactory": llamafactory_file,
-    "ms-swift": ms_swift_file,
-}
+FILES = {"axolotl": axolotl_file, "llamafactory": llamafactory_file, "ms-swift": ms_swift_file}
 NESTED = ("overrides_of_model_config", "ENV")
 """Sections whose names are the model's, or variables."""
 LISTED = ("datasets", "plugins", "dataset", "lora_target_modules", "target_modules")

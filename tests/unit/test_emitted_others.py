@@ -547,9 +547,7 @@ def test_a_layout_that_a_mesh_cannot_have_is_refused_with_a_hint_that_works(targ
 
 
 @pytest.mark.parametrize("target", ["trinity", "verl", "areal"])
-def test_a_setting_that_only_the_engine_has_is_refused_with_the_flag_to_leave_out(
-    target,
-):
+def test_a_setting_that_only_the_engine_has_is_refused_with_the_flag_to_leave_out(target):
     found, chosen = goal(target, "16k")
     settings = msgspec.structs.replace(chosen.cell.settings, mlp_tiles=4)
     other = msgspec.structs.replace(

@@ -192,14 +192,8 @@ def test_a_file_that_is_refused_without_a_field_is_refused_as_its_class_writes_i
 
 @pytest.mark.corpus
 @pytest.mark.parametrize("family", sorted(TRAINED))
-def test_every_field_that_is_read_and_that_a_class_has_is_left_out_by_the_sweep(
-    family,
-):
-    neutral = {
-        "is_encoder_decoder",
-        "attn_logit_softcapping",
-        "use_bidirectional_attention",
-    }
+def test_every_field_that_is_read_and_that_a_class_has_is_left_out_by_the_sweep(family):
+    neutral = {"is_encoder_decoder", "attn_logit_softcapping", "use_bidirectional_attention"}
     neutral |= {
         "lm_head_bias",
         "rope_scaling",
@@ -367,10 +361,7 @@ def test_the_matrices_of_a_usual_config_are_all_its_parameters_but_norms(tmp_pat
 
 
 @pytest.mark.corpus
-@pytest.mark.parametrize(
-    ("changes", "window"),
-    table("windows", "windows"),
-)
+@pytest.mark.parametrize(("changes", "window"), table("windows", "windows"))
 def test_the_window_is_the_one_that_transformers_layers_attend_in(tmp_path, changes, window):
     family = changes["model_type"]
     experts = SMALL_EXPERTS if family in ("mixtral", "qwen3_moe") else {}
@@ -422,10 +413,7 @@ def test_layers_without_experts_among_those_with_them_are_refused_by_the_fields_
 
 @pytest.mark.parametrize(
     ("field", "usual", "other"),
-    [
-        ("gating", True, "per-element"),
-        ("num_attention_heads_per_layer", [4, 4], [4, 8]),
-    ],
+    [("gating", True, "per-element"), ("num_attention_heads_per_layer", [4, 4], [4, 8])],
 )
 def test_other_gates_or_heads_of_laguna_are_refused_by_the_fields_name(
     tmp_path, field, usual, other

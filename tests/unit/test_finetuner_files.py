@@ -30,7 +30,7 @@ from highwater.trainers.finetuner_files import (
 from highwater.trainers.llamafactory import LLAMAFACTORY
 from highwater.trainers.ms_swift import MS_SWIFT
 from highwater.trainers.targets import TARGETS
-from highwater.trials.finetuner_trial import base_of, check_finetuner
+from highwater.trials.foreign_command import check_finetuner, finetuner_base
 from highwater.trials.foreign_log import steps_of
 from highwater.trials.foreign_trial import PREPARE
 from highwater.units import GIB
@@ -117,9 +117,7 @@ def test_without_a_file_it_is_what_is_emitted(trainer):
 
 
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda each: each.name)
-def test_the_users_fields_stay_and_what_they_do_not_say_is_the_trainers_default(
-    trainer,
-):
+def test_the_users_fields_stay_and_what_they_do_not_say_is_the_trainers_default(trainer):
     length, rows = BATCH[trainer.name]
     base = {"learning_rate": 3e-4, RANK[trainer.name]: 64, "seed": 7, length: 512, rows: 9}
     found = files(trainer, trial(), **base, max_steps=500)
@@ -352,10 +350,10 @@ def test_a_file_that_is_none_of_its_is_refused(tmp_path):
     own = tmp_path / "base.yaml"
     own.write_text("- a list\n")
     with pytest.raises(UsageError, match="no named fields") as refused:
-        base_of(AXOLOTL, trainer_of("axolotl", own))
+        finetuner_base(AXOLOTL, trainer_of("axolotl", own))
     assert "axolotl train" in str(refused.value.hint)
     own.write_text("seed: 3\n")
-    assert base_of(AXOLOTL, trainer_of("axolotl", own)) == OwnFile({"seed": 3}, "base.yaml")
+    assert finetuner_base(AXOLOTL, trainer_of("axolotl", own)) == OwnFile({"seed": 3}, "base.yaml")
 
 
 def test_what_has_not_run_on_gpus_says_so_there_alone():

@@ -170,9 +170,7 @@ def test_what_is_said_of_another_trainer_says_nothing_of_this_engine(name):
 @pytest.mark.parametrize(
     "changes", [{"command": None}, {"proof": "memory"}, {"done_pattern": "(unclosed"}]
 )
-def test_what_is_missing_or_cannot_be_is_refused_before_anything_starts(
-    changes,
-):
+def test_what_is_missing_or_cannot_be_is_refused_before_anything_starts(changes):
     with pytest.raises(HighwaterError):
         question(**changes)
 

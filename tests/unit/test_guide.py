@@ -185,9 +185,7 @@ def test_a_column_ends_one_row_after_the_last_length_that_fits_and_claims_no_mor
 
 
 @given(tables())
-def test_as_the_length_grows_the_settings_never_become_simpler(
-    capacities,
-):
+def test_as_the_length_grows_the_settings_never_become_simpler(capacities):
     (table,) = guide_tables(capacities)
     chosen = [choice.capacity.cell for _, (choice,) in table.rows if choice.capacity is not None]
     assert all(simplicity(one) <= simplicity(other) for one, other in pairwise(chosen))
@@ -266,9 +264,7 @@ def test_a_memory_only_proof_is_named_as_one():
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_what_one_file_trained_in_full_counts_before_what_memory_holds_in_another(
-    order,
-):
+def test_what_one_file_trained_in_full_counts_before_what_memory_holds_in_another(order):
     question = question_of(gpus=[1])
     cell = question.cells[0]
     one = msgspec.structs.replace(question, cells=(cell,))

@@ -44,9 +44,7 @@ def test_a_page_has_every_row_of_the_guide(made):
     assert (2, "16,384", ["vanilla", "vanilla", "Env", "Env + Offload", "Env + Offload"]) in seen
 
 
-def test_the_caption_of_a_table_says_what_it_is_and_the_summary_how_far_it_goes(
-    made,
-):
+def test_the_caption_of_a_table_says_what_it_is_and_the_summary_how_far_it_goes(made):
     text = guide_page(made)
     captions = set(re.findall(r"<caption>(.*?)</caption>", text))
     assert any(caption.endswith(", 1 GPU, published") for caption in captions)
@@ -69,9 +67,7 @@ def test_a_page_needs_nothing_else_and_is_small(made):
     assert "default-src 'none'" in str(page.all("meta"))
 
 
-def test_a_page_is_readable_with_a_screen_reader_a_keyboard_a_phone_at_night_and_on_paper(
-    made,
-):
+def test_a_page_is_readable_with_a_screen_reader_a_keyboard_a_phone_at_night_and_on_paper(made):
     text = guide_page(made)
     page = Page(text)
     assert page.all("html") == [{"lang": "en"}]

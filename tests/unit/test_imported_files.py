@@ -36,9 +36,7 @@ def add_line(path: Path) -> None:
     path.write_text(f"{path.read_text()}\n# another line\n")
 
 
-def test_what_is_imported_is_followed_into_functions_and_not_into_what_only_types_need(
-    tmp_path,
-):
+def test_what_is_imported_is_followed_into_functions_and_not_into_what_only_types_need(tmp_path):
     own = package(tmp_path)
     found = {str(path.relative_to(own)) for path in imported_files("own.start", own)}
     assert found == FILES.keys() - {"typed.py", "aside.py"}

@@ -157,11 +157,9 @@ def test_a_search_interrupted_anywhere_goes_on_where_it_was(tmp_path):
         with pytest.raises(KeyboardInterrupt), open_journal(path, QUESTION) as journal:
             search(QUESTION, journal, SimulatedRunner(interrupted))
         cut = read_study(path)
-        assert (len(cut.trials), cut.finished_trials, cut.complete) == (
-            finished + 1,
-            finished,
-            False,
-        )
+        assert len(cut.trials) == finished + 1
+        assert cut.finished_trials == finished
+        assert cut.complete is False
         with open_journal(path, QUESTION) as journal:
             assert search(QUESTION, journal) == finished
             assert journal.snapshot().trials == whole.trials
@@ -450,9 +448,7 @@ def _python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def test_a_study_from_before_a_setting_came_goes_on_without_repeating_a_trial(
-    tmp_path,
-):
+def test_a_study_from_before_a_setting_came_goes_on_without_repeating_a_trial(tmp_path):
     path = tmp_path / "study.jsonl"
     with open_journal(path, QUESTION) as journal:
         record(journal, 4096)

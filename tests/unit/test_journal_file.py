@@ -161,20 +161,7 @@ def test_no_edit_of_a_journal_without_checksums_makes_a_measured_answer_of_it(
         name = draw.choice(
             [name for name in answer if name not in ("cell", "reason", "contradictions")]
         )
-        others = [
-            None,
-            0,
-            1,
-            4096,
-            262_144,
-            1.5,
-            "memory",
-            "time",
-            "ceiling",
-            True,
-            False,
-            7_777,
-        ]
+        others = [None, 0, 1, 4096, 262_144, 1.5, "memory", "time", "ceiling", True, False, 7_777]
         answer[name] = draw.choice(others)
         path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
         try:
@@ -196,9 +183,7 @@ def test_no_edit_of_a_journal_without_checksums_makes_a_measured_answer_of_it(
     assert told["unproven"] > count / 3
 
 
-def test_a_study_that_is_deleted_in_mid_search_stops_it_and_its_trials_are_kept_beside_it(
-    tmp_path,
-):
+def test_a_study_that_is_deleted_in_mid_search_stops_it_and_its_trials_are_kept_beside_it(tmp_path):
     path = tmp_path / "study.jsonl"
     with open_journal(path, QUESTION) as journal:
         record(journal, 4096)
@@ -278,13 +263,7 @@ def odd_file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     "odd_file", ["pipe", "folder", "/dev/zero", "/dev/null", "/dev/urandom"], indirect=True
 )
 @pytest.mark.parametrize("command", ["show", "report", "guide", "recommend", "find"])
-def test_what_is_no_regular_file_is_no_study(
-    odd_file,
-    command,
-    capsys,
-    monkeypatch,
-    tmp_path,
-):
+def test_what_is_no_regular_file_is_no_study(odd_file, command, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     words = {
         "recommend": (

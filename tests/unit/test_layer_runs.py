@@ -265,9 +265,7 @@ def test_the_peak_of_the_backward_pass_is_the_most_of_all_layers_one_by_one(
 
 
 @pytest.mark.parametrize("length", [1, 2, 1023, 1024, 1025, 4096, 100_000])
-def test_attention_within_a_window_is_as_many_flops_as_pairs_of_tokens_that_read_each_other(
-    length,
-):
+def test_attention_within_a_window_is_as_many_flops_as_pairs_of_tokens_that_read_each_other(length):
     windowed, full = (
         attention_flops(shape_with(run(3, kind(attention=each))), length)
         for each in (WINDOWED, FULL)
@@ -299,12 +297,7 @@ def layers_of(folder: Path, **config: Any) -> list[tuple[int, int | None, int, i
     shape = load_model(str(write_model(folder, **config))).shape
     assert sum(each.count for each in shape.runs) == shape.layers
     return [
-        (
-            each.count,
-            each.kind.attention.window_tokens,
-            each.kind.mlp.experts,
-            each.kind.mlp.width,
-        )
+        (each.count, each.kind.attention.window_tokens, each.kind.mlp.experts, each.kind.mlp.width)
         for each in shape.runs
     ]
 

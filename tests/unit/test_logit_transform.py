@@ -22,8 +22,7 @@ FACTORS = {
     "hyperclovax": "logits_scaling",
 }
 DIVISORS = dict.fromkeys(
-    ("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared"),
-    "logits_scaling",
+    ("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared"), "logits_scaling"
 )
 CAPS = dict.fromkeys(
     ("beam", "gemma2", "gemma3_text", "nanochat", "vaultgemma"), "final_logit_softcapping"
@@ -57,9 +56,7 @@ def test_what_is_no_factor_and_no_cap_is_refused_by_the_fields_name(family, valu
 
 
 @pytest.mark.parametrize("family", sorted(FIELDS))
-def test_a_whole_number_is_refused_where_the_class_refuses_it_and_the_hint_works(
-    family,
-):
+def test_a_whole_number_is_refused_where_the_class_refuses_it_and_the_hint_works(family):
     config: dict[str, Any] = {"model_type": family, FIELDS[family]: 8}
     if family in TAKE_WHOLE:
         assert logit_transform_of(config, "config.json") != PLAIN

@@ -1,16 +1,26 @@
 """LoRA as it is asked for: what is refused before anything starts, and what it is called."""
 
+import json
 import math
+from pathlib import Path
 
+import msgspec
 import pytest
 
 import highwater
 from highwater.errors import UsageError
+from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.layers import Step
 from highwater.model.footprint import step_flops
 from highwater.model.model import load_model
+from highwater.nouns.layout import Layout
 from highwater.nouns.lora import Lora, adapter_parameters, nf4_bytes, saved_by_base
 from highwater.nouns.request import request_from
 from highwater.nouns.settings import Settings
+from highwater.nouns.training import TrainingRequest
+from highwater.nouns.trial import Outcome, TrialSpec
+from highwater.recommendation.training_settings import adapter_notes, chosen_trial
+from highwater.trials.probe import probe
 
 
 @pytest.mark.parametrize(
@@ -34,12 +44,7 @@ from highwater.nouns.settings import Settings
             None,
         ),
         (
-            {
-                "lora": 4,
-                "optimizer": "adamw-8bit",
-                "parameters": "bf16",
-                "accumulates": False,
-            },
+            {"lora": 4, "optimizer": "adamw-8bit", "parameters": "bf16", "accumulates": False},
             "adapters are trained in float32",
             "leave `--parameters` out",
         ),
@@ -143,3 +148,74 @@ def test_experts_in_nf4_are_refused_with_a_hint_that_works():
     targets = refused.value.hint.split("--lora-targets ")[1].strip("`")
     found = highwater.predict("Qwen3-30B-A3B", gpus="8xH100-80GB", lora=4, lora_targets=targets)
     assert any(cell.capacity_tokens for cell in found.cells)
+
+
+NATIVE = 32_768
+"""Positions of the tiny model."""
+
+
+def trial(length_tokens: int, **settings: object) -> TrialSpec:
+    request = request_from({"model": "tiny", "device": "cpu", "memory": "2GiB"}, keywords=True)
+    asked = TrainingRequest(data=("data.jsonl",), length=256, steps=1, output="run")
+    chosen = chosen_trial(request, asked, probe()).spec
+    return msgspec.structs.replace(
+        chosen,
+        length_tokens=length_tokens,
+        settings=msgspec.structs.replace(chosen.settings, **settings),
+    )
+
+
+@pytest.mark.parametrize(
+    ("length_tokens", "settings", "is_noted"),
+    [
+        (2 * NATIVE, {"lora": 4}, True),
+        (NATIVE, {"lora": 4}, False),
+        (2 * NATIVE, {"lora": 4, "lora_merged": True, "save_hf": "last"}, False),
+        (2 * NATIVE, {}, False),
+    ],
+)
+def test_adapters_that_are_trained_with_yarn_are_said_not_to_have_it(
+    length_tokens, settings, is_noted
+):
+    notes = adapter_notes(trial(length_tokens, **settings))
+    assert any("the YaRN of factor 2 that" in note for note in notes) == is_noted
+
+
+CELLS = Path(__file__).parents[2] / "docs/results/lora/cells"
+TRIALS = json.loads((CELLS / "trials.json").read_text())
+PREDICTED = json.loads((CELLS / "predicted.json").read_text())
+ON_H100S = json.loads((CELLS.parent / "h100.json").read_text())
+FITS = [trial for trial in TRIALS if Outcome(trial["result"]["outcome"]).is_fit]
+TOLERANCE = 0.0005
+"""Relative."""
+
+
+@pytest.mark.parametrize(
+    "trial", FITS + ON_H100S, ids=lambda each: f"{each['cell']}-{each['length_tokens']}"
+)
+def test_the_formula_has_the_peak_of_a_recorded_trial(trial):
+    spec = trial["spec"]
+    found = footprint(
+        Step(
+            load_model(spec["model_name"]).shape,
+            msgspec.convert(spec["settings"], Settings),
+            msgspec.convert(spec["layout"], Layout),
+            length_tokens=spec["length_tokens"],
+        )
+    )
+    ranks = trial["result"]["ranks"]
+    measured = max(rank["memory"]["peak_allocated_bytes"] for rank in ranks)
+    assert found.allocated_bytes == pytest.approx(measured, rel=TOLERANCE), found.peak.name
+
+
+@pytest.mark.parametrize("cell", sorted({trial["cell"] for trial in TRIALS}))
+def test_what_was_said_to_fit_does_and_the_capacity_is_within_a_step(cell):
+    lengths = [trial["length_tokens"] for trial in FITS if trial["cell"] == cell]
+    ran_out = [
+        trial["length_tokens"]
+        for trial in TRIALS
+        if trial["cell"] == cell and Outcome(trial["result"]["outcome"]).is_memory
+    ]
+    said = PREDICTED[cell]
+    assert not [length for length in ran_out if length <= said["capacity_tokens"]]
+    assert said["capacity_tokens"] <= max(lengths) <= said["likely_tokens"]

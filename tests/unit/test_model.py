@@ -1,13 +1,23 @@
 """Models: what is read from a config.json, and what is said about one that cannot be trained."""
 
+import sys
 from pathlib import Path
 
 import pytest
+from studies import fifo
 
 from highwater.errors import ModelError
 from highwater.model.model import load_model
 from highwater.model.model_config import MIN_FIELDS
-from highwater.model.model_place import catalog_names, model_catalog
+from highwater.model.model_place import (
+    cache_folder,
+    catalog_model,
+    catalog_names,
+    is_hub_id,
+    model_catalog,
+    model_place,
+    near_names,
+)
 from tiny_models import write_model
 
 MOST_BESIDE_PUBLISHED = 0.015
@@ -36,11 +46,9 @@ def test_every_catalog_model_can_be_read_and_says_where_it_is_from():
 
 def test_a_model_is_named_after_its_directory(tmp_path):
     model = load_model(str(write_model(tmp_path / "my-model")))
-    assert (model.name, model.shape.kv_heads, model.shape.native_length_tokens) == (
-        "my-model",
-        2,
-        4096,
-    )
+    assert model.name == "my-model"
+    assert model.shape.kv_heads == 2
+    assert model.shape.native_length_tokens == 4096
 
 
 def test_two_places_with_one_config_are_one_model(tmp_path):
@@ -193,3 +201,165 @@ def test_a_config_that_leaves_rope_to_its_types_default_has_rope(tmp_path, model
 def test_the_tiny_model_of_the_catalog_is_the_one_in_the_examples():
     example = Path(__file__).parents[2] / "examples" / "tiny"
     assert load_model("tiny").config_digest == load_model(str(example)).config_digest
+
+
+REVISION = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The Hub's cache, empty, and a directory without models to stand in."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return tmp_path / "cache"
+
+
+def keep(cache: Path, hub_id: str, **changes: object) -> Path:
+    """Put a model into the cache as ``huggingface_hub`` lays it; returns its snapshot."""
+    folder = cache / f"models--{hub_id.replace('/', '--')}"
+    snapshot = write_model(folder / "snapshots" / REVISION, **changes)
+    blob = folder / "blobs" / "a-blob"
+    blob.parent.mkdir()
+    (snapshot / "config.json").rename(blob)
+    (snapshot / "config.json").symlink_to(Path("../../blobs/a-blob"))
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(REVISION)
+    return snapshot
+
+
+def test_an_id_is_read_from_the_cache_of_the_hub(cache):
+    snapshot = keep(cache, "someone/small-model")
+    model = load_model("someone/small-model")
+    assert (model.name, model.directory) == ("small-model", str(snapshot))
+    assert model.config_digest == load_model(str(snapshot)).config_digest
+
+
+def test_reading_the_cache_and_the_catalog_imports_no_library_of_the_hub(cache, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    keep(cache, "someone/small-model")
+    assert load_model("someone/small-model").shape == load_model(str(keep(cache, "b/c"))).shape
+    assert load_model("Qwen/Qwen3-4B").name == "Qwen3-4B"
+
+
+def test_where_no_library_of_the_hub_is_the_hint_installs_it(cache, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    with pytest.raises(ModelError, match="huggingface_hub is not installed") as refusal:
+        load_model("someone/small-model")
+    assert "pip install" in refusal.value.hint
+
+
+def test_a_path_comes_before_the_cache_and_the_cache_before_the_catalog(cache):
+    in_catalog = load_model("Qwen/Qwen3-4B")
+    keep(cache, "Qwen/Qwen3-4B", num_hidden_layers=3)
+    in_cache = load_model("Qwen/Qwen3-4B")
+    write_model(Path("Qwen/Qwen3-4B"), num_hidden_layers=5)
+    at_the_path = load_model("Qwen/Qwen3-4B")
+    assert [model.shape.layers for model in (in_catalog, in_cache, at_the_path)] == [36, 3, 5]
+    assert {model.name for model in (in_catalog, in_cache, at_the_path)} == {"Qwen3-4B"}
+    assert load_model("Qwen3-4B") == in_catalog, "a catalog name is the catalog's"
+
+
+@pytest.mark.parametrize("revision", ["", "../../elsewhere", "no-revision", "\udcff"])
+def test_a_cache_without_a_revision_of_the_model_is_no_model(cache, revision):
+    snapshot = keep(cache, "someone/small-model")
+    (snapshot.parents[1] / "refs" / "main").write_bytes(revision.encode(errors="surrogateescape"))
+    with pytest.raises(ModelError, match="not in the Hub's cache"):
+        load_model("someone/small-model")
+
+
+def test_the_cache_is_where_the_hubs_own_library_has_it():
+    home = Path.home()
+    assert cache_folder({}) == home / ".cache/huggingface/hub"
+    assert cache_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/huggingface/hub")
+    assert cache_folder({"HF_HOME": "~/hf", "XDG_CACHE_HOME": "/x"}) == home / "hf/hub"
+    assert cache_folder({"HUGGINGFACE_HUB_CACHE": "/old", "HF_HOME": "/h"}) == Path("/old")
+    assert cache_folder({"HF_HUB_CACHE": "/c", "HUGGINGFACE_HUB_CACHE": "/old"}) == Path("/c")
+
+
+@pytest.mark.parametrize("name", ["qwen3-4b", "QWEN3-4B", "Qwen/Qwen3-4B", "qwen/qwen3-4b"])
+def test_a_catalog_name_is_known_in_any_case(cache, name):
+    assert load_model(name) == load_model("Qwen3-4B")
+
+
+def test_a_tuned_model_has_the_shape_of_its_base_and_its_own_name(cache):
+    base = load_model("Llama-3.1-8B")
+    for name in ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b-instruct"):
+        tuned = load_model(name)
+        assert (tuned.name, tuned.shape) == ("Llama-3.1-8B-Instruct", base.shape)
+        assert tuned.config_digest == base.config_digest
+    assert load_model(tuned.name) == tuned, "what a study calls it is found again"
+
+
+def test_a_config_file_is_the_model_of_its_directory(cache):
+    directory = write_model(Path("mine"))
+    assert load_model("mine/config.json") == load_model(str(directory))
+    (directory / "other.json").write_text("{}")
+    with pytest.raises(ModelError, match="is a file"):
+        load_model("mine/other.json")
+
+
+def test_every_name_of_the_catalog_means_one_model():
+    ids = [hub_id.lower() for model in model_catalog() for hub_id in model.hub_ids]
+    assert len(ids) == len(set(ids))
+    assert all(is_hub_id(hub_id) for hub_id in ids)
+    for model in model_catalog():
+        for name in (model.name, *model.hub_ids):
+            assert catalog_model(name) == (name, model)
+        assert model.hub_id is None or model.hub_id.endswith(f"/{model.name}")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_id"),
+    [
+        ("Qwen/Qwen2.5-7B-Instruct", True),
+        ("Qwen3-4B", False),
+        ("./Qwen/Qwen3-4B", False),
+        ("/models/Qwen3-4B", False),
+        ("~/Qwen3-4B", False),
+        ("../Qwen3-4B", False),
+        ("a/b/c", False),
+        ("a--b/c", False),
+        ("a/", False),
+    ],
+)
+def test_an_id_of_the_hub_is_told_from_a_path(text, is_id):
+    assert is_hub_id(text) is is_id
+
+
+def test_what_other_programs_open_is_a_path_or_the_id(cache):
+    keep(cache, "someone/small-model")
+    here = write_model(Path("mine"))
+    assert model_place("someone/small-model").opened_as == "someone/small-model"
+    assert model_place("qwen/qwen3-4b").opened_as == "Qwen/Qwen3-4B"
+    assert model_place("mine").opened_as == str(here.resolve())
+    assert model_place("Qwen3-4B").opened_as is None
+
+
+def test_a_name_that_is_nearly_one_is_offered(cache):
+    assert near_names("lama-3.1-8b")[0] == "Llama-3.1-8B"
+    assert near_names("Qwen3-4")[0] == "Qwen3-4B"
+    assert near_names("nothing-like-it") == []
+    with pytest.raises(ModelError) as refusal:
+        load_model("Qwen3-8")
+    assert "did you mean `Qwen3-8B`" in refusal.value.hint
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors"]
+)
+@pytest.mark.parametrize("kind", ["pipe", "/dev/zero"])
+def test_a_pipe_or_a_device_in_a_models_directory_is_refused_by_its_name(name, kind, tmp_path):
+    directory = write_model(tmp_path / "model")
+    (directory / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        fifo(directory / name)
+    else:
+        (directory / name).symlink_to(kind)
+    named = [directory, directory / name] if name == "config.json" else [directory]
+    for each in named:
+        with pytest.raises(ModelError, match=f"{name} is no regular file") as refused:
+            load_model(str(each))
+        assert str(directory / name) in refused.value.hint

@@ -193,9 +193,7 @@ def test_layers_that_slide_without_a_window_are_refused_and_the_hint_works(
     load(**mended)
 
 
-def test_a_null_window_is_refused_where_the_class_masks_by_it_whatever_its_layers(
-    tmp_path,
-):
+def test_a_null_window_is_refused_where_the_class_masks_by_it_whatever_its_layers(tmp_path):
     full = {**TINY, "sliding_window": None, "layer_types": ["full_attention"] * 2}
     for family, is_refused in (("gemma2", True), ("olmo3", True), ("qwen3", False)):
         (tmp_path / "config.json").write_text(json.dumps({**full, "model_type": family}))
@@ -270,10 +268,7 @@ def test_a_rope_type_that_transformers_does_not_know_is_refused_with_those_it_do
         ({"rope_type": "linear"}, {"factor": 2.0}),
         ({"type": "yarn"}, {"factor": 2.0}),
         ({"rope_type": "dynamic", "factor": None}, {"factor": 2.0}),
-        (
-            {"rope_type": "llama3", "factor": 8.0},
-            {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
-        ),
+        ({"rope_type": "llama3", "factor": 8.0}, {"low_freq_factor": 1.0, "high_freq_factor": 4.0}),
         ({"rope_type": "longrope", "short_factor": [1.0]}, {"long_factor": [1.0]}),
     ],
 )

@@ -171,9 +171,7 @@ def test_ranks_that_left_no_snapshot_are_named(tmp_path):
     assert len(list(snapshot_lines(SPEC, without, Profiling(ranks=(0,))))) == 2
 
 
-def test_a_search_names_the_ranks_that_were_ended_in_each_of_its_recorded_trials(
-    tmp_path,
-):
+def test_a_search_names_the_ranks_that_were_ended_in_each_of_its_recorded_trials(tmp_path):
     both, first = (RankReport(rank=0), RankReport(rank=1)), (RankReport(rank=0),)
     trials = tuple(
         RecordedTrial(

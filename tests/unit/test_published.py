@@ -1,6 +1,7 @@
-"""Published tables: what is no capacity table is refused, and why is said."""
+"""What others published: their table, their searches, and what was shown of their system."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -28,3 +29,32 @@ def test_the_same_cells_of_two_kinds_of_gpu_have_their_own_answers(tmp_path):
         4096,
         8192,
     ]
+
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "results" / "published.md").read_text()
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in PAGE.splitlines()
+    if line.startswith("| ") and not line.startswith("| sentence |")
+]
+
+
+def test_every_row_has_a_sentence_and_what_shows_it():
+    assert len(ROWS) > 150
+    for row in ROWS:
+        assert len(row) == 3, row
+        assert all(row), row
+        shown, differs = row[1:]
+        assert re.fullmatch(r"`[^`]+`(, `[^`]+`)*", shown), row
+        assert not re.search(r"\bnot shown\b", differs), row
+    assert f"**Each of {len(ROWS)} rows" in PAGE
+
+
+def test_every_named_test_and_script_exists():
+    named = set(re.findall(r"`(tests/[^`:]+)::(\w+)`", PAGE))
+    assert len(named) > 100
+    for path, name in named:
+        assert f"\ndef {name}(" in (ROOT / path).read_text(), (path, name)
+    for script in re.findall(r"python (docs/\S+\.py)", PAGE):
+        assert (ROOT / script).is_file(), script

@@ -2,7 +2,6 @@
 what would do where none does.
 """
 
-import re
 import shlex
 from pathlib import Path
 
@@ -14,25 +13,24 @@ from hypothesis import strategies as st
 import highwater
 from highwater.cli.grammar import parse
 from highwater.errors import UsageError
+from highwater.memory import trinity
+from highwater.memory.question import memory_limit_of
+from highwater.memory.trainers import predict_by_formula
+from highwater.model.model import load_model
 from highwater.nouns.cells import simplicity
 from highwater.nouns.codec import from_json, to_json
+from highwater.nouns.plan_notes import yarn_notes
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.study import default_headroom_bytes
 from highwater.pages.recommendation_tables import next_rungs, recommendation_tables, rung_list
-from highwater.pages.terminal import terminal_table
 from highwater.pages.text import plain_table
+from highwater.recommendation.candidates import Goal, first_fit, predicted_candidates
 from highwater.recommendation.recommend import recommend
+from highwater.trials.probe import gpus_meant
 from highwater.units import GIB, format_bytes, format_tokens
 from places import examples
 
 STUDY = Path(__file__).parents[2] / "docs" / "results" / "find" / "qwen3-0.6b-79gib-full.jsonl"
-HERE = {
-    "model": "Qwen3-0.6B",
-    "gpus": "H200-141GB",
-    "gpu_memory": "79.15GiB",
-    "sequences_per_micro_batch": 1,
-}
-"""What the study's trials were about."""
 H20S = {"model": "Qwen3-8B", "gpus": "4xH20-96GB"}
 TWO = {"sequences_per_micro_batch": 2}
 """A default token budget of two sequences, which can be lowered to one."""
@@ -362,44 +360,111 @@ def test_what_a_recommendation_is_not_about_is_refused(asked, hint):
     assert hint in refused.value.hint
 
 
-@pytest.mark.parametrize("width", [80, 100, 120])
-def test_on_a_narrow_terminal_no_name_and_no_figure_is_broken(width):
-    table = rung_list(recommend(length="64k", **H20S))
-    drawn = terminal_table(table, width=width)
-    assert all(
-        len(line) <= width for line in drawn.splitlines() if not line.startswith("`highwater ")
-    )  # one is pasted
-    words = drawn.split()
-    for row in table.rows:
-        assert row[0] in drawn
-        for text in (row[5], *row[6].split(), row[7]):
-            assert text in words
-    assert re.search(r"step(:|\b)[\s\S]*\d+m\s+\d\ds", drawn)
-
-
-def test_a_wide_terminal_has_every_column():
-    table = rung_list(recommend(length="64k", **H20S))
-    (heading,) = [
-        line for line in terminal_table(table, width=400).splitlines() if "token budget" in line
-    ]
-    assert all(column in heading for column in table.columns)
-
-
 @pytest.mark.parametrize("length", ["64k", "1m"])
 def test_the_whole_noun_survives_json(length):
     found = recommend(length=length, **H20S)
     assert from_json(to_json(found), Recommendation) == found
 
 
-def test_a_prediction_and_a_recommendation_of_one_question_agree():
-    """One sequence a micro-batch and the same headroom, unless somebody asks otherwise."""
-    for length in ("32k", "64k", "128k"):
-        predicted = highwater.predict("Qwen3-8B", gpus="4xH20-96GB", length=length)
-        found = recommend("Qwen3-8B", gpus="4xH20-96GB", length=length)
-        assert found.margin_bytes == predicted.margin_bytes > 2 * GIB
-        answer = predicted.answer
-        assert answer is not None
-        assert found.chosen is not None
-        assert found.chosen.cell == answer.cell
-        assert (found.chosen.headroom_bytes, found.chosen.risk) == (answer.headroom_bytes, "safe")
-        assert found.default_sequences == 1
+ASKED = [
+    pytest.param("Qwen3-0.6B", "2xA100-80GB", 128 << 10, id="some fit"),
+    pytest.param("Qwen3-0.6B", "2xA100-80GB", 1 << 20, id="none fits"),
+    pytest.param("Qwen3-0.6B", "1xH100-80GB", 8 << 10, id="all fit"),
+]
+MOST_REPLAYS = 30
+"""What the question with the most cells that a trace speaks of takes: 12 of them, at one length and
+at their longest."""
+
+
+def goal_of(model: str, gpus: str, length_tokens: int) -> Goal:
+    where = gpus_meant(gpus, None)
+    limit = memory_limit_of(where, host_memory="1TiB", reserved=0)
+    return Goal(
+        model=model,
+        where=where,
+        trainer="trinity",
+        length_tokens=length_tokens,
+        memory_limit=limit,
+        settings={},
+    )
+
+
+@pytest.mark.parametrize(("model", "gpus", "length_tokens"), ASKED)
+def test_what_is_recommended_is_what_is_predicted(model, gpus, length_tokens):
+    goal = goal_of(model, gpus, length_tokens)
+    found = predicted_candidates(goal)
+    here, longest = {}, {}
+    for sequences in goal.budgets:
+        for predicted, length in ((here, length_tokens), (longest, None)):
+            question, _ = goal.question(sequences, length_tokens=length)
+            for each in predict_by_formula(question, goal.memory_limit, goal.trainer, None):
+                predicted[each.cell] = each
+    for candidate in found:
+        at, beyond = here[candidate.cell], longest[candidate.cell]
+        assert candidate.fits == bool(at.capacity_tokens)
+        assert candidate.headroom_bytes == at.headroom_bytes
+        assert candidate.risk == at.risk
+        assert candidate.capacity_tokens == max(at.capacity_tokens, beyond.capacity_tokens)
+        if not candidate.fits:
+            assert candidate.lacks_bytes == at.lacks_bytes
+
+
+@pytest.mark.parametrize(("model", "gpus", "length_tokens"), ASKED)
+def test_the_first_that_fits_is_the_simplest_of_all_that_do(model, gpus, length_tokens):
+    goal = goal_of(model, gpus, length_tokens)
+    simplest = next((each for each in predicted_candidates(goal) if each.fits), None)
+    first = first_fit(goal)
+    assert (first is None) == (simplest is None)
+    if first is not None and simplest is not None:
+        assert first.cell == simplest.cell
+        assert first.headroom_bytes == simplest.headroom_bytes
+
+
+def test_the_question_with_the_most_cells_takes_no_replay_twice(monkeypatch):
+    replays: list[tuple[object, ...]] = []
+    replay_scaled = trinity.replay_scaled
+
+    def counted(trace, tokens, **asked):
+        replays.append((id(trace), tokens, *asked.items()))
+        return replay_scaled(trace, tokens, **asked)
+
+    for memory in (trinity._replayed, trinity._needed):
+        memory.cache_clear()
+    monkeypatch.setattr(trinity, "_ROOMY", {})
+    monkeypatch.setattr(trinity, "replay_scaled", counted)
+    found = recommend("Qwen3-8B", gpus="4xA100-80GB", length="64k", trainer="trinity")
+    assert len(set(replays)) == len(replays) <= MOST_REPLAYS
+    # what was recommended when every cell was replayed for all that a prediction tells
+    chosen = found.chosen
+    assert chosen is not None
+    assert (chosen.cell.layout.ulysses_degree, chosen.is_lowered) == (4, True)
+    assert chosen.headroom_bytes == 2_967_050_649
+    assert [(each.capacity_tokens, each.headroom_bytes) for each in found.candidates[:12]] == [
+        (12_288, -187_534_042_727),
+        (12_288, -172_315_010_663),
+        (20_480, -84_786_177_639),
+        (24_576, -71_119_038_055),
+        (51_200, -27_265_492_583),
+        (51_200, -19_717_842_535),
+        (24_576, -82_101_823_079),
+        (28_672, -69_508_425_319),
+        (51_200, -27_265_492_583),
+        (51_200, -19_717_842_535),
+        (102_400, 2_967_050_649),
+        (102_400, 5_955_492_249),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "length_tokens", "times"),
+    [
+        ("Qwen3-8B", 8 * 40_960, None),
+        ("Qwen3-8B", 524_288, "12.8 times"),
+        ("Qwen2.5-Math-7B", 65_536, "16 times"),
+        ("Llama-3.1-8B", 131_072, None),
+        ("Qwen3-8B", None, None),
+    ],
+)
+def test_a_factor_above_eight_is_told(name, length_tokens, times):
+    notes = yarn_notes(load_model(name), length_tokens, "auto")
+    assert [times in note for note in notes] == ([] if times is None else [True])

@@ -5,11 +5,21 @@ what works.
 import ast
 import re
 
+import msgspec
 import pytest
 import yaml
 
+import highwater
+from highwater.cli.flags import typed_values
+from highwater.cli.grammar import parse
 from highwater.errors import UsageError
 from highwater.nouns.request import Request, choices, request_from
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import Outcome
+from highwater.pages.study.study_commands import find_words, try_words
+from highwater.recommendation.queries import query_of_prediction
+from highwater.search.cell_outcomes import CellAnswered, SearchEvent, TrialFinished
+from places import question_of
 
 
 def test_typed_text_becomes_numbers():
@@ -22,12 +32,10 @@ def test_typed_text_becomes_numbers():
             "timeout": "90s",
         }
     )
-    assert (request.gpus, request.confirm, request.memory_bytes, request.timeout_s) == (
-        (1, 2),
-        2,
-        84986665369,
-        90.0,
-    )
+    assert request.gpus == (1, 2)
+    assert request.confirm == 2
+    assert request.memory_bytes == 84986665369
+    assert request.timeout_s == 90.0
 
 
 def test_a_file_must_have_the_right_types():
@@ -77,9 +85,7 @@ def test_the_hint_is_the_nearest_thing_that_works(values, hint):
 
 
 @pytest.mark.parametrize("name", Request.__struct_fields__)
-def test_a_wrong_type_of_any_setting_is_answered_with_a_line_of_the_file_that_works(
-    name,
-):
+def test_a_wrong_type_of_any_setting_is_answered_with_a_line_of_the_file_that_works(name):
     good = {"model": "Qwen3-0.6B"}
     with pytest.raises(UsageError) as refusal:
         request_from({**good, name: {"a": 1}}, config_file="study.yaml")
@@ -180,3 +186,83 @@ def test_a_request_names_a_model():
 )
 def test_the_choices_of_a_setting_are_known(name, allowed):
     assert set(choices(name)) == allowed
+
+
+def test_the_question_of_one_micro_batch_is_another_one_whose_rungs_say_so():
+    one, several = question_of(micro_batches=1), question_of()
+    assert one.key != several.key
+    assert question_of(micro_batches=2).key == several.key
+    assert not any(cell.settings.accumulates for cell in one.cells)
+    assert all(cell.settings.accumulates for cell in question_of(micro_batches=4).cells)
+    assert all("one-micro-batch" in cell.label for cell in one.cells)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+def test_the_commands_of_a_study_name_its_micro_batches_once(micro_batches):
+    question = question_of(micro_batches=micro_batches)
+    spec = question.trial(question.cells[0], 8192)
+    for words in (find_words(question), try_words(spec, question.model)):
+        assert words.count("--micro-batches") == (micro_batches != 2)
+        again = request_from(typed_values(parse(words[1:])))
+        assert (again.micro_batches, again.accumulates) == (micro_batches, micro_batches > 1)
+
+
+def test_settings_that_say_otherwise_than_the_count_are_refused():
+    question = question_of(micro_batches=1)
+    spec = question.trial(question.cells[0], 8192)
+    for wrong in ({"micro_batches": 2}, {"settings": Settings()}):
+        with pytest.raises(UsageError, match="added up"):
+            msgspec.structs.replace(spec, **wrong).__post_init__()
+
+
+def test_an_interval_says_that_no_trial_had_one_micro_batch():
+    asked = {"gpus": "1xH200-141GB", "length": "32k", "loss": "chunked"}
+    one = highwater.predict("Qwen3-1.7B", micro_batches=1, **asked)
+    several = highwater.predict("Qwen3-1.7B", micro_batches=3, **asked)
+    assert one.calibration is not None
+    assert several.calibration is not None
+    assert set(one.calibration.unlike) - set(several.calibration.unlike) == {
+        "one micro-batch a step"
+    }
+    assert one.calibration.factors == several.calibration.factors
+
+
+def test_what_a_guide_asks_again_of_a_prediction_has_one_micro_batch():
+    found = highwater.predict("Qwen3-1.7B", gpus="1xH200-141GB", micro_batches=1)
+    query = query_of_prediction(found)
+    assert query is not None
+    assert ("micro_batches", 1) in query.settings
+    assert ("--micro-batches", "1") in zip(
+        *(query.words(gpus=1, length_tokens=8192)[start:] for start in (0, 1)), strict=False
+    )
+
+
+def test_a_search_from_python_answers_every_cell_and_can_be_followed(tmp_path):
+    heard: list[SearchEvent] = []
+    study = highwater.find(
+        "Qwen3-0.6B",
+        gpus=[1, 2],
+        memory="80GiB",
+        device="cuda",
+        dry_run=True,
+        study=str(tmp_path / "s.jsonl"),
+        on_event=heard.append,
+    )
+    assert study.complete
+    assert [event.answer for event in heard if isinstance(event, CellAnswered)] == list(
+        study.answers
+    )
+    assert sum(isinstance(event, TrialFinished) for event in heard) == len(study.trials)
+    assert highwater.open_study(tmp_path / "s.jsonl") == study
+
+
+def test_one_trial_from_python():
+    result = highwater.run_trial("Qwen3-0.6B", "8k", memory="80GiB", device="cuda", dry_run=True)
+    assert result.outcome is Outcome.FIT
+    assert result.simulated
+
+
+def test_a_setting_that_does_not_exist_is_answered_with_the_nearest():
+    with pytest.raises(highwater.HighwaterError) as refusal:
+        highwater.find("Qwen3-0.6B", memoryy="80GiB")
+    assert refusal.value.hint == "did you mean `memory`?"

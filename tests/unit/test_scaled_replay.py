@@ -48,11 +48,7 @@ def given_back(events: EventLog, share: int) -> EventLog:
     spare_bytes=st.one_of(st.none(), st.integers(-(2**26), 2**30)),
 )
 def test_what_is_replayed_of_any_events_is_what_their_log_gives(
-    allocator,
-    steps,
-    tokens,
-    share,
-    spare_bytes,
+    allocator, steps, tokens, share, spare_bytes
 ):
     trace = scaled_trace({n: given_back(log(steps, n), share) for n in (64, 1024)})
     capacity_bytes = None
@@ -65,10 +61,7 @@ def test_what_is_replayed_of_any_events_is_what_their_log_gives(
 @ALLOCATORS
 @given(steps=STEPS, tokens=st.integers(0, 10**4), spare_bytes=st.integers(0, 2**30))
 def test_what_gave_nothing_back_does_the_same_on_every_device_that_holds_its_peak(
-    allocator,
-    steps,
-    tokens,
-    spare_bytes,
+    allocator, steps, tokens, spare_bytes
 ):
     trace = scaled_trace({64: log(steps, 64), 1024: log(steps, 1024)})
     free = replay_scaled(trace, tokens, allocator=allocator)

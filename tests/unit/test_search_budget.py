@@ -161,11 +161,7 @@ class Recorded:
         """Search until the budget ends; whether every cell is answered, and the time it took."""
         clock = trials.Clock()
         runner = trials.TimedRunner(
-            self.question,
-            self.law,
-            clock,
-            timeout_s=self.question.timeout_s,
-            slower=self.slower,
+            self.question, self.law, clock, timeout_s=self.question.timeout_s, slower=self.slower
         )
         with open_journal(self.path, self.question) as journal:
             budget = Budget(
@@ -208,10 +204,7 @@ def reaching(indices: dict[Cell, int], question: Question) -> Law:
 @given(st.lists(st.integers(0, 32), min_size=3, max_size=3), st.integers(70, 1500), st.data())
 @settings(max_examples=examples(15), deadline=None)
 def test_a_search_that_ends_early_and_goes_on_has_the_answers_of_one_without_end(
-    tmp_path_factory,
-    indices,
-    budget_s,
-    data,
+    tmp_path_factory, indices, budget_s, data
 ):
     question = on_h200()
     size = question.grid.size

@@ -123,9 +123,7 @@ def test_texts_of_real_studies_hold_nothing_that_is_taken_for_a_secret():
 
 
 @pytest.mark.parametrize("length", [0, 10, KEPT - 1, KEPT, KEPT + 1, 30_000_000])
-def test_of_a_long_text_the_beginning_and_the_end_are_kept_and_done_again_nothing_changes(
-    length,
-):
+def test_of_a_long_text_the_beginning_and_the_end_are_kept_and_done_again_nothing_changes(length):
     text = f"RuntimeError: begins {'x' * length} ends"
     short = kept(text)
     assert len(short) <= KEPT + 1
@@ -145,9 +143,7 @@ def test_no_part_of_a_secret_is_left_where_a_text_is_cut():
         assert "hf_" not in short
 
 
-def test_what_a_runner_returns_is_kept_and_recorded_without_secrets_and_within_bounds(
-    tmp_path,
-):
+def test_what_a_runner_returns_is_kept_and_recorded_without_secrets_and_within_bounds(tmp_path):
     text = "RuntimeError: HF_TOKEN=hf_abcdefghijklmnopqrst " + "x" * 1_000_000
 
     class Talkative(OneByOne):

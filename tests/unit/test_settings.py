@@ -1,7 +1,6 @@
-"""Settings: what excludes each other, what a token budget holds, and what a step of each objective
-computes.
-"""
+"""Settings, lengths and sizes, and how they are written."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,12 +8,42 @@ from hypothesis import strategies as st
 from highwater.errors import UsageError
 from highwater.model.footprint import step_flops
 from highwater.model.model import load_model
+from highwater.nouns.codec import (
+    digest,
+    from_builtins,
+    from_json,
+    json_schema,
+    to_builtins,
+    to_json,
+)
+from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
-from highwater.nouns.trial import TrialSpec
+from highwater.nouns.study import Grid
+from highwater.nouns.trial import (
+    Failure,
+    Outcome,
+    RankMemory,
+    RankReport,
+    Save,
+    TrialResult,
+    TrialSpec,
+)
 from highwater.search.cell_outcomes import CellAnswered
 from highwater.search.scheduler import search_cells
 from highwater.trials.simulated import SimulatedRunner
+from highwater.units import (
+    GIB,
+    MOST_TOKENS,
+    format_bytes,
+    format_seconds,
+    format_tokens,
+    parse_bytes,
+    parse_memory,
+    parse_seconds,
+    parse_tokens,
+)
 from places import question_of
+from trial_specs import grid_of
 
 
 @pytest.mark.parametrize(
@@ -115,3 +144,270 @@ def test_every_pass_that_an_objective_asks_for_is_work():
     assert flops(objective="ppo", critic=True) * 3 == once * 7, (
         "a second model, and its values beforehand"
     )
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> Grid:
+    """Any grid that can be."""
+    start = draw(st.integers(min_value=2, max_value=20_000))
+    return Grid(
+        start_tokens=start,
+        step_tokens=draw(st.integers(min_value=1, max_value=5000)),
+        native_length_tokens=draw(st.integers(min_value=1, max_value=50_000)),
+        beyond_step_tokens=draw(st.integers(min_value=1, max_value=20_000)),
+        max_tokens=start + draw(st.integers(min_value=0, max_value=500_000)),
+    )
+
+
+def published(native: int, *, ceiling: int = 200_000) -> Grid:
+    """The grid of the published tables."""
+    return grid_of(4096, ceiling, native=native, beyond=native // 4)
+
+
+def test_the_published_grid_steps_by_4096_up_to_the_native_length_then_by_a_quarter_of_it():
+    grid = published(40960)
+    assert [grid.length(index) for index in (1, 2, 9, 10, 11, 12)] == [
+        4096,
+        8192,
+        36864,
+        40960,
+        51200,
+        61440,
+    ]
+
+
+def test_a_native_length_off_the_grid_is_passed_by_one_small_step():
+    grid = published(10_000)
+    assert [grid.length(index) for index in (1, 2, 3, 4)] == [4096, 8192, 12288, 14788]
+
+
+@given(grids(), st.integers(min_value=1, max_value=200))
+def test_lengths_grow_with_their_index(grid, index):
+    assert grid.length(index) < grid.length(index + 1)
+
+
+@given(grids(), st.integers(min_value=1, max_value=200))
+def test_the_index_of_a_length_is_the_index_it_came_from(grid, index):
+    length = grid.length(index)
+    assert grid.index_at_most(length) == index
+    assert grid.index_at_most(length - 1) == index - 1
+
+
+@given(grids())
+def test_no_length_is_above_the_ceiling_and_the_next_one_is(grid):
+    assert grid.length(grid.size) <= grid.max_tokens < grid.length(grid.size + 1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"start_tokens": 1},
+        {"step_tokens": 0},
+        {"beyond_step_tokens": 0},
+        {"max_tokens": 4095},
+        {"start_tokens": 0},
+    ],
+)
+def test_a_grid_without_lengths_is_refused(changes):
+    fields = {
+        "start_tokens": 4096,
+        "step_tokens": 4096,
+        "native_length_tokens": 40960,
+        "beyond_step_tokens": 10240,
+        "max_tokens": 8192,
+    }
+    with pytest.raises(UsageError):
+        Grid(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("80GiB", 80 * GIB),
+        ("79.15 GiB", 84986665369),
+        ("512MiB", 512 * 1024**2),
+        ("1_000", 1000),
+        ("2tib", 2048 * GIB),
+    ],
+)
+def test_memory_sizes_are_binary(text, count):
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize(
+    ("text", "hinted", "meant"),
+    [
+        ("80GB", "74GiB", 80e9),
+        ("80g", "74GiB", 80e9),
+        ("80 gb", "74GiB", 80e9),
+        ("500GB", "465GiB", 500e9),
+        ("2TB", "1862GiB", 2e12),
+        ("1.5GB", "1430MiB", 1.5e9),
+        ("64m", "61MiB", 64e6),
+        ("300k", "292KiB", 300e3),
+    ],
+)
+def test_a_decimal_memory_size_is_refused_with_a_binary_one_that_is_no_more(text, hinted, meant):
+    with pytest.raises(UsageError) as refusal:
+        parse_bytes(text)
+    assert refusal.value.hint.endswith(f"`{hinted}`")
+    assert 0.98 * meant < parse_bytes(hinted) <= meant
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1e9", "80 parsecs", "--"])
+def test_what_is_no_memory_size_is_refused(text):
+    with pytest.raises(UsageError):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [("79.15", "79.15GiB"), ("80", "80GiB"), ("1024", "1024GiB"), ("81559", "81559MiB")],
+)
+def test_a_memory_without_its_unit_is_refused_with_the_unit_that_is_meant(text, meant):
+    with pytest.raises(UsageError) as refusal:
+        parse_memory(text)
+    assert refusal.value.hint == f"give the unit: `{meant}`"
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("0", 0), ("512KiB", 512 * 1024), ("84986665369", 84986665369), ("80GiB", 80 * GIB)],
+)
+def test_a_memory_is_a_size_with_its_unit_or_a_count_of_bytes(text, count):
+    assert parse_memory(text) == count
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("32768", 32768), ("128k", 131072), ("1m", 1048576), ("1.5k", 1536), ("4,096", 4096)],
+)
+def test_lengths_count_in_binary_thousands(text, count):
+    assert parse_tokens(text) == count
+
+
+@pytest.mark.parametrize("text", ["0", "0.3", "1.0001k", "12 miles", "-5"])
+def test_a_length_is_a_whole_positive_number_of_tokens(text):
+    with pytest.raises(UsageError):
+        parse_tokens(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("2400", 2400.0), ("40m", 2400.0), ("1h30m", 5400.0), ("90s", 90.0), ("1.5h", 5400.0)],
+)
+def test_times_take_hours_minutes_and_seconds(text, seconds):
+    assert parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["0", "0s", "soon", "-40m", "40 minutes"])
+def test_what_is_no_time_is_refused(text):
+    with pytest.raises(UsageError):
+        parse_seconds(text)
+
+
+@given(st.integers(min_value=0, max_value=2**50))
+def test_a_printed_size_is_within_half_of_its_last_digit(count):
+    assert abs(parse_bytes(format_bytes(count)) - count) <= 0.0051 * GIB
+
+
+@given(st.integers(min_value=1, max_value=MOST_TOKENS))
+def test_a_printed_length_reads_back_as_itself(count):
+    assert parse_tokens(format_tokens(count)) == count
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(2.314, "2.31 s"), (41.2, "41 s"), (245, "4m 05s"), (3725, "1h 02m"), (None, "-")],
+)
+def test_a_time_is_printed_as_one_says_it(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+def test_unknown_is_a_dash():
+    assert (format_bytes(None), format_tokens(None), format_seconds(None)) == ("-", "-", "-")
+
+
+_BYTES = st.none() | st.integers(min_value=0, max_value=2**45)
+_SPECS = st.builds(
+    TrialSpec,
+    model_name=st.text(min_size=1),
+    model_directory=st.text(),
+    config_digest=st.text(alphabet="0123456789abcdef", min_size=16, max_size=16),
+    device=st.just("cuda"),
+    layout=st.builds(
+        Layout, gpus=st.sampled_from([2, 4, 8]), ulysses_degree=st.sampled_from([1, 2])
+    ),
+    settings=st.builds(Settings),
+    length_tokens=st.integers(min_value=2, max_value=2**30),
+    memory_budget_bytes=_BYTES,
+    data=st.none(),
+)
+_REPORTS = st.builds(
+    RankReport,
+    rank=st.integers(min_value=0, max_value=7),
+    failure=st.none() | st.builds(Failure, hint=st.none() | st.text()),
+    memory=st.builds(RankMemory, peak_reserved_bytes=_BYTES, device_used_bytes=_BYTES),
+    budget=st.none(),
+    losses=st.lists(st.floats(allow_nan=False, allow_infinity=False)).map(tuple),
+    step_times_s=st.lists(st.floats(min_value=0, allow_infinity=False)).map(tuple),
+    saves=st.lists(
+        st.builds(Save, time_s=st.floats(min_value=0, allow_infinity=False)), max_size=3
+    ).map(tuple),
+)
+_RESULTS = st.builds(
+    TrialResult,
+    outcome=st.sampled_from(Outcome),
+    ranks=st.lists(_REPORTS, max_size=3).map(tuple),
+    log_path=st.none(),
+)
+
+
+@given(_SPECS)
+def test_a_specification_survives_json(spec):
+    assert from_json(to_json(spec), TrialSpec) == spec
+    assert from_builtins(to_builtins(spec), TrialSpec) == spec
+
+
+@given(_RESULTS)
+def test_a_result_survives_json_on_one_line(result):
+    text = to_json(result)
+    assert "\n" not in text
+    assert from_json(text, TrialResult) == result
+
+
+@given(_SPECS, st.text())
+def test_the_key_of_a_trial_does_not_depend_on_where_the_model_lies(spec, elsewhere):
+    assert msgspec.structs.replace(spec, model_directory=elsewhere).key == spec.key
+
+
+@given(_SPECS, st.text())
+def test_the_key_of_a_trial_does_not_depend_on_where_it_saves(spec, elsewhere):
+    assert msgspec.structs.replace(spec, checkpoint_directory=elsewhere).key == spec.key
+
+
+@given(_SPECS)
+def test_trials_of_different_lengths_have_different_keys(spec):
+    assert msgspec.structs.replace(spec, length_tokens=spec.length_tokens + 1).key != spec.key
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"gpus": 1, "gpu": 2}',  # an unknown field
+        '{"gpus": "1"}',  # a wrong type
+        '{"gpus": 1',  # cut short
+    ],
+)
+def test_what_is_not_the_noun_is_refused(text):
+    with pytest.raises(msgspec.MsgspecError):
+        from_json(text, Layout)
+
+
+def test_equal_values_have_equal_digests_whatever_the_order_of_their_keys():
+    assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
+    assert len(digest({})) == 16
+
+
+def test_the_schema_of_a_noun_allows_no_other_fields():
+    assert json_schema(Layout)["$defs"]["Layout"]["additionalProperties"] is False

@@ -7,10 +7,14 @@ import pytest
 from highwater import predict
 from highwater.errors import UsageError
 from highwater.memory.capacity import CellPrediction, Prediction
+from highwater.nouns.cluster import cluster
 from highwater.nouns.codec import from_json, to_json
+from highwater.nouns.hardware import default_host, gpu_catalog, host_catalog, kind_of, lacking
 from highwater.nouns.layout import Layout
 from highwater.recommendation.recommend import recommend
+from highwater.speed import sheets
 from highwater.trainers.targets import configured
+from highwater.units import GIB
 
 OF_COPIES = ("NCCL", "gradient reduction")
 """Terms that copies make larger: groups of their own, and a second layer's gradients on their
@@ -104,9 +108,7 @@ def test_machines_that_are_named_have_a_copy_each_and_their_own_gpus():
 
 
 @pytest.mark.parametrize("machines", [4, 8, 128])
-def test_machines_of_8_that_are_named_are_the_machines_that_follow_from_copies(
-    machines,
-):
+def test_machines_of_8_that_are_named_are_the_machines_that_follow_from_copies(machines):
     asked = {"length": "64k", "ulysses": [2], "host_memory": "256GiB"}
     named = predict("Qwen3-8B", gpus=f"{machines}x8xH100-80GB", **asked)
     copied = predicted(8 * machines, copies=[machines])
@@ -156,3 +158,69 @@ def test_a_layout_without_named_machines_has_none_in_its_document():
     assert "machines" not in to_json(Layout(gpus=16, replicate_degree=2))
     named = Layout(gpus=16, replicate_degree=2, machines=2)
     assert from_json(to_json(named), Layout) == named
+
+
+@pytest.mark.parametrize(
+    ("device_name", "gpus", "gib"),
+    [
+        ("H100-80GB", 8, 2048),
+        ("NVIDIA H100 80GB HBM3", 4, 1024),
+        ("H100-80GB", 1, 200),
+        ("A100-80GB", 2, 288),
+        ("RTX-4090", 1, 64),
+        ("RTX-4090", 4, 64),
+        ("A6000-48GB", 2, 200),
+    ],
+)
+def test_host_memory_is_that_of_a_machine_with_as_many_gpus_or_a_share_of_it(
+    device_name, gpus, gib
+):
+    found = default_host(device_name, gpus)
+    assert found is not None
+    assert found.host_bytes == gib * GIB
+    assert found.source
+
+
+@pytest.mark.parametrize(
+    ("device_name", "gpus"),
+    [("H100-80GB", 16), ("H100-80GB", 0), ("H20-96GB", 8), ("a GPU of 80.00 GiB", 8)],
+)
+def test_host_memory_of_a_machine_that_the_catalog_has_not_is_unknown(device_name, gpus):
+    assert default_host(device_name, gpus) is None
+
+
+def test_every_machine_has_gpus_of_the_catalog_that_train():
+    kinds = {kind.name: kind for kind in gpu_catalog()}
+    assert len({(host.kind, host.gpus) for host in host_catalog()}) == len(host_catalog())
+    assert all(not lacking(kinds[host.kind]) for host in host_catalog())
+    assert all(host.machine and host.source and host.host_gib > 0 for host in host_catalog())
+
+
+def test_every_nvidia_kind_that_trains_has_a_data_sheet_with_its_source():
+    known = {k.name for k in gpu_catalog() if not lacking(k) and k.vendor == "NVIDIA"}
+    assert set(sheets()) == known
+    assert all(sheet.source for sheet in sheets().values())
+
+
+@pytest.mark.parametrize(
+    ("typed", "kind"),
+    [
+        ("2xA6000-48GB", "A6000-48GB"),
+        ("2xa6000", "A6000-48GB"),
+        ("NVIDIA RTX A6000", "A6000-48GB"),
+        ("RTX 6000 Ada", "RTX-6000-Ada-48GB"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX-PRO-6000-96GB"),
+        ("8xH800-80GB", "H800-80GB"),
+        ("8xA800-80GB", "A800-80GB"),
+        ("NVIDIA GH200 480GB", "GH200-96GB"),
+        ("8xB300", "B300"),
+        ("8xMI325X-256GB", "MI325X-256GB"),
+        ("4xL40S", "L40S"),
+        ("4xA10G", "A10G-24GB"),
+    ],
+)
+def test_a_name_that_people_type_means_the_card_of_that_name(typed, kind):
+    named = cluster(typed, gpu_memory_bytes=None, machine=None)
+    found = kind_of(named.device_name)
+    assert found is not None
+    assert found.name == kind

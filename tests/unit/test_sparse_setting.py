@@ -1,17 +1,23 @@
 """Block-sparse attention as a setting: what is asked, labelled, noted and refused."""
 
+import json
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from highwater.api.prediction import predict
 from highwater.errors import HighwaterError, UsageError
+from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.layers import Step
 from highwater.model.footprint import step_flops
 from highwater.model.model import load_model
 from highwater.nouns.codec import key_of
 from highwater.nouns.request import request_from, setting_flags
 from highwater.nouns.settings import Settings
 from highwater.nouns.sparse_pattern import SparsePatternConfig
+from highwater.nouns.trial import TrialSpec
 
 SPARSE = {"attention": "block_sparse"}
 
@@ -134,3 +140,25 @@ def test_flops_of_attention_are_those_of_the_pairs_that_are_kept():
     # of 64 rows of blocks 20 keep one, 20 two, 20 three, 4 four: 72 whole ones and 64 diagonals
     kept = (72 * 128**2 + 64 * 128 * 129 // 2) / (8192 * 8193 // 2)
     assert sparse / whole == pytest.approx(kept, rel=1e-9)
+
+
+RECORDED = sorted((Path(__file__).parents[2] / "docs/results/attention/training").glob("*.json"))
+TOLERANCE = 0.0025
+"""Relative."""
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+def test_the_formula_has_the_peak_of_a_recorded_step(path):
+    document = json.loads(path.read_text())
+    spec = msgspec.convert(document["spec"], TrialSpec, strict=False)
+    found = footprint(
+        Step(
+            load_model(spec.model_name).shape,
+            spec.settings,
+            spec.layout,
+            length_tokens=spec.length_tokens,
+        )
+    )
+    (rank,) = document["result"]["ranks"]
+    measured = rank["memory"]["peak_allocated_bytes"]
+    assert found.allocated_bytes == pytest.approx(measured, rel=TOLERANCE), found.peak.name

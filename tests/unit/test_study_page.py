@@ -19,6 +19,7 @@ from studies import HOSTILE, QUESTION, REAL, hostile_study, real_report, report_
 from highwater import study_report, write_report
 from highwater.errors import UsageError
 from highwater.nouns.trial import LogEnd, Outcome
+from highwater.pages.page import without_folders
 from highwater.pages.study.build import COLUMNS, study_csv, study_markdown, study_page
 from highwater.pages.study.study_answer import study_answer
 from highwater.pages.study.study_parts import HEADINGS, memory_table
@@ -174,9 +175,7 @@ def test_no_folder_of_the_machine_of_a_trial_is_on_its_page():
 @pytest.mark.parametrize(
     "trials", [(), (trial(8192, None),), (trial(8192, Outcome.FIT), trial(16384, None))], ids=len
 )
-def test_a_study_that_is_not_finished_is_a_page_that_says_so(
-    trials,
-):
+def test_a_study_that_is_not_finished_is_a_page_that_says_so(trials):
     report = report_of(study_of(*trials))
     page = Page(study_page(report))
     assert "Unfinished" in page.text("strong")
@@ -278,9 +277,7 @@ def test_a_cell_of_a_csv_that_begins_like_a_formula_is_text(beginning):
     assert all(not cell.lstrip().startswith(("=", "+", "@", "＝")) for cell in rows[0].values())
 
 
-def test_the_name_of_the_file_says_the_form_and_a_file_that_is_there_is_left_alone(
-    tmp_path,
-):
+def test_the_name_of_the_file_says_the_form_and_a_file_that_is_there_is_left_alone(tmp_path):
     report = real_report("edge-4b-1-full")
     for name, beginning in (
         ("r.html", "<!doctype html>"),
@@ -312,3 +309,26 @@ def test_only_a_page_loads_the_templates():
         ).stdout
         == "False\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ('File "/opt/venv/lib/torch/nn/linear.py", line 3', 'File "…/nn/linear.py", line 3'),
+        ("--study /mnt/all/find/a.jsonl --length 4096", "--study …/find/a.jsonl --length 4096"),
+        ("{here}/docs/a.jsonl and {here}/b", "docs/a.jsonl and b"),
+        ("{home}/kept/a.jsonl", "~/kept/a.jsonl"),
+        ("see https://a.org/b/c, 12 tokens/s, logs/a/b.log", None),
+        ("#!/usr/bin/env bash", None),
+        ("/dev/shm/x, /path/to/model", None),
+        ("Env + chunked / SP=2", None),
+    ],
+)
+def test_a_path_names_no_folder_of_this_machine(text, shown, tmp_path, monkeypatch):
+    here, home = tmp_path / "home" / "me" / "here", tmp_path / "home" / "me"
+    here.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(home))
+    found = without_folders(text.format(here=here, home=home) if "{" in text else text)
+    assert found == (text if shown is None else shown)
+    assert without_folders(found) == found, "what is short stays as it is"

@@ -310,9 +310,7 @@ def test_simulated_trials_prove_nothing_of_a_question_to_a_machine(tmp_path):
     assert read_study(path).answers == ()
 
 
-def test_a_resumed_search_answers_an_unproven_cell_anew_from_the_trials_there_are(
-    tmp_path,
-):
+def test_a_resumed_search_answers_an_unproven_cell_anew_from_the_trials_there_are(tmp_path):
     path = claiming_a_million(tmp_path)
     before = read_study(path)
 

@@ -234,9 +234,7 @@ def test_plain_text_holds_nothing_that_a_terminal_acts_upon(text):
 
 
 @given(st.text())
-def test_a_json_document_holds_nothing_that_a_terminal_acts_upon_and_means_the_same(
-    text,
-):
+def test_a_json_document_holds_nothing_that_a_terminal_acts_upon_and_means_the_same(text):
     shown = plain_json(to_json({"text": text}, indent=2))
     assert json.loads(shown) == {"text": text}
     assert plain_lines(shown) == shown

@@ -98,11 +98,7 @@ def test_the_answer_of_a_search_that_time_ended_is_no_capacity_of_memory(tmp_pat
 )
 @settings(max_examples=examples(40), deadline=None)
 def test_nothing_predicted_to_be_late_starts_and_the_answer_is_what_was_seen(
-    tmp_path_factory,
-    limit_s,
-    share,
-    slower,
-    method,
+    tmp_path_factory, limit_s, share, slower, method
 ):
     question = msgspec.structs.replace(in_full(f"{limit_s}s").question, method=method)
     capacity = int(share * predicted_tokens(question))
@@ -131,9 +127,7 @@ def test_nothing_predicted_to_be_late_starts_and_the_answer_is_what_was_seen(
         assert answer.does_not_fit_tokens is None
 
 
-def test_where_even_the_shortest_length_is_predicted_to_be_late_it_is_tried_once(
-    tmp_path,
-):
+def test_where_even_the_shortest_length_is_predicted_to_be_late_it_is_tried_once(tmp_path):
     question = in_full("60s", start_length="256k").question
     assert (trial_s(question, question.trial(question.cells[0], 262_144)) or 0) > 60
     ended, answer = found_with(question, holds(2**20), tmp_path / "late.jsonl", 60)
@@ -145,9 +139,7 @@ def test_where_even_the_shortest_length_is_predicted_to_be_late_it_is_tried_once
     assert (answer.capacity_tokens or 0) > 262_144
 
 
-def test_a_length_that_is_predicted_not_to_fit_is_tried_where_running_out_takes_no_time(
-    tmp_path,
-):
+def test_a_length_that_is_predicted_not_to_fit_is_tried_where_running_out_takes_no_time(tmp_path):
     question = in_full("40m").question
     edge = first_index(question, question.cells[0], []) or 1
     grid, cell = question.grid, question.cells[0]

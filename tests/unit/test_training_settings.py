@@ -1,22 +1,50 @@
-"""Training settings: those that are named, a study's, or what is recommended; what is predicted not
-to fit is refused with what would.
-"""
+"""A training: what is typed, what is refused, its settings, its folder, and what is told of it."""
 
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from highwater.errors import MachineError, UsageError
+import highwater
+from highwater.cli.app import main
+from highwater.cli.flags import training_request_of
+from highwater.cli.grammar import parse
+from highwater.cli.progress import training_progress
+from highwater.errors import EXIT_USER, MachineError, UsageError
+from highwater.memory.formula.formula import likely_footprint
+from highwater.memory.formula.layers import Step
+from highwater.model.model import load_model
+from highwater.nouns.codec import to_json
+from highwater.nouns.corpus import Corpus
 from highwater.nouns.request import request_from
-from highwater.nouns.training import training_request_from
+from highwater.nouns.training import (
+    CHECKPOINTS,
+    STATE_FILE,
+    RunState,
+    Schedule,
+    TrainingProgress,
+    TrainingRequest,
+    TrainingResult,
+    TrainingSpec,
+    checkpoint_name,
+    training_request_from,
+)
+from highwater.nouns.trial import PROMPT_TOKENS
+from highwater.pages.training_lines import training_table
 from highwater.recommendation.training_settings import (
     ChosenTrial,
     chosen_trial,
+    data_notes,
     named_settings,
 )
 from highwater.store.journal import read_study
-from highwater.units import GIB
+from highwater.store.training_folder import TrainingFolder
+from highwater.trials.probe import probe
+from highwater.trials.training_ranks import own_folder
+from highwater.units import GIB, format_bytes
 from places import NO_GPU, machine_with
 
 MACHINE = msgspec.structs.replace(
@@ -151,3 +179,338 @@ def test_rows_that_ranks_cannot_share_are_refused_before_any_data_is_read():
     with pytest.raises(UsageError, match="3 rows a step, and 2 GPUs") as refused:
         chosen_trial(request, msgspec.structs.replace(asked(4096), rows=3), MACHINE)
     assert refused.value.hint == "use `--rows 2`"
+
+
+LENGTH = 1024
+VOCABULARY = 151_936
+HALF_BYTES = 4 * VOCABULARY * LENGTH // 2
+"""Logits in float32 of the half of a sequence that a trial takes for a prompt."""
+
+ROOM = {"4GiB": HALF_BYTES - 1, "8GiB": HALF_BYTES}
+"""Bytes that are left, by the memory."""
+
+
+def notes(*, memory: str, trained_tokens: int, loss: str = "full") -> tuple[str, ...]:
+    """What is noted of a corpus of a thousand tokens, of settings as a study measured them."""
+    request = request_from(
+        {"model": "tiny", "device": "cpu", "memory": memory, "loss": loss}, keywords=True
+    )
+    asked = TrainingRequest(data=("data.jsonl",), length=LENGTH, steps=1, output="run")
+    corpus = Corpus(
+        directory="/corpus",
+        digest="0",
+        objective="sft",
+        length_tokens=LENGTH,
+        documents=1,
+        units=1,
+        tokens=1000,
+        trained_tokens=trained_tokens,
+        longest_tokens=1000,
+    )
+    chosen = chosen_trial(request, asked, probe())
+    assert data_notes(chosen, corpus) == (), "every token is predicted to be trained"
+    # A study has the headroom of its own trials: half of a sequence has no logits there.
+    predicted = msgspec.structs.replace(chosen.predicted, headroom_bytes=ROOM[memory])
+    measured = msgspec.structs.replace(chosen.spec, prompt_tokens=PROMPT_TOKENS)
+    return data_notes(chosen._replace(spec=measured, predicted=predicted), corpus)
+
+
+def test_texts_that_are_trained_from_their_beginning_are_noted_where_their_logits_lack_room():
+    (note,) = notes(memory="4GiB", trained_tokens=999)
+    assert note.startswith(f"up to {format_bytes(HALF_BYTES)} more of logits than predicted")
+
+
+@pytest.mark.parametrize(
+    "otherwise",
+    [{"memory": "8GiB"}, {"trained_tokens": 500}, {"loss": "chunked"}],
+    ids=["room", "prompts", "a chunked loss"],
+)
+def test_nothing_is_noted_where_there_is_room_a_prompt_or_a_chunked_loss(otherwise):
+    assert notes(**{"memory": "4GiB", "trained_tokens": 999, **otherwise}) == ()
+
+
+def test_a_prediction_of_a_training_has_the_logits_of_every_token():
+    fields = {"model": "tiny", "device": "cpu", "memory": "4GiB", "loss": "full"}
+    asked = TrainingRequest(data=("data.jsonl",), length=LENGTH, steps=1, output="run")
+    chosen = chosen_trial(request_from(fields, keywords=True), asked, probe())
+    spec = chosen.spec
+    in_a_trial = likely_footprint(
+        Step(
+            load_model(spec.model_directory).shape,
+            spec.settings,
+            spec.layout,
+            length_tokens=LENGTH,
+            device="cpu",
+        )
+    )
+    assert chosen.predicted.footprint.needed_bytes >= in_a_trial.needed_bytes + HALF_BYTES
+
+
+ASKED: Mapping[str, Any] = {
+    "data": ("data.jsonl",),
+    "length": "8k",
+    "steps": 100,
+    "output": "./run",
+}
+TYPED = ("train", "tiny", "--data", "data.jsonl", "--length", "8k", "--steps", "100", "-o", "./run")
+
+
+def test_what_is_typed_is_what_python_is_given():
+    assert training_request_of(parse(TYPED)) == training_request_from(ASKED)
+    more = {
+        "eval_data": ("held_out.jsonl", "more.jsonl"),
+        "rows": 8,
+        "schedule": "cosine",
+        "warmup_steps": 10,
+        "eval_every": 20,
+        "save_every": 25,
+        "long_documents": "split",
+        "train_on": "all",
+        "seed": 3,
+        "resume_from": "step-000025",
+    }
+    words = [*TYPED, "--eval-data", "held_out.jsonl", "more.jsonl"]
+    for name, value in list(more.items())[1:]:
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    assert training_request_of(parse(words)) == training_request_from({**ASKED, **more})
+
+
+def test_the_length_may_be_spelled_as_everywhere():
+    assert training_request_from(ASKED).length_tokens == 8192
+    assert training_request_from({**ASKED, "length": 5000}).length_tokens == 5000
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem", "hint"),
+    [
+        ({"data": ()}, "nothing to train on", "--data"),
+        ({"steps": 0}, "0 steps", "--steps 1"),
+        ({"rows": 0}, "0 rows", "--rows 1"),
+        ({"rows": 10**9}, "1000000000 rows", "--rows 1"),
+        ({"output": ""}, "no folder for the run", "--output ./run"),
+        ({"seed": -1}, "--seed -1", "--seed 0"),
+        ({"seed": 2**63}, f"--seed {2**63}", "--seed 0"),
+        ({"warmup_steps": 101}, "101 steps to warm up", "--warmup-steps 100"),
+        ({"save_every": -1}, "--save-every -1", "--save-every 0"),
+        ({"eval_every": 5}, "nothing to evaluate", "--eval-data"),
+        ({"schedule": "cosin"}, "schedule 'cosin'", "--schedule"),
+        ({"steps": "many"}, "steps 'many'", "--steps"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_its_name(changes, problem, hint):
+    with pytest.raises(UsageError) as refused:
+        training_request_from({**ASKED, **changes})
+    assert problem in refused.value.problem
+    assert hint in refused.value.hint
+
+
+@pytest.mark.parametrize("flag", ["--data", "--length", "--steps", "-o"])
+def test_what_has_to_be_named_is_asked_for_with_an_example(flag):
+    at = TYPED.index(flag)
+    with pytest.raises(UsageError) as refused:
+        training_request_of(parse([*TYPED[:at], *TYPED[at + 2 :]]))
+    named = {"-o": "--output ./run"}.get(flag, flag)
+    assert named in refused.value.hint
+
+
+def test_a_schedule_is_a_share_of_the_rate_and_ends_where_it_says():
+    linear = Schedule(name="linear", warmup_steps=4, steps=12)
+    assert [linear.factor(step) for step in (1, 2, 3, 4, 5)] == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert linear.factor(12) == pytest.approx(1 / 8)
+    cosine = Schedule(name="cosine", warmup_steps=0, steps=8)
+    assert cosine.factor(1) == 1.0
+    assert cosine.factor(5) == pytest.approx(0.5)
+    assert {Schedule(steps=9).factor(step) for step in range(1, 10)} == {1.0}
+
+
+def test_a_request_is_frozen_and_has_a_default_for_all_but_four_fields():
+    assert TrainingRequest(**ASKED) == training_request_from(ASKED)
+
+
+def train(folder: Path, **changes: Any) -> None:
+    """Ask for two steps of a tiny model on the CPU."""
+    data = folder / "data.jsonl"
+    data.write_text('{"text": "a text"}\n')
+    usual: dict[str, Any] = {"data": str(data), "length": 256, "steps": 2, "device": "cpu"}
+    highwater.train("tiny", **{"output": folder / "run", "memory": "1GiB", **usual, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem", "hint"),
+    [
+        ({"reward": "rewards:length"}, "the objective sft has none", "--objective grpo"),
+        ({"settings": "recommend"}, "there is no study recommend", "--settings recommended"),
+        (
+            {"resume_from": "step-000009"},
+            "no checkpoint 'step-000009'",
+            "leave `--resume-from` out",
+        ),
+        ({"resume_from": "the latest"}, "no checkpoint 'the latest'", "leave `--resume-from` out"),
+    ],
+)
+def test_what_is_not_there_is_refused_and_leaves_no_folder(changes, problem, hint, tmp_path):
+    with pytest.raises(UsageError) as refused:
+        train(tmp_path, **changes)
+    assert problem in refused.value.problem
+    assert hint in refused.value.hint
+    assert not (tmp_path / "run").exists()
+
+
+def test_any_step_of_the_training_may_be_recorded_and_no_later_one(tmp_path):
+    with pytest.raises(UsageError, match="records step 10, and the last one is 9") as refused:
+        train(tmp_path, steps=10, device="cuda", memory_profiler="3,10")
+    assert "`--memory-profiler 0`" in refused.value.hint
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("below", ["notes.txt", "notes.txt/run", "notes.txt/a/run"])
+def test_a_run_below_a_file_is_offered_a_folder_that_can_be_made(below, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with (
+        pytest.raises(UsageError, match=r"notes\.txt is no folder") as refused,
+        own_folder(tmp_path / below),
+    ):
+        pass
+    offered = Path(refused.value.hint.split("`")[1].removeprefix("--output "))
+    with own_folder(offered):
+        assert offered.is_dir()
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["dry_run", "max_length", "runner", "trainer"])
+def test_a_keyword_of_searches_is_refused_by_its_name(name, tmp_path):
+    with pytest.raises(UsageError, match=f"^{name} is a setting of searches") as refused:
+        train(tmp_path, **{name: None})
+    assert refused.value.hint == f"leave `{name}` out"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("line", ["dry_run: true", "runner: ray", "trainer: trl"])
+def test_a_file_that_names_another_run_than_the_engines_is_refused(line, tmp_path, capsys):
+    (tmp_path / "study.yaml").write_text(f"{line}\n")
+    (tmp_path / "data.jsonl").write_text('{"text": "a text"}\n')
+    files = ("--config", tmp_path / "study.yaml", "--data", tmp_path / "data.jsonl")
+    numbers = ("--length", 256, "--steps", 2, "--memory", "1GiB", "--device", "cpu")
+    words = ("train", "tiny", *files, *numbers, "--output", tmp_path / "run")
+    assert main([*map(str, words)]) == EXIT_USER
+    assert f"leave `{line.partition(':')[0]}` out" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_was_removed_meanwhile_hides_no_error(tmp_path):
+    def remove_and_stop() -> None:
+        shutil.rmtree(tmp_path / "run")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), own_folder(tmp_path / "run"):
+        remove_and_stop()
+
+
+def checkpoint(run: Path, name: str, step: int) -> Path:
+    """A checkpoint's folder with its state alone."""
+    path = run / CHECKPOINTS / name
+    path.mkdir(parents=True)
+    state = RunState(step=step, corpus_digest="c", run_digest="r")
+    (path / STATE_FILE).write_text(to_json(state))
+    return path
+
+
+def test_a_checkpoint_that_is_half_written_or_set_aside_is_none(tmp_path):
+    for step in (7, 1_000_000):
+        checkpoint(tmp_path, checkpoint_name(step), step)
+    for name in ("step-2000000.partial", "step-2000000.set-aside", "step-9", "step-mine"):
+        checkpoint(tmp_path, name, 2_000_000)
+    (tmp_path / CHECKPOINTS / "step-3000000").write_text("a file")
+    folder = TrainingFolder(tmp_path)
+    assert folder.checkpoint_steps() == [7, 1_000_000]
+    state = folder.last_state()
+    assert state is not None
+    assert (state.step, folder.done_steps(None)) == (1_000_000, 1_000_000)
+    assert folder.done_steps("step-000007") == 7
+    folder.refuse_missing("step-000007")
+    with pytest.raises(UsageError, match="no checkpoint 'step-000008'") as refused:
+        folder.refuse_missing("step-000008")
+    assert "`--resume-from step-1000000`" in refused.value.hint
+
+
+def test_a_model_is_never_put_where_one_is(tmp_path):
+    folder, taken = TrainingFolder(tmp_path), []
+    for _ in range(4):
+        path = folder.new_model(200)
+        path.mkdir()
+        taken.append(path.name)
+    assert taken == ["model", "model-200", "model-200-2", "model-200-3"]
+
+
+@pytest.mark.parametrize("name", ["statistics.jsonl", "checkpoints"])
+def test_a_folder_that_lost_what_was_decided_is_refused_with_another(name, tmp_path):
+    assert TrainingFolder(tmp_path / "new").spec() is None
+    (tmp_path / name).mkdir()
+    with pytest.raises(UsageError, match=r"without its training\.json") as refused:
+        TrainingFolder(tmp_path).spec()
+    assert refused.value.hint == f"use `--output {tmp_path}-2`"
+
+
+STEPS = 4
+
+
+@pytest.fixture
+def spec() -> TrainingSpec:
+    """A run of four steps on the CPU."""
+    request = request_from({"model": "tiny", "device": "cpu", "memory": 2**30}, keywords=True)
+    asked = TrainingRequest(data=("data.jsonl",), length=256, steps=STEPS, output="run")
+    corpus = Corpus(
+        directory="/corpus",
+        digest="0",
+        objective="sft",
+        length_tokens=256,
+        documents=1,
+        units=1,
+        tokens=256,
+        trained_tokens=255,
+        longest_tokens=256,
+    )
+    return TrainingSpec(
+        trial=chosen_trial(request, asked, probe()).spec,
+        corpus=corpus,
+        steps=STEPS,
+        micro_batches=1,
+        schedule=Schedule(steps=STEPS),
+        output_directory="/run",
+        model_directory="/run/model",
+    )
+
+
+def test_without_a_terminal_every_evaluation_is_a_line_of_its_own(spec, capsys):
+    started = TrainingProgress(phase="training", steps=STEPS)
+    before = msgspec.structs.replace(started, evaluation_loss=3.5, evaluation_step=0)
+    first = msgspec.structs.replace(before, step=1, loss=3.25, tokens=512, seconds=2.0)
+    last = msgspec.structs.replace(first, step=4, evaluation_loss=3.125, evaluation_step=4)
+    with training_progress(spec, done_steps=0) as hear:
+        for said in (started, before, before, first, first, last, last):
+            hear(said)
+    assert capsys.readouterr().err.splitlines() == [
+        "held-out loss 3.500 before the first step",
+        "step 1 of 4: loss 3.250, 256 tokens/s, about 6 s left",
+        "held-out loss 3.125 after step 4",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "said"),
+    [
+        (((0, 5.5), (8, 5.25)), "5.500 before, 5.250 after"),
+        (((8, 5.25),), "5.250 after step 8"),
+        (((8, 5.25), (12, 5.125)), "5.250 after step 8, 5.125 after step 12"),
+    ],
+)
+def test_a_held_out_loss_is_of_before_only_where_it_was_measured_then(evaluations, said):
+    result = TrainingResult(
+        status="done",
+        step=12,
+        steps=12,
+        losses=(5.0,),
+        evaluations=evaluations,
+        output_directory="run",
+    )
+    assert ("held-out loss", said) in training_table(result).rows

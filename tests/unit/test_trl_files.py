@@ -191,10 +191,7 @@ def test_grpo_generates_so_many_tokens_and_no_fewer():
         (trial(offload="states"), "not alone"),
         (trial(optimizer="adamw-bf16"), "adamw-bf16"),
         (trial(layout={"gpus": 2, "ring_degree": 2}, length_tokens=4098), "4 pieces"),
-        (
-            trial(layout={"gpus": 2}, device="cpu", memory_budget_bytes=2**30),
-            "nothing on the CPU",
-        ),
+        (trial(layout={"gpus": 2}, device="cpu", memory_budget_bytes=2**30), "nothing on the CPU"),
     ],
 )
 def test_what_trl_is_not_tried_with_is_refused_by_name(spec, said):

@@ -12,9 +12,8 @@ from highwater.model.model import load_model
 from highwater.nouns.foreign_request import config_digest
 from highwater.nouns.foreign_trainer import ForeignTrainer
 from highwater.nouns.trial import TrialSpec
-from highwater.trials.foreign_command import python_of, versions_there
-from highwater.trials.inputs import model_cache
-from highwater.trials.trl_trial import base_of, check_trl
+from highwater.trials.foreign_command import check_trl, python_of, trl_base, versions_there
+from highwater.trials.trial_process import cache_directory
 from trial_specs import trial_of
 
 
@@ -32,14 +31,14 @@ def trial(name: str, **settings: Any) -> TrialSpec:
 
 
 def test_without_a_configuration_there_is_nothing_to_keep():
-    assert not base_of(trainer()).config
+    assert not trl_base(trainer()).config
 
 
 def test_accelerates_file_is_read_beside_the_configuration(tmp_path):
     own = tmp_path / "base.yaml"
     own.write_text("learning_rate: 1.0e-4\naccelerate_config: launch.yaml\n")
     (tmp_path / "launch.yaml").write_text("distributed_type: DEEPSPEED\n")
-    base = base_of(trainer(own))
+    base = trl_base(trainer(own))
     assert base.config["learning_rate"] == 1e-4
     assert base.launcher == {"distributed_type": "DEEPSPEED"}
     assert base.source == "base.yaml"
@@ -57,7 +56,7 @@ def test_what_is_no_configuration_is_refused(text, said, tmp_path):
     own = tmp_path / "base.yaml"
     own.write_text(text)
     with pytest.raises(UsageError, match=said):
-        base_of(trainer(own))
+        trl_base(trainer(own))
 
 
 def test_a_configuration_that_changed_is_refused(tmp_path):
@@ -66,7 +65,7 @@ def test_a_configuration_that_changed_is_refused(tmp_path):
     asked = trainer(own)
     own.write_text("bf16: false\n")
     with pytest.raises(UsageError, match="has changed"):
-        base_of(asked)
+        trl_base(asked)
 
 
 def test_the_python_of_a_program_is_that_of_its_first_line(tmp_path):
@@ -112,4 +111,4 @@ def test_a_disk_without_room_for_random_weights_is_said(tmp_path, monkeypatch):
 
 
 def test_prepared_models_are_in_the_users_cache():
-    assert model_cache({"XDG_CACHE_HOME": "/here"}) == Path("/here/highwater/models")
+    assert cache_directory("models", {"XDG_CACHE_HOME": "/here"}) == Path("/here/highwater/models")

@@ -76,9 +76,7 @@ def test_quantised_tensors_are_refused_whatever_the_config_says(name, dtype, sai
     assert name in problem
 
 
-def test_mxfp4_is_read_where_blocks_have_scales_and_refused_where_they_have_not(
-    tmp_path,
-):
+def test_mxfp4_is_read_where_blocks_have_scales_and_refused_where_they_have_not(tmp_path):
     config = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
     directory = write_model(tmp_path, **config)
     experts = "model.layers.0.mlp.experts.gate_up_proj"

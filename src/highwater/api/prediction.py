@@ -4,7 +4,6 @@ What only ``exact``, ``calibrate_with``, ``constants`` or a table needs is impor
 used: a prediction by formula starts without trials, journals and traces.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,11 +14,7 @@ from highwater.errors import UsageError
 from highwater.memory.capacity import Prediction
 from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.memory.interval.residuals import PredictionMethod
-from highwater.memory.question import (
-    memory_limit_of,
-    unanswered,
-    with_usual_host,
-)
+from highwater.memory.question import memory_limit_of, unanswered, with_usual_host
 from highwater.memory.trainers import by_formula, calibration_of
 from highwater.model.model import load_model
 from highwater.nouns.events import EventLog
@@ -128,9 +123,10 @@ def _traced(
     named.
     """
     from highwater.memory.trace.exact import predict_exactly
-    from highwater.trials.tracing import CachedTracer, trace_directory
+    from highwater.trials.tracing import CachedTracer
+    from highwater.trials.trial_process import cache_directory
 
-    with CachedTracer(trace_directory(os.environ), kernel=kernel, on_trace=on_trace) as tracer:
+    with CachedTracer(cache_directory("traces"), kernel=kernel, on_trace=on_trace) as tracer:
         cells = predict_exactly(question, prediction.memory_limit, tracer, prediction.calibration)
         prediction = msgspec.structs.replace(prediction, cells=cells)
         if timeline is not None:
@@ -163,16 +159,12 @@ def _check_trainer(
     ):
         if is_refused:
             raise UsageError(
-                f"{what} this engine say nothing about {traits.step}",
-                hint="leave `--trainer` out",
+                f"{what} this engine say nothing about {traits.step}", hint="leave `--trainer` out"
             )
 
 
 def _write_timeline(
-    path: Path,
-    question: Question,
-    prediction: Prediction,
-    tracer: Callable[[TrialSpec], EventLog],
+    path: Path, question: Question, prediction: Prediction, tracer: Callable[[TrialSpec], EventLog]
 ) -> None:
     from highwater.memory.trace.replay import timeline
     from highwater.store.directory import write_new_file

@@ -59,10 +59,7 @@ def emit(arguments: argparse.Namespace) -> int:
     console.notes((*found.notes, *host))
     again = ("highwater", "recommend", arguments.model, *words_again(arguments))
     made = configured_choice(
-        arguments.for_,
-        found,
-        model=arguments.model,
-        is_filled_in=arguments.output is not None,
+        arguments.for_, found, model=arguments.model, is_filled_in=arguments.output is not None
     )
     if made is None:
         return _nothing(arguments, found, shlex.join(again))

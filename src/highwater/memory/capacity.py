@@ -150,9 +150,8 @@ class Prediction(Record, frozen=True, kw_only=True):
 
     @property
     def answer(self) -> CellPrediction | None:
-        """The cell that answers: the simplest that trains the length, or that of the longest
-        capacity. Where none leaves the default headroom, the roomiest that may fit; None where none
-        does.
+        """The simplest cell that trains the length, or that of the longest capacity; else the
+        roomiest that may fit without the default headroom; None where none does.
         """
         fitting = [cell for cell in self.cells if cell.capacity_tokens]
         if fitting and self.length_tokens:
@@ -218,9 +217,7 @@ def predict_cell(
     formula: Formula,
     factors: Factors | None = None,
 ) -> CellPrediction:
-    """One cell: the longest length that leaves the headroom in question and whose upper end fits,
-    and the longest that fits if the prediction is right and nothing is left.
-    """
+    """The longest length that leaves the headroom in question, and the likely longest without."""
     whole = msgspec.structs.replace(question, margin_bytes=0)
     likely = _CellByFormula(whole, cell, memory_limit, formula).longest()
     found = likely
@@ -258,10 +255,8 @@ class _CellByFormula:
         return self.at(index).capacity_tokens > 0
 
     def longest(self) -> CellPrediction:
-        """The longest length that fits; where none does, the shortest.
-
-        By bisection: a footprint never shrinks with the length, unless a token budget packs fewer
-        sequences then.
+        """The longest length that fits; where none does, the shortest. By bisection: a footprint
+        never shrinks with the length, unless a token budget packs fewer sequences then.
         """
         size = self.question.size_of(self.cell)
         if self.cell.settings.token_budget_tokens is not None:
@@ -273,11 +268,9 @@ class _CellByFormula:
         return self._ended(max(1, fits), fails=fails, size=size)
 
     def _longest_from_the_top(self, size: int) -> CellPrediction:
-        """The longest length that fits, whatever does not fit below it.
-
-        Of lengths that pack as many sequences a longer one needs no less: a run of them whose
-        shortest does not fit has none that does, and in the first from the top that has one the
-        longest is found by bisection.
+        """The longest length that fits, whatever does not fit below it. Of lengths that pack as
+        many sequences a longer one needs no less: in the first such run from the top whose shortest
+        fits, the longest is found by bisection.
         """
         last = size
         while last:
@@ -321,9 +314,7 @@ def predict_at(
     length_tokens: int,
     factors: Factors | None = None,
 ) -> CellPrediction:
-    """Whether one length leaves the headroom in question in a cell; with factors, also whether the
-    upper end of what it needs is below the GPU's memory.
-    """
+    """Whether a length leaves the headroom in a cell; with factors, whether its upper end fits."""
     footprint = _footprint(question, cell, memory_limit, formula, length_tokens)
     limit_bytes = memory_limit.device_bytes
     needed, used = footprint.needed_bytes, footprint.within(limit_bytes)

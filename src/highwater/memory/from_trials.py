@@ -1,12 +1,8 @@
-"""Recorded: what a study's trials say of a candidate, and what measured peaks of an attention say
-of other lengths, by ``overhead + bytes per token * length + bytes per pair * length²``.
-
-The last term is there only where two describe neither all peaks nor those of the last two
-doublings: what short sequences take at once, a window or some rows, stops growing.
+"""Recorded: what a study's trials say of a candidate: whether its length fits, what is left of the
+GPU, the time of a step.
 """
 
 from collections.abc import Sequence
-from itertools import combinations
 from math import log
 from typing import Literal
 
@@ -15,9 +11,7 @@ import msgspec
 from highwater.memory.capacity import MemoryLimit
 from highwater.model.footprint import step_flops
 from highwater.model.model import Model
-from highwater.nouns.attention_bench import PARTS_OF_A_DOUBLING
 from highwater.nouns.capacities import Capacity, cell_capacities
-from highwater.nouns.codec import Record
 from highwater.nouns.hardware import SAME_MEMORY, kind_name
 from highwater.nouns.recommendation import Candidate, StepTime
 from highwater.nouns.study import Cell, RecordedTrial, Study
@@ -28,7 +22,6 @@ from highwater.units import format_bytes
 
 def obstacle(
     study: Study,
-    *,
     model: Model,
     device_name: str,
     memory_limit: MemoryLimit,
@@ -49,7 +42,7 @@ def obstacle(
         return f"its model is {question.model.name}, or that name with another config"
     if kind_name(question.device_name) != kind_name(device_name):
         return f"its GPUs are {question.device_name}"
-    memory_bytes = question.memory_budget_bytes or question.device_total_bytes
+    memory_bytes = question.memory_bytes
     if memory_bytes is None or abs(memory_bytes / memory_limit.device_bytes - 1) > SAME_MEMORY:
         return (
             f"its trials had {format_bytes(memory_bytes)} of each GPU, and "
@@ -170,9 +163,7 @@ def _headroom(study: Study, cell: Cell, length_tokens: int) -> tuple[int | None,
 
 
 def _lacked_bytes(study: Study, cell: Cell, length_tokens: int) -> int | None:
-    """Bytes that were lacking of the margin, at least: by the longest trial up to this length,
-    where none of those ran out of memory. None where they do not tell.
-    """
+    """Bytes of the margin lacking at least, by the longest trial up to here; None if none tell."""
     told = [
         (trial.spec.length_tokens, trial.result)
         for trial in study.trials_of(cell)
@@ -194,102 +185,3 @@ def _speed(trial: RecordedTrial) -> float:
     if result is None or result.outcome is not Outcome.FIT or trial.spec.is_memory_only:
         return 0.0
     return result.tokens_per_s or 0.0
-
-
-_WELL_DESCRIBED = 0.05
-"""Largest relative error of a peak up to which overhead and bytes per token are the formula."""
-_FAR = 4
-"""Part of the longest length from which on peaks tell what is to come."""
-_LONGEST_TOKENS = 1 << 34
-LEAST_LENGTHS = 3
-"""Lengths that tell a formula: through two of them there is always one."""
-Peak = tuple[int, int]
-"""A length, and the bytes of its peak."""
-
-
-class MemoryFit(Record, frozen=True, kw_only=True):
-    """Peak of a GPU by the length of a sequence, which all GPUs hold together."""
-
-    overhead_bytes: float
-    bytes_per_token: float
-    bytes_per_pair: float
-    """Of the square of the length; 0 where memory is linear in it."""
-    points: int
-    """Lengths that it was fitted to."""
-    longest_tokens: int
-    """The longest of them."""
-    largest_error: float
-    """Largest relative error of a measured peak."""
-
-    def peak_bytes(self, length_tokens: int) -> float:
-        """Bytes that are allocated at the peak."""
-        line = self.overhead_bytes + self.bytes_per_token * length_tokens
-        return line + self.bytes_per_pair * length_tokens**2
-
-    def longest_within(self, free_bytes: float) -> int:
-        """Longest length whose peak is within so many bytes, rounded down; 0 where none is."""
-        low, high = 0, _LONGEST_TOKENS
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.peak_bytes(middle) <= free_bytes else (low, middle)
-        step = max(1, (1 << max(0, low.bit_length() - 1)) // PARTS_OF_A_DOUBLING)
-        return low // step * step
-
-
-def memory_fit(peaks: Sequence[Peak]) -> MemoryFit | None:
-    """The formula of these peaks; None of fewer than three lengths.
-
-    No term is below zero. Errors weigh as shares of their peaks.
-    """
-    if len({length for length, _ in peaks}) < LEAST_LENGTHS:
-        return None
-    longest = max(length for length, _ in peaks)
-    for of in (peaks, [peak for peak in peaks if peak[0] * _FAR >= longest]):
-        if len({length for length, _ in of}) >= LEAST_LENGTHS:
-            line = _best([(0, 1), (1,)], of)
-            if line is not None and line.largest_error <= _WELL_DESCRIBED:
-                return line
-    every = [powers for count in (1, 2, 3) for powers in combinations((0, 1, 2), count)]
-    return _best([powers for powers in every if len(powers) < len(peaks) or 2 not in powers], peaks)
-
-
-def _best(candidates: Sequence[tuple[int, ...]], peaks: Sequence[Peak]) -> MemoryFit | None:
-    """Of these powers of the length those that describe the peaks best with no factor below 0."""
-    fits: dict[float, MemoryFit] = {}
-    for powers in candidates:
-        factors = _factors(powers, peaks)
-        if factors is None or min(factors) < 0:
-            continue
-        predicted = [sum(factors[i] * length**i for i in range(3)) for length, _ in peaks]
-        errors = [each / size - 1 for each, (_, size) in zip(predicted, peaks, strict=True)]
-        fits[sum(error**2 for error in errors)] = MemoryFit(
-            overhead_bytes=factors[0],
-            bytes_per_token=factors[1],
-            bytes_per_pair=factors[2],
-            points=len(peaks),
-            longest_tokens=max(length for length, _ in peaks),
-            largest_error=max(map(abs, errors)),
-        )
-    return fits[min(fits)] if fits else None
-
-
-def _factors(powers: tuple[int, ...], peaks: Sequence[Peak]) -> list[float] | None:
-    """Factors of powers 0 to 2, by least squares of relative errors; None where not unique."""
-    rows = [[length**power / size for power in powers] for length, size in peaks]
-    each = range(len(powers))
-    normal: list[list[float]] = [
-        [*(sum(row[i] * row[j] for row in rows) for j in each), sum(row[i] for row in rows)]
-        for i in each
-    ]
-    for at in each:
-        pivot = max(each[at:], key=lambda row: abs(normal[row][at]))
-        normal[at], normal[pivot] = normal[pivot], normal[at]
-        if not normal[at][at]:
-            return None
-        for other in each:
-            if other != at:
-                factor = normal[other][at] / normal[at][at]
-                pairs = zip(normal[other], normal[at], strict=True)
-                normal[other] = [one - factor * two for one, two in pairs]
-    factors = {power: normal[at][-1] / normal[at][at] for at, power in enumerate(powers)}
-    return [factors.get(power, 0.0) + 0.0 for power in range(3)]  # 0, where it is -0

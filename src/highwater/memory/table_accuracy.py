@@ -79,11 +79,8 @@ def memory_limits_of(
     host_memory: str | int | None = None,
     reserved: str | int = 0,
 ) -> dict[str, MemoryLimit]:
-    """The memory of each kind of GPU in a table; one that is named is of the kind that no catalog
-    has, or of the only kind.
-
-    Raises UsageError for a kind whose memory nobody has read, and for one memory that stands for
-    several kinds.
+    """The memory of each kind of GPU in a table; a named one is of the kind that no catalog has, or
+    of the only kind. Raises UsageError where it is unknown, or one would stand for several.
     """
     memories = {question.device_name: question.device_total_bytes for question in table.questions}
     if gpu_memory_bytes is not None:

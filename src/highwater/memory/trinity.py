@@ -66,10 +66,8 @@ where the native allocator loses 12 to 14 %."""
 
 def footprint(step: Step) -> Footprint:
     """What a step of that trainer takes: two sequences of the length in a micro-batch, unless the
-    settings say otherwise.
-
-    Raises ModelError for a family whose own class, which that trainer runs, makes scaled or capped
-    logits beside those of its head.
+    settings say otherwise. Raises ModelError for a family whose own class, which that trainer runs,
+    makes scaled or capped logits beside those of its head.
     """
     shape, settings, layout = step.shape, step.settings, step.layout
     if reads_a_transform(shape.model_type):
@@ -86,16 +84,16 @@ def footprint(step: Step) -> Footprint:
     host = host_state_bytes(shape, settings, layout=layout)
     host += wider * settings.offloads_model * (layout.machine_gpus // layout.shard_degree)
     terms = (
-        Term(name="states", bytes=states),
-        Term(name="logits", bytes=round(_LOGITS_BYTES * step.tokens * shape.vocab_size)),
-        Term(name="kept by recompute", bytes=step.tokens * layer_input_bytes(shape)),
-        Term(name="embedding and head, gathered", bytes=_EMBEDDING_BYTES * embeddings),
-        Term(name="context and the rest", bytes=_FIXED_BYTES),
+        Term("states", states),
+        Term("logits", round(_LOGITS_BYTES * step.tokens * shape.vocab_size)),
+        Term("kept by recompute", step.tokens * layer_input_bytes(shape)),
+        Term("embedding and head, gathered", _EMBEDDING_BYTES * embeddings),
+        Term("context and the rest", _FIXED_BYTES),
     )
     return Footprint(
-        phases=(Phase(name="loss", terms=terms),),
+        phases=(Phase("loss", terms),),
         outside=(),
-        host=(Term(name="offloaded states and reference", bytes=host),),
+        host=(Term("offloaded states and reference", host),),
         filled_share=_FILLED_SHARE[settings.allocator],
     )
 
@@ -104,11 +102,8 @@ _ALWAYS = ("strategy", "objective", "entropy", "loss")
 
 
 def published_fields(named: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that are not asked about, where ``named`` are.
-
-    With offload it shards by FSDP2 and has expandable segments: no published rung offloads
-    otherwise, and its configuration offloads by FSDP2 alone. With LoRA, of which none was
-    published, FSDP2 keeps frozen and trained parameters apart.
+    """The fields that are not asked about, where ``named`` are. Published offload is FSDP2's, with
+    expandable segments; LoRA, which was not published, keeps frozen parameters apart by FSDP2.
     """
     is_offloaded = named.get("offload", False) is not False
     published = PUBLISHED_SETTINGS["env+offload" if is_offloaded else "vanilla"]
@@ -167,17 +162,11 @@ def bundled_trace(shape: ModelShape, cell: Cell) -> ScaledTrace | None:
 
 
 def replay_cell(
-    question: Question,
-    cell: Cell,
-    memory_limit: MemoryLimit,
-    guessed: CellPrediction,
-    asked: Asked,
+    question: Question, cell: Cell, memory_limit: MemoryLimit, guessed: CellPrediction, asked: Asked
 ) -> CellPrediction:
-    """The cell's longest length by replay, from where the closed form guesses it.
-
-    A token budget packs the fewest tokens of one length, the most of the shorter ones, and ever
-    more above it: fitting is looked for from that length on, as for our own steps, and below it
-    where it does not fit itself.
+    """The cell's longest length by replay, from where the closed form guesses it. A token budget
+    packs the fewest tokens of one length: fitting is looked for from that on, and below it where it
+    does not fit.
     """
     grid, size = question.grid, asked_lengths(question, cell, guessed)
     if not size:
@@ -216,7 +205,7 @@ def replay_cell(
     replay = at_index(at) or _needed(place, tokens(at), allocator)
     replayed = replay.with_alive() if asked == "everything" else replay.found
     found = predict_at(question, cell, memory_limit, footprint, grid.length(at))
-    outside = (Term(name="context, NCCL and the rest", bytes=outside_bytes),)
+    outside = (Term("context, NCCL and the rest", outside_bytes),)
     taken = msgspec.structs.replace(found.footprint, outside=outside)
     found = msgspec.structs.replace(found, footprint=taken)
     found = with_replay(question, memory_limit, found, replayed)
@@ -244,10 +233,8 @@ class _Replay:
 def _replayed(
     place: _Place, tokens: int, allocator: Allocator, capacity_bytes: int
 ) -> _Replay | None:
-    """A replay, or None where it does not fit; what is alive at once may be too much without one,
-    and what never came to the end of a smaller GPU does in a larger one as it did there.
-
-    Of two lengths that give a GPU as many tokens, the first alone takes it.
+    """A replay, or None where it does not fit: what is alive at once may be too much without one,
+    and what never filled a smaller GPU is the same on a larger one.
     """
     if _least_bytes(place, tokens) + sum(CUBLAS_WORKSPACES_BYTES) > capacity_bytes:
         return None

@@ -30,6 +30,7 @@ from highwater.memory.formula.constants import (
     Footprint,
     Phase,
     Term,
+    phase,
     present,
 )
 from highwater.memory.formula.formula import likely_footprint, refuse_unknown_family
@@ -52,9 +53,8 @@ ACCURACY = (
 )
 """What is known of the formula's errors."""
 LAUNCHER_BYTES = 518 * MIB
-"""Context of the process that launches the training, on the first GPU for as long as it runs. Read
-off the errors of every trial that ran out in docs/results/other_trainers/studies, on H100 and
-H200."""
+"""Context of the process that launches the training, on the first GPU. Read off the errors of every
+trial that ran out in docs/results/other_trainers/studies, on H100 and H200."""
 _TILE_TOKENS, _TILE_WIDTH = 4096, 32768
 """Tokens and words in one tile of logits: TOKEN_CHUNK_SIZE and _CHUNKED_LOGPROB_CHUNK_SIZE."""
 _PREFILL_WIDTHS, _PREFILL_STREAMS = 3, 2
@@ -75,23 +75,22 @@ def footprint(step: Step) -> Footprint:
     )
     step = replace(step, settings=settings)
     ours = likely_footprint(step)
-    phases = [_with_its_loss(phase, step) if phase.name == LOSS else phase for phase in ours.phases]
+    phases = [_with_its_loss(each, step) if each.name == LOSS else each for each in ours.phases]
     if generates:
         phases.insert(0, _generation(step))
     launcher_bytes = LAUNCHER_BYTES if step.device == "cuda" else 0
-    launcher = Term(name="context of TRL's launcher", bytes=launcher_bytes)
+    launcher = Term("context of TRL's launcher", launcher_bytes)
     return msgspec.structs.replace(
         ours, phases=tuple(phases), outside=present(*ours.outside, launcher)
     )
 
 
-def _with_its_loss(phase: Phase, step: Step) -> Phase:
-    """The loss as TRL computes it, in doubt on every token: the hidden states, a copy of those that
-    are trained and their gradient, which is in float32 before it is rounded (T x E each); a tile of
-    logits in the place of our chunk.
+def _with_its_loss(ours: Phase, step: Step) -> Phase:
+    """The loss as TRL computes it, in doubt on every token: hidden states, a copy of the trained
+    ones, their gradient in float32 and rounded (T x E each); a tile of logits for our chunk.
     """
     if step.settings.traits.gives_scalars:
-        return phase
+        return ours
     hidden = step.tokens * step.shape.hidden_size
     own = {
         "hidden states": 3 * step.element * hidden,
@@ -99,9 +98,8 @@ def _with_its_loss(phase: Phase, step: Step) -> Phase:
         "logits": step.element * min(step.tokens, _TILE_TOKENS) * _TILE_WIDTH,
         "gradient of the head": 0 if step.is_frozen else (NUMBER_BYTES + step.element) * step.table,
     }
-    others = (term for term in phase.terms if term.name not in own)
-    terms = (Term(name=name, bytes=size) for name, size in own.items())
-    return Phase(name=phase.name, terms=present(*others, *terms))
+    others = (term for term in ours.terms if term.name not in own)
+    return phase(ours.name, *others, *(Term(name, size) for name, size in own.items()))
 
 
 def _generation(step: Step) -> Phase:
@@ -115,31 +113,22 @@ def _generation(step: Step) -> Phase:
     kinds = [run.kind for run in shape.runs]
     own_head = 1 if shape.tied_embeddings else 2
     gathered = own_head * step.table + 2 * max(map(step.gathered, kinds)) if step.gathers else 0
-    kept = sum(
-        run.count * _kept_tokens(run.kind, step) * 2 * run.kind.attention.key_size
-        for run in shape.runs
-    )
+    kept = 0
+    for run in shape.runs:
+        attention = run.kind.attention  # keeps no more than its window
+        tokens = min(attention.window_tokens or step.length_tokens, step.length_tokens)
+        kept += run.count * tokens * 2 * attention.key_size
     prompt = max(map(_prompt_numbers, kinds))
     workspaces = sum(CUBLAS_WORKSPACES_BYTES) if step.device == "cuda" else 0
-    return Phase(
-        name="generation of completions",
-        terms=present(
-            Term(name="states without gradients", bytes=max(0, states - gradients) // shards),
-            Term(name=WORKSPACES, bytes=workspaces),
-            Term(name="embedding and head, gathered", bytes=step.element * gathered),
-            Term(name="keys and values of completions", bytes=step.element * sequences * kept),
-            Term(
-                name="a layer reading the prompts",
-                bytes=step.element * sequences * step.length_tokens * prompt,
-            ),
-        ),
+    numbers = step.element * sequences
+    return phase(
+        "generation of completions",
+        Term("states without gradients", max(0, states - gradients) // shards),
+        Term(WORKSPACES, workspaces),
+        Term("embedding and head, gathered", step.element * gathered),
+        Term("keys and values of completions", numbers * kept),
+        Term("a layer reading the prompts", numbers * step.length_tokens * prompt),
     )
-
-
-def _kept_tokens(kind: LayerKind, step: Step) -> int:
-    """Tokens of one sequence whose keys and values a layer keeps: of a window no more than that."""
-    window = kind.attention.window_tokens
-    return step.length_tokens if window is None else min(window, step.length_tokens)
 
 
 def _prompt_numbers(kind: LayerKind) -> int:
@@ -159,11 +148,7 @@ def bundled_edges() -> tuple[Residual, ...]:
 
 
 def study_edges(study: Study) -> tuple[Residual, ...]:
-    """The edges of a study of TRL.
-
-    Raises UsageError for a study of another trainer, and for one that teaches nothing; ModelError
-    for a family that the formula does not know.
-    """
+    """Edges of a study of TRL; UsageError or ModelError for another trainer, family, or no edge."""
     foreign, shape = study.question.foreign, study.question.model.shape
     if foreign is None or foreign.trainer != _TRAINER:
         title = "this package's engine" if foreign is None else foreign.title

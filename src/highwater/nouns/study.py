@@ -190,6 +190,11 @@ class Question(Record, frozen=True, kw_only=True):
             )
 
     @property
+    def memory_bytes(self) -> int | None:
+        """Bytes that one GPU may hold, the margin included: the budget, or all of it."""
+        return self.memory_budget_bytes or self.device_total_bytes
+
+    @property
     def key(self) -> str:
         """Digest of the question, which names its study. Without the place where the model lies,
         its layers as they were read, which its configuration's digest tells, and the time limit.

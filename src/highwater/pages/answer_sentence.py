@@ -10,7 +10,7 @@ from highwater.nouns.hardware import THIS_MACHINE
 from highwater.nouns.recommendation import Alternative, Recommendation
 from highwater.nouns.settings import Settings, listed, settings_in_words
 from highwater.nouns.study import Risk
-from highwater.nouns.trainer import OURS, AnyTrainer, predicted_traits, trainer_title
+from highwater.nouns.trainer import OURS, predicted_traits, trainer_title
 from highwater.pages.text import plain
 from highwater.units import format_bytes, format_seconds, format_tokens
 
@@ -79,18 +79,14 @@ def recommendation_answer(found: Recommendation) -> str:
 
 def _where(found: Prediction | Recommendation) -> str:
     """``4 x A100-80GB``, and who trains where that is not our engine."""
-    trainer = _whose(found.trainer)
+    title = trainer_title(found.trainer)
+    is_watched = predicted_traits(found.trainer) is None
+    trainer = f" with {title}" if is_watched else f" for {title}'s trainer"
+    trainer = "" if found.trainer == OURS else trainer
     if found.device_name == nameless(found.device_bytes):
         gpus = "a GPU" if found.gpus == 1 else f"{found.gpus} GPUs"
         return f"{gpus} of {format_bytes(found.device_bytes)}{trainer}"
     return f"{found.gpus} x {plain(found.device_name)}{trainer}"
-
-
-def _whose(trainer: AnyTrainer) -> str:
-    if trainer == OURS:
-        return ""
-    title = trainer_title(trainer)
-    return f" with {title}" if predicted_traits(trainer) is None else f" for {title}'s trainer"
 
 
 def _beside(prediction: Prediction, answer: CellPrediction) -> str:
@@ -98,9 +94,8 @@ def _beside(prediction: Prediction, answer: CellPrediction) -> str:
     said = ""
     if answer.capacity_tokens and answer.likely_edge_tokens > answer.capacity_tokens:
         said = f" Up to {format_tokens(answer.likely_edge_tokens)} may fit, with nothing to spare."
-    on_gpus = [
-        cell.capacity_tokens for cell in prediction.cells if cell.cell.settings.offload is False
-    ]
+    cells = prediction.cells
+    on_gpus = [each.capacity_tokens for each in cells if each.cell.settings.offload is False]
     if answer.cell.settings.offload is not False and any(on_gpus):
         said += f" With everything on the GPUs: {format_tokens(max(on_gpus))}."
     return said
@@ -163,9 +158,8 @@ def _lacking_bytes(predicted: CellPrediction) -> int:
     """Bytes of a GPU that a cell lacks; of files from before they were written, what its headroom
     tells.
     """
-    if predicted.lacks_bytes is not None:
-        return predicted.lacks_bytes
-    return max(0, -predicted.headroom_bytes)
+    lacks_bytes = predicted.lacks_bytes
+    return max(0, -predicted.headroom_bytes) if lacks_bytes is None else lacks_bytes
 
 
 def _of_prediction(prediction: Prediction, predicted: CellPrediction) -> str:

@@ -33,6 +33,7 @@ def check_page(
     to the user; ``command``: what was typed, but for the folder; ``roomier``: what asks for more
     headroom.
     """
+    steps = _first_run(found, chosen, emitted, name=name, package=package)
     gpus = f"{found.gpus} x {found.device_name}"
     title = f"{name}: {found.model_name}, {format_tokens(found.length_tokens)} tokens, {gpus}"
     parts = [
@@ -48,7 +49,7 @@ def check_page(
         "## What is yours to fill in",
         _items([*yours, *_positions(found, emitted)]),
         "## Before the first long run",
-        _numbered(_first_run(found, chosen, emitted, name=name, package=package)),
+        "\n".join(f"{n}. {plain(step)}" for n, step in enumerate(steps, start=1)),
         f"Where memory runs out, ask for {'more headroom' if emitted.fits else 'less of a GPU'}: "
         f"`{roomier}`.",
     ]
@@ -110,12 +111,7 @@ def _positions(found: Recommendation, emitted: Emitted) -> list[str]:
 
 
 def _first_run(
-    found: Recommendation,
-    chosen: Candidate,
-    emitted: Emitted,
-    *,
-    name: str,
-    package: str,
+    found: Recommendation, chosen: Candidate, emitted: Emitted, *, name: str, package: str
 ) -> list[str]:
     """What to look at, in its order."""
     steps = [
@@ -137,7 +133,3 @@ def _first_run(
 
 def _items(lines: Sequence[str]) -> str:
     return "\n".join(f"- {plain(line)}" for line in lines)
-
-
-def _numbered(lines: Sequence[str]) -> str:
-    return "\n".join(f"{number}. {plain(line)}" for number, line in enumerate(lines, start=1))

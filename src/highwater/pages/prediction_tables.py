@@ -5,7 +5,7 @@ many cells of a known table a prediction hits.
 from collections.abc import Sequence
 
 from highwater.memory.capacity import Binding, CellPrediction, Prediction
-from highwater.memory.formula.constants import MachineConstants, Phase, Term
+from highwater.memory.formula.constants import MachineConstants, Term
 from highwater.memory.interval.calibration import Calibration, least_residuals
 from highwater.memory.interval.residuals import PredictionMethod, unlike_cell
 from highwater.memory.table_accuracy import Miss, TableAccuracy
@@ -61,10 +61,12 @@ def term_table(predicted: CellPrediction) -> TextTable:
     if predicted.replayed is not None:
         return _tensor_table(predicted, predicted.replayed)
     footprint = predicted.footprint
+    marks = (" (the peak)" if phase is footprint.peak else "" for phase in footprint.phases)
     phases: list[tuple[str, Sequence[Term]]] = [
-        (_phase_name(phase, footprint.peak), phase.terms) for phase in footprint.phases
-    ]
-    phases += [
+        *(
+            (f"{phase.name}{mark}, {format_bytes(phase.bytes)}", phase.terms)
+            for phase, mark in zip(footprint.phases, marks, strict=True)
+        ),
         ("reserved besides", footprint.besides),
         ("outside the allocator", footprint.outside),
         ("host", footprint.host),
@@ -72,10 +74,8 @@ def term_table(predicted: CellPrediction) -> TextTable:
     largest = max(term.bytes for _, terms in phases for term in terms)
     rows = [
         (
-            name if index == 0 else "",
-            term.name,
-            "#" * round(_BAR * term.bytes / largest),
-            f"{term.bytes / GIB:.2f}",
+            *(name if index == 0 else "", term.name),
+            *("#" * round(_BAR * term.bytes / largest), f"{term.bytes / GIB:.2f}"),
         )
         for name, terms in phases
         for index, term in enumerate(sorted(terms, key=lambda term: -term.bytes))
@@ -96,12 +96,8 @@ def _tensor_table(predicted: CellPrediction, replayed: Replayed) -> TextTable:
     named = sum(alive.bytes for alive in replayed.alive)
     rows = [
         (
-            alive.operator,
-            alive.module or "-",
-            alive.phase,
-            str(alive.count),
-            "#" * round(_BAR * alive.bytes / largest),
-            f"{alive.bytes / GIB:.2f}",
+            *(alive.operator, alive.module or "-", alive.phase, str(alive.count)),
+            *("#" * round(_BAR * alive.bytes / largest), f"{alive.bytes / GIB:.2f}"),
         )
         for alive in replayed.alive
     ]
@@ -114,9 +110,8 @@ def _tensor_table(predicted: CellPrediction, replayed: Replayed) -> TextTable:
         rows=tuple(rows),
         footnotes=(
             f"these are {format_bytes(named)} of {format_bytes(replayed.peak_allocated_bytes)} "
-            f"allocated; "
-            f"{format_bytes(replayed.peak_reserved_bytes)} reserved, {replayed.retries} retries "
-            f"of the allocator",
+            f"allocated; {format_bytes(replayed.peak_reserved_bytes)} reserved, {replayed.retries} "
+            "retries of the allocator",
             f"peaks by phase: {peaks}",
         ),
     )
@@ -128,27 +123,18 @@ def accuracy_table(table_accuracy: TableAccuracy, *, name: str) -> TextTable:
         row.settings: (str(row.exact), str(row.within_one_step))
         for row in table_accuracy.closed_form
     }
-    cells = table_accuracy.replayed_cells + table_accuracy.formula_cells
-    notes = (
-        ()
-        if MEMORY[table_accuracy.trainer].replay is None
-        else (by_replay(table_accuracy.replayed_cells, cells),)
-    )
+    replayed = table_accuracy.replayed_cells
+    is_replayed = MEMORY[table_accuracy.trainer].replay is not None
+    notes = (by_replay(replayed, replayed + table_accuracy.formula_cells),) if is_replayed else ()
     return TextTable(
         title=f"predicted against {plain(name)}",
         columns=(
-            "settings",
-            "cells",
-            "exact",
-            "within one step",
+            *("settings", "cells", "exact", "within one step"),
             *(("closed form: exact", "within one step") if closed else ()),
         ),
         rows=tuple(
             (
-                row.settings,
-                str(row.cells),
-                str(row.exact),
-                str(row.within_one_step),
+                *(row.settings, str(row.cells), str(row.exact), str(row.within_one_step)),
                 *closed.get(row.settings, ()),
             )
             for row in table_accuracy.per_settings
@@ -159,15 +145,12 @@ def accuracy_table(table_accuracy: TableAccuracy, *, name: str) -> TextTable:
 
 
 def _missed(miss: Miss) -> str:
-    where = (
+    layout = miss.cell.layout
+    return (
         f"{miss.settings}, {plain(miss.device_name)}, {plain(miss.model_name)}, "
-        f"{counted_ranks(miss.cell.layout.gpus, 'cuda')}"
+        f"{counted_ranks(layout.gpus, 'cuda')}{layout.suffix}: known "
+        f"{format_tokens(miss.known_tokens)}, predicted {format_tokens(miss.predicted_tokens)}"
     )
-    lengths = (
-        f"known {format_tokens(miss.known_tokens)}, predicted "
-        f"{format_tokens(miss.predicted_tokens)}"
-    )
-    return f"{where}{miss.cell.layout.suffix}: {lengths}"
 
 
 def _title(prediction: Prediction) -> str:
@@ -177,9 +160,8 @@ def _title(prediction: Prediction) -> str:
     )
     asked = prediction.length_tokens
     length = "" if asked is None else f", {_length(asked, prediction.native_length_tokens)} tokens"
-    trainer = (
-        "" if prediction.trainer == OURS else f", trained by {TRAINERS[prediction.trainer].title}"
-    )
+    title = TRAINERS[prediction.trainer].title
+    trainer = "" if prediction.trainer == OURS else f", trained by {title}"
     return f"{plain(prediction.model_name)} on {where}{length}{trainer}"
 
 
@@ -217,11 +199,8 @@ def _fits(predicted: CellPrediction) -> str:
 
 
 def _length(tokens: int, native_length_tokens: int) -> str:
-    return (
-        f"{format_tokens(tokens)}{'*' if tokens > native_length_tokens else ''}"
-        if tokens
-        else "none"
-    )
+    star = "*" if tokens > native_length_tokens else ""
+    return f"{format_tokens(tokens)}{star}" if tokens else "none"
 
 
 def _has_several_counts(prediction: Prediction) -> bool:
@@ -241,12 +220,10 @@ def _speed(predicted: CellPrediction) -> tuple[str, str]:
 
 def _device_memory(predicted: CellPrediction) -> str:
     """The interval of the GPU's memory; without one the prediction itself."""
-    if predicted.interval is None:
+    ends = predicted.interval
+    if ends is None:
         return format_bytes(predicted.device_used_bytes)
-    return (
-        f"{format_bytes(predicted.interval.low_bytes)} to "
-        f"{format_bytes(predicted.interval.high_bytes)}"
-    )
+    return f"{format_bytes(ends.low_bytes)} to {format_bytes(ends.high_bytes)}"
 
 
 def _caveat(prediction: Prediction) -> str:
@@ -291,19 +268,12 @@ def _explanations(prediction: Prediction) -> list[str]:
 def _constants(own: MachineConstants, gpus: int) -> str:
     """A note on where what lies outside the allocator was measured, and what of it was not."""
     names = {"torch": "torch", "cuda": "CUDA", "nccl": "NCCL", "cudnn": "cuDNN"}
-    versions = ", ".join(
-        f"{name} {own.versions[key]}" for key, name in names.items() if key in own.versions
-    )
-    text = (
-        f"context, cuBLAS and NCCL as measured on {own.device_name}: "
-        f"{versions or 'versions unknown'}"
-    )
-    most = max(own.context_bytes)
-    return plain(
-        text
-        if gpus <= most
-        else f"{text}; NCCL of {gpus} GPUs is not among them, and taken as read on H200s and H100s"
-    )
+    known = [f"{name} {own.versions[key]}" for key, name in names.items() if key in own.versions]
+    versions = ", ".join(known) or "versions unknown"
+    text = f"context, cuBLAS and NCCL as measured on {own.device_name}: {versions}"
+    if gpus > max(own.context_bytes):
+        text += f"; NCCL of {gpus} GPUs is not among them, and taken as read on H200s and H100s"
+    return plain(text)
 
 
 def learned(calibration: Calibration) -> list[str]:
@@ -339,7 +309,3 @@ def learned(calibration: Calibration) -> list[str]:
             f"{plain(', '.join(calibration.unlike))}"
         )
     return notes
-
-
-def _phase_name(phase: Phase, peak: Phase) -> str:
-    return f"{phase.name}{' (the peak)' if phase is peak else ''}, {format_bytes(phase.bytes)}"

@@ -50,17 +50,12 @@ def _tried_table(found: Recommendation) -> TextTable:
         columns=("settings", "SP", "this length", "trains up to", "headroom, sampled"),
         rows=tuple(
             (
-                *_names(each)[:2],
-                "fits" if each.fits else reason(each),
-                _capacity(each, found).rstrip("*"),
-                _headroom(each),
+                *(*_names(each)[:2], "fits" if each.fits else reason(each)),
+                *(_capacity(each, found).rstrip("*"), _headroom(each)),
             )
             for each in found.candidates
         ),
-        footnotes=(
-            found.accuracy,
-            *dict.fromkeys(plain(each.found_in) for each in found.candidates),
-        ),
+        footnotes=(found.accuracy, *dict.fromkeys(plain(c.found_in) for c in found.candidates)),
         left_columns=3,
     )
 
@@ -71,11 +66,8 @@ def rung_list(found: Recommendation, *, is_explained: bool = False) -> TextTable
         (
             *_names(candidate),
             *("; ".join(costs(candidate, found)) or "nothing", *_budget(candidate)),
-            *(
-                format_bytes(candidate.headroom_bytes),
-                _capacity(candidate, found),
-                *_step(candidate),
-            ),
+            format_bytes(candidate.headroom_bytes),
+            *(_capacity(candidate, found), *_step(candidate)),
         )
         for candidate in found.candidates
         if candidate.fits
@@ -124,9 +116,8 @@ def costs(candidate: Candidate, found: Recommendation) -> tuple[str, ...]:
     if not settings.optimizer_traits.is_exact:
         said.append("updates that are rounded: lossy")
     if settings.offloads_model or settings.offloads_states:
-        host = (
-            "" if candidate.host_bytes is None else f"{format_bytes(candidate.host_bytes)} of it, "
-        )
+        size = candidate.host_bytes
+        host = "" if size is None else f"{format_bytes(size)} of it, "
         what = "states" if settings.offloads_model else "moments"
         said.append(f"{what} in host memory, {host}moved at every step")
     return tuple(said)
@@ -146,13 +137,11 @@ def reason(candidate: Candidate) -> str:
 
 
 def _chosen_table(found: Recommendation, chosen: Candidate) -> TextTable:
+    budget = chosen.token_budget_tokens
     rows = (
         ("settings", f"{short_settings(chosen.cell.settings)}{_degrees(chosen)}, {_by(chosen)}"),
         ("headroom", _headroom(chosen)),
-        (
-            "token budget",
-            f"{format_tokens(chosen.token_budget_tokens)} a GPU: {_packed(chosen, found)}",
-        ),
+        ("token budget", f"{format_tokens(budget)} a GPU: {_packed(chosen, found)}"),
         ("trains up to", f"{_capacity(chosen, found)} tokens, {chosen.capacity_source}"),
         ("step", _step_in_words(chosen.step_time)),
         ("costs", "; ".join(costs(chosen, found)) or "nothing"),
@@ -261,28 +250,22 @@ def _by(candidate: Candidate) -> str:
 
 
 def _budget(candidate: Candidate) -> tuple[str, str]:
-    return str(candidate.cell.settings.sequences_per_micro_batch), format_tokens(
-        candidate.token_budget_tokens
-    )
+    sequences = candidate.cell.settings.sequences_per_micro_batch
+    return str(sequences), format_tokens(candidate.token_budget_tokens)
 
 
 def _capacity(candidate: Candidate, found: Recommendation) -> str:
     tokens, least = candidate.capacity_tokens, "≥" if candidate.is_at_least else ""
-    return (
-        f"{least}{format_tokens(tokens)}{'*' if tokens > found.native_length_tokens else ''}"
-        if tokens
-        else "none"
-    )
+    star = "*" if tokens > found.native_length_tokens else ""
+    return f"{least}{format_tokens(tokens)}{star}" if tokens else "none"
 
 
 def _packed(candidate: Candidate, found: Recommendation) -> str:
     """``2 sequences of 65,536 over 2 GPUs``."""
-    count, degree = (
-        candidate.cell.settings.sequences_per_micro_batch,
-        candidate.cell.layout.context_degree,
-    )
+    settings, degree = candidate.cell.settings, candidate.cell.layout.context_degree
+    count = settings.sequences_per_micro_batch
     over = f" over {degree} GPUs" if degree > 1 else ""
-    fewer = "each of more micro-batches" if candidate.cell.settings.accumulates else "a step"
+    fewer = "each of more micro-batches" if settings.accumulates else "a step"
     lowered = f", below the default, so fewer tokens in {fewer}" if candidate.is_lowered else ""
     return f"{counted(count, 'sequence')} of {format_tokens(found.length_tokens)}{over}{lowered}"
 
@@ -301,18 +284,14 @@ def _step(candidate: Candidate) -> tuple[str, str]:
 def _step_in_words(step: StepTime | None) -> str:
     if step is None:
         return "unknown: no study here measured the speed of these settings, nor of such a GPU"
-    figure = (
-        f"{format_seconds(step.time_s)} for {format_tokens(step.step_tokens)} tokens, {step.source}"
-    )
+    takes, speed = format_seconds(step.time_s), f"{step.tokens_per_s:,.0f} tokens/s"
+    figure = f"{takes} for {format_tokens(step.step_tokens)} tokens, {step.source}"
     if step.source == "measured":
-        return f"{figure}: {step.tokens_per_s:,.0f} tokens/s"
+        return f"{figure}: {speed}"
     if step.measured_length_tokens is None:
-        return f"{format_seconds(step.time_s)} predicted, {step.tokens_per_s:,.0f} tokens/s"
+        return f"{takes} predicted, {speed}"
     at = format_tokens(step.measured_length_tokens)
-    return (
-        f"{figure} from {step.tokens_per_s:,.0f} tokens/s, measured at {at} tokens, at the "
-        f"same FLOP/s"
-    )
+    return f"{figure} from {speed}, measured at {at} tokens, at the same FLOP/s"
 
 
 def _headroom(chosen: Candidate) -> str:
@@ -334,9 +313,8 @@ def _positions(yarn: Yarn | None, found: Recommendation) -> str:
     if yarn is None:
         return f"as the model has them, up to {format_tokens(found.native_length_tokens)}"
     block = ", ".join(f"{name}: {value}" for name, value in yarn.rope_parameters.items())
-    return (
-        f"YaRN, rope_parameters {{{block}}}, max_position_embeddings {yarn.max_position_embeddings}"
-    )
+    length = yarn.max_position_embeddings
+    return f"YaRN, rope_parameters {{{block}}}, max_position_embeddings {length}"
 
 
 def _footnotes(found: Recommendation, is_explained: bool) -> tuple[str, ...]:
@@ -362,25 +340,20 @@ def _explanations(found: Recommendation) -> Iterator[str]:
     yield from _star(found)
     yield RISK_IN_WORDS
     if found.rollout_gpus:
-        both = found.gpus + found.rollout_gpus
-        yield (
-            f"every count of GPUs is the trainer's, {found.gpus}: {found.rollout_gpus} of "
-            f"{both} roll out"
-        )
+        own, rollout = found.gpus, found.rollout_gpus
+        yield f"every count of GPUs is the trainer's, {own}: {rollout} of {own + rollout} roll out"
     if found.yarn is not None:
         yield (
-            "YaRN: numerical stability needs the angles of such positions in float32, for "
-            "bfloat16 counts without gaps to 256 only "
-            "(Hugging Face's models and this engine compute them so); one factor scales every "
-            "length, short texts too, and rollout "
-            "and trainer need the same block, or their log-probabilities differ"
+            "YaRN: numerical stability needs the angles of such positions in float32, for bfloat16 "
+            "counts without gaps to 256 only (Hugging Face's models and this engine compute them "
+            "so); one factor scales every length, short texts too, and rollout and trainer need "
+            "the same block, or their log-probabilities differ"
         )
-    offloads = [
-        each
+    offloads = (
+        each.cell.settings.offload is not False and each.fits and each.host_bytes is not None
         for each in found.candidates
-        if each.cell.settings.offload is not False and each.fits and each.host_bytes is not None
-    ]
-    if offloads and not found.host_memory_bytes:
+    )
+    if any(offloads) and not found.host_memory_bytes:
         yield (
             "offload is taken to find the host memory that it needs; `--host-memory` says how "
             "much there is"

@@ -17,15 +17,20 @@ def prediction_lines(prepared: PreparedTraining) -> list[str]:
     spec = prepared.spec
     trial, corpus = spec.trial, spec.corpus
     gpus = "GPU" if trial.device == "cuda" else "process"
+    length, sequences = format_tokens(trial.length_tokens), trial.sequences
+    row = length if sequences == 1 else f"{sequences} x {length}"
+    # Rows are a little shorter than the length, so that documents come up to so often.
+    tokens = spec.steps * spec.micro_batches * trial.length_tokens * sequences
+    epochs = f"up to {tokens / max(1, corpus.tokens):.1f} epochs"
     # How many rows a step has is said beside them.
     settings = msgspec.structs.replace(trial.settings, accumulates=True)
     lines = [
         f"{trial.model_name}: {counted(spec.steps, 'step')} of "
-        f"{counted(spec.micro_batches, 'row')} of {_row_tokens(spec)} tokens, "
+        f"{counted(spec.micro_batches, 'row')} of {row} tokens, "
         f"{short_settings(settings)}, {counted_ranks(trial.layout.gpus, trial.device)}"
         f"{trial.layout.suffix}",
         f"data: {counted(corpus.documents, 'document')}, {corpus.tokens:,} tokens, longest "
-        f"{corpus.longest_tokens:,}; {_epochs(spec)}",
+        f"{corpus.longest_tokens:,}; {epochs}",
     ]
     lines += _left_out(spec)
     used_bytes = prepared.predicted.device_used_bytes + prepared.rows_bytes
@@ -36,20 +41,6 @@ def prediction_lines(prepared: PreparedTraining) -> list[str]:
     if prepared.done_steps:
         lines.append(f"goes on after step {prepared.done_steps}")
     return lines
-
-
-def _row_tokens(spec: TrainingSpec) -> str:
-    """The tokens of a row."""
-    sequences = spec.trial.sequences
-    length = format_tokens(spec.trial.length_tokens)
-    return length if sequences == 1 else f"{sequences} x {length}"
-
-
-def _epochs(spec: TrainingSpec) -> str:
-    """How often every document comes, about: rows are a little shorter than the length."""
-    trial = spec.trial
-    rows_tokens = spec.steps * spec.micro_batches * trial.length_tokens * trial.sequences
-    return f"up to {rows_tokens / max(1, spec.corpus.tokens):.1f} epochs"
 
 
 def _left_out(spec: TrainingSpec) -> list[str]:
@@ -70,9 +61,8 @@ def _left_out(spec: TrainingSpec) -> list[str]:
 
 def training_answer(spec: TrainingSpec, result: TrainingResult) -> str:
     """The first line: what was trained, and where it is."""
-    kind = (
-        "adapter" if spec.trial.settings.lora and not spec.trial.settings.lora_merged else "model"
-    )
+    settings = spec.trial.settings
+    kind = "adapter" if settings.lora and not settings.lora_merged else "model"
     return plain(
         f"Trained {spec.trial.model_name} for {counted(result.step, 'step')}: the loss went from "
         f"{result.losses[0]:.3f} to {result.losses[-1]:.3f}. The {kind} is in "

@@ -27,14 +27,7 @@ MOST_GPUS_TRIED = 64
 """GPUs tried at the most: every count of one machine, then twice as many, up to here."""
 _LORA_RANK = 32
 _RESTRICTIONS = (
-    "allocator",
-    "loss",
-    "copies",
-    "ring",
-    "ulysses",
-    "recompute",
-    "mlp_tiles",
-    "strategy",
+    *("allocator", "loss", "copies", "ring", "ulysses", "recompute", "mlp_tiles", "strategy"),
 )
 """Settings that keep rungs, layouts or what saves memory out of what is tried."""
 
@@ -51,10 +44,9 @@ def alternatives(goal: Goal, *, reserved_bytes: int, rollout_gpus: int) -> tuple
 
 
 def more_gpus(goal: Goal, *, rollout_gpus: int = 0) -> Alternative | None:
-    """Find the fewest GPUs of the same kind that train the length.
-
-    Counts within one machine come first, then twice a machine's GPUs, and twice that: in copies
-    that a machine holds, where copies were named. Of a model in NF4 each GPU has a copy.
+    """Find the fewest GPUs of the same kind that train the length. Counts within one machine come
+    first, then twice a machine's GPUs, and twice that: in copies that a machine holds, where copies
+    were named. Of a model in NF4 each GPU has a copy.
     """
     for where in _larger_clusters(goal):
         copies = {"copies": [where.gpus]} if goal.settings.get("lora_base") == "nf4" else {}
@@ -88,10 +80,9 @@ def _larger_clusters(goal: Goal) -> Iterator[Cluster]:
 
 
 def larger_gpu(goal: Goal, *, reserved_bytes: int = 0, rollout_gpus: int = 0) -> Alternative | None:
-    """Find the smallest kind of GPU in the catalog of which as many train the length.
-
-    Of two kinds with the same memory the first in the catalog is taken; AMD's are named where the
-    GPUs in question are AMD's.
+    """Find the smallest kind of GPU in the catalog of which as many train the length. Of two kinds
+    with the same memory the first in the catalog is taken; AMD's are named where the GPUs in
+    question are AMD's.
     """
     has_trials = runs_trials(goal.where.device_name)
     kinds = [
@@ -109,9 +100,8 @@ def larger_gpu(goal: Goal, *, reserved_bytes: int = 0, rollout_gpus: int = 0) ->
             device_bytes=device_bytes,
             compute_capability=kind.compute_capability,
         )
-        limit = msgspec.structs.replace(
-            goal.memory_limit, device_bytes=device_bytes - reserved_bytes
-        )
+        left_bytes = device_bytes - reserved_bytes
+        limit = msgspec.structs.replace(goal.memory_limit, device_bytes=left_bytes)
         memory_limit = with_usual_host(limit, where)
         if memory_limit.host_bytes is None:  # nobody knows what its machines have: no more
             memory_limit = limit
@@ -160,8 +150,12 @@ def technique(goal: Goal) -> Alternative:
     return Alternative(kind="technique", what=what)
 
 
-def _changes(goal: Goal) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...], Goal]]:
-    """Changes to try: each in words, flags to add, flags to leave out, and the goal it makes."""
+_Change = tuple[str, tuple[str, ...], tuple[str, ...], Goal]
+"""A change to try: in words, flags to add, flags to leave out, and the goal that it makes."""
+
+
+def _changes(goal: Goal) -> Iterator[_Change]:
+    """Changes to try, one after another."""
     for name in _RESTRICTIONS:
         if name in goal.settings:
             flag = flag_of(name)
@@ -175,9 +169,7 @@ def _changes(goal: Goal) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]
         yield from _other_trainings(goal)
 
 
-def _other_trainings(
-    goal: Goal,
-) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...], Goal]]:
+def _other_trainings(goal: Goal) -> Iterator[_Change]:
     """Changes of what is learned: states of few bits, then adapters, then a base in few bits."""
     others: list[tuple[str, dict[str, object]]] = []
     if "optimizer" not in goal.settings and "lora" not in goal.settings:
@@ -197,7 +189,7 @@ def _other_trainings(
         yield what, tuple(words_of(settings)), (), changed
 
 
-def _rings(goal: Goal) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...], Goal]]:
+def _rings(goal: Goal) -> Iterator[_Change]:
     """The ring with which the simplest settings fit, beside as many heads as can be traded."""
     shape, gpus = load_model(goal.model).shape, goal.where.gpus
     traits = TRAINERS[goal.trainer]
@@ -264,13 +256,7 @@ def tried_recommendation(
     notes: list[str] = []
     for recorded in studies:
         study = with_margin(recorded, margin_bytes)
-        why = obstacle(
-            study,
-            model=read,
-            device_name=where.device_name,
-            memory_limit=memory_limit,
-            trainer=trainer,
-        )
+        why = obstacle(study, read, where.device_name, memory_limit, trainer)
         told = {} if why else measured_cells(study, where.gpus, length_tokens)
         if not told:
             ranks = counted_ranks(where.gpus, "cuda")

@@ -51,7 +51,6 @@ def query_of_study(study: Study) -> Query | None:
 
 def query_of_prediction(prediction: Prediction, model: str | None = None) -> Query | None:
     """The query about a prediction's model and GPUs; None where ``recommend`` cannot be asked it.
-
     ``model`` is what somebody called the model. A prediction by trace is not asked again.
     """
     kind = kind_of(prediction.device_name)

@@ -159,11 +159,9 @@ class Bracket:
 
     @property
     def _around_the_hint(self) -> tuple[int, ...]:
-        """The hint, then ever further below it for as long as they fail.
-
-        A good hint is a step or a few per cent off. One that is far above the capacity says nothing
-        about it: the bisection then gallops from index 1, so that a wild hint costs these trials
-        and no more.
+        """The hint, then ever further below it for as long as they fail. A good hint is a step or a
+        few per cent off. One that is far above the capacity says nothing about it: the bisection
+        then gallops from index 1, so that a wild hint costs these trials and no more.
         """
         first = self._first
         return (first, first - 1, first - max(2, first // 4))

@@ -27,10 +27,8 @@ class WantedTrial:
 
 
 def recorded_trials(question: Question, known: Past) -> list[WantedTrial]:
-    """Trials that told; and where time counts, those that ran out of no less than there is.
-
-    Each trial stands here once, however often it was launched, and none of them needs another
-    launch.
+    """Trials that told; and where time counts, those that ran out of no less than there is. Each
+    trial stands here once, however often it was launched, and none of them needs another launch.
     """
     ends: dict[WantedTrial, dict[int, Outcome]] = {}
     for trial in known.trials:
@@ -82,7 +80,12 @@ class CellOutcomes:
         if result.outcome is Outcome.FIT and fits:
             self._trained.setdefault(index, result)
         if asked.after_edge:
-            self._take_in_after_edge(index, result, fits=fits)
+            self.after_edge += 1
+            if not fits:
+                self.untold = f"{self._tokens(index)} in full: {result.reason}"
+                # It speaks against the memory-only fit: a contradiction, which the answer says.
+                if result.outcome.tells:
+                    self._bracket.tell(index, fits)
             return
         if is_late and not asked.memory_only and self._question.proof == "memory":
             return  # a memory-only trial of the same length comes next
@@ -100,15 +103,6 @@ class CellOutcomes:
         """Take in that an index is not tried for want of time."""
         self._left_out[index] = why
         self._bracket.tell_undecided(index)
-
-    def _take_in_after_edge(self, index: int, result: TrialResult, *, fits: bool) -> None:
-        self.after_edge += 1
-        if fits:
-            return
-        self.untold = f"{self._tokens(index)} in full: {result.reason}"
-        # It speaks against the memory-only fit: a contradiction, which the answer says.
-        if result.outcome.tells:
-            self._bracket.tell(index, fits)
 
     def answer(self) -> CellAnswer:
         """The answer that the trials so far prove."""
@@ -189,20 +183,16 @@ class CellOutcomes:
         return has_told and not self._question.counts_as_fit(result)
 
     def _contradictions(self) -> tuple[str, ...]:
-        """Each observation that is not monotone, in words.
-
-        A longer length that packs fewer tokens of a budget than a shorter one may fit where that
-        one does not: this is no contradiction.
-        """
-        said: list[str] = []
+        """What is not monotone, in words; a longer length may pack fewer tokens of a budget."""
         packed = partial(packed_tokens, self._question, self._cell)
-        for pair in self._bracket.contradictions(packed):
-            failed, fit = self._tokens(pair.failed_index), self._tokens(pair.fit_index)
-            if pair.failed_index == pair.fit_index:
-                said.append(f"{fit} fit in one trial and not in another")
-            else:
-                said.append(f"{failed} did not fit, {fit} did")
-        return tuple(said)
+        pairs = self._bracket.contradictions(packed)
+        told = ((self._tokens(each.failed_index), self._tokens(each.fit_index)) for each in pairs)
+        return tuple(
+            f"{fit} fit in one trial and not in another"
+            if failed == fit
+            else f"{failed} did not fit, {fit} did"
+            for failed, fit in told
+        )
 
     def _results_at(self, index: int) -> list[TrialResult]:
         return [result for (tried, _, _), result in self.results.items() if tried == index]

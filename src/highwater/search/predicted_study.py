@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from highwater.errors import HighwaterError, MachineError, ModelError, StudyError
-from highwater.memory.capacity import CellPrediction, MemoryLimit, predict_at, predict_cells
+from highwater.memory.capacity import MemoryLimit, predict_at, predict_cells
 from highwater.memory.formula.formula import likely_footprint, refuse_unknown_family
 from highwater.memory.interval.calibration import Calibration, Interval
 from highwater.memory.interval.residuals import bundled_residuals
@@ -73,22 +73,24 @@ def predictions_of(study: Study) -> Predictions:
     question = study.question
     reason = obstacle(question)
     if reason is not None:
-        return Predictions(
-            trials=(None,) * len(study.trials), cells=(None,) * len(question.cells), reason=reason
-        )
-    memory_limit = MemoryLimit(device_bytes=_device_bytes(question))
+        nothing, of_no_cell = (None,) * len(study.trials), (None,) * len(question.cells)
+        return Predictions(trials=nothing, cells=of_no_cell, reason=reason)
+    assert question.memory_bytes is not None, "it is no obstacle"  # noqa: S101
+    memory_limit = MemoryLimit(device_bytes=question.memory_bytes)
     known = calibration_of(question, OURS)
-    keys = {
-        trial.spec.key
-        for trial in study.trials
-        if trial.result is not None and not trial.result.simulated
-    }
+    told = (trial for trial in study.trials if trial.result and not trial.result.simulated)
+    keys = {trial.spec.key for trial in told}
     learned = {residual.trial for residual in bundled_residuals() if residual.method == "formula"}
     return Predictions(
         trials=tuple(
             _of_trial(question, trial.spec, memory_limit, known) for trial in study.trials
         ),
-        cells=tuple(map(_of_cell, predict_cells(question, memory_limit, likely_footprint, known))),
+        cells=tuple(
+            PredictedCell(
+                capacity_tokens=found.capacity_tokens, likely_tokens=found.likely_edge_tokens
+            )
+            for found in predict_cells(question, memory_limit, likely_footprint, known)
+        ),
         calibration=known,
         shared_trials=len(keys & learned),
     )
@@ -117,12 +119,6 @@ def unlike_trials(question: Question) -> str | None:
     return None
 
 
-def _device_bytes(question: Question) -> int:
-    found = question.memory_budget_bytes or question.device_total_bytes
-    assert found is not None, "it is no obstacle"  # noqa: S101
-    return found
-
-
 def _of_trial(
     question: Question, spec: TrialSpec, memory_limit: MemoryLimit, known: Calibration | None
 ) -> PredictedTrial:
@@ -139,12 +135,6 @@ def _of_trial(
     )
 
 
-def _of_cell(found: CellPrediction) -> PredictedCell:
-    return PredictedCell(
-        capacity_tokens=found.capacity_tokens, likely_tokens=found.likely_edge_tokens
-    )
-
-
 def completed_study(request: Request) -> Study | None:
     """The named study, if it asks what is asked and has every answer, in as much time; else None.
 
@@ -156,9 +146,13 @@ def completed_study(request: Request) -> Study | None:
         return None
     if request.on_ray or probe().gpus:
         return None
-    study = _study_of_gpus(Path(request.study))
-    asked = None if study is None else _asked(request, study.question)
-    if study is None or asked is None or asked.key != study.question.key:
+    study = _study_in(Path(request.study))
+    if study is None or study.question.device != "cuda" or study.question.simulated:
+        return None
+    asked = None
+    with suppress(HighwaterError):  # what it asks on a machine with the study's GPUs
+        asked = plan(gone_on(request)[0], _machine_of(study.question)).question
+    if asked is None or asked.key != study.question.key:
         return None
     limit_s = asked.timeout_s
     answers = study.answers_within(limit_s)
@@ -177,38 +171,26 @@ def completed_study(request: Request) -> Study | None:
     return msgspec.structs.replace(study, notes=(f"{none_needed}; nothing is run", *study.notes))
 
 
-def _study_of_gpus(path: Path) -> Study | None:
-    """The study in a file, if its trials ran on GPUs; else None.
-
-    What is wrong with a file is told where it would be written. A path that is no file, a pipe for
-    example, is not waited for.
+def _study_in(path: Path) -> Study | None:
+    """The study in a file; None where there is none. What is wrong with a file is told where it
+    would be written; a path that is no file, as a pipe, is not waited for.
     """
     with suppress(StudyError, OSError):
-        study = read_study(path) if path.is_file() else None
-        if study is not None and study.question.device == "cuda" and not study.question.simulated:
-            return study
-    return None
-
-
-def _asked(request: Request, question: Question) -> Question | None:
-    """What the request asks on a machine with the study's GPUs; None where it asks nothing."""
-    with suppress(HighwaterError):
-        return plan(gone_on(request)[0], _machine_of(question)).question
+        return read_study(path) if path.is_file() else None
     return None
 
 
 def gone_on(request: Request) -> tuple[Request, tuple[str, ...]]:
-    """The request, its sequences with the prompt of a study that it goes on with unless it names
-    one, and a note that says so. What is wrong with a file is told where it is opened.
-    """
-    if request.study is not None and request.prompt_tokens is None:
-        with suppress(StudyError, OSError):
-            path = Path(request.study)
-            recorded = read_study(path).question if path.is_file() else None
-            if recorded is not None:
-                prompted = msgspec.structs.replace(request, prompt_tokens=recorded.prompt_tokens)
-                return prompted, prompt_notes(path, recorded)
-    return request, ()
+    """The request, with the prompt of the study that it goes on with unless named, and a note."""
+    if request.study is None or request.prompt_tokens is not None:
+        return request, ()
+    path = Path(request.study)
+    study = _study_in(path)
+    if study is None:
+        return request, ()
+    prompt_tokens = study.question.prompt_tokens
+    prompted = msgspec.structs.replace(request, prompt_tokens=prompt_tokens)
+    return prompted, prompt_notes(path, study.question)
 
 
 def _machine_of(question: Question) -> Machine:

@@ -79,8 +79,6 @@ class FullTrials:
         """``timeout_s``: seconds that a trial may take, from launch to exit."""
         self._question = question
         self._cell = cell
-        self._shape = question.model.shape
-        self._steps = question.steps
         self._timeout_s = timeout_s
         self._limit_s = timeout_s * (FULL_SHARE if question.proof == "memory" else 1.0)
         self._longest: tuple[int, TrialResult] | None = None
@@ -115,9 +113,8 @@ class FullTrials:
         return f"{format_seconds(takes_s)} expected in full, and a trial may take {limit}"
 
     def expected_s(self, length_tokens: int) -> float | None:
-        """Seconds that a full trial of this length would take; None: nobody knows.
-
-        Steps grow as predicted, or else with their model FLOPs; the rest is what it was before.
+        """Seconds that a full trial of this length would take; None: nobody knows. Steps grow as
+        predicted, or else with their model FLOPs; the rest is what it was before.
         """
         if self._longest is None:
             return trial_s(self._question, self._question.trial(self._cell, length_tokens))
@@ -125,15 +122,13 @@ class FullTrials:
         # It is shorter than one that was in time; a recorded one may have had more time than now.
         if length_tokens <= known_tokens and result.wall_s <= self._timeout_s:
             return 0.0
-        steps_s = self._steps * (result.step_time_s or 0.0)
+        steps_s = self._question.steps * (result.step_time_s or 0.0)
         growth = self._weight(length_tokens) / self._weight(known_tokens)
         return max(0.0, result.wall_s - steps_s) + steps_s * growth
 
     def next_index(self, fits: int, length: Callable[[int], int]) -> int | None:
-        """The longest index up to ``fits`` that a full trial may be expected to reach in time.
-
-        None when it is not worth it. No length is reached in full at or above one whose full trial
-        ran out of memory.
+        """The longest index up to ``fits`` that a full trial may be expected to reach in time,
+        below what ran out of memory; None when it is not worth it.
         """
         if self._longest is None and not self.foresees:
             return None
@@ -161,9 +156,8 @@ class FullTrials:
         predicted_s = self._predicted_step_s(length_tokens)
         if predicted_s is not None:
             return predicted_s
-        return step_flops(
-            self._shape, length_tokens=length_tokens, sequences=1, settings=Settings()
-        )
+        shape = self._question.model.shape
+        return step_flops(shape, length_tokens=length_tokens, sequences=1, settings=Settings())
 
     def _predicted_step_s(self, length_tokens: int) -> float | None:
         return step_time_s(self._question, self._question.trial(self._cell, length_tokens))

@@ -12,10 +12,11 @@ out where it says no; a cell whose edge is still to be found is left, and the se
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
 from typing import Any
 
 from highwater.nouns.protocols import TOLD_S, Launch, Runner
-from highwater.nouns.study import Cell, CellAnswer, Expectation, Past, Question
+from highwater.nouns.study import Cell, CellAnswer, Expectation, Past, Question, RecordedTrial
 from highwater.nouns.trial import TrialResult, kept_result
 from highwater.search.cell_outcomes import (
     CellAnswered,
@@ -45,14 +46,14 @@ class BudgetSpentError(Exception):
     """The time that the search was given is over, or too short for the next trial."""
 
 
+@dataclass(slots=True, eq=False)
 class _InFlight:
     """A trial that runs."""
 
-    def __init__(self, search: CellSearch, asked: NextTrial) -> None:
-        self.search = search
-        self.asked = asked
-        self.phase = "starting"
-        self.future: Future[TrialResult] = Future()
+    search: CellSearch
+    asked: NextTrial
+    phase: str = "starting"
+    future: Future[TrialResult] = field(default_factory=Future[TrialResult])
 
     def hear(self, phase: str) -> None:
         """Keep what it is doing, which another thread tells."""
@@ -87,43 +88,34 @@ def search_cells(
     trial of it raised that. MachineError and whatever else a trial raises pass through, when those
     that ended beside it have been told; who closes the runner ends the others.
     """
-    search = _Search(question, runner, line_of, expected, past, recorded, may_start, timeout_s)
-    search.begins_shortest = begins_shortest
+    search = _Search(
+        question, runner, line_of, expected, past, recorded, may_start, timeout_s, begins_shortest
+    )
     yield from search.run(question.cells if order is None else order)
 
 
+@dataclass(slots=True, eq=False)
 class _Search:
     """The cells of a question: those that wait, those that are open, and those that are done."""
 
-    def __init__(
-        self,
-        question: Question,
-        runner: Runner,
-        line_of: MemoryLineOf,
-        expected: Callable[[Cell], int | None],
-        past: Callable[[Cell], Past],
-        recorded: Recorded,
-        may_start: MayStart,
-        timeout_s: float | None,
-    ) -> None:
-        self._question = question
-        self._runner = runner
-        self._line_of = line_of
-        self._expected = expected
-        self._past = past
-        self._recorded = recorded
-        self._has_time = may_start
-        self._timeout_s = timeout_s
-        self.begins_shortest = False
-        self._is_cut = False
-        """Whether the time of a trial was too short: no other is started after it."""
-        self._is_spent = False
-        """Whether a cell was left without its answer."""
-        self._waiting: list[Cell] = []
-        self._open: list[CellSearch] = []
-        """Searches that began and have no answer, in the order in which they began."""
-        self._in_flight: list[_InFlight] = []
-        self._finished: list[CellAnswer] = []
+    _question: Question
+    _runner: Runner
+    _line_of: MemoryLineOf
+    _expected: Callable[[Cell], int | None]
+    _past: Callable[[Cell], Past]
+    _recorded: Recorded
+    _has_time: MayStart
+    _timeout_s: float | None
+    _begins_shortest: bool
+    _is_cut: bool = False
+    """Whether the time of a trial was too short: no other is started after it."""
+    _is_spent: bool = False
+    """Whether a cell was left without its answer."""
+    _waiting: list[Cell] = field(default_factory=list[Cell])
+    _open: list[CellSearch] = field(default_factory=list[CellSearch])
+    """Searches that began and have no answer, in the order in which they began."""
+    _in_flight: list[_InFlight] = field(default_factory=list[_InFlight])
+    _finished: list[CellAnswer] = field(default_factory=list[CellAnswer])
 
     def run(self, cells: Sequence[Cell]) -> Iterator[SearchEvent]:
         """Search cells until each has its answer, or no time for one."""
@@ -133,7 +125,7 @@ class _Search:
                 yield from self._finish(ended)
             elif (search := self._movable()) is not None:
                 yield from self._move(search)
-            elif (cell := self._ready()) is not None:
+            elif (cell := next(filter(self._can_begin, self._waiting), None)) is not None:
                 yield from self._begin(cell)
             else:
                 yield from self._await()
@@ -157,19 +149,16 @@ class _Search:
         asked = search.ask()
         if asked is None:
             self._open.remove(search)
-            yield from self._closed(search)
+            if search.has_no_time:
+                self._is_spent = True
+                return
+            self._finished.append(search.answer())
+            yield CellAnswered(answer=self._finished[-1])
         elif (result := self._recorded(asked)) is not None:
-            yield _finished(asked, result, is_recorded=True)
+            yield _finished(asked, asked.cell, result, is_recorded=True)
             search.tell(result)
         else:
             yield from self._start(search, asked)
-
-    def _closed(self, search: CellSearch) -> Iterator[CellAnswered]:
-        if search.has_no_time:
-            self._is_spent = True
-            return
-        self._finished.append(search.answer())
-        yield CellAnswered(answer=self._finished[-1])
 
     def _start(self, search: CellSearch, asked: NextTrial) -> Iterator[TrialStarted]:
         yield TrialStarted(
@@ -193,7 +182,8 @@ class _Search:
             if error is None:
                 # Secrets are hidden before a result is told to anybody, never afterwards.
                 result = kept_result(flight.future.result())
-                yield _finished(flight.asked, result)
+                asked = flight.asked
+                yield _finished(asked, asked.cell, result, is_recorded=False)
                 flight.search.tell(result)
             elif isinstance(error, BudgetSpentError):
                 flight.search.give_up()
@@ -203,11 +193,8 @@ class _Search:
         if failure is not None:
             raise failure
 
-    def _ready(self) -> Cell | None:
-        """The next cell that is answered already, or whose search would find room."""
-        return next(filter(self._can_begin, self._waiting), None)
-
     def _can_begin(self, cell: Cell) -> bool:
+        """Whether a cell is answered already, or its search would find room."""
         if self._past(cell).answer is not None:
             return True
         shortest = self._question.trial(cell, self._question.grid.start_tokens)
@@ -229,11 +216,13 @@ class _Search:
             first = self._first_index(cell)
             search = CellSearch(
                 *(self._question, cell, first, known, self._may_start, self._timeout_s),
-                begins_shortest=self.begins_shortest,
+                begins_shortest=self._begins_shortest,
             )
             self._open.append(search)
             return
-        yield from _recorded_ends(cell, known)
+        for trial in known.trials:  # for whoever listens
+            if trial.result is not None:
+                yield _finished(trial, cell, trial.result, is_recorded=True)
         self._finished.append(known.answer)
         yield CellAnswered(answer=known.answer)
 
@@ -275,29 +264,17 @@ class _Search:
         return sum(here) + round(len(self._waiting) * each)
 
 
-def _finished(asked: NextTrial, result: TrialResult, *, is_recorded: bool = False) -> TrialFinished:
+def _finished(
+    launched: NextTrial | RecordedTrial, cell: Cell, result: TrialResult, *, is_recorded: bool
+) -> TrialFinished:
     return TrialFinished(
-        cell=asked.cell,
-        spec=asked.spec,
-        attempt=asked.attempt,
-        repeat=asked.repeat,
+        cell=cell,
+        spec=launched.spec,
+        attempt=launched.attempt,
+        repeat=launched.repeat,
         result=result,
         is_recorded=is_recorded,
     )
-
-
-def _recorded_ends(cell: Cell, known: Past) -> Iterator[TrialFinished]:
-    """Events of the trials of a cell that is not searched again, for whoever listens."""
-    for trial in known.trials:
-        if trial.result is not None:
-            yield TrialFinished(
-                cell=cell,
-                spec=trial.spec,
-                attempt=trial.attempt,
-                repeat=trial.repeat,
-                result=trial.result,
-                is_recorded=True,
-            )
 
 
 def recorded_search(

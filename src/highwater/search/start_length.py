@@ -10,7 +10,6 @@ otherwise the line is moved just enough to meet the middle between what fit and 
 most. The published A100 table takes 246 trials this way, of which 224 are inevitable.
 """
 
-import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -32,15 +31,15 @@ from highwater.memory.formula.layers import Step
 from highwater.memory.trace.exact import predict_exactly
 from highwater.memory.trainers import formula_of
 from highwater.model.footprint import device_state_bytes, layer_input_bytes
-from highwater.nouns.codec import from_json
-from highwater.nouns.files import CONFIG_BYTES, read_file
+from highwater.nouns.files import record_in
 from highwater.nouns.hardware import SAME_MEMORY, kernels
 from highwater.nouns.request import Request
 from highwater.nouns.study import Cell, CellAnswer, Expectation, Grid, Question
 from highwater.nouns.trainer import OURS
 from highwater.search.predicted_study import unlike_trials
 from highwater.trials.probe import probe
-from highwater.trials.tracing import CachedTracer, trace_directory
+from highwater.trials.tracing import CachedTracer
+from highwater.trials.trial_process import cache_directory
 from highwater.units import format_bytes
 
 _HF_LOGITS_BYTES = 12.4
@@ -77,10 +76,10 @@ def predicted_line(
         formula(Step(shape, settings, layout, length, question.device)).needed_bytes
         for length in (length_tokens, 2 * length_tokens)
     )
-    tokens = length_tokens * settings.sequences_per_micro_batch / layout.context_degree
+    tokens = _tokens_per_gpu(cell, length_tokens)
     bytes_per_token = (beyond - at) / tokens
-    states = device_state_bytes(shape, settings, device=question.device) / layout.shard_degree
-    return MemoryLine(at - states - bytes_per_token * tokens, bytes_per_token)
+    fixed_bytes = at - _states_bytes(question, cell) - bytes_per_token * tokens
+    return MemoryLine(fixed_bytes, bytes_per_token)
 
 
 def trainer_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLine:
@@ -100,9 +99,8 @@ def hugging_face_line(question: Question, _: Cell, usable_bytes: int) -> MemoryL
 
 
 def unknown_trainer_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLine:
-    """The line of another trainer: the geometric mean of the least and the most a token costs.
-
-    Per token x vocabulary 2 bytes (ours) to 12.4 (Hugging Face's loss); besides the logits, 1 to 4
+    """The line of another trainer: the geometric mean of the least and the most a token costs. Per
+    token x vocabulary 2 bytes (ours) to 12.4 (Hugging Face's loss); besides the logits, 1 to 4
     times the layer inputs that recomputation keeps. Fixed: a tenth of the memory.
     """
     shape = question.model.shape
@@ -115,10 +113,7 @@ def unknown_trainer_line(question: Question, cell: Cell, usable_bytes: int) -> M
 
 
 _LINES: Mapping[str, MemoryLineOf] = {
-    "accelerate": hugging_face_line,
-    "llamafactory": hugging_face_line,
-    "axolotl": hugging_face_line,
-    "ms-swift": hugging_face_line,
+    **dict.fromkeys(("accelerate", "llamafactory", "axolotl", "ms-swift"), hugging_face_line),
     "command": unknown_trainer_line,
 }
 """Lines of trainers that no formula knows; what accelerate launches, and the trainers for
@@ -139,13 +134,10 @@ def first_index(
     finished: Sequence[CellAnswer],
     line_of: MemoryLineOf = trainer_line,
 ) -> int | None:
-    """The index of the grid to try first, at least 1; None when the memory is unknown.
-
-    It is the index i nearest to the expected longest length. After it the bracket tries i + 1 if it
-    fits, else i - 1: the answer takes the least, two trials, for a capacity of i and for one of i -
-    1.
+    """The index to try first, nearest to the expected longest length; None when the memory is
+    unknown. After i come i + 1 or i - 1: two trials answer a capacity of i or of i - 1.
     """
-    memory_bytes = question.memory_budget_bytes or question.device_total_bytes
+    memory_bytes = question.memory_bytes
     if cell.settings.token_budget_tokens is not None:
         return question.size_of(cell)  # whatever the length, a micro-batch has about as many tokens
     if memory_bytes is None:
@@ -158,11 +150,8 @@ def first_index(
 
 
 def carried_start(question: Question, cell: Cell, finished: Sequence[CellAnswer]) -> int | None:
-    """The index at which the published scan starts a cell.
-
-    It is the longest capacity of this rung on fewer GPUs at this SP, or at less SP on as many; None
-    when there is none: the scan starts at the start length. Source: Trinity-RFT,
-    search_context_length_capacity.py.
+    """The index at which the published scan starts a cell: the longest capacity of this rung on
+    fewer GPUs, or at less SP; None without. Source: Trinity-RFT, search_context_length_capacity.py.
     """
     smaller = (answer.reach_tokens or 0 for answer in finished if precedes(answer.cell, cell))
     longest = max(smaller, default=0)
@@ -179,13 +168,8 @@ def _learned_line(
     """The line, moved by finished cells: those whose token costs the same, then this rung's."""
     line = before = line_of(question, cell, usable_bytes)
     rung = [answer for answer in finished if answer.cell.settings == cell.settings]
-    kin = [
-        answer
-        for answer in finished
-        if answer not in rung
-        and _are_kin(answer.cell, cell)
-        and line_of(question, answer.cell, usable_bytes) == before
-    ]
+    others = (each for each in finished if each not in rung and _are_kin(each.cell, cell))
+    kin = [each for each in others if line_of(question, each.cell, usable_bytes) == before]
     for answers in (kin, rung):
         for answer in _PASSES * answers:
             taken_bytes = usable_bytes - _states_bytes(question, answer.cell)
@@ -271,13 +255,11 @@ def check_prediction(request: Request, question: Question) -> tuple[str, ...]:
         return ()
     if request.prediction == "trace":
         if question.device != "cuda":
-            raise UsageError(
-                "what is traced are trials on GPUs", hint="leave `--prediction trace` out"
-            )
+            hint = "leave `--prediction trace` out"
+            raise UsageError("what is traced are trials on GPUs", hint=hint)
         if request.dry_run:
-            raise UsageError(
-                "a dry run traces nothing", hint="leave `--dry-run` or `--prediction trace` out"
-            )
+            hint = "leave `--dry-run` or `--prediction trace` out"
+            raise UsageError("a dry run traces nothing", hint=hint)
         return ()
     known = _likely_lengths(read_prediction(Path(request.prediction), question).cells)
     missing = [cell.label for cell in question.cells if cell not in known]
@@ -290,14 +272,8 @@ def read_prediction(path: Path, question: Question) -> Prediction:
         "leave `--prediction` out; a file that fits is the answer of `highwater predict --json` "
         "with the settings of this search"
     )
-    try:
-        found = from_json(read_file(path, most_bytes=CONFIG_BYTES), Prediction)
-    except OSError as error:
-        problem = f"the prediction {path} cannot be read: {error.strerror}"
-        raise UsageError(problem, hint=hint) from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        problem = f"{path} is not a prediction of this version: {error}"
-        raise UsageError(problem, hint=hint) from error
+    what = "a prediction of this version"
+    found = record_in(path, Prediction, called="prediction", what=what, hint=hint)
     _refuse_other_trials(found, question, path, hint)
     return found
 
@@ -307,14 +283,12 @@ def _refuse_other_trials(found: Prediction, question: Question, path: Path, hint
     if found.length_tokens is not None or not is_engine:
         raise UsageError(f"{path} does not say the longest lengths of this engine", hint=hint)
     if question.device != "cuda":
-        raise UsageError(
-            f"{path} speaks of GPUs, and these trials run on the CPU",
-            hint="leave `--prediction` out",
-        )
+        problem = f"{path} speaks of GPUs, and these trials run on the CPU"
+        raise UsageError(problem, hint="leave `--prediction` out")
     if found.model_name != question.model.name:
         names = f"{found.model_name}, not of {question.model.name}"
         raise UsageError(f"{path} speaks of {names}", hint=hint)
-    memory_bytes, their_bytes = _memory_bytes(question), found.memory_limit.device_bytes
+    memory_bytes, their_bytes = question.memory_bytes, found.memory_limit.device_bytes
     if memory_bytes is not None and abs(their_bytes / memory_bytes - 1) > SAME_MEMORY:
         theirs, ours = format_bytes(their_bytes), format_bytes(memory_bytes)
         problem = f"{path} speaks of GPUs with {theirs}, these trials have {ours}"
@@ -329,7 +303,7 @@ def expectation(
     """What is known of a cell before its first trial, by its prediction or the formula; or None."""
     if told_tokens is not None:
         return Expectation(cell=cell, likely_tokens=told_tokens, prediction=request.prediction)
-    memory_bytes, formula = _memory_bytes(question), formula_of(question)
+    memory_bytes, formula = question.memory_bytes, formula_of(question)
     if memory_bytes is None or formula is None or unlike_trials(question) is not None:
         return None
     limit = MemoryLimit(device_bytes=memory_bytes - question.margin_bytes)
@@ -341,11 +315,11 @@ def expectation(
 def _traced(question: Question) -> Generator[Expected]:
     """Trace cells in their order, ahead of the trials of those before."""
     (gpu, *_) = probe().gpus
-    memory_bytes = _memory_bytes(question)
+    memory_bytes = question.memory_bytes
     assert memory_bytes is not None, "a GPU has a memory"  # noqa: S101
     memory_limit = MemoryLimit(device_bytes=memory_bytes - question.margin_bytes)
     kernel = kernels(gpu.compute_capability)[0]
-    with CachedTracer(trace_directory(os.environ), kernel=kernel) as tracer:
+    with CachedTracer(cache_directory("traces"), kernel=kernel) as tracer:
 
         def predicted(cell: Cell) -> CellPrediction:
             of_one = msgspec.structs.replace(question, cells=(cell,))
@@ -363,8 +337,3 @@ def _traced(question: Question) -> Generator[Expected]:
 
 def _likely_lengths(cells: tuple[CellPrediction, ...]) -> dict[Cell, int]:
     return {cell.cell: cell.likely_edge_tokens for cell in cells}
-
-
-def _memory_bytes(question: Question) -> int | None:
-    """Bytes that one GPU may hold, its margin included."""
-    return question.memory_budget_bytes or question.device_total_bytes

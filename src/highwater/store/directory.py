@@ -18,15 +18,11 @@ from highwater.units import MIB, format_bytes
 
 FREE_BYTES = 64 * MIB
 """Free space that a search needs at the start: a log is tens of KiB, a study a few MiB."""
-
 _PROBE_BYTES = 4096
 
 
 def check_log_directory(directory: Path) -> None:
-    """Make the directory and write a file in it, to the disk; the file is removed again.
-
-    Raises UsageError when it cannot be written, MachineError when there is no space.
-    """
+    """Write a file in the directory: UsageError where that fails, MachineError when it is full."""
     try:
         _write_in(directory)
     except OSError as error:
@@ -43,10 +39,8 @@ def check_log_directory(directory: Path) -> None:
 
 
 def check_checkpoint_directory(directory: Path, needed: CheckpointBytes) -> None:
-    """Make the directory, write a file in it and remove it again, and compare what is free.
-
-    It has to hold what one trial saves. Raises UsageError when the directory cannot be written,
-    MachineError when there is no room.
+    """Write a file in the directory, made if need be, and compare what is free with what a trial
+    saves. UsageError when it cannot be written, MachineError when there is no room.
     """
     try:
         _write_in(directory)
@@ -61,11 +55,10 @@ def check_checkpoint_directory(directory: Path, needed: CheckpointBytes) -> None
         return
     parts = [(needed.sharded_bytes, "of shards"), (needed.hf_bytes, "of Hugging Face weights")]
     said = " and ".join(f"{format_bytes(count)} {what}" for count, what in parts if count)
-    make_room = f"free some space (`df -h {shlex.quote(str(directory))}`)"
     raise MachineError(
         f"a trial saves {said} below {directory}: {format_bytes(_with_spare(needed))} with what "
         f"has to stay free, {format_bytes(free)} are free",
-        hint=", or ".join([make_room, *_ways_to_save_less(needed, free)]),
+        hint=", or ".join([_make_room(directory), *_ways_to_save_less(needed, free)]),
     )
 
 
@@ -78,38 +71,31 @@ def check_run_directory(directory: Path, needed: CheckpointBytes, *, checkpoints
     named = f"{checkpoints} checkpoint{'s' if checkpoints > 1 else ''}"
     parts = [(needed.sharded_bytes, named), (needed.hf_bytes, "the model")]
     said = " and ".join(f"{format_bytes(count)} for {what}" for count, what in parts if count)
-    ways = [
-        f"use `--output {shlex.quote(str(place / directory.name))}`"
-        for place in _writable_places()
-        if shutil.disk_usage(place).free >= _with_spare(needed)
-    ][:1]
-    make_room = f"free some space (`df -h {shlex.quote(str(directory))}`)"
     raise MachineError(
         f"a run needs {said} in {directory}: {format_bytes(_with_spare(needed))} with what has to "
         f"stay free, {format_bytes(disk.free)} are free",
-        hint=", or ".join([make_room, *ways]),
+        hint=", or ".join([_make_room(directory), *_roomy(needed, "--output", directory.name)]),
     )
 
 
 def check_new_file(path: Path, *, flag: str, name: str) -> None:
-    """Raise UsageError for a file that is there already, or cannot be written.
-
-    The hint makes a folder that is missing, or offers a free name like ``name``.
+    """Raise UsageError for a file that is there already, or cannot be written. The hint makes a
+    folder that is missing, or offers a free name like ``name``.
     """
     try:
         path.touch(exist_ok=False)
         path.unlink()
     except OSError as error:
+        new = f"`{flag} {shlex.quote(free_name(name))}`"
         if isinstance(error, FileNotFoundError) and str(path):
             make = f"`mkdir -p {shlex.quote(str(path.parent))}`"
             raise UsageError(
                 f"{path} cannot be written: there is no folder {path.parent}",
-                hint=f"make it: {make}; or name a file here: "
-                f"`{flag} {shlex.quote(free_name(name))}`",
+                hint=f"make it: {make}; or name a file here: {new}",
             ) from error
         is_there = isinstance(error, FileExistsError)
         why = "is there already" if is_there else f"cannot be written: {error.strerror}"
-        hint = f"name a new file: `{flag} {shlex.quote(free_name(name))}`"
+        hint = f"name a new file: {new}"
         raise UsageError(f"{path} {why}", hint=hint) from error
 
 
@@ -168,11 +154,6 @@ def _write_in(directory: Path) -> None:
 
 def _ways_to_save_less(needed: CheckpointBytes, free: int) -> list[str]:
     """Flags that would do, each alone: a place with room, or what fits here."""
-    ways = [
-        f"use `--checkpoint-dir {shlex.quote(str(place / 'highwater-checkpoints'))}`"
-        for place in _writable_places()
-        if shutil.disk_usage(place).free >= _with_spare(needed)
-    ][:1]
     less = {
         "--save-hf never": needed._replace(hf_bytes=0),
         "--checkpoint none": needed._replace(sharded_bytes=0),
@@ -181,7 +162,21 @@ def _ways_to_save_less(needed: CheckpointBytes, free: int) -> list[str]:
     enough = [flags for flags, rest in less.items() if rest != needed and free >= _with_spare(rest)]
     # Both flags together are offered only where neither is enough.
     fewest = [flags for flags in enough if len(enough) == 1 or " none --" not in flags]
-    return ways + [f"use `{flags}`" for flags in fewest]
+    roomy = _roomy(needed, "--checkpoint-dir", "highwater-checkpoints")
+    return roomy + [f"use `{flags}`" for flags in fewest]
+
+
+def _roomy(needed: CheckpointBytes, flag: str, name: str) -> list[str]:
+    """A flag with a folder where there is room, if there is one."""
+    return [
+        f"use `{flag} {shlex.quote(str(place / name))}`"
+        for place in _writable_places()
+        if shutil.disk_usage(place).free >= _with_spare(needed)
+    ][:1]
+
+
+def _make_room(directory: Path) -> str:
+    return f"free some space (`df -h {shlex.quote(str(directory))}`)"
 
 
 def _with_spare(needed: CheckpointBytes) -> int:
@@ -203,8 +198,5 @@ def _writable_places() -> list[Path]:
 
 
 def _full(directory: Path, problem: str) -> MachineError:
-    return MachineError(
-        f"the log directory {directory} is full: {problem}",
-        hint=f"free some space (`df -h {shlex.quote(str(directory))}`), "
-        f"or use `--log-dir {_another()}`",
-    )
+    hint = f"{_make_room(directory)}, or use `--log-dir {_another()}`"
+    return MachineError(f"the log directory {directory} is full: {problem}", hint=hint)

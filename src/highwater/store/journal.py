@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from highwater.errors import HighwaterError, StudyError
@@ -69,16 +68,13 @@ def another_question(path: Path, *, recorded: Question, asked: Question) -> Stud
     # Of other cells it is enough to say which there are.
     if "cells" in names:
         names = [name for name in names if not name.startswith("cells.")]
-    shown = [
-        f"{name} is {there.get(name)} there and {here.get(name)} here"
-        for name in names[:_DIFFERENCES_SHOWN]
-    ]
-    more = f"; and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
-    return StudyError(
-        f"{path} asks another question: {'; '.join(shown)}{more}",
-        hint=f"use {free_study(path)}, or leave `--study` out: each question gets a file of its "
-        "own",
+    first = names[:_DIFFERENCES_SHOWN]
+    shown = "; ".join(
+        f"{name} is {there.get(name)} there and {here.get(name)} here" for name in first
     )
+    more = f"; and {len(names) - len(first)} more" if len(names) > len(first) else ""
+    hint = f"use {free_study(path)}, or leave `--study` out: each question gets a file of its own"
+    return StudyError(f"{path} asks another question: {shown}{more}", hint=hint)
 
 
 def _flat(question: Question) -> Iterator[tuple[str, Any]]:
@@ -105,12 +101,7 @@ class Journal:
     """One study, open for writing and locked until ``close``. Made by ``open_journal``."""
 
     def __init__(
-        self,
-        file: JournalFile,
-        record: JournalContent,
-        notes: tuple[str, ...],
-        *,
-        retry_crashed: bool = False,
+        self, file: JournalFile, record: JournalContent, notes: tuple[str, ...], retry_crashed: bool
     ) -> None:
         self.path = file.path
         self.notes = notes
@@ -133,12 +124,10 @@ class Journal:
         return Past(answer=answer, trials=trials)
 
     def _stands(self, trial: RecordedTrial) -> bool:
-        """Whether a trial's result is taken as it is.
-
-        One that did not tell in less time than there is now is run again, unless another attempt
-        told. A crash was tried again when it came, as often as is allowed: it is run once more only
-        if whoever opened the study asks. Where time is no matter of the question, what ran out of
-        time is run again if it left its cell without a decision (docs/decisions/026).
+        """Whether a trial's result is taken as it is. One that did not tell in less time than there
+        is now is run again, unless another attempt told. A crash was tried often enough: it is run
+        again only if asked for. What ran out of time counts where time does, or its cell was
+        decided (docs/decisions/026).
         """
         if trial.result is None:
             return False
@@ -171,11 +160,7 @@ class Journal:
         return within_s > now_s or (within_s == now_s and not is_retried)
 
     def opened(
-        self,
-        command: Sequence[str],
-        environment: Environment | None = None,
-        *,
-        timeout_s: float | None = None,
+        self, command: Sequence[str], environment: Environment | None, timeout_s: float | None
     ) -> None:
         """Record that this process writes from here on; MachineError when the disk is full."""
         line = OpenedLine(
@@ -199,19 +184,15 @@ class Journal:
 
     def trial_started(self, spec: TrialSpec, *, attempt: int, repeat: int) -> None:
         """Record that a trial is about to be launched; MachineError when the disk is full."""
-        line = StartedLine(
-            spec_key=spec.key, attempt=attempt, repeat=repeat, at_unix_s=time.time(), spec=spec
-        )
-        self._append(line)
+        launch: dict[str, Any] = {"spec_key": spec.key, "attempt": attempt, "repeat": repeat}
+        self._append(StartedLine(**launch, at_unix_s=time.time(), spec=spec))
 
     def trial_finished(
         self, spec: TrialSpec, *, attempt: int, repeat: int, result: TrialResult
     ) -> None:
         """Record how a trial ended; raises MachineError when the disk is full."""
-        line = FinishedLine(
-            spec_key=spec.key, attempt=attempt, repeat=repeat, at_unix_s=time.time(), result=result
-        )
-        self._append(line)
+        launch: dict[str, Any] = {"spec_key": spec.key, "attempt": attempt, "repeat": repeat}
+        self._append(FinishedLine(**launch, at_unix_s=time.time(), result=result))
 
     def cell_answered(self, answer: CellAnswer) -> None:
         """Record a cell's answer, unless that very answer is recorded, with as much time."""
@@ -232,12 +213,7 @@ class Journal:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _append(self, line: Line) -> None:
@@ -270,8 +246,8 @@ def open_journal(
     file = _open(path, is_private=_has_secrets(question))
     try:
         record, notes = _recover(file, question)
-        journal = Journal(file, record, notes, retry_crashed=retry_crashed)
-        journal.opened(command, environment, timeout_s=question.timeout_s)
+        journal = Journal(file, record, notes, retry_crashed)
+        journal.opened(command, environment, question.timeout_s)
         if any(map(journal.has_given_up, question.cells)):
             retry = "add `--retry-crashed` once its cause is mended"
             journal.notes += (f"what only crashed is not launched again: {retry}",)

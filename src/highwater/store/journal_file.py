@@ -43,7 +43,6 @@ class JournalFile:
 
     def append(self, line: bytes) -> None:
         """Append one line and wait until the disk has it; after a failure the file is as before.
-
         Raises MachineError when that fails, StudyError when the file is not as this process left
         it.
         """
@@ -96,10 +95,9 @@ class JournalFile:
         return None
 
     def _lost(self, what: str, line: bytes) -> StudyError:
-        """The error for a file that somebody touched.
-
-        Of a file that is gone from its place everything can still be read through the open
-        descriptor: it is kept in a free path beside it, the new line too.
+        """The error for a file that somebody touched. Of a file that is gone from its place
+        everything can still be read through the open descriptor: it is kept in a free path beside
+        it, the new line too.
         """
         problem = f"{self.path} was {what} while the search had it open"
         if what not in ("deleted", "replaced"):
@@ -139,9 +137,8 @@ class JournalFile:
 
 def open_file(path: Path, *, is_private: bool = False) -> JournalFile:
     """Open the file at ``path`` for writing, locked, and create it where there is none; with
-    ``is_private`` its user alone may read it.
-
-    Raises StudyError where it cannot be opened, LockedError while somebody else has it.
+    ``is_private`` its user alone may read it. Raises StudyError where it cannot be opened,
+    LockedError while somebody else has it.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

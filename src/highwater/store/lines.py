@@ -132,7 +132,6 @@ class JournalContent:
 
     def add(self, line: Line) -> None:
         """Take in one line. A trial that started again after an interruption keeps its place.
-
         Raises ValueError for the end of a trial that never started.
         """
         match line:
@@ -166,9 +165,8 @@ class JournalContent:
         if key not in self._trials:
             raise ValueError(f"trial {line.spec_key} ended but never started")
         before = self._trials[key]
-        trial = msgspec.structs.replace(
-            before, result=line.result, timeout_s=self.question.timeout_s
-        )
+        limit_s = self.question.timeout_s
+        trial = msgspec.structs.replace(before, result=line.result, timeout_s=limit_s)
         cell = _cell_of(trial)
         for trials in (self._trials, self._trials_of[cell]):
             if before.result is not None:
@@ -251,9 +249,7 @@ class JournalContent:
         """The answers that trials do not bear out, in the order of the question's cells."""
         claims = [self._claims[cell] for cell in self.question.cells if cell in self._claims]
         whys = ((claim.answer, self._why_unproven(claim)) for claim in claims)
-        return tuple(
-            UnprovenAnswer(answer=answer, why=why) for answer, why in whys if why is not None
-        )
+        return tuple(UnprovenAnswer(answer=each, why=why) for each, why in whys if why is not None)
 
     @property
     def answers_within_s(self) -> tuple[float, ...]:
@@ -294,10 +290,9 @@ def _unsealed(line: bytes, *, after: str) -> tuple[bytes, str]:
 
 
 def parse(full_lines: bytes, *, path: Path) -> JournalContent:
-    """The content of the full lines of the journal at ``path``, header included.
-
-    Raises StudyError when it is no journal, is of a newer schema, or has a line that cannot be read
-    or is not as it was written: an accident cuts a journal at its end, never in the middle.
+    """The content of the full lines of the journal at ``path``, header included. Raises StudyError
+    when it is no journal, is of a newer schema, or has a line that cannot be read or is not as it
+    was written: an accident cuts a journal at its end, never in the middle.
     """
     first, *rest = full_lines.removesuffix(b"\n").split(b"\n")
     record = _header(first, path)
@@ -343,7 +338,5 @@ def not_a_study(path: Path) -> StudyError:
 
 
 def _damaged(path: Path, number: int, error: Exception) -> StudyError:
-    return StudyError(
-        f"line {number} of {path} is damaged: {error}",
-        hint=f"restore the file from a copy, or start afresh with {free_study(path)}",
-    )
+    hint = f"restore the file from a copy, or start afresh with {free_study(path)}"
+    return StudyError(f"line {number} of {path} is damaged: {error}", hint=hint)

@@ -6,7 +6,7 @@ trial's log is.
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from highwater.nouns.files import refuse_irregular
@@ -38,10 +38,8 @@ _COLOUR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 
 def log_end(log_path: str | None, study_path: str | None, *, said: str = "") -> LogEnd:
-    """The last lines of a log, where it was written or beside the study; never raises.
-
-    They end with what was ``said`` by the rank that failed first, where that is there: its peers
-    write after it.
+    """The last lines of a log, as recorded or beside the study; never raises. They end with what
+    was ``said`` by the rank that failed first, if it is there: its peers write after it.
     """
     if log_path is None:
         return LogEnd(reason="no log is recorded")
@@ -56,9 +54,8 @@ def log_end(log_path: str | None, study_path: str | None, *, said: str = "") -> 
 
 
 def _places(log_path: Path, study_path: str | None) -> Iterator[Path]:
-    """Paths where a log may lie: as recorded, and beside the study.
-
-    The study may have been moved with its logs, in the model's folder or above it.
+    """Paths where a log may lie: as recorded, and beside the study. The study may have been moved
+    with its logs, in the model's folder or above it.
     """
     yield log_path
     parts = log_path.parts
@@ -87,10 +84,8 @@ def _last_lines(text: str, said: str) -> list[str]:
     kept = _without_launcher([line for line in lines if line and not _POINTER.fullmatch(line)])
     with_said = (index for index, line in enumerate(kept, 1) if said and said[:_SAID] in line)
     end = max(with_said, default=len(kept))
-    return [
-        line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}…"
-        for line in kept[:end][-LINES:]
-    ]
+    last = kept[:end][-LINES:]
+    return [each if len(each) <= _LONGEST_LINE else f"{each[:_LONGEST_LINE]}…" for each in last]
 
 
 def _without_launcher(lines: list[str]) -> list[str]:
@@ -136,9 +131,8 @@ def _step(part: Path) -> tuple[int, str]:
 
 
 def snapshot_lines(spec: TrialSpec, result: TrialResult, profiling: Profiling) -> Iterator[str]:
-    """For each part of the trial that was recorded, how many ranks wrote a snapshot, and by name
-    those that did not; and by name the ranks that were ended, by a signal or because another had
-    failed, before they could write one of where they were.
+    """For each recorded part of the trial how many ranks wrote a snapshot, and which did not; and
+    which ranks ended before they could write one.
     """
     if result.log_path is None:
         return
@@ -153,9 +147,9 @@ def snapshot_lines(spec: TrialSpec, result: TrialResult, profiling: Profiling) -
             for rank in ranks
             if not (part / snapshot_name(rank, coordinates(spec.layout, rank))).is_file()
         ]
-        yield f"memory snapshots: {len(ranks) - len(silent)} of {len(ranks)} ranks in {part}" + (
-            f"; none of rank {', '.join(map(str, silent))}" if silent else ""
-        )
+        none = f"; none of rank {', '.join(map(str, silent))}" if silent else ""
+        told = len(ranks) - len(silent)
+        yield f"memory snapshots: {told} of {len(ranks)} ranks in {part}{none}"
     ended = _ended(spec, result, profiling)
     if ended is not None:
         yield f"memory snapshots: {ended}"
@@ -167,7 +161,7 @@ def study_snapshot_lines(study: Study, profiling: Profiling) -> Iterator[str]:
     for trial in study.trials:
         result = trial.result
         # made before a launch that records: without it the trial is of an earlier search
-        if result is None or not result.log_path or not _is_recorded(Path(result.log_path)):
+        if not (result and result.log_path and snapshot_folder(Path(result.log_path)).is_dir()):
             continue
         ended = _ended(trial.spec, result, profiling)
         if ended is not None:
@@ -176,19 +170,12 @@ def study_snapshot_lines(study: Study, profiling: Profiling) -> Iterator[str]:
             yield f"memory snapshots, {what}: {ended}"
 
 
-def _is_recorded(log_path: Path) -> bool:
-    return snapshot_folder(log_path).is_dir()
-
-
 def _ended(spec: TrialSpec, result: TrialResult, profiling: Profiling) -> str | None:
     """The ranks that were ended, by a signal or because another had failed; None for none."""
     recorded = {rank for rank in range(spec.layout.gpus) if profiling.records(rank)}
     ended = sorted(recorded - {rank.rank for rank in result.ranks})
     if not ended:
         return None
-    return f"{_named(ended)} ended, before a snapshot of where that was could be written"
-
-
-def _named(ranks: Sequence[int]) -> str:
-    several = len(ranks) > 1
-    return f"rank{'s' * several} {', '.join(map(str, ranks))} {'were' if several else 'was'}"
+    several, were = ("s", "were") if len(ended) > 1 else ("", "was")
+    named = f"rank{several} {', '.join(map(str, ended))} {were}"
+    return f"{named} ended, before a snapshot of where that was could be written"

@@ -106,10 +106,8 @@ class TrainingFolder:
         if resume_from is None or checkpoint_step(resume_from) in steps:
             return
         latest = f"use `--resume-from {checkpoint_name(steps[-1])}`" if steps else None
-        raise UsageError(
-            f"there is no checkpoint {resume_from!r} in {self._checkpoints}",
-            hint=latest or "leave `--resume-from` out",
-        )
+        problem = f"there is no checkpoint {resume_from!r} in {self._checkpoints}"
+        raise UsageError(problem, hint=latest or "leave `--resume-from` out")
 
     def new_model(self, steps: int) -> Path:
         """Where the model goes: ``model``, ``model-<steps>``, or ``model-<steps>-2`` and so on."""

@@ -30,7 +30,7 @@ from highwater.nouns.protocols import (
     unheard,
 )
 from highwater.trials.probe import INSTALL_HINT
-from highwater.trials.ranks import RankShare
+from highwater.trials.ranks import RankShare, started
 from highwater.trials.reaper import END_AT_ONCE, module, under_reaper
 
 _END_S = 30.0
@@ -110,14 +110,12 @@ def start(
     """Start a command that ``under_reaper`` made; what it says goes to the log, but for its output
     where that ``is_read`` from a pipe.
     """
-    return subprocess.Popen(
+    return started(
         command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
+        environment=environment,
         stdout=subprocess.PIPE if is_read else log,
         stderr=log,
-        # Ctrl-C in a terminal reaches this process alone, which then ends the others in order.
-        start_new_session=True,
+        is_apart=True,  # Ctrl-C reaches this process alone, which then ends the others in order
     )
 
 

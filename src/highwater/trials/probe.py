@@ -9,7 +9,6 @@ whatever the shell has, and so count alike.
 import os
 import platform
 import re
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -24,7 +23,7 @@ from highwater.nouns.cluster import Cluster, cluster, names_no_kind
 from highwater.nouns.environment import RECORDED_VARIABLES, Environment
 from highwater.nouns.hardware import CPU_SEARCH, Gpu, Machine, UnreadableGpu
 from highwater.nouns.settings import Settings
-from highwater.trials.ranks import memory_limit
+from highwater.trials.ranks import answered, memory_limit
 from highwater.units import GIB, format_bytes, parse_memory
 
 EMPTY_GPU_BYTES = GIB
@@ -177,12 +176,10 @@ def refuse_torch_without_gpu(machine: Machine) -> None:
 
     Asks torch in a process of its own, which takes 2 to 3 s.
     """
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", _ASK_TORCH], capture_output=True, text=True, check=False
-    )
+    done = answered([sys.executable, "-P", "-c", _ASK_TORCH])
     torch = f"torch {machine.versions.get('torch', '')}".strip()
     reinstall = f"`pip install --force-reinstall '{_TORCH_REQUIREMENT}'`"
-    match done.stdout.split()[-2:]:
+    match done.stdout.decode(errors="replace").split()[-2:]:
         case [_, "True"]:
             return
         case ["None", "False"]:
@@ -193,7 +190,8 @@ def refuse_torch_without_gpu(machine: Machine) -> None:
             problem = f"{torch} with CUDA {cuda} cannot use the GPU under {driver}"
             hint = "update the driver; `nvidia-smi` shows the newest CUDA that this one runs"
         case _:
-            said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+            words = done.stderr.decode(errors="replace").strip().splitlines()
+            said = (words or [f"exit status {done.returncode}"])[-1]
             problem = f"{torch} cannot be imported: {said}"
             hint = reinstall
     raise MachineError(problem, hint=hint)

@@ -12,7 +12,7 @@ Sources: cgroups(7); in the kernel's documentation ``memory.events`` of cgroup-v
 
 import os
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -25,10 +25,59 @@ from highwater.nouns.codec import Record, from_json, to_json
 from highwater.nouns.environment import STORE_VARIABLE
 from highwater.nouns.protocols import leave
 
+_AT_A_PORT = "port"
+"""Word of ranks that meet where their environment says, and through no file."""
 _TAIL_BYTES = 64 * 1024
 _DRAINED_S = 5.0
 """Bound on the time until a pipe is empty whose writers are all gone."""
 _EXITS = "exits.json"
+
+
+def started(
+    words: Sequence[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    stdin: int | None = subprocess.DEVNULL,
+    stdout: IO[bytes] | int | None = None,
+    stderr: IO[bytes] | int | None = None,
+    keeps: Sequence[int] = (),
+    prepare: Callable[[], None] | None = None,
+    is_apart: bool = False,
+) -> subprocess.Popen[bytes]:
+    """Start a process of these words, which no shell sees; no other place starts a program.
+
+    ``keeps``: file descriptors that stay open; ``prepare`` runs in it before the program;
+    ``is_apart``: Ctrl-C in the terminal does not reach it.
+    """
+    return subprocess.Popen(
+        words,
+        env=environment,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        pass_fds=keeps,
+        preexec_fn=prepare,
+        start_new_session=is_apart,
+    )
+
+
+def answered(
+    words: Sequence[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float | None = None,
+) -> subprocess.CompletedProcess[bytes]:
+    """What a short program says, and its status; raises TimeoutExpired when it takes longer, and
+    has been killed by then.
+    """
+    pipe = subprocess.PIPE
+    with started(words, environment=environment, stdout=pipe, stderr=pipe) as process:
+        try:
+            said, errors = process.communicate(timeout=timeout_s)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(words, process.returncode, said, errors)
 
 
 class RankExit(Record, frozen=True, kw_only=True):
@@ -66,28 +115,37 @@ class RankShare:
     """Ranks of the whole trial; None: these."""
     store: Path | None = None
     """The file through which all ranks meet; None: one in ``folder``."""
+    is_at_port: bool = False
+    """Whether they meet at the port that their environment names, and not through a file."""
 
     @property
     def words(self) -> tuple[str, ...]:
         """The share in words, for ``RankShare.of``."""
         world, store = self.world or self.count, self.store or self.folder / "store"
+        store = _AT_A_PORT if self.is_at_port else store
         return (str(self.count), str(self.folder), str(self.first), str(world), str(store))
 
     @classmethod
     def of(cls, words: Sequence[str]) -> "RankShare":
         """The share that ``words`` says."""
         count, folder, first, world, store = words
-        return cls(int(count), Path(folder), int(first), int(world), Path(store))
+        is_at_port = store == _AT_A_PORT
+        return cls(int(count), Path(folder), int(first), int(world), Path(store), is_at_port)
 
 
 class Ranks:
     """The processes of one trial on one machine; ``pids`` says which process is which rank."""
 
     def __init__(
-        self, command: Sequence[str], *, share: RankShare, prepare: Callable[[], None]
+        self,
+        command: Sequence[str],
+        *,
+        share: RankShare,
+        prepare: Callable[[], None],
+        is_plain: bool = False,
     ) -> None:
         """Start a process of ``command`` for each rank of the share; ``prepare`` runs in each of
-        them before it.
+        them before it. ``is_plain``: they read and write as this process does, and nothing is kept.
         """
         self._folder, self._first = share.folder, share.first
         self._kills_before = kernel_kills()
@@ -100,16 +158,16 @@ class Ranks:
                 "LOCAL_RANK": str(local_rank),
                 "WORLD_SIZE": world,
             }
-            # Of our environments one alone names a port: that of machines whose launcher does.
-            if "MASTER_ADDR" not in os.environ:
+            if not share.is_at_port:
                 of_rank[STORE_VARIABLE] = store
             self._processes.append(
-                subprocess.Popen(
+                started(
                     command,
-                    env=os.environ | of_rank,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    preexec_fn=prepare,
+                    environment=os.environ | of_rank,
+                    stdin=None,
+                    stdout=None if is_plain else subprocess.PIPE,
+                    stderr=None if is_plain else subprocess.STDOUT,
+                    prepare=prepare,
                 )
             )
         self.pids = {
@@ -120,6 +178,7 @@ class Ranks:
         self._copying = [
             Thread(target=output.copy, args=(process.stdout,), daemon=True)
             for output, process in zip(self._outputs, self._processes, strict=True)
+            if process.stdout is not None
         ]
         for thread in self._copying:
             thread.start()

@@ -1,6 +1,5 @@
-"""Readiness: what would make every trial of a request fail, said before the first one starts.
-
-What can be done with the packages that are installed, and what to install for the rest.
+"""What would make every trial of a request fail, said before the first one starts, and what can be
+done with the packages that are installed.
 """
 
 import re

@@ -5,8 +5,8 @@ its parent dies (even by kill -9), it kills every one of them, those in process 
 own too, and waits until they are gone. Of several ranks the first that fails ends the others.
 
 Run as ``python -P -m highwater.trials.reaper PARENT_PID [OPTION...] COMMAND...``, which
-``under_reaper`` writes. Exits with the command's status, of several ranks with that of the first
-that failed (128 + n for signal n). Options:
+``under_reaper`` writes; PARENT_PID 0: whoever started it may go. Exits with the command's status,
+of several ranks with that of the first that failed (128 + n for signal n). Options:
 
     --remove DIRECTORY    made for the command alone: removed once nobody is left who writes to it
     --inherit DIRECTORY   the parent's to remove: removed where the parent is dead by then
@@ -19,6 +19,8 @@ that failed (128 + n for signal n). Options:
     --ranks N FOLDER FIRST WORLD STORE
                           N processes of the command, from the rank FIRST on of WORLD; in the folder
                           it is written how they ended (``RankShare`` of ranks.py)
+
+    --output plain        ranks read and write what the reaper does, and nothing of it is kept
 
 Linux only: it stands on two prctl options, source: prctl(2).
 """
@@ -39,7 +41,7 @@ from typing import NoReturn
 
 import psutil
 
-from highwater.trials.ranks import Ranks, RankShare
+from highwater.trials.ranks import Ranks, RankShare, started
 
 EXIT_ENDED = 128 + signal.SIGTERM
 _PR_SET_PDEATHSIG = 1
@@ -107,12 +109,15 @@ def main() -> NoReturn:
     data_bytes: int | None = None
     grace_s: float | None = None
     launcher_s: float | None = None
+    is_plain = False
     while command[0].startswith("--"):
         option, value, *command = command
         if option == "--ranks":
             ranks, command = RankShare.of([value, *command[:4]]), command[4:]
         elif option == "--data-bytes":
             data_bytes = int(value)
+        elif option == "--output":
+            is_plain = value == "plain"
         elif option == "--grace-s":
             grace_s = float(value)
         elif option == "--launcher-s":
@@ -121,11 +126,12 @@ def main() -> NoReturn:
             {"--remove": own, "--inherit": inherited}[option].append(value)
     signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if parent:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     awaits = partial(_wait_for, parent=parent, grace_s=grace_s)
     ends = None
-    if os.getppid() == parent:
-        ends = _run(command, ranks, data_bytes, awaits, launcher_s=launcher_s)
+    if parent in (0, os.getppid()):
+        ends = _run(command, ranks, data_bytes, awaits, launcher_s=launcher_s, is_plain=is_plain)
     _kill_descendants()
     for directory in own if os.getppid() == parent else own + inherited:
         shutil.rmtree(directory, ignore_errors=True)
@@ -141,6 +147,7 @@ def _run(
     awaits: Callable[[Collection[int]], Ends | None],
     *,
     launcher_s: float | None,
+    is_plain: bool,
 ) -> Ends | None:
     """Run the command, or its ranks, and tell how each ended by itself, as ``awaits`` does.
 
@@ -159,16 +166,16 @@ def _run(
 
     if ranks is None:
         # Kept in a name: a process that nobody has would be reaped by whoever tidies up.
-        child = subprocess.Popen(command, preexec_fn=prepare)
+        child = started(command, prepare=prepare)
         ends = awaits({child.pid})
         if ends is None and launcher_s is not None:
             _end_elsewhere(child, launcher_s)
         return ends
-    started = Ranks(command, share=ranks, prepare=prepare)
-    ends = awaits(started.pids)
+    running = Ranks(command, share=ranks, prepare=prepare, is_plain=is_plain)
+    ends = awaits(running.pids)
     if ends is not None:
         _kill_descendants()
-        started.leave_exits(ends)
+        running.leave_exits(ends)
     return ends
 
 
@@ -190,7 +197,7 @@ def _wait_for(pids: Collection[int], *, parent: int, grace_s: float | None) -> E
         if heard is None:
             return ends if has_failed else None
         if heard.si_signo != signal.SIGCHLD:
-            is_at_once = heard.si_signo == END_AT_ONCE or os.getppid() != parent
+            is_at_once = heard.si_signo == END_AT_ONCE or parent not in (0, os.getppid())
             if grace_s is None or is_told or is_at_once:
                 return None
             is_told, deadline_s = True, time.monotonic() + grace_s

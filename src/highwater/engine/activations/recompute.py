@@ -1,12 +1,10 @@
-"""Recompute: decoder layers that keep only their input and run again in the backward pass.
-
-They may keep the output of their attention too.
-
-Dropout with a random stream of its own for each rank and step, the same in every run.
+"""Recompute: decoder layers that keep only their input, maybe the output of their attention, and
+run again in the backward pass; and dropout with a random stream of its own for each rank and step,
+the same in every run.
 
 Nothing is drawn in passes without a gradient. Ranks that share a sequence hold different tokens of
-it, so that no two ranks need the same draws. Dropout inside attention would need them, and is
-refused before a trial starts (model/families.py).
+it, so that no two need the same draws. Dropout inside attention would need them, and is refused
+before a trial starts (model/families.py).
 """
 
 import hashlib

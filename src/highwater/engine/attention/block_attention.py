@@ -179,7 +179,8 @@ class VariedBlock(NamedTuple):
         the kernel lays them out.
         """
         if self.query_qHD.device.type == "cpu":
-            return self._forward_on_cpu()
+            outputs, sums = zip(*(each.forward() for each in self._documents()), strict=True)
+            return torch.cat(self._last(outputs)), torch.cat(sums, dim=-1)
         size = self.query_qHD.shape[-1]
         output_qHD, log_sums, *_ = aten._flash_attention_forward(
             *(_padded(tensor) for tensor in self[:3]),
@@ -211,11 +212,6 @@ class VariedBlock(NamedTuple):
         query_n, key_n = (_borders_of(lengths, device) for lengths in both)
         return query_n, key_n, max(self.query_lengths), max(self.key_lengths)
 
-    def _forward_on_cpu(self) -> tuple[Tensor, Tensor]:
-        found = [block.forward() for block in self._documents()]
-        outputs, log_sums = zip(*found, strict=True)
-        return torch.cat(self._last(outputs)), torch.cat(log_sums, dim=-1)
-
     def _backward_on_cpu(
         self, gradient_qHD: Tensor, output_qHD: Tensor, log_sums_BHk: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -239,15 +235,9 @@ class VariedBlock(NamedTuple):
             self.value_kKD.split(self.key_lengths),
             strict=True,
         )
+        how = (True, self.scaling, "flash")
         return [
-            Block(
-                query,
-                key.transpose(0, 1)[None],
-                value.transpose(0, 1)[None],
-                True,
-                self.scaling,
-                "flash",
-            )
+            Block(query, key.transpose(0, 1)[None], value.transpose(0, 1)[None], *how)
             for query, key, value in each
         ]
 

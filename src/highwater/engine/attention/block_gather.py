@@ -255,9 +255,8 @@ class CutTensors(NamedTuple):
     @classmethod
     def of(cls, pairs: TilePairs, query_NGSD: Tensor, key_NSD: Tensor, value_NSD: Tensor) -> Self:
         """Cut them as the pairs' tiles are held."""
-        return cls(
-            pairs.queries.cut(query_NGSD), pairs.keys.cut(key_NSD), pairs.keys.cut(value_NSD)
-        )
+        keys = pairs.keys
+        return cls(pairs.queries.cut(query_NGSD), keys.cut(key_NSD), keys.cut(value_NSD))
 
     @property
     def wide(self) -> torch.dtype:

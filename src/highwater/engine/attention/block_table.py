@@ -1,13 +1,9 @@
 """Block tables: which blocks of keys each block of queries keeps, row by row, and which blocks of
 queries keep each block of keys.
 
-A table has an entry of four bytes for each pair of blocks that is kept, and one for each row; the
-transposed one as many. Nothing has the size of all pairs. What is kept depends on the pattern and
-the length alone, and is the same for all heads, but for ``block_top_k``, which has a row of entries
-for each group of heads.
-
-Causal within the diagonal block; a window is exact to the token, by the bounds that the table
-carries.
+A table has four bytes for each pair of blocks that is kept and one entry for each row, and is the
+same for all heads, but for ``block_top_k``, which has one for each group of heads. Causal within
+the diagonal block; a window is exact to the token, by the bounds that the table carries.
 
 Shapes:  R blocks of the sequence  E pairs of blocks that are kept  M 1, or one table for each group
          of heads  N groups of heads, of all sequences  D head size

@@ -3,19 +3,12 @@ ranks of a ring; exact, forward and backward, in plain PyTorch.
 
 Every rank keeps its queries. In step s it computes with the keys and values of rank ``r - s`` that
 its queries see, which that rank sends it and no others (``branches``); the next ones arrive
-meanwhile. Outputs of steps and branches are merged by their log-sum-exp, in float32 at least.
-Going backward the same keys and values are sent once more, and their gradients go home from where
-they were computed.
+meanwhile. Outputs are merged by their log-sum-exp, in float32 at least. Going backward the same
+keys and values are sent once more, and their gradients go home from where they were computed.
 
-Shapes, per rank:  B sequences  H query heads  h those of a branch  K key/value heads  T tokens held
-         D head size  N groups of heads, of all sequences  G query heads of a group  R tiles of
-         queries  b tokens of a tile  t tokens that are sent
-
-The heads of a branch, and what they have of tensors in groups that read one key/value head.
-
-Shapes:  B sequences  H query heads  h those of a branch  K key/value heads  k those that it reads
-         T tokens held  D head size  n groups of a sequence's heads  N those of all sequences
-         G query heads of a group
+Shapes, per rank:  B sequences  H query heads  h those of a branch  K key/value heads  k those that
+         it reads  T tokens held  D head size  n groups of a sequence's heads  N those of all
+         sequences  G query heads of a group  R tiles of queries  b tokens of a tile  t tokens sent
 """
 
 from collections.abc import Iterator, Sequence
@@ -157,16 +150,9 @@ class _Ring:
 
     def exchange(self, rank: int, source: int) -> Exchange:
         """What ``rank`` computes with the keys of ``source``."""
-        shared = self.sharing
-        return exchange(
-            shared.layout,
-            self.branch,
-            shared.pattern,
-            is_causal=shared.is_causal,
-            rank=rank,
-            source=source,
-            device=self.device,
-        )
+        shared, pair = self.sharing, {"rank": rank, "source": source}
+        own = (shared.layout, self.branch, shared.pattern)
+        return exchange(*own, is_causal=shared.is_causal, **pair, device=self.device)
 
     @property
     def queries(self) -> Tiles | None:
@@ -188,13 +174,9 @@ class _Ring:
                 sent = self.own_2BkTD[:, :, :, there.sent_T] if there.tokens else None
                 shape = (*self.own_2BkTD.shape[:3], here.tokens, self.own_2BkTD.shape[-1])
                 received = self.own_2BkTD.new_empty(shape)
-                work = swap(
-                    sent if sent is None else sent.contiguous(),
-                    received if here.tokens else None,
-                    to=to,
-                    source=source,
-                    group=group,
-                )
+                out = None if sent is None else sent.contiguous()
+                into = received if here.tokens else None
+                work = swap(out, into, to=to, source=source, group=group)
                 coming.append((_Step(here, source, received), work, sent))
             at_hand, work, _ = coming.pop(0)
             for each in work:
@@ -214,13 +196,9 @@ class _Ring:
         there = self.exchange(away, rank)
         shape = (*sums_2BkTD.shape[:3], there.tokens, sums_2BkTD.shape[-1])
         received = gradients_2BktD.new_empty(shape)
-        work = swap(
-            gradients_2BktD if step.exchange.tokens else None,
-            received if there.tokens else None,
-            to=step.source,
-            source=away,
-            group=group,
-        )
+        out = gradients_2BktD if step.exchange.tokens else None
+        into = received if there.tokens else None
+        work = swap(out, into, to=step.source, source=away, group=group)
         for each in work:
             each.wait()
         if there.tokens:
@@ -254,10 +232,9 @@ class _BranchAttention(torch.autograd.Function):
         query, key, value = found = [torch.empty_like(each) for each in own]
         with exact(output_BHTD.device):
             for heads in _heads_at_hand(ctx.sharing, own[0], own[1]):
-                for_queries = (*gradients, output_BHTD, log_sums_BHT)
-                sums = _backward(
-                    ctx.sharing, heads.of(own), [each[:, heads.of_queries] for each in for_queries]
-                )
+                of_all = (*gradients, output_BHTD, log_sums_BHT)
+                for_queries = [each[:, heads.of_queries] for each in of_all]
+                sums = _backward(ctx.sharing, heads.of(own), for_queries)
                 for whole, part in zip(heads.of(found), sums, strict=True):
                     whole.copy_(part)
         return query, key, value, None

@@ -1,12 +1,9 @@
 """Branches: which tokens attend to which, by segments and rates, or whole documents; and, of what
 the ranks of a ring hold, which tiles a rank computes with and which tokens it is sent.
 
-A branch cuts documents into rows: a document, or every so many-th token of a segment of one. A
-row is attended causally by a sparse pattern of its own length, or whole. So a branch is the same
-whether its segments lie on one rank or on several, and what no query of a rank sees is not sent to
-it.
-
-Numbers are made on the host, once for a layout, and kept.
+A branch cuts documents into rows: a document, or every so many-th token of a segment of one, each
+attended causally, whole or by a sparse pattern of its own length: the same on one rank and on
+several. Numbers are made on the host, once for a layout, and kept.
 
 Shapes:  T tokens that a rank holds  B blocks of all rows  R tiles that a rank holds  E pairs of
          tiles
@@ -136,18 +133,11 @@ def exchange(
     offsets = keys.tiles.offsets_R.numpy()[needed]
     places = counts.cumsum() - counts
     arrived = _tiles(keys.tiles.size, len(sent), offsets, counts, places)
-    renumbered = [
-        replace(
-            pairs,
-            keys=arrived,
-            columns=torch.from_numpy(np.searchsorted(needed, pairs.columns.numpy())).int(),
-        )
-        for pairs in found
-    ]
-    return Exchange(
-        tuple(_on(pairs, device) for pairs in renumbered if pairs.columns.shape[1]),
-        torch.from_numpy(sent).to(device),
-    )
+    renumbered: list[TilePairs] = []
+    for pairs in (each for each in found if each.columns.shape[1]):
+        columns = torch.from_numpy(np.searchsorted(needed, pairs.columns.numpy())).int()
+        renumbered.append(_on(replace(pairs, keys=arrived, columns=columns), device))
+    return Exchange(tuple(renumbered), torch.from_numpy(sent).to(device))
 
 
 def _block_size(pattern: SparsePatternConfig | None) -> int:
@@ -173,9 +163,8 @@ def _tiles(
     size: int, held: int, offsets_R: Integers, counts_R: Integers, places_R: Integers, step: int = 1
 ) -> Tiles:
     # a stretch of full tiles has them one after the other, and nothing is copied to cut it
-    is_whole = (counts_R[:-1] == size).all() and np.array_equal(
-        places_R, np.arange(len(places_R)) * size
-    )
+    stretch = np.arange(len(places_R)) * size
+    is_whole = (counts_R[:-1] == size).all() and np.array_equal(places_R, stretch)
     numbers = (torch.from_numpy(each) for each in (offsets_R, counts_R, places_R))
     in_order = bool(is_whole and step == 1 and counts_R.sum() == held)
     return Tiles(size, held, *numbers, step=step, in_order=in_order)
@@ -248,14 +237,8 @@ def _tile_pairs(every: _AllRows, queries: _Held, keys: _Held, *, is_causal: bool
     counts = np.bincount(query_E, minlength=len(queries.tiles))
     starts = torch.from_numpy(np.concatenate([[0], counts.cumsum()]).astype(np.int64))
     return TilePairs(
-        queries.tiles,
-        keys.tiles,
-        starts,
-        torch.from_numpy(key_E).int()[None],
-        is_causal,
-        every.table.window_tokens,
-        every.table.keys_from,
-        every.table.keys_below,
+        *(queries.tiles, keys.tiles, starts, torch.from_numpy(key_E).int()[None], is_causal),
+        *(every.table.window_tokens, every.table.keys_from, every.table.keys_below),
     )
 
 
@@ -294,12 +277,8 @@ def _on(pairs: TilePairs, device: torch.device) -> TilePairs:
         offsets_R, counts_R, places_R = (each.to(device) for each in numbers)
         return replace(tiles, offsets_R=offsets_R, counts_R=counts_R, places_R=places_R)
 
-    return replace(
-        pairs,
-        queries=moved(pairs.queries),
-        keys=moved(pairs.keys),
-        columns=pairs.columns.to(device),
-    )
+    queries, keys = moved(pairs.queries), moved(pairs.keys)
+    return replace(pairs, queries=queries, keys=keys, columns=pairs.columns.to(device))
 
 
 def refuse_content(pattern: SparsePatternConfig | None, around: str) -> None:

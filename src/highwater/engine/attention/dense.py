@@ -1,22 +1,16 @@
 """Exact causal attention over packed documents, by the fastest fused kernel of the hardware.
 
 Documents are known by their lengths on the host, and a run of equal lengths becomes one batched
-kernel call. Packed documents therefore never see each other, no mask is ever built, and nothing
-quadratic is ever stored.
+kernel call: no document sees another, no mask is built, and nothing quadratic is stored. In a
+memory-only trial all layers but the last ones attend within short pieces: the same kernel, the same
+buffers, linear time (docs/decisions/006).
 
-In a memory-only trial all layers but the last ones attend within short pieces: the same kernel, the
-same buffers, linear time (docs/decisions/006).
+Sinks are learned numbers, one for each query head, that take part in the softmax beside the keys
+and give nothing: what is attended is multiplied by the keys' part of the sum. Going backward a
+kernel that is given the output and the log-sum-exp with the sink in it computes what it always
+does.
 
-Shapes:  B 1  S packed tokens  H query heads  K key/value heads  D head size
-
-Sinks: learned numbers, one for each query head, that take part in the softmax beside the keys
-and give nothing.
-
-A sink adds its exponential to the sum of each query's and no value: what is attended is multiplied
-by the keys' part of the sum. Going backward a kernel that is given the output and the log-sum-exp
-with the sink in it has the true weights, and computes what it always does.
-
-Shapes:  B documents  H query heads  S tokens  D head size
+Shapes:  B documents, or 1  S packed tokens  H query heads  K key/value heads  D head size
 Source: Xiao et al., https://arxiv.org/abs/2309.17453; OpenAI, gpt-oss, whose sink is a score of a
         key without a value
 """

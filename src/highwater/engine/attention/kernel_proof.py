@@ -1,8 +1,6 @@
-"""Window proof: whether flash attention's window on this GPU is what a window is, shown by a small
-forward and backward pass beside the plain one.
-
-Proofs that FlexAttention does, on small input, what gathered keys do: a compiled kernel is used
-where one has passed.
+"""Proofs, on small input beside the plain path, that flash attention's window on this GPU is what a
+window is, and that FlexAttention does what gathered keys do: a compiled kernel is used where one
+has passed.
 
 Shapes:  H query heads  K key/value heads  S tokens  D head size
 """
@@ -56,11 +54,8 @@ def _equals_plain(device: torch.device, dtype: torch.dtype, head_dim: int, lengt
     output, log_sums = flash.forward()
     wanted_output, wanted_sums = plain.forward()
     ours = (output, log_sums, *flash.backward(upstream, output, log_sums))
-    wanted = (
-        wanted_output,
-        wanted_sums,
-        *plain.backward(upstream.float(), wanted_output, wanted_sums),
-    )
+    gradients = plain.backward(upstream.float(), wanted_output, wanted_sums)
+    wanted = (wanted_output, wanted_sums, *gradients)
     return all(
         bool((mine.float() - other).norm() <= PROOF_TOLERANCE * other.norm())
         for mine, other in zip(ours, wanted, strict=True)

@@ -4,11 +4,9 @@ few shapes, forward and backward.
 cuDNN is the fastest kernel of long documents, and makes a plan for every shape that it meets: about
 0.1 s each, and a quarter of a megabyte of the GPU that is never given back
 (docs/results/mixed_lengths). Flash attention takes documents of any lengths in one call, and is
-slower where they are long. So of a long document the queries up to
-a multiple of a sixteenth of its size go through cuDNN, which meets sixteen shapes for every
-doubling of the length. The few that are left of long documents go through flash attention in one
-call, and those of all short documents in another. No query is computed twice, nothing is
-padded, and what runs is a function of the documents' lengths alone.
+slower where they are long. So of a long document the queries up to a multiple of a sixteenth of its
+size go through cuDNN; the few that are left go through flash attention in one call, and those of
+all short documents in another. No query is computed twice, and nothing is padded.
 
 Shapes:  B 1  S packed tokens  H query heads  K key/value heads  D head size  q queries of a call
          k keys of a call  n documents of a call

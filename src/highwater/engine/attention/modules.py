@@ -2,12 +2,10 @@
 whole or by the ranks of a group.
 
 Queries, keys and values are (batch, length, heads, head_dim), as the packages of the name
-dilated-attention-pytorch have them; keys and values may have fewer heads. Under autocast they are
-cast as PyTorch's own attention casts them. Nothing of a call is kept in the module, so that the
-replicas of DataParallel, which are threads, are independent.
-
-Fused kernels need a GPU of compute capability 8.0 and 16-bit numbers; elsewhere plain PyTorch
-computes the same.
+dilated-attention-pytorch have them; keys and values may have fewer heads. Nothing of a call is kept
+in the module, so that the replicas of DataParallel, which are threads, are independent. Fused
+kernels need a GPU of compute capability 8.0 and 16-bit numbers; elsewhere plain PyTorch computes
+the same.
 
 Shapes:  B batch  T length, or this rank's share of it  H query heads  K key/value heads  D head_dim
 """
@@ -58,12 +56,32 @@ class _AttentionModule(nn.Module):
                 hint="leave `attention_dropout` out, or drop out of what the module returns",
             )
         check_word("shares", shares, get_args(Shares))
-        self.softmax_scale = softmax_scale
-        self.group = group
+        self.softmax_scale, self.group = softmax_scale, group
         self.shares: Shares = shares
 
     def _scaling(self, query: Tensor) -> float:
         return query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+
+    def _by_branches(
+        self,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        branches: tuple[Branch, ...],
+        pattern: SparsePatternConfig | None,
+        *,
+        kernel: SparseKernel = "auto",
+        is_causal: bool = True,
+        document_lengths: Sequence[int] | None = None,
+    ) -> Tensor:
+        """What is attended by branches, of a whole sequence or of this rank's share; BHTD."""
+        sharing = Sharing(
+            layout=_layout(inputs[0], self.group, self.shares, document_lengths),
+            branches=branches,
+            pattern=pattern,
+            scaling=self._scaling(inputs[0]),
+            is_causal=is_causal,
+            group=self.group,
+        )
+        return attend_branches(*inputs, sharing=sharing, implementation=kernel_of(self, kernel))[0]
 
 
 class DilatedAttention(_AttentionModule):
@@ -103,7 +121,6 @@ class DilatedAttention(_AttentionModule):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
         """What is attended, of the shape of ``query``; zeros where no branch has a token."""
         inputs = _heads_first(query, key, value)
-        scaling = self._scaling(query)
         if self.normalisation == "groups" and not is_fused(inputs[0]):
             raise MachineError(
                 f'normalisation="groups" in {inputs[0].dtype} has no kernel on this GPU',
@@ -114,24 +131,14 @@ class DilatedAttention(_AttentionModule):
                 *inputs,
                 segment_lengths=self.segment_lengths,
                 dilation_rates=self.dilation_rates,
-                scaling=scaling,
+                scaling=self._scaling(query),
                 is_causal=is_causal,
                 normalisation=self.normalisation,
             )
         else:
-            sharing = Sharing(
-                layout=_layout(inputs[0], self.group, self.shares),
-                branches=dilated_branches(
-                    self.segment_lengths, self.dilation_rates, inputs[0].shape[1]
-                ),
-                pattern=None,
-                scaling=scaling,
-                is_causal=is_causal,
-                group=self.group,
-            )
-            output_BHTD, _ = attend_branches(
-                *inputs, sharing=sharing, implementation=kernel_of(self, "auto")
-            )
+            heads = inputs[0].shape[1]
+            branches = dilated_branches(self.segment_lengths, self.dilation_rates, heads)
+            output_BHTD = self._by_branches(inputs, branches, None, is_causal=is_causal)
         return output_BHTD.transpose(1, 2)
 
 
@@ -173,34 +180,31 @@ class BlockSparseAttention(_AttentionModule):
         of; each attends to itself.
         """
         _refuse_order(is_causal)
-        inputs = _heads_first(query, key, value)
-        scaling = self._scaling(query)
-        if document_lengths is not None:
-            _check_documents(document_lengths)
+        inputs, lengths = _heads_first(query, key, value), document_lengths
+        if lengths is not None and not all(map(is_count, lengths)):
+            raise UsageError(
+                f"document_lengths {list(lengths)}", hint="use whole numbers of 1 or more"
+            )
+        pattern, kernel = self.sparse_config, self.implementation
         if self.group is None:
-            _check_sum(document_lengths, query.shape[1])
+            tokens = query.shape[1]
+            if lengths is not None and sum(lengths) != tokens:
+                raise UsageError(
+                    f"document_lengths add up to {sum(lengths)}, and a sequence has {tokens} "
+                    "tokens",
+                    hint="give the length of every document, padding as one of its own",
+                )
+            own = kernel_of(self, kernel)
             output_BHTD, *_ = block_sparse_attention(
                 *inputs,
-                pattern=self.sparse_config,
-                scaling=scaling,
-                document_lengths=document_lengths,
-                attend_table=attend_table_of(
-                    kernel_of(self, self.implementation),
-                    self.sparse_config,
-                    inputs[0],
-                    inputs[1].shape[1],
-                ),
+                pattern=pattern,
+                scaling=self._scaling(query),
+                document_lengths=lengths,
+                attend_table=attend_table_of(own, pattern, inputs[0], inputs[1].shape[1]),
             )
         else:
-            sharing = Sharing(
-                layout=_layout(inputs[0], self.group, self.shares, document_lengths),
-                branches=(Branch(),),
-                pattern=self.sparse_config,
-                scaling=scaling,
-                group=self.group,
-            )
-            output_BHTD, _ = attend_branches(
-                *inputs, sharing=sharing, implementation=kernel_of(self, self.implementation)
+            output_BHTD = self._by_branches(
+                inputs, (Branch(),), pattern, kernel=kernel, document_lengths=lengths
             )
         return output_BHTD.transpose(1, 2)
 
@@ -234,19 +238,9 @@ class BlockSparseRingDilatedAttention(_AttentionModule):
         """What is attended, of the shape of ``q``; zeros where no branch has a token."""
         _refuse_order(is_causal)
         inputs = _heads_first(q, k, v)
-        sharing = Sharing(
-            layout=_layout(inputs[0], self.group, self.shares),
-            branches=dilated_branches(
-                self.segment_lengths, self.dilation_rates, inputs[0].shape[1]
-            ),
-            pattern=self.sparse_config,
-            scaling=self._scaling(q),
-            group=self.group,
-        )
-        output_BHTD, _ = attend_branches(
-            *inputs, sharing=sharing, implementation=kernel_of(self, "auto")
-        )
-        return output_BHTD.transpose(1, 2)
+        heads = inputs[0].shape[1]
+        branches = dilated_branches(self.segment_lengths, self.dilation_rates, heads)
+        return self._by_branches(inputs, branches, self.sparse_config).transpose(1, 2)
 
 
 def is_fused(query: Tensor) -> bool:
@@ -303,21 +297,6 @@ def _layout(
             f"{2 * degree if shares == 'zigzag' else degree} divides",
         )
     return layout
-
-
-def _check_documents(lengths: Sequence[int]) -> None:
-    """Raise UsageError for what is no document."""
-    if not all(map(is_count, lengths)):
-        raise UsageError(f"document_lengths {list(lengths)}", hint="use whole numbers of 1 or more")
-
-
-def _check_sum(lengths: Sequence[int] | None, tokens: int) -> None:
-    """Raise UsageError for documents that are not all of a sequence."""
-    if lengths is not None and sum(lengths) != tokens:
-        raise UsageError(
-            f"document_lengths add up to {sum(lengths)}, and a sequence has {tokens} tokens",
-            hint="give the length of every document, padding as one of its own",
-        )
 
 
 def _refuse_order(is_causal: bool) -> None:

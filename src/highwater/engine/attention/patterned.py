@@ -2,16 +2,12 @@
 something off, capped scores, sinks.
 
 A run of documents of one length is one call, of a fused kernel where there is one: of flash
-attention within a window on a GPU, once a proof has shown it (engine/attention/kernel_proof), of
-the hardware's own kernel for documents no longer than the window. Everything else is the plain
-path's (engine/attention/plain_block). Nothing quadratic is ever stored.
+attention within a window on a GPU, once a proof has shown it (``kernel_proof``), of the hardware's
+own kernel for documents no longer than the window; else of ``plain_block``. Nothing quadratic is
+stored.
 
 Shapes:  B 1  S packed tokens  H query heads  K key/value heads  D head size  d documents of a run
          of equal lengths  l tokens of one of them
-
-Pattern: what the attention of one layer is, beside causal within each document.
-
-Shapes:  H query heads, or this rank's share of them
 """
 
 from collections.abc import Iterator, Sequence

@@ -3,14 +3,9 @@ within each layer's window, shared by heads, by a ring, or by heads around a rin
 
 Shapes:  B 1  S packed tokens, or this rank's share of them  H query heads  K key/value heads  D
 head size
-
-Block-sparse attention of packed documents, as the engine attends: held whole, or by the ranks of
-a ring.
-
-Shapes, per rank:  B 1  S tokens held  H query heads  K key/value heads  D head size
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -66,9 +61,7 @@ def attend_sparsely(
             heads = (query_BHSD.shape[1] // key_BKSD.shape[1], query_BHSD.shape[-1])
             _refuse(obstacle(pattern, *heads, query_BHSD.dtype, query_BHSD.device))
         output_BHSD, *_ = block_sparse_attention(
-            query_BHSD,
-            key_BKSD,
-            value_BKSD,
+            *(query_BHSD, key_BKSD, value_BKSD),
             pattern=pattern,
             scaling=scaling,
             document_lengths=layout.padded_lengths,
@@ -148,9 +141,7 @@ class Attention:
         not computed once more.
         """
         dense = create_selective_checkpoint_contexts(_keeps_operator)
-        forward, again = (
-            _both(*contexts) for contexts in zip(dense, kept_in_recompute(), strict=True)
-        )
+        forward, again = map(_both, dense, kept_in_recompute())
         return forward, again
 
 
@@ -200,19 +191,21 @@ def register(
         if sparse is not None:
             if not pattern.is_dense_up_to(longest):
                 raise _unsupported(module, "a window or sinks of its own beside a sparse pattern")
-            ours = _attend_sparsely(
-                sequence_layout, shared, pattern=sparse, scaling=pattern.scaling
+            ours: Attend = partial(
+                attend_sparsely,
+                layout=sequence_layout,
+                ring=None if shared is None else shared.ring,
+                pattern=sparse,
+                scaling=pattern.scaling,
             )
-            return ours(query_BHSD, key_BKSD, value_BKSD), None
-        if shared is not None and shared.ring is not None:
-            _refuse_in_ring(module, pattern, longest=longest)
-        ours = _attend(
-            sequence_layout,
-            shared,
-            pattern=pattern,
-            kernel=kernel,
-            in_pieces=depth is not None and _layers_from_the_end(module) > depth,
-        )
+        else:
+            if shared is not None and shared.ring is not None:
+                _refuse_in_ring(module, pattern, longest=longest)
+            in_pieces = depth is not None and _layers_from_the_end(module) > depth
+            how = {"kernel": kernel, "in_pieces": in_pieces}
+            ours = _attend(sequence_layout, shared, pattern=pattern, **how)
+        if shared is not None and shared.ulysses is not None:
+            ours = partial(attend_sharded, group=shared.ulysses, attend=ours)
         return ours(query_BHSD, key_BKSD, value_BKSD), None
 
     name = f"highwater_{next(_numbers)}"
@@ -223,47 +216,21 @@ def register(
 def _attend(
     layout: SequenceLayout, shared: SequenceGroups | None, *, pattern: Pattern, **how: Any
 ) -> Attend:
-    """Attention over what this rank holds of each document: from BHSD to BSHD."""
-    ring = None if shared is None else shared.ring
-    if shared is not None and shared.ulysses is not None:
-        pattern = pattern.of_heads(
-            dist.get_rank(shared.ulysses), dist.get_world_size(shared.ulysses)
-        )
+    """Attention over what this rank holds of each document, of its heads: from BHSD to BSHD."""
+    ring, ulysses = (None, None) if shared is None else (shared.ring, shared.ulysses)
+    if ulysses is not None:
+        pattern = pattern.of_heads(dist.get_rank(ulysses), dist.get_world_size(ulysses))
     if ring is not None:
         held = tuple(length // layout.ring_degree for length in layout.padded_lengths)
         of_calls = Ring(held_lengths=held, scaling=pattern.scaling, group=ring, **how)
-        inner: Callable[..., Tensor] = partial(
-            attend_in_ring, ring=of_calls, sinks_H=pattern.sinks_H
-        )
-    elif pattern.is_dense_up_to(max(layout.document_lengths)):
-        inner = partial(attend, document_lengths=_lengths(layout), scaling=pattern.scaling, **how)
-    else:
-        documents = Documents(lengths=layout.padded_lengths, pattern=pattern, **how)
-        inner = partial(_in_pattern, documents=documents)
-    if shared is None or shared.ulysses is None:
-        return inner
-    return partial(attend_sharded, group=shared.ulysses, attend=inner)
-
-
-def _lengths(layout: SequenceLayout) -> tuple[int, ...]:
-    """The documents' lengths, of the last one with the padding behind it, which none of its tokens
-    sees: a row of one document stays one.
-    """
-    *others, last = layout.document_lengths
-    return *others, last + sum(layout.padded_lengths) - layout.tokens
-
-
-def _attend_sparsely(layout: SequenceLayout, shared: SequenceGroups | None, **how: Any) -> Attend:
-    """Block-sparse attention over what this rank holds of each document: from BHSD to BSHD."""
-    ring = None if shared is None else shared.ring
-    inner = partial(attend_sparsely, layout=layout, ring=ring, **how)
-    if shared is None or shared.ulysses is None:
-        return inner
-    return partial(attend_sharded, group=shared.ulysses, attend=inner)
-
-
-def _in_pattern(*tensors: Tensor, documents: Documents) -> Tensor:
-    return attend_in_pattern(*tensors, documents=documents).output_BSHD
+        return partial(attend_in_ring, ring=of_calls, sinks_H=pattern.sinks_H)
+    if pattern.is_dense_up_to(max(layout.document_lengths)):
+        # the last one with the padding behind it: a row of one document stays one
+        *others, last = layout.document_lengths
+        lengths = (*others, last + sum(layout.padded_lengths) - layout.tokens)
+        return partial(attend, document_lengths=lengths, scaling=pattern.scaling, **how)
+    documents = Documents(lengths=layout.padded_lengths, pattern=pattern, **how)
+    return lambda *tensors: attend_in_pattern(*tensors, documents=documents).output_BSHD
 
 
 def _keeps_operator(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:

@@ -8,6 +8,7 @@ sinks, dropout) is refused by name.
 Shapes:  B sequences  S tokens  H query heads  K key/value heads  D head size
 """
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -51,23 +52,13 @@ def register_block_sparse(
         documents = _document_lengths(module, query_BHSD, features)
         _refuse_features(module, features, longest=max(map(max, documents)))
         scale = query_BHSD.shape[-1] ** -0.5 if scaling is None else scaling
-        tensors = (query_BHSD, key_BKSD, value_BKSD)
-        attend_table = attend_table_of(
-            kernel_of(module, "auto"), pattern, query_BHSD, key_BKSD.shape[1]
-        )
-        rows = (
-            [tensors]
-            if len(documents) == 1
-            else list(zip(*(t.split(1) for t in tensors), strict=True))
-        )
+        kernel, rows = kernel_of(module, "auto"), [(query_BHSD, key_BKSD, value_BKSD)]
+        table = attend_table_of(kernel, pattern, query_BHSD, key_BKSD.shape[1])
+        attend = partial(block_sparse_attention, pattern=pattern, scaling=scale, attend_table=table)
+        if len(documents) > 1:
+            rows = list(zip(*(tensor.split(1) for tensor in rows[0]), strict=True))
         outputs = [
-            block_sparse_attention(
-                *row,
-                pattern=pattern,
-                scaling=scale,
-                document_lengths=lengths,
-                attend_table=attend_table,
-            ).output_BHSD
+            attend(*row, document_lengths=lengths).output_BHSD
             for row, lengths in zip(rows, documents, strict=True)
         ]
         return torch.cat(outputs).transpose(1, 2).contiguous(), None
@@ -101,9 +92,8 @@ def _document_lengths(
             raise _unsupported(module, "cu_seq_lens_k that are not those of the queries")
         lengths = tuple(cumulative.diff().tolist())
         if sum(lengths) != length or min(lengths) < 1:
-            raise _unsupported(
-                module, f"documents of {lengths} tokens in a sequence of {length} tokens"
-            )
+            what = f"documents of {lengths} tokens in a sequence of {length} tokens"
+            raise _unsupported(module, what)
         return [lengths]
     if positions is None:
         return [(length,)]
@@ -126,9 +116,8 @@ def _refuse_features(module: nn.Module, features: dict[str, Any], *, longest: in
     own = getattr(getattr(module, "config", None), "sliding_window", None) or None
     window = features.get("sliding_window", own)
     if window is not None and window < longest:
-        raise _unsupported(
-            module, f"a sliding window of {window} tokens, too few for documents of {longest}"
-        )
+        what = f"a sliding window of {window} tokens, too few for documents of {longest}"
+        raise _unsupported(module, what)
     for feature in ("softcap", "s_aux", "position_bias", "head_mask"):
         if features.get(feature) is not None:
             raise _unsupported(module, feature)

@@ -1,12 +1,9 @@
-"""An epoch's units before they are laid out, its rows afterwards, and the order between the two.
+"""An epoch's units before they are laid out, its rows afterwards, and the order between the two:
+evaluation's, every document once in its own order, or a shuffled epoch by best fit.
 
-Evaluation rows: every document of a corpus once, in its own order.
-
-Packing: a shuffled epoch of units into rows, each unit whole in one row, by best fit.
-
-A unit goes into the row that it leaves the least room in, among the last ones that are open, and
-where none has room, opens another. Then the rows are shuffled: they close in an order of what was
-in them.
+There a unit goes into the row that it leaves the least room in, among the last ones that are open,
+and where none has room, opens another. Then the rows are shuffled: they close in an order of what
+was in them.
 """
 
 from bisect import bisect_left, insort

@@ -1,11 +1,9 @@
 """Fields of a record, each of the kind that it has to be: what is not is refused by the record's
 name and the field's, and nothing is rounded or guessed.
 
-Fields that nobody reads: some are passed over by their name, all others are refused by it.
-
-Passed over are fields about a record, a message or a call, which are no part of what is trained.
-Masks say whether it is trained. Any other text, number, yes or no may be a part of it or a mask,
-and what it means nobody here knows.
+Of fields that nobody reads, those about a record, a message or a call are passed over by their
+name, and masks say whether it is trained. Any other text, number, yes or no may be a part of it,
+and is refused.
 """
 
 import math

@@ -1,18 +1,14 @@
-"""The plan of a training: which documents are in which micro-batch of which step.
+"""The plan of a training: which documents are in which micro-batch (row) of which step.
 
 It is a function of lengths, units, rows and a seed, the same on every machine and for every number
-of ranks, which take turns in the rows of a step. A row here is a micro-batch. An epoch has every
-document once, in an order of its own; its last rows make a step with the first ones of the next, so
-that every step has all of its rows.
+of ranks, which take turns in the rows of a step. An epoch has every document once, in an order of
+its own; its last rows make a step with the first ones of the next. It takes some 20 bytes a
+document while it is in use.
 
-How an epoch's units become rows is row_packing.py's, and step_filling.py's where a unit may be in
-several. An epoch takes some 20 bytes a document while it is in use.
-
-Filling: a shuffled epoch of units into steps, the documents of a unit in any rows of one step.
-
-Step after step is filled, and then its documents are laid out so that rows are about alike and
-none is empty. A step that has fewer documents than rows when the next unit does not fit
-is given a later one that does, and the last step one of an earlier step's.
+Where a unit has to be whole in one row, ``epoch_rows`` packs it. Where its documents may be in any
+rows of one step, step after step is filled, and then laid out so that rows are about alike and none
+is empty: a step that has fewer documents than rows when the next unit does not fit is given a later
+one that does, and the last step one of an earlier step's.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -295,11 +291,6 @@ class StepPlan:
         self._know(1)
         self.efficiency: float = self._units.tokens / (self._ends[1] * row_tokens)
         """The part of an epoch's rows that tokens fill."""
-
-    @property
-    def epoch_steps(self) -> int:
-        """Steps until every document was trained."""
-        return self.steps_of(1)
 
     def steps_of(self, epochs: int) -> int:
         """Steps until every document was trained so many times."""

@@ -2,9 +2,9 @@
 into its memory; and the manifest of such a folder, or of a checkpoint: size and checksum of every
 file in it.
 
-A folder is made beside its place and moved there when all of it is on the disk, with a manifest of
-its files' checksums written last: what is there is whole, or was damaged by somebody. Whoever opens
-it reads every byte once to see which: a second for each 1 to 2 GB.
+A folder is made beside its place and moved there when all of it is on the disk, its manifest
+written last: what is there is whole, or was damaged by somebody. Whoever opens a corpus reads every
+byte once to see which: a second for each 1 to 2 GB.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Self
+from typing import IO, Any, Self
 
 import msgspec
 import numpy as np
@@ -52,20 +52,12 @@ class CorpusWriter:
         self._types = {"ids": ids_type, **_TOKEN_FILES, **_DOCUMENT_FILES, "offsets": "<i8"}
         self._open: dict[str, IO[bytes]] = {}
         self._groups: dict[tuple[int, str | int], int] = {}
-        self._unit_documents = array("i")
-        self._last_unit = -1
-        self._is_ordered = True
-        self._has_logprobs = False
-        self._is_finished = False
+        self._unit_documents, self._last_unit = array("i"), -1
+        self._is_ordered, self._has_logprobs, self._is_finished = True, False, False
         self._histogram: Counter[int] = Counter()
-        self.documents = 0
-        self.tokens = 0
-        self.trained_tokens = 0
-        self.longest_tokens = 0
-        self.apart = 0
-        """Documents whose prompts were tokenised by themselves."""
-        self.chats = 0
-        """Documents that a chat template made."""
+        self.documents = self.tokens = self.trained_tokens = self.longest_tokens = 0
+        self.apart = self.chats = 0
+        """Documents whose prompts were tokenised by themselves, and that a chat template made."""
 
     def __enter__(self) -> Self:
         with disk_errors(self._directory):
@@ -101,7 +93,11 @@ class CorpusWriter:
         """Write the documents of a unit, of a row of a file; those of one group of a file are one
         unit, wherever they stand in it. Raises MachineError where the disk refuses.
         """
-        number = self._number(unit, file)
+        number = self.units
+        if unit.group is not None:
+            number = self._groups.setdefault((file, unit.group), number)
+        if number == self.units:
+            self._unit_documents.append(0)
         self._is_ordered &= number >= self._last_unit
         self._last_unit = number
         self._unit_documents[number] += len(unit.documents)
@@ -125,14 +121,6 @@ class CorpusWriter:
             files = {path.name: record_of(path) for path in self._directory.iterdir()}
             write_manifest(self._directory, files)
         self._is_finished = True
-
-    def _number(self, unit: Unit, file: int) -> int:
-        number = self.units
-        if unit.group is not None:
-            number = self._groups.setdefault((file, unit.group), number)
-        if number == self.units:
-            self._unit_documents.append(0)
-        return number
 
     def _add(self, document: TokenDocument, where: tuple[int, int, int]) -> None:
         count = len(document.ids_L)
@@ -166,9 +154,7 @@ class OpenCorpus:
         UsageError where one is not, or not what the summary says.
         """
         self.summary = summary
-        self._names = names
-        self._directory = directory
-        self._checked = checked
+        self._names, self._directory, self._checked = names, directory, checked
         self._offsets = self._mapped("offsets", "<i8", summary.documents + 1)
         ids_path = directory / "ids.bin"
         is_small = ids_path.is_file() and ids_path.stat().st_size == 2 * summary.tokens
@@ -253,35 +239,24 @@ def disk_errors(directory: Path) -> Generator[None]:
         ) from error
 
 
-class _Order(NamedTuple):
-    """Documents in the order of their units, and where they lie so far."""
-
-    documents: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        return np.diff(self.offsets)[self.documents]
-
-
 def _sort_by_unit(directory: Path, types: dict[str, str]) -> None:
     """Write every file anew, the documents of a unit beside each other."""
     units = np.fromfile(directory / "units.bin", dtype="<i8")
     offsets = np.fromfile(directory / "offsets.bin", dtype="<i8")
-    order = _Order(np.argsort(units, kind="stable"), offsets)
+    order = np.argsort(units, kind="stable")
     for name, kind in types.items():
         path, partial = directory / f"{name}.bin", directory / f"{name}.sorted"
         if not path.exists():
             continue
         with partial.open("wb") as stream:
             if name == "offsets":
-                sorted_offsets = np.concatenate([[0], np.cumsum(order.lengths)])
+                sorted_offsets = np.concatenate([[0], np.cumsum(np.diff(offsets)[order])])
                 stream.write(sorted_offsets.astype(kind).tobytes())
             elif name in _DOCUMENT_FILES:
-                stream.write(np.fromfile(path, dtype=kind)[order.documents].tobytes())
+                stream.write(np.fromfile(path, dtype=kind)[order].tobytes())
             else:
                 values = np.memmap(path, dtype=kind, mode="r")
-                for document in order.documents:
+                for document in order:
                     stream.write(values[offsets[document] : offsets[document + 1]].tobytes())
             _flush(stream)
         partial.replace(path)

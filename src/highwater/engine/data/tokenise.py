@@ -2,15 +2,8 @@
 highwater.engine.data.tokenise ORDER.json REPORT.json PARENT_FOLDER``.
 
 The folder of the report is where the corpus is made, on the disk of the parent folder, in which it
-is kept under its digest. A corpus that is there is not made again.
-
-The digest that names a corpus: of all that its tokens may depend on, and of nothing else, so
-that the same data in another folder is the same corpus.
-
-Long documents: what becomes of one of more tokens than are trained, counted.
-
-A document begins with a token that nothing precedes: it is never predicted, and a document of which
-no other token is trained is left out.
+is kept under its digest: of all that its tokens may depend on, and of nothing else, so that the
+same data in another folder is the same corpus. A corpus that is there is not made again.
 """
 
 import inspect
@@ -18,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,18 +43,15 @@ from highwater.units import counted
 
 
 class LengthLimit:
-    """Cuts units to a length, and counts what it did."""
+    """Cuts units to a length, and counts what it did. A document's first token is never predicted:
+    one of which no other is trained is left out.
+    """
 
     def __init__(self, *, length_tokens: int, long_documents: LongDocuments, pairs: bool) -> None:
         """``pairs``: a unit is left out whole where one of its documents is."""
-        self._length = length_tokens
+        self._length, self._pairs = length_tokens, pairs
         self._choice: LongDocuments = long_documents
-        self._pairs = pairs
-        self.truncated = 0
-        self.truncated_tokens = 0
-        self.split = 0
-        self.empty = 0
-        self.longest_tokens = 0
+        self.truncated = self.truncated_tokens = self.split = self.empty = self.longest_tokens = 0
         """Of the documents as they came."""
 
     def __call__(self, unit: Unit, *, name: str) -> Iterator[Unit]:
@@ -72,7 +63,13 @@ class LengthLimit:
         lengths = (len(document.ids_L) for document in unit.documents)
         self.longest_tokens = max(self.longest_tokens, *lengths)
         if self._choice == "split":
-            yield from self._pieces(unit)
+            (document,) = unit.documents
+            starts = range(0, len(document.ids_L), self._length)
+            pieces = [_slice(document, start, start + self._length) for start in starts]
+            trained = [piece for piece in pieces if _is_trained(piece)]
+            self.split += len(pieces) > 1
+            self.empty += not trained
+            yield from (Unit((piece,)) for piece in trained)
             return
         documents = [self._cut(document, name) for document in unit.documents]
         kept = tuple(document for document in documents if _is_trained(document))
@@ -96,15 +93,6 @@ class LengthLimit:
         self.truncated += 1
         self.truncated_tokens += over
         return _slice(document, 0, self._length)
-
-    def _pieces(self, unit: Unit) -> Iterator[Unit]:
-        (document,) = unit.documents
-        starts = range(0, len(document.ids_L), self._length)
-        pieces = [_slice(document, start, start + self._length) for start in starts]
-        kept = [piece for piece in pieces if _is_trained(piece)]
-        self.split += len(pieces) > 1
-        self.empty += not kept
-        yield from (Unit((piece,)) for piece in kept)
 
 
 def _is_trained(document: TokenDocument) -> bool:
@@ -138,9 +126,11 @@ def corpus_digest(order: CorpusOrder, files: Sequence[DataFile], reward: Any | N
         *(order.objective, order.length_tokens, order.vocab_size),
         *(order.long_documents, order.trained, order.reward),
     )
-    return digest(
-        (_WRITTEN_AS, choices, data, _tokenizer_digest(order.tokenizer), _source_digest(reward))
-    )
+    source = None
+    with suppress(TypeError):  # a function may be in no file
+        source = None if reward is None else inspect.getsourcefile(reward)
+    of_source = None if source is None else bytes_digest([Path(source)])
+    return digest((_WRITTEN_AS, choices, data, _tokenizer_digest(order.tokenizer), of_source))
 
 
 def _tokenizer_digest(directory: str | None) -> object:
@@ -151,24 +141,11 @@ def _tokenizer_digest(directory: str | None) -> object:
     files = [
         (str(path.relative_to(folder)), bytes_digest([path])) for path in found if path.is_file()
     ]
-    return sorted(files), _model_type(folder / "config.json")
-
-
-def _model_type(config: Path) -> str | None:
-    """The family, by which transformers chooses a tokenizer's class where its files do not say."""
-    try:
-        return str(json.loads(read_file(config, most_bytes=CONFIG_BYTES)).get("model_type"))
-    except (OSError, ValueError, AttributeError):
-        return None
-
-
-def _source_digest(function: Any | None) -> str | None:
-    """Digest of the file that a function of the user's is in; None where it is in none."""
-    try:
-        source = None if function is None else inspect.getsourcefile(function)
-    except TypeError:
-        return None
-    return None if source is None else bytes_digest([Path(source)])
+    family = None  # by which transformers chooses a tokenizer's class where its files do not say
+    with suppress(OSError, ValueError, AttributeError):
+        config = json.loads(read_file(folder / "config.json", most_bytes=CONFIG_BYTES))
+        family = str(config.get("model_type"))
+    return sorted(files), family
 
 
 def main() -> None:
@@ -201,7 +178,7 @@ def tokenise(order: CorpusOrder, parent: Path, *, scratch: Path, on_phase: OnPha
         with disk_errors(parent):  # who has it open keeps what is open
             place.rename(scratch / "damaged")
     made = scratch / "corpus"
-    summary = _make(order, found, reward, made, digest, place, on_phase)
+    summary = _make(order, found, reward, made, place, on_phase)
     with disk_errors(parent):
         try:
             made.rename(place)
@@ -216,22 +193,26 @@ def _make(
     found: DataFiles,
     reward: RewardFunction | None,
     made: Path,
-    digest: str,
     place: Path,
     on_phase: OnPhase,
 ) -> Corpus:
     """Write the corpus into ``made``, which is gone again where that fails."""
-    tokens = _tokens(order)
+    tokens, traits = _tokens(order), TRAITS[order.objective]
     rendering = Rendering(tokens, vocab_size=order.vocab_size)
+    if traits.pairs:
+        render = preferences(rendering)
+    elif traits.advantages == "none":
+        render = supervised(rendering, trained=order.trained)
+    else:
+        render = rollouts(rendering, grouped=traits.advantages == "groups", reward=reward)
     limit = LengthLimit(
         length_tokens=order.length_tokens,
         long_documents=order.long_documents,
-        pairs=TRAITS[order.objective].pairs,
+        pairs=traits.pairs,
     )
     with CorpusWriter(made, vocab_size=order.vocab_size) as writer:
         # A function of the user's runs in this process alone.
         processes = 1 if reward is not None else processes_for(found.files)
-        render = _render(order, rendering, reward)
         _write(found, render, limit, writer, on_phase, processes=processes)
         if not writer.documents:
             raise _nothing(order, limit)
@@ -239,7 +220,7 @@ def _make(
         notes = _notes(order, found, rendering, writer)
         summary = Corpus(
             directory=str(place),
-            digest=digest,
+            digest=place.name,
             objective=order.objective,
             length_tokens=order.length_tokens,
             documents=writer.documents,
@@ -271,15 +252,6 @@ def _tokens(order: CorpusOrder) -> TextTokens:
     return Bytes()
 
 
-def _render(order: CorpusOrder, rendering: Rendering, reward: RewardFunction | None) -> Render:
-    traits = TRAITS[order.objective]
-    if traits.pairs:
-        return preferences(rendering)
-    if traits.advantages == "none":
-        return supervised(rendering, trained=order.trained)
-    return rollouts(rendering, grouped=traits.advantages == "groups", reward=reward)
-
-
 def _write(
     found: DataFiles,
     render: Render,
@@ -290,7 +262,7 @@ def _write(
     processes: int,
 ) -> None:
     """Read, render and write every record, and say twice a second how far that is."""
-    told = 0.0
+    told, files = 0.0, len(found.files)
     everything = (
         PlacedRecord(number, record)
         for number, file in enumerate(found.files)
@@ -299,15 +271,12 @@ def _write(
     for count, (placed, units) in enumerate(rendered(everything, render, processes=processes), 1):
         if time.monotonic() - told > TOLD_S:
             told = time.monotonic()
-            on_phase(_progress(count, writer.tokens, placed.file, len(found.files)))
+            read, made = counted(count, "record"), counted(writer.tokens, "token")
+            where = f", file {placed.file + 1} of {files}" if files > 1 else ""
+            on_phase(f"tokenising: {read}, {made}{where}")
         for unit in units:
             for fitting in limit(unit, name=placed.record.name):
                 writer.add(fitting, file=placed.file, row=placed.record.row)
-
-
-def _progress(count: int, tokens: int, file: int, files: int) -> str:
-    where = f", file {file + 1} of {files}" if files > 1 else ""
-    return f"tokenising: {counted(count, 'record')}, {counted(tokens, 'token')}{where}"
 
 
 def _nothing(order: CorpusOrder, limit: LengthLimit) -> UsageError:
@@ -330,9 +299,10 @@ def _notes(
     """What a user should know of the corpus."""
     notes: list[str] = []
     if found.left_out:
+        names = ", ".join(found.left_out[:3]) + (", ..." if len(found.left_out) > 3 else "")
         notes.append(
             f"{counted(len(found.left_out), 'text')} beside files of records are not trained: "
-            f"{_some(found.left_out)}"
+            f"{names}"
         )
     if writer.apart:
         notes.append(
@@ -348,10 +318,6 @@ def _notes(
             "its advantage is its reward / (1 + 1e-6)"
         )
     return tuple(notes)
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 if __name__ == "__main__":

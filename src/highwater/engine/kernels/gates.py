@@ -4,8 +4,6 @@ On a GPU two Triton kernels that read and write every element once; elsewhere Py
 rows. Both compute in float32 (float64 for float64) and round once.
 
 Shapes:  T tokens  F intermediate size
-
-Blocks: how much the PyTorch paths, which compute in float32, take at a time.
 """
 
 import importlib.util

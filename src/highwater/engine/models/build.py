@@ -5,7 +5,7 @@ materialised shard by shard.
 import copy
 import inspect
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -42,19 +42,15 @@ def read_config(directory: str, *, length_tokens: int, rope: Rope) -> PreTrained
     """The model's config, its RoPE scaled for the length; no remote code is run."""
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     if getattr(config, "tie_word_embeddings", False) and unties(Path(directory)):
-        config.tie_word_embeddings = (
-            False  # as transformers does with files that hold both, and different values
-        )
+        # as transformers does with files that hold both, and different values
+        config.tie_word_embeddings = False
     # YaRN multiplies it (transformers' modeling_rope_utils.py), where attention divides
     if getattr(config, "head_dim", 0) is None:
         config.head_dim = config.hidden_size // config.num_attention_heads
-    if (
-        hasattr(config, "sliding_window")
-        and "sliding_window" not in inspect.signature(type(config).__init__).parameters
-    ):
-        delattr(
-            config, "sliding_window"
-        )  # a Llama's config may have one, of which its class knows nothing
+    taken = inspect.signature(type(config).__init__).parameters
+    if hasattr(config, "sliding_window") and "sliding_window" not in taken:
+        # a Llama's config may have one, of which its class knows nothing
+        delattr(config, "sliding_window")
     scale_rope(config, length_tokens=length_tokens, rope=rope)
     config.use_cache = False
     return config
@@ -88,6 +84,7 @@ def build(
     adapters are trained, with a ScalarModel's number: in float32, or in what is wider.
     """
     model = build_on_meta(config, attention=attention, loss=loss, master_dtype=master_dtype)
+    wide = master_dtype if lora is None else torch.promote_types(master_dtype, torch.float32)
     transform = getattr(model, "logit_transform", PLAIN)
     if mesh.device_type == "cuda" and not transform.is_plain:
         prove_rows(transform, torch.device("cuda"))
@@ -96,67 +93,37 @@ def build(
         tile_mlps(model, mlp_tiles)
     device = torch.device(mesh.device_type)
     with weights.opened(directory) as files:
-        saved = (
-            None if files is None else files.renamed(names_in_model(model.causal_lm, files.names))
-        )
+        saved = files and files.renamed(names_in_model(model.causal_lm, files.names))
         if lora is not None:  # after names are read: a layer with an adapter has others
-            _adapt(model, lora, dtype=torch.promote_types(master_dtype, torch.float32))
+            add_adapters(model.causal_lm, lora, dtype=wide)
+            model.lora = lora
+            if isinstance(model, ScalarModel):
+                model.score.to(wide)
         # Recompute first, FSDP around it: gathered parameters then serve the recomputation too.
         if recompute != "none":
             keeps = recompute == "all-but-attention"
             recompute_layers(model.layers, keeping=attention.kept_in_recompute if keeps else None)
-        fill = Fill(model, saved, device=device, seed=seed)
-        on = _on_fsdp1 if strategy == "fsdp" else _on_fsdp2
-        model = on(model, fill, mesh=mesh, compute_dtype=compute_dtype, offload=offload)
+        fill, layers = Fill(model, saved, device=device, seed=seed), model.layers
+        how: dict[str, Any] = {"mesh": mesh, "compute_dtype": compute_dtype, "offload": offload}
+        if strategy == "fsdp":  # cut and filled one layer after the other
+            model = cast(Decoder, shard_flat(model, layers, materialise=fill.one_unit, **how))
+        else:  # cut without storage, which the shards alone then get
+            shard(model, list(layers), **how)
+            if lora is not None and lora.base == "nf4":
+                _fill_packed(model, fill, device=device)
+            else:
+                model.to_empty(device="cpu" if offload else device)
+                fill.values(model)
     fill.finish()
-    wide = master_dtype if lora is None else torch.promote_types(master_dtype, torch.float32)
-    assert all(p.dtype == wide for p in model.parameters() if p.requires_grad), (
-        "master parameters keep their dtype"
-    )
+    are_wide = (p.dtype == wide for p in model.parameters() if p.requires_grad)
+    assert all(are_wide), "master parameters keep their dtype"
     return model.train()
-
-
-def _adapt(model: Decoder, lora: Lora, *, dtype: torch.dtype) -> None:
-    """Freeze the model and put adapters on it."""
-    add_adapters(model.causal_lm, lora, dtype=dtype)
-    model.lora = lora
-    if isinstance(model, ScalarModel):
-        model.score.to(dtype)
-
-
-def _on_fsdp1(
-    model: Decoder, fill: Fill, *, mesh: DeviceMesh, compute_dtype: torch.dtype, offload: bool
-) -> Decoder:
-    """Cut and filled one layer after the other."""
-    wrapped = shard_flat(
-        model,
-        model.layers,
-        mesh=mesh,
-        compute_dtype=compute_dtype,
-        materialise=fill.one_unit,
-        offload=offload,
-    )
-    return cast(Decoder, wrapped)
-
-
-def _on_fsdp2(
-    model: Decoder, fill: Fill, *, mesh: DeviceMesh, compute_dtype: torch.dtype, offload: bool
-) -> Decoder:
-    """Cut without storage, which the shards alone then get."""
-    shard(model, list(model.layers), mesh=mesh, compute_dtype=compute_dtype, offload=offload)
-    if model.lora is not None and model.lora.base == "nf4":
-        _fill_packed(model, fill, device=torch.device(mesh.device_type))
-        return model
-    model.to_empty(device="cpu" if offload else torch.device(mesh.device_type))
-    fill.values(model)
-    return model
 
 
 def _fill_packed(model: Decoder, fill: Fill, *, device: torch.device) -> None:
     """Fill one layer after the other and pack it: the model is never there whole."""
-    assert not any(isinstance(p, DTensor) and not p.requires_grad for p in model.parameters()), (
-        "each rank has all of a model that is packed"
-    )
+    cut = (isinstance(p, DTensor) and not p.requires_grad for p in model.parameters())
+    assert not any(cut), "each rank has all of a model that is packed"
     table = scale_table(device)
     for unit in (*model.layers, model):
         fill.one_unit(unit)

@@ -17,7 +17,6 @@ from highwater.engine.models.loss import LogitRange, token_statistics
 from highwater.engine.models.requirements import not_by_attention
 from highwater.engine.models.rope import follow_documents
 from highwater.engine.models.router import follow_routers
-from highwater.engine.parallel.sequence_layout import SequenceLayout
 from highwater.errors import ModelError
 from highwater.model.logit_transform import LogitTransform
 from highwater.nouns.lora import Lora
@@ -64,30 +63,20 @@ class Decoder(nn.Module):
         layout = self.attention.layout_of(document_lengths)
         assert len(input_ids_T) == layout.tokens_per_rank, "a rank's tokens are its whole share"
         if self.document_ropes:
-            self._tell_documents(layout)
+            parts = layout.share_of(self.attention.rank).parts
+            for rope in self.document_ropes:
+                rope.parts = parts
         hidden_TE = self.backbone(
             input_ids=input_ids_T[None],
             position_ids=position_ids_T[None],
             use_cache=False,
             sequence_layout=layout,
         ).last_hidden_state[0]
-        self._check_callers()
+        layers, callers = self.causal_lm.config.num_hidden_layers, len(self.attention.callers)
+        if callers != layers:
+            why = f"{callers} of its {layers} layers attend through it"
+            raise not_by_attention(self.causal_lm.config, why)
         return hidden_TE
-
-    def _tell_documents(self, layout: SequenceLayout) -> None:
-        """Tell rotary modules that depend on it which documents this rank's tokens are of."""
-        parts = layout.share_of(self.attention.rank).parts
-        for rope in self.document_ropes:
-            rope.parts = parts
-
-    def _check_callers(self) -> None:
-        """Raise ModelError unless every layer attends through our attention."""
-        layers = self.causal_lm.config.num_hidden_layers
-        if len(self.attention.callers) != layers:
-            raise not_by_attention(
-                self.causal_lm.config,
-                f"{len(self.attention.callers)} of its {layers} layers attend through it",
-            )
 
     @property
     def architecture(self) -> str:
@@ -158,9 +147,9 @@ class LanguageModel(Decoder):
                 documents=len(document_lengths),
                 is_padded=share.padding_tokens > 0,
             )
-        hidden_NE = self.hidden_states(input_ids_T, position_ids_T, document_lengths).index_select(
-            0, trained_positions_N
-        )
+        hidden_TE = self.hidden_states(input_ids_T, position_ids_T, document_lengths)
+        hidden_NE = hidden_TE.index_select(0, trained_positions_N)
+        del hidden_TE
         statistics = token_statistics(
             hidden_NE,
             self.head.weight,
@@ -215,8 +204,8 @@ class ScalarModel(Decoder):
         document_lengths: Sequence[int],
     ) -> Tensor:
         """The number at each position; shape P, float32 or wider."""
-        hidden_PE = self.hidden_states(input_ids_T, position_ids_T, document_lengths).index_select(
-            0, positions_P
-        )
+        hidden_TE = self.hidden_states(input_ids_T, position_ids_T, document_lengths)
+        hidden_PE = hidden_TE.index_select(0, positions_P)
+        del hidden_TE
         scalars_P = (hidden_PE @ self.head.weight.T)[:, 0]
         return scalars_P.to(torch.promote_types(scalars_P.dtype, torch.float32))

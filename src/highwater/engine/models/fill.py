@@ -1,11 +1,7 @@
 """Fill: the first values of a model that was built on meta, from its directory's files or from the
-seed, each parameter under the name that files give it.
-
-Buffers: what a module holds besides its parameters, computed as its family's own class does.
-
-A model on meta has none: RoPE's frequencies, the scale of an embedding, the correction of a router.
-transformers has the same lack when it loads files, and fills it by each class's ``_init_weights``,
-which leaves alone what is marked as initialised.
+seed, each parameter under the name that files give it; and its buffers (RoPE's frequencies, the
+scale of an embedding, the correction of a router), computed as its family's own class does, by
+``_init_weights``, which leaves alone what is marked as initialised.
 """
 
 from collections.abc import Mapping, Sequence
@@ -84,17 +80,13 @@ class Fill:
     def __init__(
         self, model: Decoder, saved: weights.SavedWeights | None, *, device: torch.device, seed: int
     ) -> None:
-        self.model = model
-        self.saved = saved
-        self.device = device
-        self.seed = seed
+        self.model, self.saved, self.device, self.seed = model, saved, device, seed
         # Read before anything is wrapped, which changes names, or given storage, which parts what
         # is shared.
         self.names = {module: f"{name}." if name else "" for name, module in model.named_modules()}
         self._missing = {name_in_files(name) for name, _ in model.named_parameters()}
-        self._is_tied = (
-            model.head.weight is cast(nn.Embedding, model.causal_lm.get_input_embeddings()).weight
-        )
+        self._embedding = cast(nn.Embedding, model.causal_lm.get_input_embeddings())
+        self._is_tied = model.head.weight is self._embedding.weight
         self._other_names = {} if saved is None else _other_names(model, saved)
         if saved is not None:
             model.weights = "saved"
@@ -104,11 +96,8 @@ class Fill:
         """Storage on the device and values for what of the unit is still on meta: all but the units
         within it.
         """
-        fresh = [
-            m
-            for m in unit.modules()
-            if any(t.is_meta for t in (*m.parameters(recurse=False), *m.buffers(recurse=False)))
-        ]
+        own = {m: (*m.parameters(recurse=False), *m.buffers(recurse=False)) for m in unit.modules()}
+        fresh = [module for module, tensors in own.items() if any(t.is_meta for t in tensors)]
         for module in fresh:
             module.to_empty(device=self.device, recurse=False)
         self._fill(fresh)
@@ -124,18 +113,18 @@ class Fill:
     def _fill(self, modules: Sequence[nn.Module]) -> None:
         self._fill_buffers(modules)
         if self._is_tied and self.model.head in modules:
-            self.model.head.weight = cast(
-                nn.Embedding, self.model.causal_lm.get_input_embeddings()
-            ).weight
-        parameters, buffers = {}, {}
+            self.model.head.weight = self._embedding.weight
+        parameters: dict[str, nn.Parameter] = {}
+        buffers: dict[str, Tensor] = {}
         for module in modules:
             prefix = name_in_files(self.names[module])
             parameters |= {prefix + name: p for name, p in module.named_parameters(recurse=False)}
             buffers |= {prefix + name: b for name, b in _saved_buffers(module)}
-        fresh = _once(parameters)
-        assert fresh.keys() <= self._missing, (
-            f"filled twice, or new: {sorted(fresh.keys() - self._missing)}"
-        )
+        # each by its first name alone where two modules share it
+        last = {p: name for name, p in reversed(parameters.items())}
+        fresh = {name: p for p, name in last.items()}
+        strange = sorted(fresh.keys() - self._missing)
+        assert not strange, f"filled twice, or new: {strange}"
         self._missing -= fresh.keys()
         if self.saved is not None:
             saved = {name: p for name, p in fresh.items() if _is_in(self.saved, name)}
@@ -175,11 +164,7 @@ def _saved_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
     """
     # what state_dict itself asks
     left_out = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
-    return [
-        (name, buffer)
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in left_out
-    ]
+    return [each for each in module.named_buffers(recurse=False) if each[0] not in left_out]
 
 
 def _check_files(
@@ -221,8 +206,3 @@ def _other_names(model: Decoder, saved: weights.SavedWeights) -> dict[str, str]:
             hint="set tie_word_embeddings to false in config.json",
         )
     return {embedding: head} if saved.has(head) and not saved.has(embedding) else {}
-
-
-def _once(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """The parameters, each by its first name alone where two modules share it."""
-    return {name: p for p, name in {p: name for name, p in reversed(parameters.items())}.items()}

@@ -1,18 +1,13 @@
-"""A Hugging Face directory that transformers 4.57 and 5 load, written as a stream.
+"""A Hugging Face directory that transformers 4.57 and 5 load, written as a stream: all places are
+known before the first tensor is, so that no more than one parameter is ever in this process's
+memory. In memory transformers 5 fuses experts and renames some weights; the files keep the layout
+that both versions read.
 
-It has weights, their index, config and the tokenizer's files. In memory transformers 5 fuses
-experts and renames some weights; the files keep the layout that both versions read. A safetensors
-file is a header with the place of every tensor, then their bytes. All places are known before the
-first tensor is, so that no more than one parameter is ever in this process's memory.
+And a directory that any trainer opens, where the model's own lacks weights or a tokenizer: what is
+there is linked, weights are drawn from a seed, in bfloat16, and a tokenizer has one token for each
+of so many words. It is made once and stays in the cache.
 
 Source: https://github.com/huggingface/safetensors#format
-
-A directory that any trainer opens as a Hugging Face model, where the model's own lacks weights
-or a tokenizer: a catalog shape is a ``config.json`` alone.
-
-What is there is linked. Weights that are not are drawn from a seed, in bfloat16, one parameter
-after the other; a tokenizer that is not there has one token for each of so many words. Such a
-directory is made once and stays in the cache.
 """
 
 import fcntl
@@ -40,18 +35,9 @@ from highwater.units import GIB
 FILE_BYTES = 4 * GIB
 """Bytes of a file at the most: it ends where the next parameter would make it longer."""
 COPIED = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "spiece.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model"),
+    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
 """Files that go along unchanged where the model's directory has them."""
 _DTYPE_NAMES = {
@@ -144,8 +130,18 @@ class PretrainedDirectory:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._close_file()
-        if kind is None:
-            self._write_index()
+        files = dict(self._file_of.values())
+        if kind is not None or len(files) == 1:  # a single file needs no index
+            return
+        weight_map = {
+            name: path.name
+            for path, file in files.items()
+            for tensors in file.parameters.values()
+            for name in tensors
+        }
+        size_bytes = sum(file.size_bytes for file in files.values())
+        index = {"metadata": {"total_size": size_bytes}, "weight_map": weight_map}
+        self.written_bytes += _write_json(self._directory / "model.safetensors.index.json", index)
 
     def _put(self, data: bytes | memoryview) -> None:
         assert self._open is not None
@@ -160,23 +156,6 @@ class PretrainedDirectory:
         with file:
             file.flush()
             os.fsync(file.fileno())
-
-    def _write_index(self) -> None:
-        """Write the index of tensors by file; a single file needs none."""
-        files = dict(self._file_of.values())
-        if len(files) == 1:
-            return
-        weight_map = {
-            name: path.name
-            for path, file in files.items()
-            for tensors in file.parameters.values()
-            for name in tensors
-        }
-        index = {
-            "metadata": {"total_size": sum(file.size_bytes for file in files.values())},
-            "weight_map": weight_map,
-        }
-        self.written_bytes += _write_json(self._directory / "model.safetensors.index.json", index)
 
 
 def write_beside(
@@ -228,11 +207,8 @@ def _rope(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
     """
     if parameters is None or "rope_type" not in parameters:
         return {}  # none, or one for each kind of layer, for which 4.57 has fields of its own
-    top_level = {
-        name: parameters[name]
-        for name in ("rope_theta", "partial_rotary_factor")
-        if name in parameters
-    }
+    own = ("rope_theta", "partial_rotary_factor")
+    top_level = {name: parameters[name] for name in own if name in parameters}
     scaling = {name: value for name, value in parameters.items() if name not in top_level}
     return {
         "rope_parameters": dict(parameters),
@@ -334,19 +310,16 @@ def _write_weights(config: PreTrainedConfig, source: Path, directory: Path, seed
         )
     buffers = _buffers(model)
     parameters = dict(model.named_parameters())
-    shapes: dict[str, Tensor] = {
-        name: torch.empty_like(tensor, device="meta")
-        for name, tensor in (parameters | buffers).items()
-    }
+    every = parameters | buffers
+    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in every.items()}
     with PretrainedDirectory(directory, model, shapes) as files:
         std = float(getattr(config.get_text_config(), "initializer_range", None) or 0.02)
         for name, value in _values(parameters, std=std, seed=seed):
             files.write(name, value)
         for name, value in buffers.items():
             files.write(name, value)
-    write_beside(
-        directory, model, architecture=type(model).__name__, dtype=torch.bfloat16, source=source
-    )
+    kind = type(model).__name__
+    write_beside(directory, model, architecture=kind, dtype=torch.bfloat16, source=source)
 
 
 def _buffers(model: PreTrainedModel) -> dict[str, Tensor]:

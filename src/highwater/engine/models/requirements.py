@@ -1,22 +1,14 @@
 """Requirements: what a family has to be like for the engine to train it, and the errors that say
-so.
-
-Proof that the row kernels of this machine scale and cap logits as PyTorch does in float64.
-
-It runs before a model is trained whose family transforms its logits: a few rows, forward and
-backward, in milliseconds. Where nothing is transformed, the kernels' own tests have to do.
-
-Shapes:  N rows  V vocabulary
-
-Proof that a family's logits are its head's product with its backbone's last hidden states, as
-its config was read: scaled and capped.
+so; proven in milliseconds, before a model is trained.
 
 The engine applies the head itself, to the trained tokens, in chunks. That trains another model
 where a family transforms the hidden states before its head (ModernBERT's decoder), or does anything
-else with the logits after it than scale and cap them (Granite, Cohere, Gemma 2). The proof runs the
-family's own forward pass around a backbone that answers with random hidden states, with a head of a
-few rows: it takes milliseconds, and asks nothing of the config's fields. A refusal names those
-fields that it knows.
+else with the logits after it than scale and cap them (Granite, Cohere, Gemma 2). So the family's
+own forward pass runs around a backbone that answers with random hidden states, and row kernels of
+logits that are scaled and capped run beside PyTorch's float64. A refusal names the fields of the
+config that it knows.
+
+Shapes:  N rows  V vocabulary
 """
 
 import copy
@@ -59,12 +51,10 @@ def refuse_other_mixing(causal_lm: PreTrainedModel) -> None:
     kinds = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
     if kinds:
         raise not_by_attention(config, f"it has layers of {', '.join(sorted(kinds))}")
-    if getattr(causal_lm, "_is_stateful", False) or any(
-        isinstance(m, nn.Conv1d) for m in causal_lm.modules()
-    ):
-        raise not_by_attention(
-            config, "its layers carry a state or a convolution along the sequence"
-        )
+    convolves = any(isinstance(m, nn.Conv1d) for m in causal_lm.modules())
+    if getattr(causal_lm, "_is_stateful", False) or convolves:
+        why = "its layers carry a state or a convolution along the sequence"
+        raise not_by_attention(config, why)
     if not getattr(causal_lm, "_supports_attention_backend", False):
         raise not_by_attention(config, "it does not take one from outside")
 
@@ -143,10 +133,9 @@ def prove_head(causal_lm: PreTrainedModel, transform: LogitTransform = PLAIN) ->
     ids = torch.arange(_TOKENS)[None]
     with torch.no_grad():
         expected = transformed(small(hidden_1TE), transform)
+        call = {"input_ids": ids, "position_ids": ids.clone(), "use_cache": False}
         try:
-            logits: Tensor = cast(Any, family)(
-                input_ids=ids, position_ids=ids.clone(), use_cache=False
-            ).logits
+            logits: Tensor = cast(Any, family)(**call).logits
         except _STRANGE as error:
             why = f"its forward pass cannot be followed ({type(error).__name__})"
             raise _refusal(causal_lm, why) from error
@@ -154,9 +143,8 @@ def prove_head(causal_lm: PreTrainedModel, transform: LogitTransform = PLAIN) ->
         raise _refusal(causal_lm, "its backbone is given something else than the tokens")
     if backbone.is_entered and not _hands_on(causal_lm, backbone):
         raise _refusal(causal_lm, "its backbone is not what its head is applied to")
-    if logits.shape != expected.shape or not torch.allclose(
-        logits, expected, rtol=PROOF_TOLERANCE, atol=PROOF_TOLERANCE
-    ):
+    off = PROOF_TOLERANCE
+    if logits.shape != expected.shape or not torch.allclose(logits, expected, rtol=off, atol=off):
         raise _refusal(causal_lm, _what_it_does(causal_lm))
 
 
@@ -202,9 +190,8 @@ def _around(
 ) -> tuple[nn.Module, nn.Linear]:
     """Copy the family's outermost module around ``backbone``, all else random; with its head."""
     name = next(name for name, module in causal_lm.named_modules() if module is whole)
-    small = nn.Linear(
-        whole.in_features, _ROWS, bias="bias" in dict(whole.named_parameters()), device="meta"
-    )
+    has_bias = "bias" in dict(whole.named_parameters())
+    small = nn.Linear(whole.in_features, _ROWS, bias=has_bias, device="meta")
     family = copy.copy(causal_lm)
     loose: Any = family
     for kind in ("_modules", "_parameters", "_buffers"):
@@ -227,15 +214,11 @@ def _around(
 
 
 def _what_it_does(causal_lm: PreTrainedModel) -> str:
-    between = [
-        name for name, _ in causal_lm.named_children() if name != causal_lm.base_model_prefix
-    ]
-    fields = [
-        name
-        for name in vars(causal_lm.config)
-        if name.startswith(("logit", "final_logit")) and getattr(causal_lm.config, name)
-    ]
-    values = ", ".join(f"{name} = {getattr(causal_lm.config, name)}" for name in fields)
+    prefix, config = causal_lm.base_model_prefix, causal_lm.config
+    between = [name for name, _ in causal_lm.named_children() if name != prefix]
+    names = [name for name in vars(config) if name.startswith(("logit", "final_logit"))]
+    fields = {name: value for name in names if (value := getattr(config, name))}
+    values = ", ".join(f"{name} = {value}" for name, value in fields.items())
     said = f"; its config has {values}" if fields else ""
     return (
         "its logits are not its head's product with the last hidden states "

@@ -1,18 +1,14 @@
-"""RoPE past the native length: YaRN, a model's own scaling up to its maximum, or a refusal.
-
-RoPE whose frequencies depend on the length of the document.
-
-``longrope`` has one set of frequencies up to a length and another past it; ``dynamic`` grows them
-with the length. transformers' modules read the length off the largest position that they are shown:
-of packed documents that is the longest one's, of a rank's share it is no document's. Here a module
-is told the frequencies of each document, whole, and computes with them what it always does.
+"""RoPE past the native length: YaRN, a model's own scaling up to its maximum, or a refusal; and
+frequencies that depend on the length of the document: ``longrope`` has two sets, ``dynamic`` grows
+them. transformers' modules read the length off the largest position that they are shown, which of
+packed documents or a rank's share is no document's: here each document's frequencies are told.
 
 Shapes:  T packed tokens of this rank  F frequencies, half the channels that are rotated
 Source: Ding et al., LongRoPE, https://arxiv.org/abs/2402.13753; transformers'
         ``modeling_rope_utils.py``
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any, cast
@@ -98,12 +94,10 @@ class DocumentRope(nn.Module):
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         """Compute cosines and sines as the family's module does, for one type of layers."""
-        assert sum(part.tokens for part in self.parts) == position_ids.shape[-1], (
-            "every token is of a document"
-        )
-        call = {"x": x, "position_ids": position_ids} | (
-            {} if layer_type is None else {"layer_type": layer_type}
-        )
+        tokens = sum(part.tokens for part in self.parts)
+        assert tokens == position_ids.shape[-1], "every token is of a document"
+        call = {"x": x, "position_ids": position_ids}
+        call |= {} if layer_type is None else {"layer_type": layer_type}
         if not depends_on_length(self.kinds[layer_type]):
             return self.theirs(**call)
         name = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
@@ -137,9 +131,8 @@ class DocumentRope(nn.Module):
         compute: Any = ROPE_INIT_FUNCTIONS[self.kinds[layer_type]]
         # transformers has the length as a tensor, too: powers of a float32 are not quite a
         # float's.
-        length = (
-            torch.tensor(tokens, device=device) if "dynamic" in self.kinds[layer_type] else tokens
-        )
+        is_dynamic = "dynamic" in self.kinds[layer_type]
+        length = torch.tensor(tokens, device=device) if is_dynamic else tokens
         return compute(self.theirs.config, device, seq_len=length, layer_type=layer_type)[0]
 
 
@@ -197,10 +190,8 @@ def follow_documents(causal_lm: PreTrainedModel) -> list[DocumentRope]:
     placed: list[DocumentRope] = []
     for parent, name, rotary in rotaries:
         if any(depends_on_length(kind) for kind in _kinds(rotary)):
-            around = (
-                PhimoeRope if type(rotary).__name__ == "PhimoeRotaryEmbedding" else DocumentRope
-            )
-            placed.append(around(rotary))
+            is_phimoe = type(rotary).__name__ == "PhimoeRotaryEmbedding"
+            placed.append((PhimoeRope if is_phimoe else DocumentRope)(rotary))
             setattr(parent, name, placed[-1])
     return placed
 
@@ -213,23 +204,15 @@ def depends_on_length(kind: str) -> bool:
 def _kinds(module: nn.Module) -> tuple[str, ...]:
     """The kinds of RoPE that a rotary module says it has; none for any other module."""
     said = getattr(module, "rope_type", None)
-    return (
-        (said,)
-        if isinstance(said, str)
-        else tuple(cast(dict[str, str], said).values())
-        if isinstance(said, dict)
-        else ()
-    )
+    if isinstance(said, str):
+        return (said,)
+    return tuple(cast(dict[str, str], said).values()) if isinstance(said, dict) else ()
 
 
 def _kinds_in(config: PreTrainedConfig) -> tuple[str, ...]:
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    blocks: Iterable[Any] = (parameters, *parameters.values())
-    return tuple(
-        str(block["rope_type"])
-        for block in blocks
-        if isinstance(block, dict) and "rope_type" in block
-    )
+    blocks = [each for each in (parameters, *parameters.values()) if isinstance(each, dict)]
+    return tuple(str(block["rope_type"]) for block in blocks if "rope_type" in block)
 
 
 def _telling_length(
@@ -239,7 +222,6 @@ def _telling_length(
     if kind != "longrope":
         return tokens if tokens > config.max_position_embeddings else None
     parameters: dict[str, Any] = cast(Any, config).rope_parameters
-    border: int = (parameters if layer_type is None else parameters[layer_type])[
-        "original_max_position_embeddings"
-    ]
+    own = parameters if layer_type is None else parameters[layer_type]
+    border: int = own["original_max_position_embeddings"]
     return border + 1 if tokens > border else None

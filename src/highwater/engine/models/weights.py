@@ -2,18 +2,13 @@
 
 What is read is what transformers would load, or it is refused: every parameter is in the files,
 whole and of the config's shape; and no tensor is left over, but those that the family's class says
-to leave. transformers drops what is left over with a warning. Here that would train another model
-than the files': a bias that the config does not switch on, layers past its number.
+to leave: a bias that the config does not switch on, layers past its number would make it another
+model. transformers' table of renamed prefixes and of experts that modules hold in one tensor
+(``conversion_mapping.py``) is taken as it is; a tensor of one expert is called
+``experts.3.gate_proj.weight``, ``up_proj`` or ``down_proj`` whatever the file calls it.
 
 Shapes, of MXFP4:  X experts  I inputs  O outputs  G groups of 32 numbers  B 16 bytes of two
                    numbers each
-
-Names of weights: what a family's files call its tensors, read as the names in its modules.
-
-transformers keeps the table (``conversion_mapping.py``): prefixes that were renamed, and experts
-that files keep apart and modules hold in one tensor. Its renamings are taken as they are. A tensor
-of one expert gets a name of its own, whatever the file calls it: ``experts.3.gate_proj.weight``,
-``up_proj`` or ``down_proj``.
 """
 
 import pickle
@@ -83,10 +78,8 @@ class SavedWeights:
             return False
         # By rows, so that neither tensor is whole in memory.
         starts = range(0, _shape(one)[0], _COMPARED_ROWS)
-        return all(
-            torch.equal(one[start : start + _COMPARED_ROWS], two[start : start + _COMPARED_ROWS])
-            for start in starts
-        )
+        rows = (slice(start, start + _COMPARED_ROWS) for start in starts)
+        return all(torch.equal(one[each], two[each]) for each in rows)
 
     def renamed(self, names: Mapping[str, str]) -> "SavedWeights":
         """The same tensors under other names; raises ModelError for two that would have one."""
@@ -100,10 +93,8 @@ class SavedWeights:
                     hint="remove one of them: save the model with transformers' save_pretrained, "
                     "and give that directory",
                 )
-        return SavedWeights(
-            self.directory,
-            {names[name]: _Renamed(file, name) for name, file in self._where.items()},
-        )
+        where = {names[name]: _Renamed(file, name) for name, file in self._where.items()}
+        return SavedWeights(self.directory, where)
 
     @property
     def names(self) -> Collection[str]:
@@ -176,7 +167,11 @@ class SavedWeights:
         if name in self._where:
             return self._where[name].get_slice(name)[start:stop]
         if name + MXFP4_BLOCKS in self._where:
-            return torch.cat([self._dequantised(name, expert) for expert in range(start, stop)])
+            parts = [
+                self._where[p].get_slice(p) for p in (name + MXFP4_BLOCKS, name + MXFP4_SCALES)
+            ]
+            rows = range(start, stop)
+            return torch.cat([dequantised(*(part[n : n + 1] for part in parts)) for n in rows])
         fused = cast(re.Match[str], _FUSED_EXPERTS.fullmatch(name))
         # One row of a fused expert parameter is one expert, whose matrices the files keep apart.
         experts = [
@@ -184,12 +179,6 @@ class SavedWeights:
             for expert in range(start, stop)
         ]
         return torch.stack([torch.cat(parts) for parts in experts])
-
-    def _dequantised(self, name: str, expert: int) -> Tensor:
-        parts = (name + MXFP4_BLOCKS, name + MXFP4_SCALES)
-        return dequantised(
-            *(self._where[part].get_slice(part)[expert : expert + 1] for part in parts)
-        )
 
     def _check_shape(self, name: str, expected: tuple[int, ...]) -> None:
         if name not in self._where:
@@ -266,9 +255,8 @@ def dequantised(blocks_XOGB: Tensor, scales_XOG: Tensor) -> Tensor:
     """
     values = torch.tensor(_MXFP4_VALUES, dtype=torch.bfloat16)
     # The low four bits of a byte are the first of its two numbers.
-    pairs = torch.stack(
-        (values[(blocks_XOGB & 15).int()], values[(blocks_XOGB >> 4).int()]), dim=-1
-    )
+    low, high = values[(blocks_XOGB & 15).int()], values[(blocks_XOGB >> 4).int()]
+    pairs = torch.stack((low, high), dim=-1)
     numbers = torch.ldexp(pairs.flatten(-2), scales_XOG.int()[..., None] - _MXFP4_BIAS)
     return numbers.flatten(-2).transpose(1, 2)
 

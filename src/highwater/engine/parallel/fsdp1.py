@@ -1,22 +1,16 @@
 """FSDP1 over a model on meta: layer by layer filled, flattened and cut over the ranks.
 
-Memory. While it is built, a rank's device holds the shards of the units so far and one unit whole,
-for a moment twice (its tensors and the vector made of them), and never the model. Every rank fills
-the whole unit, from the files or with the same random numbers, and keeps its part. In a step it
-holds what FSDP2 does: float32 shards, one narrow unit at a time and the next. A single rank has
-nothing to cut: FSDP1 then keeps the whole model, as FSDP2 does, and makes narrow copies of one unit
-at a time.
+While it is built, a rank's device holds the shards of the units so far and one unit whole, for a
+moment twice, and never the model. In a step it holds what FSDP2 does: float32 shards, one narrow
+unit at a time and the next; a single rank keeps the whole model.
 
-Offload, ``CPUOffload(offload_params=True)``. Parameters and optimizer states are in host memory,
-and the update runs there. Gradients leave the GPU later than FSDP2's: each unit's reduced shard is
-copied to the host at once but freed only when the backward pass ends, so that 4 of the 16 bytes a
+With ``CPUOffload(offload_params=True)`` parameters and optimizer states are in host memory, and the
+update runs there. Gradients leave the GPU later than FSDP2's: each unit's reduced shard is copied
+to the host at once but freed only when the backward pass ends, so that 4 of the 16 bytes a
 parameter are on the GPUs then. FSDP1 also overwrites the host's copy in every backward pass, so
 that micro-batches would not add up: ``add_up`` adds them, into 4 more bytes of host memory a
-parameter. On the CPU there is nowhere to offload to: FSDP1 runs as without, but for ``add_up``.
-
-The flags ``param_offload`` and ``optimizer_offload`` that verl has for FSDP1 are another thing:
-they move everything to the host between phases and bring it back before the update, and gain
-nothing at the peak (docs/decisions/005).
+parameter. verl's ``param_offload`` and ``optimizer_offload`` are another thing, and gain nothing at
+the peak (docs/decisions/005).
 """
 
 from collections.abc import Callable

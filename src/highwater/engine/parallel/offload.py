@@ -1,20 +1,16 @@
 """Gradients that FSDP2 offloads, added up on the host while the GPU goes on.
 
 FSDP2 copies a layer's reduced gradient into pinned memory, beside the computation, only where the
-parameter has no gradient yet. Where it has one, FSDP2 waits for the copy, into ordinary memory that
-is new every time, and adds before it launches anything more: the GPU stands still for each layer.
-Here, therefore, no parameter has a gradient while a backward pass runs. What FSDP2 leaves is taken
-away before the next layer but one goes backward, when its copy is done, and added to a sum that
-lies elsewhere until the pass ends: the same numbers, added in the same order (docs/decisions/005).
+parameter has no gradient yet; else it waits for the copy, into memory that is new every time, and
+the GPU stands still. Here, therefore, no parameter has a gradient while a backward pass runs: what
+FSDP2 leaves is taken away before the next layer but one goes backward, when its copy is done, and
+added to a sum that lies elsewhere until the pass ends: the same numbers, in the same order
+(docs/decisions/005). The pinned memory is PyTorch's: a few layers' gradients are in it, and at the
+end the embedding's and the head's (``model/footprint.py`` counts them).
 
-The pinned memory is PyTorch's, which keeps it for the next layer of the same shape. A few layers'
-gradients are in it, and at the end of the pass the embedding's and the head's:
-``model/footprint.py`` counts them.
-
-Hooks on parameters would say when a copy begins, but torch 2.13 waits for the copy of a parameter
-that has one. What FSDP2 knows of a parameter, its shard and the event behind the copy, is private
-to it: read in torch 2.11 and 2.13. On the CPU there is nothing to wait for: FSDP2 leaves its own
-tensors, which are added and let go of in the same way.
+What FSDP2 knows of a parameter, its shard and the event behind the copy, is private to it: read in
+torch 2.11 and 2.13. Hooks on parameters would say when a copy begins, but torch 2.13 waits for the
+copy of a parameter that has one.
 """
 
 from collections import deque

@@ -1,12 +1,11 @@
 """Trinity: the models of Trinity-RFT's trainer (verl's actor on FSDP1), built for what they
 allocate: published tables are of it.
 
-What differs from our own, as that trainer is known to work: Hugging Face's layers as they are;
-logits of every token, prompts too, divided by the temperature in place through a view;
-log-probabilities and entropies whose gradients are two more vectors of logits; optimizer states
-made by the first update; gradients dropped after each; a host that is never far ahead of its GPU.
-The step around them is our ``grpo``. It was traced, compared with the plain objective on the CPU,
-and has run on H200s (docs/results/lab/trinity_trials.py).
+What differs from our own: Hugging Face's layers as they are; logits of every token, prompts too,
+divided by the temperature in place through a view; log-probabilities and entropies whose gradients
+are two more vectors of logits; optimizer states made by the first update; gradients dropped after
+each; a host that is never far ahead of its GPU. The step around them is our ``grpo``. It has run on
+H200s (docs/results/lab/trinity_trials.py).
 
 Shapes:  T packed tokens of a micro-batch on this rank  E hidden size  V vocabulary  N trained
 tokens

@@ -67,7 +67,8 @@ def save_sharded(
         # A rank alone talks to nobody: NCCL would spend memory on it.
         dcp.save(state, storage_writer=writer, no_dist=mesh.size() == 1, process_group=None)
     except dcp.CheckpointException as error:
-        raise _first_of(error) from error
+        failures = [failure for failure, _ in error.failures.values()]
+        raise next((each for each in failures if isinstance(each, OSError)), failures[0]) from error
     return writer.written_bytes
 
 
@@ -121,15 +122,12 @@ def _held_by_rank(model: Decoder, mesh: DeviceMesh) -> dict[str, _TrainedShard]:
         own: dict[str, _TrainedShard] = {}
         for name, parameter in trained.items():
             row = math.prod(parameter.shape[1:])
-            first, last = own_rows(parameter)
-            own[name] = _TrainedShard(
-                parameter, parameter.numel(), FlatRange(first * row, last * row)
-            )
+            held = FlatRange(*(number * row for number in own_rows(parameter)))
+            own[name] = _TrainedShard(parameter, parameter.numel(), held)
         return own
     # FSDP1 cuts its flat vectors into one stretch for each rank, in the order of the ranks.
-    counts = torch.tensor(
-        every_ranks([parameter.numel() for parameter in trained.values()], torch.int64, mesh)
-    )
+    sizes = [parameter.numel() for parameter in trained.values()]
+    counts = torch.tensor(every_ranks(sizes, torch.int64, mesh))
     starts = counts.cumsum(0) - counts
     found = zip(trained.items(), starts[dist.get_rank()].tolist(), counts.sum(0), strict=True)
     return {
@@ -212,8 +210,7 @@ def save_pretrained(
                     target.write(name, _merged(model, name, shard, dtypes[name], mesh).cpu())
                 written_bytes = target.written_bytes
             written_bytes += write_beside(
-                directory,
-                model.causal_lm,
+                *(directory, model.causal_lm),
                 architecture=model.architecture,
                 dtype=dtype,
                 source=source,
@@ -294,15 +291,11 @@ def _tied_names(model: Decoder) -> set[str]:
 
 
 def _whole(shard: Tensor, dtype: torch.dtype, mesh: DeviceMesh) -> Tensor:
-    """The whole tensor, narrowed before it is gathered: what travels and what it takes on the
-    device is the narrow one.
-    """
+    """The whole tensor, narrowed before it is gathered: what travels is the narrow one."""
     if not isinstance(shard, DTensor):
         return shard.to(dtype)
-    if mesh.size() == 1:
-        return shard.to_local().to(
-            dtype
-        )  # nothing to gather: not even a communicator is made for it
+    if mesh.size() == 1:  # nothing to gather: not even a communicator is made for it
+        return shard.to_local().to(dtype)
     # Shards in host memory travel over the mesh's device.
     return cast(DTensor, shard.to(device=mesh.device_type, dtype=dtype)).full_tensor()
 
@@ -336,9 +329,3 @@ def _cause(error: BaseException) -> BaseException:
     while behind is not None and not isinstance(behind, OSError):
         behind = behind.__cause__ or behind.__context__
     return behind or error
-
-
-def _first_of(error: dcp.CheckpointException) -> BaseException:
-    """The system's error on any rank, or else the first error."""
-    failures = [failure for failure, _ in error.failures.values()]
-    return next((failure for failure in failures if isinstance(failure, OSError)), failures[0])

@@ -3,18 +3,14 @@ with a scale for each block of 256 numbers, or in bfloat16.
 
 What is rounded, at every update and nowhere else, is what is written back: each moment, and a
 parameter in bfloat16. A moment in 8 bits goes to the nearest of 256 values times the largest of its
-block, and shrinks as the scales do, which are in float32. In bfloat16 it goes to one of its two
-neighbours at random, so that it is right on average: rounded to the nearest, a mean of squares
-could only grow, since a step takes 0.1 % of it away and two numbers are 0.4 % apart or more. A
-parameter moves by the moments as they are before they are rounded. In bfloat16 it is widened,
-decays and moves in float32, and is rounded at random too: on average no update is lost, however
-small.
+block. In bfloat16 it goes to one of its two neighbours at random, so that it is right on average:
+rounded to the nearest, a mean of squares could only grow, since a step takes 0.1 % of it away and
+two numbers are 0.4 % apart or more. A parameter in bfloat16 is widened, moves in float32, and is
+rounded at random too: on average no update is lost, however small.
 
 The random numbers of an update follow from the step, the parameter and the shard, and no generator
-is left changed. So all that the next update depends on is in a checkpoint, and copies of a shard
-(HSDP) stay equal.
-
-On a GPU the update is compiled. On the CPU, where there may be no compiler, it is not.
+is left changed: all that the next update depends on is in a checkpoint, and copies of a shard
+(HSDP) stay equal. On a GPU the update is compiled; on the CPU there may be no compiler.
 """
 
 from collections.abc import Callable, Generator, Iterable

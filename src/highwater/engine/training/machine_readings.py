@@ -72,17 +72,10 @@ class Stages:
         use()
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
-        outside, allocated = (
-            outside_allocator_bytes(self.device),
-            torch.cuda.memory_allocated(self.device),
-        )
-        self.readings.append(
-            Reading(
-                name=name,
-                outside_bytes=outside - self._outside,
-                allocator_bytes=allocated - self._allocated,
-            )
-        )
+        outside = outside_allocator_bytes(self.device)
+        allocated = torch.cuda.memory_allocated(self.device)
+        more = (outside - self._outside, allocated - self._allocated)
+        self.readings.append(Reading(name=name, outside_bytes=more[0], allocator_bytes=more[1]))
         self._outside, self._allocated = outside, allocated
 
     def fullest(self) -> tuple[Reading, ...]:
@@ -90,10 +83,9 @@ class Stages:
         numbers = [[reading.outside_bytes, reading.allocator_bytes] for reading in self.readings]
         largest = torch.tensor(numbers, device=self.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
-        pairs = zip(self.readings, largest.tolist(), strict=True)
         return tuple(
             Reading(name=reading.name, outside_bytes=a, allocator_bytes=b)
-            for reading, (a, b) in pairs
+            for reading, (a, b) in zip(self.readings, largest.tolist(), strict=True)
         )
 
 
@@ -122,13 +114,9 @@ def _products_in_float32(device: torch.device) -> None:
 
 
 def _attention(device: torch.device) -> None:
-    heads, head_dim = 16, 128
-    kernel = select_kernel(
-        device, torch.bfloat16, query_heads=heads, kv_heads=heads, head_dim=head_dim
-    )
-    q = torch.ones(
-        1, heads, TOKENS, head_dim, device=device, dtype=torch.bfloat16, requires_grad=True
-    )
+    heads, size, dtype = 16, 128, torch.bfloat16
+    kernel = select_kernel(device, dtype, query_heads=heads, kv_heads=heads, head_dim=size)
+    q = torch.ones(1, heads, TOKENS, size, device=device, dtype=dtype, requires_grad=True)
     attend(q, q, q, document_lengths=[TOKENS], scaling=1.0, kernel=kernel).sum().backward()
 
 
@@ -154,19 +142,19 @@ def _of_several(stages: Stages, gpus: int, device: torch.device) -> None:
     world = dist.group.WORLD
     assert world is not None, "joined above"
     part, full = torch.ones(1, device=device), torch.ones(gpus, device=device)
+
+    def all_to_all(group: dist.ProcessGroup) -> None:
+        dist.all_to_all_single(torch.empty_like(full), full, group=group)
+
     stages.take("NCCL collectives", lambda: _collectives(full, part, world))
-    stages.take(
-        "NCCL all-to-all", lambda: dist.all_to_all_single(torch.empty_like(full), full, group=world)
-    )
+    stages.take("NCCL all-to-all", lambda: all_to_all(world))
     second = dist.new_group(list(range(gpus)), device_id=device)
     assert isinstance(second, dist.ProcessGroup), "every rank is in it"
     stages.take("second NCCL group", lambda: _collectives(full, part, second))
-    stages.take(
-        "its all-to-all", lambda: dist.all_to_all_single(torch.empty_like(full), full, group=second)
-    )
+    stages.take("its all-to-all", lambda: all_to_all(second))
 
 
-def _collectives(full: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+def _collectives(full: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
     # The names that torch 2.11 knows too.
     dist.all_gather_into_tensor(full, part, group=group)  # pyright: ignore[reportDeprecated]
     dist.reduce_scatter_tensor(part, full, group=group)  # pyright: ignore[reportDeprecated]

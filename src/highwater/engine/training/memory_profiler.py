@@ -100,9 +100,7 @@ class TrialProfiler:
     def __init__(self, order: SnapshotOrder, *, rank: int, place: str) -> None:
         """Begin to record the stacks of what is allocated. Raises MachineError without a GPU."""
         _refuse_without_gpu()
-        self._order = order
-        self._name = snapshot_name(rank, place)
-        self._part = "setup"
+        self._order, self._name, self._part = order, snapshot_name(rank, place), "setup"
         self._written: set[Path] = set()
         _record("state")
 

@@ -1,21 +1,19 @@
-"""What was alive when memory ran out, from what the engine knows anyway: no history is recorded,
-and a step that goes well does nothing for it.
+"""What was alive when memory ran out, from what the engine knows anyway, and the layer that a step
+was in: no history is recorded, and a step that goes well does nothing for it.
 
 What lives from step to step is counted once. PyTorch's allocator calls an observer when it gives
 up, before anything is unwound: there the rest is read from its counters, from FSDP's buffers, and
-from the loss's frames, which hold the logits. What the pass has allocated besides since the step
-began is its activations and temporaries, as one number: which of them are saved, only its graph
-knows, and to walk it would run hooks that recompute. Unattributed is what was there before the step
-and has no name.
-
-The layer that a step is in, so that whoever is told of a failure, or of an allocation, can say
-which.
+from the loss's frames, which hold the logits. What the pass has allocated besides is its
+activations and temporaries, as one number: which of them are saved, only its graph knows, and to
+walk it would run hooks that recompute. Unattributed is what was there before the step and has no
+name.
 """
 
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from types import FrameType, TracebackType
 from typing import Any, cast
@@ -61,15 +59,12 @@ class LayerWatch:
     def follow(self, layers: Iterable[nn.Module]) -> None:
         """Listen to the layers of a model, the first to the last."""
         for number, layer in enumerate(layers):
-            inner = _innermost(layer)
-            inner.register_forward_pre_hook(self._entering(number), prepend=True)
+            inner = layer
+            for name in _WRAPPERS:  # a recomputation calls what is within
+                inner = getattr(inner, name, inner)
+            enter = partial(self._move, number)
+            inner.register_forward_pre_hook(lambda *_, enter=enter: enter(), prepend=True)
             inner.register_forward_hook(self._leave)
-
-    def _entering(self, number: int) -> Callable[..., None]:
-        def enter(*_: object) -> None:
-            self._move(number)
-
-        return enter
 
     def _leave(self, *_: object) -> None:
         if self.phase != "backward":
@@ -79,13 +74,6 @@ class LayerWatch:
         self.layer = layer
         if self._on_change is not None:
             self._on_change(self.where)
-
-
-def _innermost(layer: nn.Module) -> nn.Module:
-    """The layer itself, which a recomputation calls too."""
-    for name in _WRAPPERS:
-        layer = getattr(layer, name, layer)
-    return layer
 
 
 _INTERPRETER = cast(Any, sys)
@@ -265,9 +253,7 @@ class OutOfMemoryWatch:
                         yield found
 
     def _gathered_bytes(self, *, besides: Collection[int]) -> int:
-        """Bytes of what FSDP holds besides; a rank alone may use its shard as what is gathered, and
-        what copies reduced becomes a gradient.
-        """
+        """Bytes of what FSDP holds besides shards and gradients, which it may use for that."""
         if self._training is None:
             return 0
         found = self._storages(_gathered(self._training))

@@ -1,10 +1,6 @@
 """Rank contexts: a rank's device, its attention kernel, the groups it is in, and what joining them
-took of the device.
-
-Agreement: what fails on one rank fails on all, with the same words, so that none waits for one
-that has given up.
-
-Values cross as JSON: unpickling what another machine sends would run what it says.
+took of the device; and agreement: what fails on one rank fails on all, with the same words. Values
+cross as JSON: unpickling what another machine sends would run what it says.
 """
 
 import os

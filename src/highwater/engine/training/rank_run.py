@@ -1,7 +1,6 @@
-"""What every rank of the engine does, in a trial or in training: joins, builds, divides the budget,
-takes steps; a report can be made of it at any time.
-
-Assemble: the models and optimizers that a trial's settings ask for, as one Training.
+"""What every rank of the engine does, in a trial or in training: joins, assembles the models and
+optimizers that the settings ask for, divides the budget, takes steps; a report can be made of it at
+any time.
 """
 
 import math
@@ -46,7 +45,7 @@ from highwater.engine.training.step import (
     clip_trained,
     train_step,
 )
-from highwater.nouns.settings import Loss, Parameters
+from highwater.nouns.settings import Loss
 from highwater.nouns.trial import MemoryBudget, RankReport, TrialSpec
 from highwater.version import __version__
 
@@ -54,10 +53,7 @@ CRITIC_SEED = 1
 """Added to the trial's seed: a critic without weights of its own does not start as a copy of the
 policy."""
 
-_MASTER_DTYPES: Mapping[Parameters, torch.dtype] = {
-    "float32": torch.float32,
-    "bf16": torch.bfloat16,
-}
+_MASTER_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 
 def assemble(spec: TrialSpec, context: RankContext) -> Training:
@@ -66,6 +62,9 @@ def assemble(spec: TrialSpec, context: RankContext) -> Training:
     loss: Loss = "full" if settings.holds_logits else "chunked"
     policy = _model(spec, context, loss=None if settings.traits.gives_scalars else loss)
     critic = _model(spec, context, loss=None, seed=CRITIC_SEED) if settings.critic else None
+    reference = None
+    if settings.traits.has_reference:  # with adapters the policy itself, which is asked without
+        reference = _reference(spec, context) if settings.has_second_model else policy
     return Training(
         policy=policy,
         optimizer=optimizer_of(policy, spec),
@@ -75,7 +74,7 @@ def assemble(spec: TrialSpec, context: RankContext) -> Training:
         entropy=settings.entropy != "none",
         critic=critic,
         critic_optimizer=None if critic is None else optimizer_of(critic, spec),
-        reference=_reference_of(policy, spec, context),
+        reference=reference,
         hyperparameters=spec.hyperparameters,
         keeps_gradients=settings.keeps_gradients,
     )
@@ -94,13 +93,6 @@ def _model(spec: TrialSpec, context: RankContext, *, loss: Loss | None, seed: in
     return _built(spec, context, loss=loss, seed=spec.seed + seed, **trained)
 
 
-def _reference_of(policy: Decoder, spec: TrialSpec, context: RankContext) -> Decoder | None:
-    """The reference where the objective has one: with adapters the policy itself."""
-    if not spec.settings.traits.has_reference:
-        return None
-    return _reference(spec, context) if spec.settings.has_second_model else policy
-
-
 def _reference(spec: TrialSpec, context: RankContext) -> Decoder:
     """The policy as it was: frozen, in host memory, in the dtype that it computes in; a layer at a
     time comes to the device.
@@ -114,21 +106,16 @@ def _reference(spec: TrialSpec, context: RankContext) -> Decoder:
 
 def _built(spec: TrialSpec, context: RankContext, **how: Any) -> Decoder:
     """What every model of the trial has in common, and how this one differs."""
+    settings, depth = spec.settings, spec.attention_depth
+    kernel, shared = context.kernel, context.shared
     return build(
-        read_config(
-            spec.model_directory, length_tokens=spec.length_tokens, rope=spec.settings.rope
-        ),
+        read_config(spec.model_directory, length_tokens=spec.length_tokens, rope=settings.rope),
         directory=spec.model_directory,
         mesh=context.mesh,
-        attention=register(
-            context.kernel,
-            shared=context.shared,
-            depth=spec.attention_depth,
-            sparse=spec.settings.pattern,
-        ),
+        attention=register(kernel, shared=shared, depth=depth, sparse=settings.pattern),
         compute_dtype=compute_dtype(context.device),
-        recompute=spec.settings.recompute,
-        mlp_tiles=spec.settings.mlp_tiles,
+        recompute=settings.recompute,
+        mlp_tiles=settings.mlp_tiles,
         **how,
     )
 
@@ -193,9 +180,7 @@ class RankRun(ABC):
         else:
             self.where.enter("rehearsal")
             self.on_phase("loading kernels")
-            rehearse(training, rehearsal_batch(self.spec, context))
-            synchronize(context.device)
-            torch.cuda.empty_cache()
+            settle(training, rehearsal_batch(self.spec, context))
             assert self.out_of_memory is not None
             self.out_of_memory.settle()
             budget = divide_budget(
@@ -217,14 +202,9 @@ class RankRun(ABC):
         ):
             loss, norms = train_step(training, micro_batches, enter=self.enter)
         names = ("loss", "gradient_norm", "critic_gradient_norm")
-        values = {
-            name: float(value) for name, value in zip(names, (loss, *norms), strict=False)
-        }  # waits for the device
-        for name, value in values.items():
-            if not math.isfinite(value):
-                raise FloatingPointError(
-                    f"the {name.replace('_', ' ')} of step {number} is {value}"
-                )
+        # waits for the device
+        values = {name: float(value) for name, value in zip(names, (loss, *norms), strict=False)}
+        refuse_infinite(values, number)
         self.report = self.with_(
             losses=(*self.report.losses, values["loss"]),
             gradient_norms=(*self.report.gradient_norms, values["gradient_norm"]),
@@ -242,25 +222,20 @@ class RankRun(ABC):
     def _take_context(self) -> RankContext:
         context = take_context(self.spec)
         self.watch = MemoryWatch(context.device)
-        self.report = self.with_(
-            attention_kernel=context.kernel,
-            allocator_settings=self._allocator_settings(context.device),
-            device_name=torch.cuda.get_device_name(context.device)
-            if context.device.type == "cuda"
-            else "CPU",
-        )
-        return context
-
-    def _allocator_settings(self, device: torch.device) -> dict[str, str]:
-        """What the allocator says of itself; RuntimeError when it is not what the settings ask."""
-        settings = allocator_settings(device)
+        settings = allocator_settings(context.device)
         asked = str(self.spec.settings.allocator == "expandable")
         if settings.get("expandable_segments", asked) != asked:
             raise RuntimeError(
                 f"the allocator runs with expandable_segments {settings['expandable_segments']}, "
                 f"asked for {asked}"
             )
-        return settings
+        is_gpu = context.device.type == "cuda"
+        self.report = self.with_(
+            attention_kernel=context.kernel,
+            allocator_settings=settings,
+            device_name=torch.cuda.get_device_name(context.device) if is_gpu else "CPU",
+        )
+        return context
 
     def enter(self, phase: str) -> None:
         """Note the phase of a step that begins."""
@@ -276,10 +251,23 @@ class RankRun(ABC):
 def rehearsal_batch(spec: TrialSpec, context: RankContext) -> Batch:
     """This rank's share of a micro-batch that is too small to matter."""
     ids = torch.zeros(min(REHEARSAL_TOKENS, spec.length_tokens), dtype=torch.long)
-    documents = [Document(ids, ids)] * (
-        spec.sequences * context.sequence_degree
-    )  # none is longer than the trial's
+    # none is longer than the trial's
+    documents = [Document(ids, ids)] * (spec.sequences * context.sequence_degree)
     return context.share_of(pack(documents))
+
+
+def settle(training: Training, batch: Batch) -> None:
+    """Have everything outside the allocator there, and nothing in its cache: on a GPU."""
+    rehearse(training, batch)
+    synchronize(training.device)
+    torch.cuda.empty_cache()
+
+
+def refuse_infinite(values: Mapping[str, float], step: int) -> None:
+    """Raise FloatingPointError for the first of a step's numbers that is not finite."""
+    for name, value in values.items():
+        if not math.isfinite(value):
+            raise FloatingPointError(f"the {name.replace('_', ' ')} of step {step} is {value}")
 
 
 def rehearse(training: Training, batch: Batch) -> None:

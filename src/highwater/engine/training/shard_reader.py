@@ -1,14 +1,9 @@
 """Reads parts of saved tensors into shards that are allocated already, whoever cut them.
 
 Every sharding cuts a tensor into stretches of its numbers as they lie in memory: FSDP2 and what is
-saved at rows, FSDP1 anywhere. So what a rank holds is a range of flat numbers, and what is read is
-where such ranges overlap. One saved piece at a time is in host memory.
-
-The index of a sharded checkpoint: where each tensor's pieces lie in its files, as JSON beside
-them.
-
-torch.distributed.checkpoint keeps the same in ``.metadata``, a pickle, which runs what it says when
-it is read. That file is written for torch's own tools and never read here.
+saved at rows, FSDP1 anywhere. So a rank holds a range of flat numbers, and what is read is where
+ranges overlap, one saved piece at a time. Where each piece lies is an index of JSON beside the
+files: torch's own ``.metadata`` is a pickle, which is written for torch's tools and never read.
 """
 
 import math
@@ -155,12 +150,9 @@ class ShardReader:
             both = FlatRange(max(held.start, there.start), min(held.stop, there.stop))
             if both.start < both.stop:
                 filled += both.stop - both.start
-                _copy(
-                    name,
-                    _FlatPlace(self._read(piece), both.start - there.start),
-                    _FlatPlace(target, both.start - held.start),
-                    both.stop - both.start,
-                )
+                source = _FlatPlace(self._read(piece), both.start - there.start)
+                own = _FlatPlace(target, both.start - held.start)
+                _copy(name, source, own, both.stop - both.start)
         if filled != length:
             missing = f"of the numbers of {name} {filled} of {length} are in it"
             raise damaged(self.directory, ValueError(missing))
@@ -211,10 +203,8 @@ def _range_of(name: str, piece: IndexedPiece, saved: IndexedTensor) -> FlatRange
 
 def _copy(name: str, source: _FlatPlace, target: _FlatPlace, length: int) -> None:
     """Copy flat numbers from one tensor to another, as they are."""
-    is_coded, wants_codes = (
-        is_traceable_wrapper_subclass(each.tensor) for each in (source, target)
-    )
-    if wants_codes:
+    is_coded = is_traceable_wrapper_subclass(source.tensor)
+    if is_traceable_wrapper_subclass(target.tensor):
         _copy_codes(name, source, target, length, is_coded=is_coded)
         return
     found: Any = source.tensor
@@ -241,14 +231,11 @@ def _copy_codes(
             f"saved in {kept}, and would be rounded anew",
             hint="go on with as many GPUs a copy as saved it",
         )
-    theirs, own = (loose.tensor for loose in (source, target))
-    codes, scales = _coded(own)
-    their_codes, their_scales = _coded(theirs)
-    for numbers, others, size in ((codes, their_codes, 1), (scales, their_scales, QUANTIZED_BLOCK)):
+    theirs: Any = source.tensor
+    own: Any = target.tensor  # torchao's OptimState8bit, as theirs
+    for numbers, others, size in (
+        (own.codes, theirs.codes, 1),
+        (own.scale, theirs.scale, QUANTIZED_BLOCK),
+    ):
         first, start, count = target.first // size, source.first // size, length // size
         numbers.view(-1)[first : first + count].copy_(others.reshape(-1)[start : start + count])
-
-
-def _coded(moment: Any) -> tuple[Tensor, Tensor]:
-    """The codes and the scales of torchao's ``OptimState8bit``."""
-    return moment.codes, moment.scale

@@ -58,18 +58,13 @@ class Coordinates:
 
     def slots(self, group: Group) -> int:
         """Groups of this kind that there are."""
-        return {"rank": self.ranks, "context": self.data_ranks, "data": self.sharing, "all": 1}[
-            group
-        ]
+        groups = {"rank": self.ranks, "context": self.data_ranks, "data": self.sharing, "all": 1}
+        return groups[group]
 
     def slot(self, group: Group) -> int:
         """Which of them the rank is in."""
-        return {
-            "rank": self.rank,
-            "context": self.data_rank,
-            "data": self.rank % self.sharing,
-            "all": 0,
-        }[group]
+        of_data = self.rank % self.sharing
+        return {"rank": self.rank, "context": self.data_rank, "data": of_data, "all": 0}[group]
 
     def members(self, group: Group) -> range:
         """The ranks of the rank's own group."""
@@ -156,9 +151,8 @@ class Statistics:
         not put together from all ranks is that of this rank's group. Raises UsageError for a mean
         to whose denominator a rank added nothing, and for a count past 2**53.
         """
-        row = torch.tensor(
-            [*self._scalars(), *self._documents(most_documents)], dtype=torch.float64
-        )
+        numbers_of_all = [*self._scalars(), *self._documents(most_documents)]
+        row = torch.tensor(numbers_of_all, dtype=torch.float64)
         assert len(row) == self.width(most_documents), "a row is as long on every rank"
         slots = summed(row, self._mesh).tolist()
         numbers: dict[str, Reduced] = {**self._parts}
@@ -178,10 +172,9 @@ class Statistics:
 
     def width(self, most_documents: int) -> int:
         """Numbers that are summed over the ranks where none has more documents."""
-        scalars = (
-            self.coordinates.slots(group) * _numbers_of(each) for _, each, group in self._sent
-        )
-        return sum(scalars) + _PER_DOCUMENT * most_documents * self.coordinates.data_ranks
+        slots = self.coordinates.slots
+        scalars = sum(slots(group) * _numbers_of(each) for _, each, group in self._sent)
+        return scalars + _PER_DOCUMENT * most_documents * self.coordinates.data_ranks
 
     @property
     def _sent(self) -> Iterator[tuple[str, Quantity, Group]]:
@@ -256,10 +249,8 @@ class Statistics:
                 extreme = _extreme(quantity.how, added) if added else None
                 return None if extreme is None else _counted(name, extreme, quantity)
             case _:
-                return tuple(
-                    None if math.isnan(slot) else _counted(name, slot, quantity)
-                    for slot in parts[0]
-                )
+                counts = (None if math.isnan(n) else _counted(name, n, quantity) for n in parts[0])
+                return tuple(counts)
 
     def _over_documents(self, slots: Sequence[float], most: int) -> dict[str, Reduced]:
         """The numbers that are per document."""
@@ -310,8 +301,7 @@ def _declared(
     quantities = {**QUANTITIES, **own}
     # what ranks have alike is added in shares, of which there is one on each of all ranks
     whole: dict[str, Group] = {
-        name: "all" if quantity.group == "data" else quantity.group
-        for name, quantity in own.items()
+        name: "all" if each.group == "data" else each.group for name, each in own.items()
     }
     put_together = [n for n, each in quantities.items() if each.how in _OF_ONES_OWN]
     for name, group in {**whole, **groups}.items():
@@ -385,9 +375,7 @@ def summed(row: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _numbers_of(quantity: Quantity) -> int:
-    """Numbers in one slot: a mean has a numerator, a denominator and how many ranks miss that; a
-    smallest or largest has whether it is there.
-    """
+    """Numbers in one slot: numerator, denominator, ranks that miss it; or whether it is there."""
     return {"mean": 3, "min": 2, "max": 2}.get(quantity.how, 1)
 
 

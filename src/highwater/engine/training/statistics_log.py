@@ -1,7 +1,5 @@
-"""Statistics logs: the numbers of a trial's steps, as rank 0 writes them: a line of JSON for each
-step, and TensorBoard's events where they are asked for.
-
-Memory and time of a rank: what the budget leaves for the allocator, and the peaks at the end.
+"""Statistics logs: the numbers of a trial's steps, as rank 0 writes them, a line of JSON for each
+step and TensorBoard's events where they are asked for; and memory and time of a rank.
 
 On a GPU three readings matter: the driver's (device used), the caching allocator's (reserved,
 active, allocated), and their difference: the context, the libraries' own workspaces and NCCL, which
@@ -34,10 +32,8 @@ from highwater.nouns.trial import MemoryBudget, RankMemory, StatisticsFiles, Tri
 from highwater.units import GIB, format_bytes
 
 _PEAKS = (
-    "peak_allocated_bytes",
-    "peak_reserved_bytes",
-    "device_used_bytes",
-    "peak_data_segment_bytes",
+    *("peak_allocated_bytes", "peak_reserved_bytes"),
+    *("device_used_bytes", "peak_data_segment_bytes"),
 )
 """Fields of RankMemory that every rank tells."""
 
@@ -52,7 +48,9 @@ class StatisticsLog:
         self._spec = spec
         self._training = training
         self._statistics = Statistics(training.mesh, training.sequence)
-        self._flops_per_s = _flops_per_s(device_name, gpus=spec.layout.gpus)
+        kind, self._flops_per_s = kind_of(device_name), None
+        if kind is not None and kind.bf16_dense_tflops is not None:
+            self._flops_per_s = kind.bf16_dense_tflops * 1e12 * spec.layout.gpus
         if files.logit_range:
             follow_logits(training)
         self._files = _Files(files) if training.mesh.get_rank() == 0 else None
@@ -113,11 +111,9 @@ class _Files:
     """What rank 0 writes to. A disk that is full stops no trial: that is said once."""
 
     def __init__(self, files: StatisticsFiles) -> None:
-        self._path = Path(files.path)
-        self._board = None
-        self._failed = False
-        if files.tensorboard_directory is not None:
-            self._board = _summary_writer(files.tensorboard_directory)
+        self._path, self._failed = Path(files.path), False
+        where = files.tensorboard_directory
+        self._board = None if where is None else _summary_writer(where)
 
     def write(self, step: int, numbers: Mapping[str, Reduced]) -> None:
         try:
@@ -162,14 +158,6 @@ def follow_logits(training: Training) -> None:
     for module in training.policy.modules():
         if isinstance(module, LanguageModel):
             module.logit_range = training.record.logit_range = LogitRange()
-
-
-def _flops_per_s(device_name: str, *, gpus: int) -> float | None:
-    """FLOP/s of all GPUs by their data sheets; None for those not in the catalog."""
-    kind = kind_of(device_name)
-    if kind is None or kind.bf16_dense_tflops is None:
-        return None
-    return kind.bf16_dense_tflops * 1e12 * gpus
 
 
 _SAMPLE_S = 0.001
@@ -243,14 +231,10 @@ def past_budget(peaks: RankMemory, budget: MemoryBudget) -> str | None:
     past_cap = (peaks.peak_reserved_bytes or 0) - budget.allocator_cap_bytes
     why = "what is outside the allocator grew after the first step began"
     if past_cap > 0:
-        why = (
-            f"the allocator maps whole pages, with which it passed its cap by "
-            f"{format_bytes(past_cap)}"
-        )
-    return (
-        f"{format_bytes(used)} used on the device, {format_bytes(budget.budget_bytes)} "
-        f"allowed: {why}"
-    )
+        past = format_bytes(past_cap)
+        why = f"the allocator maps whole pages, with which it passed its cap by {past}"
+    allowed = format_bytes(budget.budget_bytes)
+    return f"{format_bytes(used)} used on the device, {allowed} allowed: {why}"
 
 
 class MemoryWatch:
@@ -282,16 +266,13 @@ class MemoryWatch:
         if self._segment is not None:
             return RankMemory(peak_data_segment_bytes=self._segment.peak_bytes)
         stats = torch.cuda.memory_stats(self.device)
-        reserved = stats["reserved_bytes.all.peak"]
+        reserved, outside = stats["reserved_bytes.all.peak"], outside_allocator_bytes(self.device)
         return RankMemory(
             peak_allocated_bytes=stats["allocated_bytes.all.peak"],
             peak_active_bytes=stats["active_bytes.all.peak"],
             peak_reserved_bytes=reserved,
-            # Between two samples the allocator may have given memory back: its own peak stands in
-            # for the driver's.
-            device_used_bytes=max(
-                self._device_used, reserved + outside_allocator_bytes(self.device)
-            ),
+            # between two samples the allocator may have given memory back
+            device_used_bytes=max(self._device_used, reserved + outside),
             device_total_bytes=torch.cuda.mem_get_info(self.device)[1],
             allocator_retries=stats["num_alloc_retries"],
         )

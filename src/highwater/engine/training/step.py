@@ -90,6 +90,16 @@ class Training:
         """The device where activations live."""
         return torch.device(self.mesh.device_type)
 
+    def set_rate(self, rate: float) -> None:
+        """Give every optimizer this learning rate."""
+        for _, optimizer in self.trained:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+
+    def on_any_rank(self, is_so: bool) -> bool:
+        """Whether it is so on any rank, which all ask."""
+        return bool(total(torch.tensor(float(is_so), device=self.device), self.mesh))
+
 
 def train_step(
     training: Training, micro_batches: Sequence[Batch], *, enter: EnterPhase = _nobody
@@ -134,13 +144,8 @@ def backward_of(
     if training.critic is not None:
         for batch, experience in zip(micro_batches, experiences, strict=True):
             enter("forward")
-            share = _critic_loss(
-                training.critic,
-                batch.to(training.device),
-                experience,
-                counted.trained,
-                training.hyperparameters,
-            )
+            on_device, numbers = batch.to(training.device), training.hyperparameters
+            share = _critic_loss(training.critic, on_device, experience, counted.trained, numbers)
             _backward(share, training.critic, enter)
         assert training.critic_optimizer is not None, "a critic comes with its optimizer"
         then(training.critic, training.critic_optimizer)
@@ -344,9 +349,8 @@ def reward_loss(
     has an equal share of the loss.
     """
     numbers_P = model(batch.input_ids_T, batch.position_ids_T, batch.ends_P, batch.document_lengths)
-    rewards_D = sum_over(
-        numbers_P.new_zeros(len(batch.rewards)).index_copy(0, batch.ended_P, numbers_P), sequence
-    )
+    own_D = numbers_P.new_zeros(len(batch.rewards)).index_copy(0, batch.ended_P, numbers_P)
+    rewards_D = sum_over(own_D, sequence)
     return objectives.pairwise(rewards_D, pairs=pairs) / sharing(sequence)
 
 
@@ -357,16 +361,11 @@ def preference_loss(
     an equal share of the loss.
     """
     assert experience.reference_logprobs_N is not None
-    log_ratios_D = objectives.document_sums(
-        logprobs_N - experience.reference_logprobs_N,
-        batch.documents_N,
-        documents=len(batch.rewards),
-    )
-    loss = objectives.preference(
-        sum_over(log_ratios_D, training.sequence),
-        beta=training.hyperparameters.dpo_beta,
-        pairs=pairs,
-    )
+    log_ratios_N, documents = logprobs_N - experience.reference_logprobs_N, len(batch.rewards)
+    own_D = objectives.document_sums(log_ratios_N, batch.documents_N, documents=documents)
+    log_ratios_D = sum_over(own_D, training.sequence)
+    beta = training.hyperparameters.dpo_beta
+    loss = objectives.preference(log_ratios_D, beta=beta, pairs=pairs)
     return (loss / sharing(training.sequence)).to(logprobs_N.dtype)
 
 
@@ -389,9 +388,7 @@ def _critic_loss(
         batch.input_ids_T, batch.position_ids_T, batch.trained_positions_N, batch.document_lengths
     )
     return objectives.value_loss(
-        values_N,
-        experience.values_N,
-        experience.returns_N,
+        *(values_N, experience.values_N, experience.returns_N),
         clip=numbers.value_clip,
         coefficient=numbers.value_coefficient,
         trained_tokens=counted,

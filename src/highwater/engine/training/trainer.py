@@ -29,10 +29,14 @@ from highwater.engine.training.out_of_memory import LayerWatch
 from highwater.engine.training.rank_context import (
     compute_dtype,
     device_of,
-    synchronize,
     take_context,
 )
-from highwater.engine.training.rank_run import assemble, rehearsal_batch, rehearse
+from highwater.engine.training.rank_run import (
+    assemble,
+    refuse_infinite,
+    rehearsal_batch,
+    settle,
+)
 from highwater.engine.training.statistics import Reduced, Statistics, known
 from highwater.engine.training.statistics_log import (
     allocator_settings,
@@ -109,9 +113,15 @@ class Trainer:
         self.steps_done = 0
         """Steps so far, whose number dropout's random numbers are drawn by: a loop that goes on
         from a save may set it."""
-        if self._is_bounded and self.spec.device == "cpu":
-            _bound_data(self.spec.memory_budget_bytes)
-        _stay_on_this_machine()
+        if self._is_bounded and self.spec.device == "cpu":  # unless it is bounded more
+            (soft, hard), budget = self._data_limit, self.spec.memory_budget_bytes
+            assert budget is not None
+            least = budget if soft == resource.RLIM_INFINITY else min(soft, budget)
+            resource.setrlimit(resource.RLIMIT_DATA, (least, hard))
+        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+            # ranks of one machine listen where nobody else reaches them, unless the user said
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(name, _LOOPBACK)
         try:
             self._build(request)
         except BaseException:
@@ -139,7 +149,12 @@ class Trainer:
         if request.logit_range:
             follow_logits(self.training)
         if self._is_bounded and self.device.type == "cuda":
-            self._bound_allocator()
+            settle(self.training, rehearsal_batch(self.spec, self._context))
+            divide_budget(
+                self.device,
+                budget_bytes=self.spec.memory_budget_bytes,
+                nccl_bytes=self._context.nccl_bytes,
+            )
         self._where.enter("data")
         if self.training.policy.weights == "random" and self.rank == 0:
             warnings.warn(
@@ -180,9 +195,7 @@ class Trainer:
             raise UsageError(
                 f"learning rate is {rate}, and has to be 0 or more", hint="for example `1e-5`"
             )
-        for _, optimizer in self.training.trained:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
+        self.training.set_rate(rate)
 
     def step(self, micro_batches: Iterable[Any]) -> StepResult:
         """Train on micro-batches of this data-parallel rank: forward, backward, clip, update.
@@ -205,15 +218,10 @@ class Trainer:
             policy_norm, *critic_norm = map(float, norms)  # waits for the device
             result = StepResult(float(loss), policy_norm, tokens, *critic_norm)
         self.steps_done = number
-        for name, value in result._asdict().items():
-            if value is None:
-                continue
-            if not math.isfinite(value):
-                raise FloatingPointError(
-                    f"the {name.replace('_', ' ')} of step {number} is {value}"
-                )
-            if name in QUANTITIES:
-                self._statistics.add(name, value)
+        values = {name: value for name, value in result._asdict().items() if value is not None}
+        refuse_infinite(values, number)
+        for name in values.keys() & QUANTITIES.keys():
+            self._statistics.add(name, values[name])
         return result
 
     def add(self, name: str, value: float | torch.Tensor) -> None:
@@ -431,32 +439,6 @@ class Trainer:
                 hint=f"name a new directory: `{target.name}-{self.steps_done}`",
             )
         return None
-
-    def _bound_allocator(self) -> None:
-        """Give the allocator what ``memory`` leaves, once everything outside it is there."""
-        rehearse(self.training, rehearsal_batch(self.spec, self._context))
-        synchronize(self.device)
-        torch.cuda.empty_cache()
-        divide_budget(
-            self.device,
-            budget_bytes=self.spec.memory_budget_bytes,
-            nccl_bytes=self._context.nccl_bytes,
-        )
-
-
-def _bound_data(budget_bytes: int | None) -> None:
-    """Bound this process's data segment, unless it is bounded more."""
-    assert budget_bytes is not None
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    least = budget_bytes if soft == resource.RLIM_INFINITY else min(soft, budget_bytes)
-    resource.setrlimit(resource.RLIMIT_DATA, (least, hard))
-
-
-def _stay_on_this_machine() -> None:
-    """Have ranks of one machine listen where nobody else reaches them, unless the user said."""
-    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(name, _LOOPBACK)
 
 
 def _check_allocator(device: torch.device, mode: str) -> None:

@@ -1,12 +1,7 @@
 """Keywords of a Trainer: those of ``highwater.run_trial`` that say something about a step, made
-into the trial whose step it is.
-
-They are checked as a trial's are, against what this process sees: its GPU stands for that of every
-rank.
-
-The process that prepares what another trainer is given: ``python -m
-highwater.engine.training.trainer_keywords ORDER.json REPORT.json``. The report lies below the
-cache, on whose disk a directory is made.
+into the trial whose step it is, and checked against what this process sees: its GPU stands for that
+of every rank. And the process that prepares what another trainer is given: ``python -m
+highwater.engine.training.trainer_keywords ORDER.json REPORT.json``.
 """
 
 import json
@@ -27,7 +22,7 @@ from highwater.engine.training.rank_context import device_of
 from highwater.errors import HighwaterError, UsageError
 from highwater.model.model import load_model
 from highwater.model.rope import WITHOUT_YARN_IN_FILES, yarn
-from highwater.nouns.corpus import DocumentOrder, PreparationOrder, Prepared
+from highwater.nouns.corpus import PreparationOrder, Prepared
 from highwater.nouns.declared_settings import DECLARED, TOPICS
 from highwater.nouns.hardware import Gpu, Machine
 from highwater.nouns.plan import plan_trial
@@ -84,17 +79,13 @@ def _trial_of(
     )
     _refuse_unsavable(request, length_tokens)
     assert request.device is not None
-    refuse_profiling(request.memory_profiler, device=request.device)
+    profiling, snapshots = request.memory_profiler, None
+    refuse_profiling(profiling, device=request.device)
     spec = plan_trial(request, _machine(request.device, ranks), length_tokens)
-    return msgspec.structs.replace(spec, seed=seed, memory_snapshots=_snapshots(request)), request
-
-
-def _snapshots(request: Request) -> SnapshotOrder | None:
-    """Where the loop's snapshots go, which has no log to lie beside."""
-    if request.memory_profiler is None:
-        return None
-    directory = Path(request.log_dir).resolve() / SNAPSHOTS
-    return SnapshotOrder(directory=str(directory), profiling=request.memory_profiler)
+    if profiling is not None:  # a loop has no log for snapshots to lie beside
+        directory = Path(request.log_dir).resolve() / SNAPSHOTS
+        snapshots = SnapshotOrder(directory=str(directory), profiling=profiling)
+    return msgspec.structs.replace(spec, seed=seed, memory_snapshots=snapshots), request
 
 
 def _as_keywords(flags: re.Match[str]) -> str:
@@ -174,25 +165,20 @@ def prepare(order: PreparationOrder, scratch: Path) -> Prepared:
     directory = openable_directory(
         Path(order.model_directory), Path(order.cache_directory), scratch, seed=order.seed
     )
-    if order.documents is not None:
-        _write_documents(order.documents, directory, order.seed)
+    if (wanted := order.documents) is not None:
+        tokenizer = AutoTokenizer.from_pretrained(
+            directory, trust_remote_code=False, local_files_only=True
+        )
+        texts = exact_texts(
+            tokenizer,
+            length_tokens=wanted.length_tokens,
+            count=wanted.count,
+            seed=order.seed,
+            end=(wanted.end or str(tokenizer.eos_token)) if wanted.kind == "text" else "",
+        )
+        lines = "".join(json.dumps({wanted.kind: text}) + "\n" for text in texts)
+        Path(wanted.path).write_text(lines, encoding="utf-8")
     return Prepared(model_directory=str(directory))
-
-
-def _write_documents(wanted: DocumentOrder, directory: Path, seed: int) -> None:
-    """Write documents that are exactly as long as they should be to the directory's tokenizer."""
-    tokenizer = AutoTokenizer.from_pretrained(
-        directory, trust_remote_code=False, local_files_only=True
-    )
-    texts = exact_texts(
-        tokenizer,
-        length_tokens=wanted.length_tokens,
-        count=wanted.count,
-        seed=seed,
-        end=(wanted.end or str(tokenizer.eos_token)) if wanted.kind == "text" else "",
-    )
-    lines = "".join(json.dumps({wanted.kind: text}) + "\n" for text in texts)
-    Path(wanted.path).write_text(lines, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import torch
 
 from highwater.engine.parallel.fsdp2 import local_shard
-from highwater.engine.parallel.mesh import total
 from highwater.engine.training.export import export
 from highwater.engine.training.rank_context import gathered
 from highwater.engine.training.rank_run import RankRun
@@ -54,13 +52,17 @@ class TrainingRun(RankRun):
         spec = self.training_spec
         training, context = self.assembled()
         self._resume(training)
-        if self._state.step == 0:
-            self._refuse_broken_model(training)
+        if self._state.step == 0 and _has_broken_weights(training, frozen=True):
+            raise UsageError(
+                f"{self.spec.model_directory} has weights that are no finite numbers",
+                hint="copy or download its weights again, or name another checkpoint of it",
+            )
         self.divide_budget(training, context)
         rows = TrainingRows(spec, context)
         if self._state.step == 0 and not self._state.evaluations:
             self._evaluate_if_due(training, rows, is_first=True)
-        while self._state.step < spec.steps and not self._has_to_stop(training):
+        # all ranks stop after the same step
+        while self._state.step < spec.steps and not training.on_any_rank(self._is_told_to_stop):
             step = self._state.step + 1
             self._train(training, rows.of_step(step), step)
             self._evaluate_if_due(training, rows)
@@ -97,7 +99,8 @@ class TrainingRun(RankRun):
     def _train(self, training: Training, batches: Sequence[OwnRow], step: int) -> None:
         self.where.enter("data")
         self._say(phase="training")
-        _set_rate(training, self.spec.hyperparameters.learning_rate, self.training_spec, step)
+        rate = self.spec.hyperparameters.learning_rate * self.training_spec.schedule.factor(step)
+        training.set_rate(rate)
         own = [row.batch for row in batches]
         try:
             with self.profiler.step(step - 1) if self.profiler else nullcontext():
@@ -184,24 +187,12 @@ class TrainingRun(RankRun):
     def _save(self, training: Training) -> None:
         self.where.enter("save")
         self._say(phase="saving")
-        self._refuse_broken_weights(training)
-        self._checkpoints.save(training, self._state)
-        self._saved_step = self._state.step
-
-    def _refuse_broken_weights(self, training: Training) -> None:
-        """Raise UsageError, on all ranks, before weights that are not finite are saved."""
         if _has_broken_weights(training, frozen=False):
             step = self._state.step
             what = f"the update of step {step} left weights that are no finite numbers"
             raise self._too_fast(f"{what}; {self._what_is_kept()}")
-
-    def _refuse_broken_model(self, training: Training) -> None:
-        """Raise UsageError, on all ranks, for a model whose weights are not finite in its files."""
-        if _has_broken_weights(training, frozen=True):
-            raise UsageError(
-                f"{self.spec.model_directory} has weights that are no finite numbers",
-                hint="copy or download its weights again, or name another checkpoint of it",
-            )
+        self._checkpoints.save(training, self._state)
+        self._saved_step = self._state.step
 
     def _export(self, training: Training) -> None:
         self.where.enter("save")
@@ -216,24 +207,12 @@ class TrainingRun(RankRun):
     def _stop(self, *_: object) -> None:
         self._is_told_to_stop = True
 
-    def _has_to_stop(self, training: Training) -> bool:
-        """Whether any rank was told to stop: all of them stop after the same step."""
-        told = torch.tensor(float(self._is_told_to_stop), device=training.device)
-        return bool(total(told, training.mesh))
-
     def _say_phase(self, phase: str) -> None:
         self._say(phase=phase)
 
     def _say(self, **changes: object) -> None:
         self._progress = msgspec.structs.replace(self._progress, **changes)
         self._on_progress(to_json(self._progress))
-
-
-def _set_rate(training: Training, rate: float, spec: TrainingSpec, step: int) -> None:
-    """Give every optimizer the learning rate of a step."""
-    for _, optimizer in training.trained:
-        for group in optimizer.param_groups:
-            group["lr"] = rate * spec.schedule.factor(step)
 
 
 class _Broken(NamedTuple):
@@ -299,6 +278,4 @@ def _has_broken_weights(training: Training, *, frozen: bool) -> bool:
         for parameter in model.parameters()
         if frozen or parameter.requires_grad
     )
-    is_broken = any(not bool(shard.isfinite().all()) for shard in shards)
-    told = torch.tensor(float(is_broken), device=training.device)
-    return bool(total(told, training.mesh))
+    return training.on_any_rank(any(not bool(shard.isfinite().all()) for shard in shards))

@@ -70,29 +70,24 @@ class Trial(RankRun):
         directory = Path(self.spec.checkpoint_directory or "")
         if settings.checkpoint == "sharded" and last:
             targets = (directory / "sharded", directory / "sharded-critic")
+            # not every objective has a critic
             for target, (model, optimizer) in zip(targets, training.trained, strict=False):
-                # not every objective has a critic
-                self._save(
-                    "sharded", partial(checkpoint.save_sharded, model, optimizer, target, mesh=mesh)
-                )
+                save = partial(checkpoint.save_sharded, model, optimizer, target, mesh=mesh)
+                self._save("sharded", save)
         if settings.save_hf == "always" or (settings.save_hf == "last" and last):
-            dtype, target = compute_dtype(training.device), directory / "hf"
-            self._save(
-                "hf",
-                lambda: checkpoint.save_pretrained(
-                    training.policy,
-                    target,
-                    mesh=mesh,
-                    dtype=dtype,
-                    source=source,
-                    merged=settings.lora_merged,
-                ),
+            save = partial(
+                checkpoint.save_pretrained,
+                training.policy,
+                directory / "hf",
+                mesh=mesh,
+                dtype=compute_dtype(training.device),
+                source=source,
+                merged=settings.lora_merged,
             )
+            self._save("hf", save)
 
     def _save(self, kind: Literal["sharded", "hf"], save: Callable[[], int]) -> None:
-        assert self.spec.checkpoint_directory is not None, (
-            "the launcher makes one for a trial that saves"
-        )
+        assert self.spec.checkpoint_directory is not None, "a launcher makes one for who saves"
         self.enter("save")
         self.on_phase("saving")
         began = time.perf_counter()
@@ -101,19 +96,15 @@ class Trial(RankRun):
         except OSError as error:
             if error.filename is not None:
                 raise
-            raise OSError(
-                error.errno, error.strerror, self.spec.checkpoint_directory
-            ) from error  # says where
+            where = self.spec.checkpoint_directory
+            raise OSError(error.errno, error.strerror, where) from error
         done = Save(kind=kind, time_s=time.perf_counter() - began, written_bytes=written_bytes)
         self.report = self.with_(saves=(*self.report.saves, done))
 
     def _stay_within_budget(self) -> None:
         """A trial that fit by taking more than its budget did not fit."""
         assert self.watch is not None
-        why = (
-            None
-            if self.report.budget is None
-            else past_budget(self.watch.peaks(), self.report.budget)
-        )
-        if why is not None:
-            raise torch.OutOfMemoryError(f"CUDA out of memory: {why}")
+        if self.report.budget is not None:
+            why = past_budget(self.watch.peaks(), self.report.budget)
+            if why is not None:
+                raise torch.OutOfMemoryError(f"CUDA out of memory: {why}")

@@ -62,10 +62,14 @@ def run_rank(spec: TrialSpec, made: Callable[[OnPhase], "RankRun"], reports: Pat
     except BaseException as error:  # noqa: BLE001 -- the process edge: the whole error is recorded
         try:
             kind = _kind(error, spec)
-            resource.setrlimit(
-                resource.RLIMIT_DATA, before
-            )  # what is left of the limit may be too little for a report
-            _report_failure(reports, _failed(run, error, kind))
+            # what is left of the limit may be too little for a report
+            resource.setrlimit(resource.RLIMIT_DATA, before)
+            try:  # the report, then the log, whose disk may be the one that is full
+                _write(reports, _failed(run, error, kind))
+            finally:
+                sys.stderr.write(kept(_printable(traceback.format_exc()), most=LOGGED) + "\n")
+                sys.stdout.flush()
+                sys.stderr.flush()
             if run is not None and run.profiler is not None:
                 run.profiler.write_failed()
                 sys.stderr.flush()
@@ -97,16 +101,6 @@ def _is_spent() -> bool:
     except OSError:
         return True
     return False
-
-
-def _report_failure(reports: Path, report: RankReport) -> None:
-    """Write the report, then the log, whose disk may be the one that is full."""
-    try:
-        _write(reports, report)
-    finally:
-        sys.stderr.write(kept(_printable(traceback.format_exc()), most=LOGGED) + "\n")
-        sys.stdout.flush()
-        sys.stderr.flush()
 
 
 def _failed(run: "RankRun | None", error: BaseException, kind: FailureKind) -> RankReport:

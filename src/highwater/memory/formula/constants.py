@@ -23,14 +23,14 @@ WORKSPACES = "workspaces of cuBLAS"
 """Name of the term that every phase on a GPU has: what a library keeps in the allocator."""
 
 
-class Term(Record, frozen=True, kw_only=True):
+class Term(Record, frozen=True):
     """One part of the memory, by its name."""
 
     name: str
     bytes: int
 
 
-class Phase(Record, frozen=True, kw_only=True):
+class Phase(Record, frozen=True):
     """One moment of a step, and what is alive in it."""
 
     name: str
@@ -74,8 +74,8 @@ class Footprint(Record, frozen=True, kw_only=True):
         """Terms of what is reserved besides the live tensors of the peak."""
         unfilled_bytes = self.reserved_bytes - self.cached_bytes - self.allocated_bytes
         return present(
-            Term(name="what the allocator cannot fill", bytes=unfilled_bytes),
-            Term(name="kept until memory runs short", bytes=self.cached_bytes),
+            Term("what the allocator cannot fill", unfilled_bytes),
+            Term("kept until memory runs short", self.cached_bytes),
         )
 
     @property
@@ -99,17 +99,12 @@ class Footprint(Record, frozen=True, kw_only=True):
         return self.device_used_bytes - self.cached_bytes
 
     def with_libraries(self, outside: tuple[Term, ...], workspaces_bytes: int) -> "Footprint":
-        """The footprint with what libraries were measured to take in the place of what was
-        predicted: outside the allocator, and cuBLAS's workspaces in it.
-        """
+        """The footprint with what was measured outside the allocator, and of cuBLAS in it."""
 
         def measured(term: Term) -> Term:
-            return Term(name=term.name, bytes=workspaces_bytes) if term.name == WORKSPACES else term
+            return Term(term.name, workspaces_bytes) if term.name == WORKSPACES else term
 
-        phases = tuple(
-            Phase(name=phase.name, terms=present(*map(measured, phase.terms)))
-            for phase in self.phases
-        )
+        phases = tuple(phase(each.name, *map(measured, each.terms)) for each in self.phases)
         return msgspec.structs.replace(self, phases=phases, outside=outside)
 
     def within(self, room_bytes: int) -> "Footprint":
@@ -127,6 +122,11 @@ class Footprint(Record, frozen=True, kw_only=True):
 def present(*terms: Term) -> tuple[Term, ...]:
     """The terms that are not zero."""
     return tuple(term for term in terms if term.bytes)
+
+
+def phase(name: str, *terms: Term) -> Phase:
+    """A phase with those of its terms that are not zero."""
+    return Phase(name, present(*terms))
 
 
 CONTEXT_BYTES: Mapping[Device, int] = {"cuda": 877_527_040, "cpu": 0}
@@ -210,13 +210,12 @@ def outside_terms(
     device: Device,
     own: MachineConstants | None = None,
 ) -> tuple[Term, ...]:
-    """Device memory that the allocator does not hold, of one GPU.
-
-    ``own`` are readings on a user's GPUs, which take the place of ours; of a number of GPUs that
-    nobody read they say what the next larger one has.
+    """Device memory that the allocator does not hold, of one GPU. ``own`` are readings on a user's
+    GPUs, which take the place of ours; of a number of GPUs that nobody read they say what the next
+    larger one has.
     """
     if device == "cpu":
-        return present(Term(name="context", bytes=context_bytes(device, gpus=layout.gpus)))
+        return present(Term("context", context_bytes(device, gpus=layout.gpus)))
     if own is None:
         context = context_bytes(device, gpus=layout.gpus)
         nccl, all_to_all = NCCL_BYTES, NCCL_ALL_TO_ALL_BYTES
@@ -228,8 +227,8 @@ def outside_terms(
     pinned += staged_gradient_bytes(shape, settings, layout=layout)
     pages = -(-pinned // (layout.machine_gpus * PAGE_TABLE_COVERS_BYTES))
     return present(
-        Term(name="context", bytes=context),
-        Term(name="page tables of pinned memory", bytes=pages * PAGE_TABLE_BYTES),
+        Term("context", context),
+        Term("page tables of pinned memory", pages * PAGE_TABLE_BYTES),
         *(() if layout.gpus == 1 else _nccl_terms(layout, nccl, all_to_all)),
     )
 
@@ -237,11 +236,9 @@ def outside_terms(
 def _nccl_terms(
     layout: Layout, nccl: Mapping[int, int], all_to_all: Mapping[int, int]
 ) -> tuple[Term, ...]:
-    """One communicator for all GPUs; one more for each group of fewer, which share a sequence,
-    trade its heads, pass its keys and values on, or share the states. Between the sizes that were
-    read, the next larger.
-
-    A ring's transfers are those of an all-to-all among as many, two at a time: no more.
+    """One communicator for all GPUs, and one more for each smaller group: of those that share a
+    sequence, trade its heads, pass keys and values on, or share the states. A ring's transfers are
+    those of an all-to-all among as many, two at a time: no more.
     """
     groups = [layout.context_degree, layout.ulysses_degree, layout.ring_degree]
     if layout.ulysses_degree == 1 or layout.ring_degree == 1:
@@ -251,11 +248,11 @@ def _nccl_terms(
     others = sum(1 < degree < layout.gpus for degree in groups)
     group_bytes = _next_larger(nccl, layout.gpus) + others * NCCL_SECOND_GROUP_BYTES
     shared = (
-        Term(name=f"NCCL, {what}", bytes=_next_larger(all_to_all, degree))
+        Term(f"NCCL, {what}", _next_larger(all_to_all, degree))
         for what, degree in (("all-to-all", layout.ulysses_degree), ("ring", layout.ring_degree))
         if degree > 1
     )
-    return (Term(name="NCCL", bytes=group_bytes), *shared)
+    return (Term("NCCL", group_bytes), *shared)
 
 
 def _next_larger(by_gpus: Mapping[int, int], gpus: int) -> int:

@@ -21,6 +21,7 @@ from highwater.memory.formula.constants import (
     Phase,
     Term,
     outside_terms,
+    phase,
     present,
 )
 from highwater.memory.formula.layers import (
@@ -46,20 +47,8 @@ from highwater.model.model import Model
 from highwater.nouns.layout import CHUNK_BYTES
 
 FAMILIES = (
-    "granite",
-    "granite_swa",
-    "llama",
-    "ministral",
-    "ministral3",
-    "mistral",
-    "mixtral",
-    "olmo2",
-    "olmo3",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "smollm3",
+    *("granite", "granite_swa", "llama", "ministral", "ministral3", "mistral", "mixtral"),
+    *("olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"),
 )
 """Model types whose layers are what the terms say: attention over grouped heads, a gated MLP or
 experts that are one. Layers of others are learned (memory/formula/moments)."""
@@ -85,15 +74,13 @@ and the objective's own."""
 def refuse_unknown_family(model: Model) -> None:
     """Raise ModelError for a model whose layers the formula does not know."""
     family, learned = model.shape.model_type, families()
-    known = sorted({*FAMILIES, *learned})
-    if family in learned:
-        kinds = [run.kind for run in model.shape.runs]
-        if any(learned[family].layer(family, kind, True) is None for kind in kinds):
-            raise ModelError(
-                f"{model.name} has layers without experts, which train, and whose memory no "
-                f"prediction knows in the family {family}",
-                hint="measure it on a GPU: highwater find needs no prediction",
-            )
+    known, kinds = sorted({*FAMILIES, *learned}), (run.kind for run in model.shape.runs)
+    if family in learned and not all(learned[family].layer(family, kind, True) for kind in kinds):
+        raise ModelError(
+            f"{model.name} has layers without experts, which train, and whose memory no "
+            f"prediction knows in the family {family}",
+            hint="measure it on a GPU: highwater find needs no prediction",
+        )
     if family not in known:
         raise ModelError(
             f"{model.name} is of the family {family}, which trains, and whose "
@@ -135,10 +122,7 @@ class _States:
     def terms(self, backward_parameters: int = 0) -> tuple[Term, ...]:
         """Terms of the states once so many parameters have their gradients."""
         come_bytes = self.coming_bytes * backward_parameters // self.parameters
-        return (
-            Term(name="states", bytes=self.lasting_bytes),
-            Term(name="gradients that have come", bytes=come_bytes),
-        )
+        return (Term("states", self.lasting_bytes), Term("gradients that have come", come_bytes))
 
 
 def _states(step: Step) -> _States:
@@ -146,16 +130,14 @@ def _states(step: Step) -> _States:
     of a policy and a critic one's at a time, since each is updated before the other goes forward.
     """
     settings = step.settings
-    states_bytes = device_state_bytes(
-        step.shape, settings, device=step.device, shards=step.layout.shard_degree
-    )
-    whole_bytes = states_bytes // step.layout.shard_degree
+    shards = step.layout.shard_degree
+    states_bytes = device_state_bytes(step.shape, settings, device=step.device, shards=shards)
+    whole_bytes = states_bytes // shards
     is_offloaded = settings.offloads_model and step.device == "cuda"
     all_bytes = 0
     if is_offloaded and settings.strategy == "fsdp":
         all_bytes = whole_bytes
     elif not settings.keeps_gradients:
-        shards = step.layout.shard_degree
         all_bytes = gradient_bytes(step.shape, settings, shards=shards) // shards
     return _States(
         lasting_bytes=whole_bytes - all_bytes,
@@ -166,68 +148,53 @@ def _states(step: Step) -> _States:
 
 def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
     """Moments of a step that may be its peak, in their order."""
-    # A single layer is the last one: no other goes backward with one input less, nor while one is
-    # reduced.
-    *others, last = backwards(step.shape.runs)
-    always = _always_terms(step)
+    is_gpu = step.device == "cuda"
+    always = (
+        Term("process", 0 if is_gpu else CPU_PROCESS_BYTES),
+        Term(WORKSPACES, sum(CUBLAS_WORKSPACES_BYTES) if is_gpu else 0),
+        Term("ids, cosines and sines", _batch_bytes(step)),
+    )
     root_bytes = step.element * (_root_parameters(step) + step.positions) if step.gathers else 0
-    root = Term(name="embedding and head, gathered", bytes=root_bytes)
-    beside_layers = (*always, root)
+    beside_layers = (*always, Term("embedding and head, gathered", root_bytes))
     kept = _kept_term(step, kept_bytes_of_layers(step, step.shape.layers))
     held = (*states.terms(), *beside_layers, kept)
-    middle = (_backward_of_a_layer(step, states, beside_layers, each) for each in others or (last,))
-    return (
-        *_gathering_phase(step, states, beside_layers),
-        Phase(name=LOSS, terms=present(*held, *_loss_terms(step, last.kind))),
-        Phase(name="backward of the last layer", terms=present(*held, *_layer_terms(step, last))),
-        max(middle, key=lambda phase: phase.bytes),
-        Phase(
-            name="reduction of embedding and head",
-            terms=present(*states.terms(states.parameters), *always, _root_reduction(step, states)),
-        ),
-        *_update_phases(step, (*states.terms(states.parameters), *always)),
-    )
-
-
-def _gathering_phase(
-    step: Step, states: _States, beside_layers: tuple[Term, ...]
-) -> tuple[Phase, ...]:
-    """The moment in which several GPUs have gathered embedding and head, and the first layer: each
-    is there as it came and as it is used, until the next one is. It can be a step's peak where
-    nothing is kept of the gradients of both, which are larger.
-    """
-    if not step.is_frozen or step.layout.shard_degree == 1:
-        return ()
-    came = step.element * (_root_parameters(step) + 2 * step.gathered(step.shape.runs[0].kind))
-    again = Term(name="gathered, as it came", bytes=came)
-    phase = Phase(
-        name="gathering of embedding and head",
-        terms=present(*states.terms(), *beside_layers, again),
-    )
-    return (phase,)
-
-
-def _backward_of_a_layer(
-    step: Step, states: _States, beside_layers: tuple[Term, ...], backward: Backward
-) -> Phase:
-    """The moment of a layer before the last one, while gradients of the one behind are reduced."""
-    kept = kept_bytes_of_layers(step, backward.kept_layers)
-    return Phase(
-        name="backward of a layer",
-        terms=present(
-            *states.terms(_parameters_with_gradients(step, backward)),
+    at_the_end = (*states.terms(states.parameters), *always)
+    # A single layer is the last one: nothing else goes backward, or is reduced meanwhile.
+    *others, last = backwards(step.shape.runs)
+    middle = (
+        phase(
+            "backward of a layer",
+            *states.terms(_parameters_with_gradients(step, each)),
             *beside_layers,
-            _kept_term(step, kept),
-            *_layer_terms(step, backward),
-            _reduction(step, _parameters_on_their_way(step, backward.reduced)),
-        ),
+            _kept_term(step, kept_bytes_of_layers(step, each.kept_layers)),
+            *_layer_terms(step, each),
+            _reduction(step, _parameters_on_their_way(step, each.reduced)),
+        )
+        for each in others or (last,)
     )
+    phases = [
+        phase(LOSS, *held, *_loss_terms(step, last.kind)),
+        phase("backward of the last layer", *held, *_layer_terms(step, last)),
+        max(middle, key=lambda each: each.bytes),
+        phase("reduction of embedding and head", *at_the_end, _root_reduction(step, states)),
+    ]
+    if step.is_frozen and step.layout.shard_degree > 1:
+        # Several GPUs have embedding, head and the first layer as they came and as they are used:
+        # a peak where no gradients of both are kept, which are larger.
+        came = step.element * (_root_parameters(step) + 2 * step.gathered(step.shape.runs[0].kind))
+        terms = (*states.terms(), *beside_layers, Term("gathered, as it came", came))
+        phases.insert(0, phase("gathering of embedding and head", *terms))
+    shards = step.layout.shard_degree
+    made = update_bytes(step.shape, step.settings, device=step.device, shards=shards)
+    if made:
+        phases.append(phase("update", *at_the_end, Term("update", made)))
+    return tuple(phases)
 
 
 def _cached_bytes(step: Step, states: _States, phases: tuple[Phase, ...]) -> int:
     """Bytes that the allocator keeps reserved beside the peak, until memory runs short."""
-    peak_bytes = max(phase.bytes for phase in phases)
-    before_they_come = max(phase.bytes for phase in phases[:2])
+    peak_bytes = max(each.bytes for each in phases)
+    before_they_come = max(each.bytes for each in phases[:2])
     late_bytes = max(0, before_they_come + states.coming_bytes - peak_bytes)
     return cached_bytes(
         step.shape,
@@ -249,16 +216,6 @@ def likely_footprint(step: Step) -> Footprint:
     return msgspec.structs.replace(enough, filled_share=share)
 
 
-def _always_terms(step: Step) -> tuple[Term, ...]:
-    """Terms that are alive from the first forward to the last gradient, whatever goes on."""
-    is_gpu = step.device == "cuda"
-    return (
-        Term(name="process", bytes=0 if is_gpu else CPU_PROCESS_BYTES),
-        Term(name=WORKSPACES, bytes=sum(CUBLAS_WORKSPACES_BYTES) if is_gpu else 0),
-        Term(name="ids, cosines and sines", bytes=_batch_bytes(step)),
-    )
-
-
 def _batch_bytes(step: Step) -> int:
     """Bytes of T ids, and of T x head size of cosines and sines, once for each size and RoPE."""
     by_layer = step.shape.model_type in ROPE_BY_LAYER
@@ -271,10 +228,7 @@ def _batch_bytes(step: Step) -> int:
 
 
 def _root_parameters(step: Step) -> int:
-    """Parameters of embedding and head, which are gathered from the first layer to the last
-    gradient: V x E each, or once if they are tied or if a number stands in the place of the
-    vocabulary.
-    """
+    """Parameters of embedding and head: V x E each, once if tied or without a vocabulary's head."""
     has_own_head = not step.shape.tied_embeddings and not step.settings.traits.gives_scalars
     return step.table * (2 if has_own_head else 1)
 
@@ -282,7 +236,7 @@ def _root_parameters(step: Step) -> int:
 def _kept_term(step: Step, bytes_per_token: int) -> Term:
     """The term of what layers keep until their backward pass, by its bytes per token."""
     name = "activations of all layers" if step.settings.recompute == "none" else "kept by recompute"
-    return Term(name=name, bytes=step.tokens * bytes_per_token)
+    return Term(name, step.tokens * bytes_per_token)
 
 
 def _loss_terms(step: Step, last: LayerKind) -> tuple[Term, ...]:
@@ -291,12 +245,14 @@ def _loss_terms(step: Step, last: LayerKind) -> tuple[Term, ...]:
     """
     hidden = step.element * step.shape.hidden_size
     is_ahead = step.layout.shard_degree > 1 or step.settings.strategy == "fsdp"
-    ahead = Term(
-        name="layers, gathered", bytes=step.element * step.gathered(last) if is_ahead else 0
-    )
-    norm = Term(name="the last norm", bytes=_last_norm_bytes(step))
+    ahead = Term("layers, gathered", step.element * step.gathered(last) if is_ahead else 0)
+    kept = _NORM_BYTES.get(step.shape.model_type, 0)
+    if kept and step.settings.recompute == "none":
+        takes_less = step.shape.model_type in _LESS_BACKWARD
+        kept += _LESS_BACKWARD_BYTES if takes_less else _NORM_BACKWARD_BYTES
+    norm = Term("the last norm", kept * step.tokens * step.shape.hidden_size)
     if step.settings.traits.gives_scalars:
-        return (Term(name="hidden states", bytes=hidden * step.tokens), norm, ahead)
+        return (Term("hidden states", hidden * step.tokens), norm, ahead)
     logits = step.element * step.shape.vocab_size * step.trained
     head_gradient = step.element * step.table
     if not step.settings.holds_logits:
@@ -309,22 +265,13 @@ def _loss_terms(step: Step, last: LayerKind) -> tuple[Term, ...]:
     elif step.is_frozen:
         head_gradient = 0
     return (
-        Term(name="hidden states", bytes=hidden * (step.tokens + 2 * step.trained)),
+        Term("hidden states", hidden * (step.tokens + 2 * step.trained)),
         norm,
-        Term(name="logits", bytes=logits),
-        Term(name="statistics of tokens", bytes=4 * _ROW_NUMBERS * step.trained),
-        Term(name="gradient of the head", bytes=head_gradient),
+        Term("logits", logits),
+        Term("statistics of tokens", 4 * _ROW_NUMBERS * step.trained),
+        Term("gradient of the head", head_gradient),
         ahead,
     )
-
-
-def _last_norm_bytes(step: Step) -> int:
-    """Bytes that the norm behind the layers takes in the loss, beside the hidden states."""
-    kept = _NORM_BYTES.get(step.shape.model_type, 0)
-    if kept and step.settings.recompute == "none":
-        takes_less = step.shape.model_type in _LESS_BACKWARD
-        kept += _LESS_BACKWARD_BYTES if takes_less else _NORM_BACKWARD_BYTES
-    return kept * step.tokens * step.shape.hidden_size
 
 
 def _layer_terms(step: Step, backward: Backward) -> tuple[Term, ...]:
@@ -336,9 +283,9 @@ def _layer_terms(step: Step, backward: Backward) -> tuple[Term, ...]:
     # of it comes after the layers.
     head = 0 if step.settings.traits.gives_scalars or step.is_frozen else step.table
     return (
-        Term(name="one layer going backward", bytes=working_set_bytes(step.layer(backward.kind))),
-        Term(name="layers, gathered", bytes=step.element * gathered),
-        Term(name="gradient of the head", bytes=step.element * head),
+        Term("one layer going backward", working_set_bytes(step.layer(backward.kind))),
+        Term("layers, gathered", step.element * gathered),
+        Term("gradient of the head", step.element * head),
     )
 
 
@@ -352,8 +299,8 @@ def _parameters_with_gradients(step: Step, backward: Backward) -> int:
 
 
 def _parameters_on_their_way(step: Step, reduced: LayerKind | None) -> int:
-    """Parameters whose gradients go to the shards while a layer goes backward: of the layer behind
-    it; with copies of the shards, over which they are summed too, of one more.
+    """Parameters whose gradients go to the shards meanwhile: of the layer behind; with copies of
+    two.
     """
     layers = 2 if step.layout.replicate_degree > 1 else 1
     if reduced is None:
@@ -363,7 +310,7 @@ def _parameters_on_their_way(step: Step, reduced: LayerKind | None) -> int:
 
 def _reduction(step: Step, parameters: int) -> Term:
     """The term of a unit's gradients on their way to the shards while the next goes backward."""
-    return Term(name="gradient reduction", bytes=_reduced_element(step) * parameters)
+    return Term("gradient reduction", _reduced_element(step) * parameters)
 
 
 def _reduced_element(step: Step) -> int:
@@ -371,22 +318,11 @@ def _reduced_element(step: Step) -> int:
     return 2 if step.settings.parameters == "bf16" and step.layout.gpus == 1 else 4
 
 
-def _update_phases(step: Step, beside: tuple[Term, ...]) -> tuple[Phase, ...]:
-    """The update, where it makes something for the numbers that it moves at once."""
-    made = update_bytes(
-        step.shape, step.settings, device=step.device, shards=step.layout.shard_degree
-    )
-    terms = present(*beside, Term(name="update", bytes=made))
-    return (Phase(name="update", terms=terms),) if made else ()
-
-
 def _root_reduction(step: Step, states: _States) -> Term:
     """The term of embedding and head once the layers are done: their gradients in float32, this
-    GPU's share of the sum, unless that itself is a state that comes, and what is left as computed.
-
-    What is left is there before the sum, or beside it. Before it are the gradients of both; where
-    they are one, those of its two uses, the root still gathered and the first layer's reduction.
-    Beside it several GPUs have a head's own. Source: traces.
+    GPU's share of the sum unless that is a state that comes, and what is left as computed: before
+    the sum the gradients of both, or of two uses with the root and the first layer's reduction;
+    beside it, on several GPUs, a head's own. Source: traces.
     """
     if step.is_frozen:
         return _reduction(step, 0)
@@ -400,7 +336,7 @@ def _root_reduction(step: Step, states: _States) -> Term:
     left = max(beside, before - _reduced_element(step) * share)
     is_rounded = step.settings.parameters == "bf16" and step.layout.gpus > 1
     reduced = _reduction(step, parameters + (share if is_rounded or not states.coming_bytes else 0))
-    return Term(name=reduced.name, bytes=reduced.bytes + left)
+    return Term(reduced.name, reduced.bytes + left)
 
 
 def _host_terms(step: Step) -> tuple[Term, ...]:
@@ -408,10 +344,7 @@ def _host_terms(step: Step) -> tuple[Term, ...]:
     shape, settings, layout = step.shape, step.settings, step.layout
     staged_bytes = staged_gradient_bytes(shape, settings, layout=layout)
     return (
-        Term(
-            name="offloaded states and reference",
-            bytes=host_state_bytes(shape, settings, layout=layout),
-        ),
-        Term(name="gradients on their way there", bytes=staged_bytes),
-        Term(name="processes", bytes=layout.machine_gpus * PROCESS_BYTES),
+        Term("offloaded states and reference", host_state_bytes(shape, settings, layout=layout)),
+        Term("gradients on their way there", staged_bytes),
+        Term("processes", layout.machine_gpus * PROCESS_BYTES),
     )

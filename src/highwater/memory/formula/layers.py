@@ -45,9 +45,7 @@ NUMBER_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step on synthetic sequences, as the GPU with the most trained tokens sees it: where several
-    share a sequence, one without a prompt.
-    """
+    """A step, as the GPU with the most trained tokens sees it: of several one without a prompt."""
 
     shape: ModelShape
     settings: Settings
@@ -101,11 +99,8 @@ class Step:
     @property
     def gathers(self) -> bool:
         """Whether frozen parameters are gathered: not where each GPU has all of them."""
-        return (
-            self.settings.lora is None
-            or self.layout.shard_degree > 1
-            or self.settings.offloads_model
-        )
+        is_alone = self.layout.shard_degree == 1 and not self.settings.offloads_model
+        return self.settings.lora is None or not is_alone
 
     @property
     def is_frozen(self) -> bool:
@@ -118,9 +113,7 @@ class Step:
         return own + self.adapter_parameters(kind)
 
     def uneven(self, kind: LayerKind) -> int:
-        """Numbers beside a layer's parameters that are gathered and reduced with them, where not
-        all GPUs have as many rows as the first one, experts above all: FSDP2 fills up.
-        """
+        """Numbers gathered and reduced beside a layer's, where FSDP2 fills up uneven rows."""
         if self.settings.strategy != "fsdp2":
             return 0
         return sum(each.beyond_even(self.layout.shard_degree) for each in kind.matrices)
@@ -131,17 +124,15 @@ class Step:
 
     def adapter_parameters(self, kind: LayerKind) -> int:
         """Parameters of a layer's adapters."""
-        adapters = self.settings.adapters
-        if adapters is None:
-            return 0
-        return adapter_parameters_of_layer(kind, self.shape.model_type, adapters)
+        adapters, family = self.settings.adapters, self.shape.model_type
+        return 0 if adapters is None else adapter_parameters_of_layer(kind, family, adapters)
 
     def layer(self, kind: LayerKind) -> "Layer":
         """One layer of a kind in this step."""
-        return Layer(step=self, kind=kind)
+        return Layer(self, kind)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Layer:
     """One layer of a kind, in a step."""
 
@@ -169,11 +160,6 @@ class Layer:
         """Numbers of queries and keys kept as they were before their norm or rotation."""
         is_kept = self.step.shape.model_type in (*HEAD_NORMS, *FUSED_HEADS)
         return self.query + self.key if is_kept else 0
-
-    @property
-    def attentions(self) -> int:
-        """Calls of attention in one layer; each returns as many numbers as the queries have."""
-        return 2 if self.step.shape.model_type in TWO_ATTENTIONS else 1
 
     @property
     def has_output_norms(self) -> bool:
@@ -246,8 +232,8 @@ class Layer:
     @property
     def trained_mlp_parameters(self) -> int:
         """Parameters with a gradient after the MLP; in doubt the attention's adapters too."""
-        is_frozen = self.step.is_frozen
-        return self.step.trained_of(self.kind) if is_frozen else self.mlp_parameters
+        step = self.step
+        return step.trained_of(self.kind) if step.is_frozen else self.mlp_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,10 +252,9 @@ class Backward:
 
 
 def backwards(runs: tuple[LayerRun, ...]) -> tuple[Backward, ...]:
-    """Layers going backward, the last one at the end: of each run those at its ends.
-
-    Between them each layer keeps as much more, and has as much less behind it, as the one before:
-    the most of both together is at an end.
+    """Layers going backward, the last one at the end: of each run those at its ends. Between them
+    each layer keeps as much more, and has as much less behind it, as the one before: the most of
+    both together is at an end.
     """
     found: list[Backward] = []
     before: LayerKind | None = None
@@ -307,12 +292,10 @@ activation, product and up; that of gate, while up's is done; that of gate alone
 in which autograd comes to them, in traces.
 """
 _MOMENTS_OF_EXPERTS = ((5, 4, 0), (2, 5, 1), (1, 6, 1), (2, 2, 3))
-"""Moments of experts going backward, in the same way, of T K x E and T K x F.
-
-All that is kept, of T K x E a token's copies and what the experts gave, and three gradients of
-that; all but what they gave, the gradients of it, of the product and of the down weights; three
-gradients of T K x F as above; those of the copies, and of gate and up, which are one weight.
-"""
+"""Moments of experts going backward, in the same way, of T K x E and T K x F. All that is kept, of
+T K x E a token's copies and what the experts gave, and three gradients of that; all but what they
+gave, the gradients of it, of the product and of the down weights; three gradients of T K x F as
+above; those of the copies, and of gate and up, which are one weight."""
 
 
 def kept_bytes_of_layers(step: Step, layers: int) -> int:
@@ -326,15 +309,15 @@ def kept_bytes_of_layers(step: Step, layers: int) -> int:
 
 def kept_bytes(layer: Layer) -> int:
     """Bytes per token that a layer keeps until the backward pass: its input (E), and what its
-    attention returns if that is kept; without recompute all that its backward pass reads.
-
-    Source: engine/activations/recompute.py.
+    attention returns if that is kept; without recompute all that its backward pass reads. Source:
+    engine/activations/recompute.py.
     """
     settings, element = layer.step.settings, layer.step.element
     hidden, mlp = layer.kind.hidden_size, layer.kind.mlp
     if settings.recompute != "none":
         returned = element * layer.query + NUMBER_BYTES * layer.kind.attention.query_heads
-        attentions = 0 if settings.recompute == "layer" else layer.attentions
+        attentions = 2 if layer.step.shape.model_type in TWO_ATTENTIONS else 1
+        attentions = 0 if settings.recompute == "layer" else attentions
         return element * hidden + attentions * returned
     if layer.learned is not None:
         return layer.learned_bytes(layer.learned.kept) // layer.step.tokens
@@ -344,9 +327,8 @@ def kept_bytes(layer: Layer) -> int:
 
 
 def working_set_bytes(layer: Layer) -> int:
-    """Bytes that a layer takes while it goes backward, besides what it keeps: for its attention,
-    after its MLP's gradients, for its MLP, or for its weights on their way from the host, whatever
-    takes more.
+    """Bytes that a layer takes going backward, besides what it keeps: the most of its attention
+    after its MLP's gradients, its MLP, and its weights on their way from the host.
     """
     # What a layer keeps besides its input is part of what its backward pass reads.
     kept = kept_bytes(layer) - layer.step.element * layer.kind.hidden_size
@@ -356,9 +338,8 @@ def working_set_bytes(layer: Layer) -> int:
 
 
 def _learned_working_set(layer: Layer, learned: LayerMoments, kept: int) -> int:
-    """Bytes of a layer of a family that was learned, at the moment that takes the most, with what
-    sharing a sequence adds: a copy of what is attended, which those with fused heads have anyway,
-    and what a ring passes on.
+    """Bytes of a learned layer at the moment that takes the most, with what sharing a sequence
+    adds: a copy of what is attended, unless heads are fused, and what a ring passes on.
     """
     step = layer.step
     # learned beside what such a layer keeps, but for the output of its attention
@@ -372,9 +353,7 @@ def _learned_working_set(layer: Layer, learned: LayerMoments, kept: int) -> int:
 
 
 def _attention_working_set(layer: Layer, kept: int) -> int:
-    """Bytes of the attention going backward, beside the gradients of the MLP and of its own output
-    projection; ``kept`` of them per token are there already.
-    """
+    """Bytes of the attention going backward; ``kept`` of them per token are there already."""
     step, hidden = layer.step, layer.kind.hidden_size
     of_output = 0 if step.is_frozen else hidden * layer.query
     gradients = step.element * (layer.trained_mlp_parameters + of_output)
@@ -403,18 +382,12 @@ def _mlp_working_set(layer: Layer, kept: int) -> int:
 def _fetching_bytes(layer: Layer) -> int:
     """Bytes besides the gathered layer, where one GPU alone fetches its weights from the host: the
     gradient of what the layer returns; of the weight before the last a copy in bfloat16, the last
-    one in float32 and in bfloat16, and its place still to be made.
-
-    Experts have two weights, of gate and up, and down; other MLPs three. Among several GPUs each
-    fetches a share.
+    one in both dtypes, and its place. Experts have two weights (gate and up, down), other MLPs
+    three.
     """
     step = layer.step
-    if (
-        step.device == "cpu"
-        or not step.settings.offloads_model
-        or step.settings.strategy != "fsdp2"
-        or step.layout.shard_degree > 1
-    ):
+    is_fetched = step.settings.offloads_model and step.settings.strategy == "fsdp2"
+    if step.device == "cpu" or not is_fetched or step.layout.shard_degree > 1:
         return 0
     weight = layer.mlp_parameters // 3
     before = 2 * weight if layer.kind.mlp.experts > 1 else weight
@@ -463,10 +436,9 @@ def _attention_bytes(layer: Layer) -> int:
 
 
 def _ring_bytes(layer: Layer) -> int:
-    """Bytes per token that a ring takes besides, while its attention goes backward: the sum of q's
-    gradients in float32; the keys and values that arrived and, of more than two ranks, those that
-    do; their gradients in float32, on their way from one rank and to the next. The last rank's
-    kernels read half of the keys, and take half of what they take for every query head.
+    """Bytes per token that a ring takes besides going backward: the sum of q's gradients in
+    float32; keys and values that arrived, and of more than two ranks those that do; their gradients
+    in float32, in and out. The last rank's kernels read, and take, half for every query head.
     """
     keys = 2 * layer.attended_key
     arriving = 2 if layer.step.layout.ring_degree > 2 else 1
@@ -477,8 +449,7 @@ def _ring_bytes(layer: Layer) -> int:
 
 def _rotation_bytes(layer: Layer) -> int:
     """Bytes per token while a layer that norms outputs is recomputed: the residual's gradient, q
-    and k before and after their norm, v, and in float32 two products and their sum, of q, or of k
-    beside the sum of q's.
+    and k before and after their norm, v, and three float32 numbers of q, or of k beside q's sum.
     """
     query, key = layer.query, layer.key
     tensors = layer.kind.hidden_size + 2 * (query + key) + key

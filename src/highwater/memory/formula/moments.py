@@ -12,7 +12,7 @@ decides no capacity. Source: the traces of the trials in docs/results/find.
 """
 
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from highwater.model.families import EXPERTS
@@ -46,18 +46,14 @@ class FamilyMoments(Record, frozen=True, kw_only=True):
     """By ``kind_name``."""
 
     def layer(self, family: str, kind: LayerKind, is_recomputed: bool) -> LayerMoments | None:
-        """What layers of a kind take. Where those were not learned, what others take that are the
-        same but for their attention, which has a window or none, or but for an MLP beside their
-        experts; None where there are no such either.
+        """What layers of a kind take. Where those were not learned, what others take that differ in
+        a window, or in an MLP beside their experts; None where there are no such either.
         """
         is_windowed, mlp = kind.attention.window_tokens is not None, mlp_name(family, kind.mlp)
+        is_capped = kind.attention.soft_cap is not None
+        name = partial(kind_name, is_capped=is_capped, is_recomputed=is_recomputed)
         names = (
-            kind_name(
-                is_windowed=windowed,
-                is_capped=kind.attention.soft_cap is not None,
-                is_recomputed=is_recomputed,
-                mlp=each,
-            )
+            name(is_windowed=windowed, mlp=each)
             for each in (mlp, mlp or SHARED)
             for windowed in (is_windowed, False)
         )
@@ -160,9 +156,8 @@ def capped_products(
     attention: AttentionKind, *, documents: int, length_tokens: int, attended_key: int, degree: int
 ) -> Mapping[str, int]:
     """Products of what attention of capped scores takes at a time, in numbers, each in float32: r
-    rows of queries and l keys of every document; nothing of other attention.
-
-    ``degree``: ranks among which the heads are divided.
+    rows of queries and l keys of every document; nothing of other attention. ``degree``: ranks
+    among which the heads are divided.
     """
     if attention.soft_cap is None:
         return {}
@@ -199,26 +194,20 @@ def cached_bytes(
     late_bytes: int = 0,
 ) -> int:
     """Bytes that the allocator of one GPU keeps between their uses, once every unit has passed.
-
-    ``passing_bytes`` is the most that is alive besides the states. ``late_bytes`` are gradients on
-    a stream of their own that come where activations go, as far as both are not alive at once: none
-    of them lies in what the activations left.
+    ``passing_bytes``: the most alive besides the states. ``late_bytes``: gradients that come, on a
+    stream of their own, where activations go.
     """
     if settings.strategy == "fsdp":
-        return (
-            _lent(shape, layout) + _reduced_by_fsdp1(shape, settings, layout)
-        ) * settings.trained_models + late_bytes
-    return _of_other_streams(shape, settings, layout, late_bytes) + _too_long_for_a_hole(
-        shape, settings, layout, passing_bytes
-    )
+        return _of_fsdp1(shape, settings, layout) * settings.trained_models + late_bytes
+    streams = _of_other_streams(shape, settings, layout, late_bytes)
+    return streams + _too_long_for_a_hole(shape, settings, layout, passing_bytes)
 
 
 def _too_long_for_a_hole(
     shape: ModelShape, settings: Settings, layout: Layout, passing_bytes: int
 ) -> int:
-    """Bytes of a block that is taken, and kept, for all gradients of the root in float32 before
-    they are reduced: none where a hole that activations left is long enough for it, which it is not
-    where sequences are short.
+    """Bytes of a block kept for the root's gradients in float32 before they are reduced, unless a
+    hole that activations left is long enough, which takes long sequences.
     """
     whole = _GRADIENT * _root(shape, has_head=not settings.traits.gives_scalars)
     has_gradients = layout.shard_degree > 1 and settings.lora is None
@@ -228,29 +217,23 @@ def _too_long_for_a_hole(
 def _of_other_streams(
     shape: ModelShape, settings: Settings, layout: Layout, late_bytes: int
 ) -> int:
-    """Bytes that FSDP2 keeps on the streams on which it gathers and reduces: of the sums those of
-    the root, which are among the gradients that come late; of adapters it has none.
-    """
+    """Bytes on FSDP2's streams: what it gathers, and of the sums the root's, which come late."""
     policy = _root(shape, has_head=not settings.traits.gives_scalars)
     trained = policy + (_root(shape, has_head=False) if settings.trained_models > 1 else 0)
-    gathered = trained + (
-        policy if settings.has_second_model else 0
-    )  # the reference is another model under FSDP2
+    # the reference is another model under FSDP2
+    gathered = trained + (policy if settings.has_second_model else 0)
     summed = trained if settings.lora is None else 0
-    return (
-        max(_GRADIENT * summed // layout.shard_degree, late_bytes)
-        + _gathering(gathered, layout)
-        + _from_host(shape, settings, layout)
-    )
+    degree = layout.shard_degree
+    # a shard on its way in and what is gathered of it; one GPU gathers nothing
+    gathering = 0 if degree == 1 else _WEIGHT * (gathered + gathered // degree)
+    sums = max(_GRADIENT * summed // degree, late_bytes)
+    return sums + gathering + _from_host(shape, settings, layout)
 
 
 def _from_host(shape: ModelShape, settings: Settings, layout: Layout) -> int:
-    """Bytes of this GPU's shard of embedding or head in float32, as it comes from the host. Both
-    pass through one block, one after another; what is gathered of them finds no room there.
-
-    One GPU takes it on the main stream, where activations take its place; a frozen reference comes
-    in bfloat16. Source: the gathering stream in traces of the trials long-8b-2-offload and
-    long-8b-4-offload, 1.16 and 0.58 GiB.
+    """Bytes of this GPU's shard of embedding or head in float32 as it comes from the host: both
+    pass through one block, and one GPU takes it on the main stream. Source: the gathering stream in
+    traces of the trials long-8b-2-offload and long-8b-4-offload, 1.16 and 0.58 GiB.
     """
     if not settings.offloads_model or layout.shard_degree == 1:
         return 0
@@ -258,33 +241,22 @@ def _from_host(shape: ModelShape, settings: Settings, layout: Layout) -> int:
     return size * _root(shape, has_head=False) * settings.trained_models // layout.shard_degree
 
 
-def _gathering(parameters: int, layout: Layout) -> int:
-    """Bytes of a shard on its way in and of what is gathered of it; one GPU gathers nothing."""
-    degree = layout.shard_degree
-    return 0 if degree == 1 else _WEIGHT * (parameters + parameters // degree)
-
-
-def _lent(shape: ModelShape, layout: Layout) -> int:
-    """Bytes of units that FSDP1 lends to another stream: alone on a GPU its host runs ahead by a
-    whole pass, else it waits after two units, the root and the largest layer.
+def _of_fsdp1(shape: ModelShape, settings: Settings, layout: Layout) -> int:
+    """Bytes of units that FSDP1 lends to another stream (alone on a GPU its host runs ahead by a
+    whole pass, else it waits after two units, the root and the largest layer), and of the root's
+    float32 gradients with this GPU's share of their sum, a state where states are offloaded.
     """
-    if layout.shard_degree == 1:
+    degree = layout.shard_degree
+    if degree == 1:
         return _WEIGHT * shape.parameters
     largest_layer = max(run.kind.parameters for run in shape.runs)
     of_the_last_norm = shape.hidden_size // shape.layers  # which is gathered with them, in parts
-    return _WEIGHT * (_root(shape, has_head=True) + largest_layer + of_the_last_norm)
-
-
-def _reduced_by_fsdp1(shape: ModelShape, settings: Settings, layout: Layout) -> int:
-    """Bytes of the root's float32 gradients, and of this GPU's share of them unless offloaded."""
-    degree, root = layout.shard_degree, _root(shape, has_head=not settings.traits.gives_scalars)
-    if degree == 1:
-        return 0
-    return _GRADIENT * (root if settings.offloads_model else root + root // degree)
+    lent = _WEIGHT * (_root(shape, has_head=True) + largest_layer + of_the_last_norm)
+    root = _root(shape, has_head=not settings.traits.gives_scalars)
+    return lent + _GRADIENT * (root if settings.offloads_model else root + root // degree)
 
 
 def _root(shape: ModelShape, *, has_head: bool) -> int:
     """Parameters of embedding and head; of the embedding alone where they are tied."""
-    return (
-        shape.vocab_size * shape.hidden_size * (2 if has_head and not shape.tied_embeddings else 1)
-    )
+    tables = 2 if has_head and not shape.tied_embeddings else 1
+    return shape.vocab_size * shape.hidden_size * tables

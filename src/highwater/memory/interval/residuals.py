@@ -6,13 +6,12 @@ import shlex
 from collections.abc import Sequence
 from importlib.resources import files
 from itertools import zip_longest
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple
 
 from highwater.errors import UsageError
 from highwater.memory.formula.constants import (
     CUBLAS_WORKSPACES_BYTES,
     MachineConstants,
-    Term,
     outside_terms,
 )
 from highwater.memory.formula.formula import likely_footprint, refuse_unknown_family
@@ -46,11 +45,8 @@ the traces of a prediction."""
 
 
 class Residual(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """One trial: what it used of its fullest GPU, what had been predicted, and what the two may
-    depend on.
-
-    What they depend on is a field here and a row of ``traits_of``. A field that comes later has a
-    default, that of all trials before it, and is written where it is another.
+    """What one trial used of its fullest GPU, what was predicted, and what the two may depend on: a
+    field here and a row of ``traits_of``. A later field has the default of all trials before it.
     """
 
     method: PredictionMethod
@@ -140,11 +136,8 @@ def bundled_residuals() -> tuple[Residual, ...]:
 
 
 def study_residuals(study: Study, own: MachineConstants | None = None) -> tuple[Residual, ...]:
-    """The residuals by formula, of every trial of a study that tells; a trial and its repeats count
-    once. ``own``: constants measured on the GPUs it ran on, if any.
-
-    Raises UsageError for a study of other trials than predictions are about, ModelError for a
-    family that the formula does not know.
+    """Residuals by formula of every trial that tells, repeats once. ``own``: constants measured
+    there. Raises UsageError for a study of other trials, ModelError for an unknown family.
     """
     refuse_silent(study)
     refuse_unknown_family(study.question.model)
@@ -154,10 +147,10 @@ def study_residuals(study: Study, own: MachineConstants | None = None) -> tuple[
         if trial.result is None:
             continue
         spec, result = trial.spec, trial.result
-        sizes = (shape, spec.settings, spec.layout, spec.length_tokens)
-        taken = likely_footprint(Step(*sizes, prompt_tokens=spec.prompt_tokens)).with_libraries(
-            _outside(shape, spec, result, own), sum(_workspaces_bytes(result, own))
-        )
+        sizes, read = (shape, spec.settings, spec.layout), _of_its_gpus(own, result)
+        taken = likely_footprint(
+            Step(*sizes, spec.length_tokens, prompt_tokens=spec.prompt_tokens)
+        ).with_libraries(outside_terms(*sizes, spec.device, read), sum(_workspaces_bytes(read)))
         needed_bytes, cached_bytes = taken.needed_bytes, taken.cached_bytes
         found = residual(spec, result, "formula", needed_bytes, cached_bytes=cached_bytes)
         if found is not None:
@@ -194,39 +187,34 @@ def traced_residual(
     own: MachineConstants | None = None,
 ) -> Residual | None:
     """The residual of one trial by the trace of this rank of it, in the memory that the rank was
-    given; None for one that does not tell.
-
-    A replay that runs out predicts nothing but that: it gives None.
+    given; None for one that does not tell. A replay that runs out predicts nothing but that: it
+    gives None.
     """
     budget = next((each.budget for each in result.ranks if each.rank == rank), None)
     capacity = None if budget is None else budget.allocator_cap_bytes
+    read = _of_its_gpus(own, result)
     replayed = replay(
         log,
         allocator=spec.settings.allocator,
         capacity_bytes=capacity,
         is_share=spec.memory_budget_bytes is not None,
-        workspaces_bytes=_workspaces_bytes(result, own),
+        workspaces_bytes=_workspaces_bytes(read),
     )
     if not replayed.fits:
         return None
-    outside_bytes = sum(term.bytes for term in _outside(shape, spec, result, own))
+    outside = outside_terms(shape, spec.settings, spec.layout, spec.device, read)
+    outside_bytes = sum(term.bytes for term in outside)
     return residual(spec, result, "trace", replayed.peak_reserved_bytes + outside_bytes)
 
 
-def _is_of(own: MachineConstants | None, result: TrialResult) -> TypeGuard[MachineConstants]:
-    """Whether the readings are of GPUs like the one that the trial ran on."""
-    return own is not None and own.device_name in [rank.device_name for rank in result.ranks]
+def _of_its_gpus(own: MachineConstants | None, result: TrialResult) -> MachineConstants | None:
+    """The readings, where they are of GPUs like the one that the trial ran on."""
+    names = [rank.device_name for rank in result.ranks]
+    return own if own is not None and own.device_name in names else None
 
 
-def _outside(
-    shape: ModelShape, spec: TrialSpec, result: TrialResult, own: MachineConstants | None
-) -> tuple[Term, ...]:
-    measured = own if _is_of(own, result) else None
-    return outside_terms(shape, spec.settings, spec.layout, spec.device, measured)
-
-
-def _workspaces_bytes(result: TrialResult, own: MachineConstants | None) -> tuple[int, ...]:
-    return own.cublas_workspaces_bytes if _is_of(own, result) else CUBLAS_WORKSPACES_BYTES
+def _workspaces_bytes(own: MachineConstants | None) -> tuple[int, ...]:
+    return CUBLAS_WORKSPACES_BYTES if own is None else own.cublas_workspaces_bytes
 
 
 def residual(
@@ -238,11 +226,8 @@ def residual(
     cached_bytes: int = 0,
 ) -> Residual | None:
     """The residual of one trial; None for one that does not tell how much memory it needs. One that
-    fits keeps ``cached_bytes`` besides, as far as it was given more than it needs.
-
-    One that ran out where more than it was given had been predicted needs anything above that: it
-    says nothing. One that ran out where less had been predicted needs more than it was given, which
-    is the least that the prediction was short by.
+    fits keeps ``cached_bytes`` besides, as far as it has them. One that ran out though predicted to
+    fit needs more than it was given, the least that the prediction was short by.
     """
     all_used = [rank.memory.device_used_bytes for rank in result.ranks]
     used = [size for size in all_used if size is not None]

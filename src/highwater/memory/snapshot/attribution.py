@@ -48,12 +48,10 @@ _OURS = (
         r"^make_optimizer$",
     ),
     _Rule(
-        "optimizer_states",
-        r"highwater/(?:engine|train)/(?:training/)?(low_bit|host_states)\.py$",
+        "optimizer_states", r"highwater/(?:engine|train)/(?:training/)?(low_bit|host_states)\.py$"
     ),
     _Rule(
-        "gradients",
-        r"highwater/(?:engine/)?(models/fused/weight_gradient|parallel/offload)\.py$",
+        "gradients", r"highwater/(?:engine/)?(models/fused/weight_gradient|parallel/offload)\.py$"
     ),
     _Rule("gradients", r"highwater/", r"^(clip|add_up|_sum_to_shard)$"),
     _Rule("backward_pass", r"highwater/", r"^backward$"),
@@ -169,17 +167,13 @@ _BETWEEN = re.compile(
     r"|PyRun_|Py_RunMain|_PyEval|PyVectorcall|method_vectorcall|clone$|CachingAllocator"
 )
 """Functions between two others that say nothing. Source: ``_frame_filter`` of PyTorch's viewer; the
-allocator's own besides.
-"""
+allocator's own besides."""
 _OPERATOR = re.compile(r"^at::_ops::(?!(?:new_)?empty)(\w+)::")
 """An operator of PyTorch's by its function of C++; what only allocates is none."""
 
 
 class Attribution:
-    """The category and the place of each allocation of a snapshot.
-
-    Each frame, each path and each stack is looked at once: a file may pair them in a few bytes.
-    """
+    """Category and place of each allocation: each frame, path and stack is looked at once."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot

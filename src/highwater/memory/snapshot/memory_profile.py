@@ -351,10 +351,8 @@ def advice_of(
     free_bytes: int | None,
     tried: Collection[Advice] = (),
 ) -> Advice | None:
-    """The setting to try first; None where what was alive says too little.
-
-    ``free_bytes`` is what the allocator had, and nobody used. ``tried`` are settings that are there
-    already.
+    """The setting to try first; None where what was alive says too little. ``free_bytes`` is what
+    the allocator had, and nobody used. ``tried`` are settings that are there already.
     """
     total = sum(sizes.values())
     states = sum(sizes.get(each, 0) for each in _STATES)

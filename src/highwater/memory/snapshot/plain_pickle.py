@@ -34,10 +34,9 @@ class PlainPickleError(ValueError):
 
 
 def read_plain_pickle(data: bytes) -> Any:
-    """The value in a pickle: dicts with texts as keys, lists, tuples, texts, numbers, None.
-
-    Parts may be shared, as they were when it was written; what is nested in itself is left so.
-    Raises PlainPickleError for everything else.
+    """The value in a pickle: dicts with texts as keys, lists, tuples, texts, numbers, None. Parts
+    may be shared, as they were when it was written; what is nested in itself is left so. Raises
+    PlainPickleError for everything else.
     """
     try:
         with _without_collection():

@@ -106,10 +106,8 @@ class Snapshot:
 
 
 def read_snapshot(path: Path) -> Snapshot:
-    """The snapshot in a file, of its busiest device.
-
-    Raises SnapshotError for a file that is not there or too large, that is damaged, that would run
-    code, or that says what cannot be.
+    """The snapshot in a file, of its busiest device. Raises SnapshotError for a file that is not
+    there or too large, that is damaged, that would run code, or that says what cannot be.
     """
     try:
         data = read_file(path, most_bytes=MOST_SNAPSHOT_BYTES)

@@ -8,7 +8,7 @@ lowest address is taken, and the driver hands addresses out from the top down: t
 
 Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.11, function by function; names are its own
 where there is one. Checked at every step of what an H200's allocator did:
-tests/unit/test_allocator_histories.py. Not simulated: graph pools, ``max_split_size_mb``, the
+tests/unit/test_allocator.py. Not simulated: graph pools, ``max_split_size_mb``, the
 garbage collector.
 """
 
@@ -58,11 +58,6 @@ class MemoryBlock:
     before: "MemoryBlock | None" = None
     after: "MemoryBlock | None" = None
 
-    @property
-    def is_expandable(self) -> bool:
-        """Whether it is of an expandable range, where pages come and go."""
-        return self.pool.is_expandable
-
 
 @dataclass(slots=True)
 class MemoryBlocks:
@@ -85,14 +80,6 @@ class MemoryBlocks:
         del self.keys[index]
         del self.ordered[index]
 
-    def all(self) -> list[MemoryBlock]:
-        """The blocks as they are now, the smallest first."""
-        return list(self.ordered)
-
-    def by_address(self) -> list[MemoryBlock]:
-        """The blocks as they are now, the lowest first."""
-        return sorted(self.ordered, key=lambda block: block.address)
-
 
 @dataclass(slots=True, kw_only=True)
 class MemoryPool:
@@ -108,9 +95,7 @@ class MemoryPool:
 
 @dataclass(slots=True, kw_only=True)
 class CachingAllocator:
-    """One device's allocator. ``allocate`` gives a handle, ``free`` takes it back; the figures are
-    PyTorch's, in bytes.
-    """
+    """One device's allocator: ``allocate`` gives a handle, ``free`` takes it; figures in bytes."""
 
     is_expandable: bool = False
     capacity_bytes: int | None = None
@@ -134,7 +119,7 @@ class CachingAllocator:
     _lowest_address: int = _TOP
 
     def allocate(self, size: int, *, stream: int = 0) -> int:
-        """Serve ``size`` bytes on a stream; returns the handle to free them by. CapacityError."""
+        """Serve ``size`` bytes on a stream: the handle to free them by; or raise CapacityError."""
         rounded = round_size(size)
         pool = self.pool(stream, is_small=rounded <= SMALL_BYTES)
         free = pool.free
@@ -227,8 +212,8 @@ class CachingAllocator:
             for pool in self._pools.values():
                 if pool.is_small is not is_small:
                     continue
-                for block in pool.free.all():
-                    if block.is_expandable:
+                for block in list(pool.free.ordered):
+                    if pool.is_expandable:
                         self._unmap(block)
                     elif block.before is None and block.after is None:
                         pool.free.remove(block)
@@ -263,7 +248,7 @@ class CachingAllocator:
         """The block from which on free or unmapped neighbours have room for ``size``; that of a new
         address range where none has (find_expandable_block).
         """
-        for unmapped in pool.unmapped.by_address():
+        for unmapped in sorted(pool.unmapped.ordered, key=lambda block: block.address):
             before = unmapped.before
             start = before if before is not None and not before.is_allocated else unmapped
             if _room_from(start, size):
@@ -281,9 +266,8 @@ class CachingAllocator:
         unmapped = block.pool.unmapped
         unmapped.remove(block)
         if mapped < block.size:
-            rest = MemoryBlock(
-                block.address + mapped, block.size - mapped, block.pool, is_mapped=False
-            )
+            at, size = block.address + mapped, block.size - mapped
+            rest = MemoryBlock(at, size, block.pool, is_mapped=False)
             _link(rest, block.after)
             _link(block, rest)
             block.size = mapped
@@ -357,10 +341,7 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def _addresses(self, size: int) -> int:
-        """The start of an address range that nobody had, below all others. A driver takes up ranges
-        again that were given back: in none of the recorded histories does it matter whether and
-        which.
-        """
+        """The start of a range below all others: that drivers reuse ranges matters nowhere."""
         self._lowest_address -= -(-size // LARGE_SEGMENT_BYTES) * LARGE_SEGMENT_BYTES
         return self._lowest_address
 

@@ -4,7 +4,7 @@ where to begin.
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Self
 
@@ -31,9 +31,7 @@ Tracer = Callable[[TrialSpec], EventLog]
 
 @dataclass(frozen=True, slots=True)
 class _Replays:
-    """The replays of one length: with all of the room, and with what the headroom in question and
-    the upper end of an interval leave of it.
-    """
+    """Replays of one length: in all of the room, and in what headroom and upper end leave of it."""
 
     likely: Replayed
     sure: Replayed
@@ -117,27 +115,20 @@ def ended(
     )
 
 
+@dataclass(slots=True, eq=False)
 class _Traces:
-    """Traces of one cell and their replays, two lengths at once, each once; leaving its context
-    ends the rest.
-    """
+    """Traces of one cell and their replays, two at once, each once; its context ends the rest."""
 
-    def __init__(
-        self,
-        question: Question,
-        cell: Cell,
-        memory_limit: MemoryLimit,
-        tracer: Tracer,
-        factors: Factors | None,
-        size: int,
-        shortest: int,
-    ) -> None:
-        self._question, self.cell, self._factors = question, cell, factors
-        self.memory_limit, self._tracer = memory_limit, tracer
-        self.size, self.shortest = size, shortest
-        self._pool = ThreadPoolExecutor(max_workers=2)
-        self._begun: dict[int, Future[EventLog]] = {}
-        self._replays: dict[int, _Replays] = {}
+    question: Question
+    cell: Cell
+    memory_limit: MemoryLimit
+    tracer: Tracer
+    factors: Factors | None
+    size: int
+    shortest: int
+    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=2))
+    _begun: dict[int, Future[EventLog]] = field(default_factory=dict[int, Future[EventLog]])
+    _replays: dict[int, _Replays] = field(default_factory=dict[int, _Replays])
 
     def __enter__(self) -> Self:
         return self
@@ -150,8 +141,8 @@ class _Traces:
         """Trace these soon, as far as they are on the grid."""
         for index in indices:
             if 1 <= index <= self.size and index not in self._begun:
-                spec = self._question.trial(self.cell, self._question.grid.length(index))
-                self._begun[index] = self._pool.submit(self._tracer, spec)
+                spec = self.question.trial(self.cell, self.question.grid.length(index))
+                self._begun[index] = self._pool.submit(self.tracer, spec)
 
     def of(self, index: int) -> EventLog:
         """The events of a length; raises what the tracer raises."""
@@ -160,9 +151,9 @@ class _Traces:
 
     def by_formula(self, index: int) -> CellPrediction:
         """What the formula says of a length."""
-        length_tokens = self._question.grid.length(index)
+        length_tokens = self.question.grid.length(index)
         limit = self.memory_limit
-        return predict_at(self._question, self.cell, limit, likely_footprint, length_tokens)
+        return predict_at(self.question, self.cell, limit, likely_footprint, length_tokens)
 
     def outside_bytes(self, index: int) -> int:
         """Bytes that the allocator does not hold, which no trace has."""
@@ -186,9 +177,8 @@ class _Traces:
         return self._replays[index]
 
     def _replayed(self, index: int) -> _Replays:
-        """Replay one length in the room, and in what the headroom and its upper end leave of it.
-        The upper end fits where a GPU so much smaller would do: near its end an allocator takes
-        less than it would like to.
+        """Replay one length in the room, and in what headroom and upper end leave of it: the upper
+        end fits where a GPU so much smaller would do, as an allocator near its end takes less.
         """
         outside, limit_bytes = self.outside_bytes(index), self.memory_limit.device_bytes
         replayed = partial(
@@ -200,21 +190,18 @@ class _Traces:
         likely = replayed(capacity_bytes=limit_bytes - outside)
         if not likely.fits:
             return _Replays(likely, likely)
-        factors = self._factors
+        factors = self.factors
         most_bytes = limit_bytes if factors is None else most_predicted_bytes(limit_bytes, factors)
-        sure_bytes = min(most_bytes, limit_bytes - self._question.margin_bytes) - outside
+        sure_bytes = min(most_bytes, limit_bytes - self.question.margin_bytes) - outside
         if not likely.retries and likely.peak_reserved_bytes <= sure_bytes:
             return _Replays(likely, likely)  # it never came to the end of the smaller one
         return _Replays(likely, replayed(capacity_bytes=sure_bytes))
 
 
 def _aimed(traces: _Traces, start: int, fits: Callable[[int], bool]) -> int:
-    """The index of the edge by the line through two traces, next to the formula's ``start``; the
-    traces of both sides of it are begun.
-
-    Where the formula is right, the two are all. Else the edge is a step or ten away, and not looked
-    for step by step. The line is that of allocated bytes: what is reserved without end says little
-    of what would have to be.
+    """The index of the edge by the line of allocated bytes through two traces next to the formula's
+    ``start``, unless that is right; the traces of both sides of it are begun. The edge may be ten
+    steps away, and is not looked for step by step.
     """
     traces.begin(start, start + 1)
     if start == traces.size or (fits(start) and not fits(start + 1)):
@@ -238,9 +225,8 @@ def _aimed(traces: _Traces, start: int, fits: Callable[[int], bool]) -> int:
 
 def edge(start: int, size: int, fits: Callable[[int], bool], *, shortest: int = 1) -> int:
     """The last index that fits below one that does not, 0 for none: strides that double away from
-    the start, then halves.
-
-    Nothing below ``shortest`` is asked about: of a token budget, those lengths pack more.
+    the start, then halves. Nothing below ``shortest`` is asked about: of a token budget, those
+    lengths pack more.
     """
     low, high, index, stride = 0, size + 1, start, 1
     while high - max(low, shortest - 1) > 1:

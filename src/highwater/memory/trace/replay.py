@@ -59,11 +59,9 @@ def replay(
     is_share: bool = False,
     workspaces_bytes: Sequence[int] = CUBLAS_WORKSPACES_BYTES,
 ) -> Replayed:
-    """Replay a log on an empty device with ``capacity_bytes`` for the allocator; None is a device
-    without end.
-
-    ``is_share``: the capacity is one that the process sets itself, as a trial with a memory budget
-    does. ``workspaces_bytes`` are cuBLAS's, of which a trace knows nothing.
+    """Replay a log on an empty device with ``capacity_bytes`` for the allocator; None: without end.
+    ``is_share``: a capacity that the process sets itself, as of a trial with a memory budget.
+    ``workspaces_bytes`` are cuBLAS's, which no trace has.
     """
     device = CachingAllocator(
         is_expandable=allocator == "expandable", capacity_bytes=capacity_bytes, is_share=is_share
@@ -116,9 +114,8 @@ def needed(
     workspaces_bytes: Sequence[int] = CUBLAS_WORKSPACES_BYTES,
 ) -> Replayed:
     """What a log that does not fit would need: its replay without end."""
-    return msgspec.structs.replace(
-        replay(log, allocator=allocator, workspaces_bytes=workspaces_bytes), fits=False
-    )
+    found = replay(log, allocator=allocator, workspaces_bytes=workspaces_bytes)
+    return msgspec.structs.replace(found, fits=False)
 
 
 def alive_at(log: EventLog, number: int) -> tuple[Alive, ...]:
@@ -138,22 +135,13 @@ def alive_at(log: EventLog, number: int) -> tuple[Alive, ...]:
     sizes: Counter[tuple[str, str, str]] = Counter()
     counts: Counter[tuple[str, str, str]] = Counter()
     for allocation, born in living.values():
-        kind = (
-            log.operators[allocation.operator],
-            born,
-            _NUMBER.sub("*", log.modules[allocation.module]),
-        )
+        module = _NUMBER.sub("*", log.modules[allocation.module])
+        kind = log.operators[allocation.operator], born, module
         sizes[kind] += allocation.bytes
         counts[kind] += 1
     return tuple(
-        Alive(
-            operator=operator,
-            phase=born,
-            module=module,
-            bytes=size,
-            count=counts[operator, born, module],
-        )
-        for (operator, born, module), size in sizes.most_common(_LARGEST)
+        Alive(operator=kind[0], phase=kind[1], module=kind[2], bytes=size, count=counts[kind])
+        for kind, size in sizes.most_common(_LARGEST)
     )
 
 
@@ -171,11 +159,19 @@ def timeline(
     living: dict[int, tuple[int, dict[str, Any]]] = {}
     entries: list[dict[str, Any]] = []
     phase = "setup"
+
+    def begin(handle: int, stream: int, number: int, operator: str, module: str) -> None:
+        address, size = device.place_of(handle)
+        frames = [
+            {"name": operator, "filename": module or "no module", "line": 0},
+            {"name": phase, "filename": "phase", "line": 0},
+        ]
+        entry = {"action": "alloc", "addr": address, "size": size, "stream": stream}
+        entries.append({**entry, "time_us": number, "frames": frames})
+
     try:
         for number, size in enumerate(workspaces_bytes, start=-len(workspaces_bytes)):
-            entries.append(
-                _entry(device, device.allocate(size), 0, number, "cuBLAS workspace", "", phase)
-            )
+            begin(device.allocate(size), 0, number, "cuBLAS workspace", "")
         for number, event in enumerate(log.events):
             match event:
                 case Allocate() if event.bytes:
@@ -183,8 +179,8 @@ def timeline(
                     handle = device.allocate(event.bytes, stream=event.stream)
                     if device.retries != retries:
                         entries += _let_go(device, living, number)
-                    names = (log.operators[event.operator], log.modules[event.module], phase)
-                    entries.append(_entry(device, handle, event.stream, number, *names))
+                    names = (log.operators[event.operator], log.modules[event.module])
+                    begin(handle, event.stream, number, *names)
                     living[event.id] = handle, entries[-1]
                 case Free() if event.id in living:
                     handle, born = living.pop(event.id)
@@ -201,17 +197,8 @@ def timeline(
                     entries += _let_go(device, living, number)
     except CapacityError as error:
         free = max(0, (capacity_bytes or 0) - device.reserved_bytes)
-        size = error.requested_bytes
-        entries.append(
-            {
-                "action": "oom",
-                "size": size,
-                "device_free": free,
-                "stream": 0,
-                "time_us": len(log.events),
-                "frames": [],
-            }
-        )
+        entry = {"action": "oom", "size": error.requested_bytes, "device_free": free, "stream": 0}
+        entries.append({**entry, "time_us": len(log.events), "frames": []})
     return pickle.dumps({"segments": [], "device_traces": [entries], "allocator_settings": {}})
 
 
@@ -224,32 +211,5 @@ def _let_go(
 
 
 def _freed(born: dict[str, Any], number: int) -> list[dict[str, Any]]:
-    return [
-        {**born, "action": action, "time_us": number}
-        for action in ("free_requested", "free_completed")
-    ]
-
-
-def _entry(
-    device: CachingAllocator,
-    handle: int,
-    stream: int,
-    number: int,
-    operator: str,
-    module: str,
-    phase: str,
-) -> dict[str, Any]:
-    """The entry of an allocation that is alive."""
-    frames = [
-        {"name": operator, "filename": module or "no module", "line": 0},
-        {"name": phase, "filename": "phase", "line": 0},
-    ]
-    address, size = device.place_of(handle)
-    return {
-        "action": "alloc",
-        "addr": address,
-        "size": size,
-        "stream": stream,
-        "time_us": number,
-        "frames": frames,
-    }
+    actions = ("free_requested", "free_completed")
+    return [{**born, "action": action, "time_us": number} for action in actions]

@@ -128,17 +128,15 @@ def _changes(events: tuple[int, ...], kinds: int) -> list[int]:
 
 
 def scaled_trace(logs: dict[int, EventLog]) -> ScaledTrace:
-    """The lines through the two shortest of two logs or more, by tokens, with a ceiling where the
-    longest is below its line: with two logs no ceiling is seen. Raises ValueError where any of the
-    logs is not what is found here.
+    """The lines through the two shortest logs, by tokens, with a ceiling where the longest is
+    below: two logs show none. Raises ValueError where any log is not what is found here.
     """
     (few, low), (many, high), *others = sorted(logs.items())
     most, longest = others[-1] if others else (many, high)
     for tokens, log in logs.items():
-        if len(log.events) != len(low.events):
-            raise ValueError(
-                f"{len(low.events)} events at {few} tokens, {len(log.events)} at {tokens}"
-            )
+        events = len(log.events)
+        if events != len(low.events):
+            raise ValueError(f"{len(low.events)} events at {few} tokens, {events} at {tokens}")
     kinds: dict[Kind, int] = {}
     phases: dict[str, int] = {}
     coded: list[int | str] = []
@@ -160,9 +158,8 @@ def scaled_trace(logs: dict[int, EventLog]) -> ScaledTrace:
                 coded.append("")
             case _:
                 raise ValueError(f"{one} at {few} tokens, {other} at {many}")
-    after = {"": len(kinds) + len(phases)} | {
-        phase: len(kinds) + number for phase, number in phases.items()
-    }
+    after = {phase: len(kinds) + number for phase, number in phases.items()}
+    after[""] = len(kinds) + len(phases)
     found = ScaledTrace(
         versions=low.versions,
         operators=low.operators,
@@ -187,10 +184,8 @@ def _kind(seen: dict[int, Allocate]) -> Kind:
     fixed = one.bytes - slope * few
     line = int(fixed) + slope.numerator * most // slope.denominator
     if fixed.denominator > 1 or one.stream != other.stream:
-        raise ValueError(
-            f"{one.bytes} bytes at {few} tokens, {other.bytes} at {many}: no line through whole "
-            f"bytes"
-        )
+        seen_bytes = f"{one.bytes} bytes at {few} tokens, {other.bytes} at {many}"
+        raise ValueError(f"{seen_bytes}: no line through whole bytes")
     return Kind(
         fixed_bytes=int(fixed),
         bytes_per_tokens=(slope.numerator, slope.denominator),
@@ -220,16 +215,11 @@ def _renumbered(log: EventLog) -> list[tuple[object, ...]]:
 
 
 def replay_scaled(
-    trace: ScaledTrace,
-    tokens: int,
-    *,
-    allocator: Allocator,
-    capacity_bytes: int | None = None,
+    trace: ScaledTrace, tokens: int, *, allocator: Allocator, capacity_bytes: int | None = None
 ) -> tuple[Replayed, int]:
     """Replay a micro-batch of so many tokens on the rank, on an empty device that has room for the
-    workspaces at least.
-
-    What is alive at the peak is left out: the second value is how many events come before it.
+    workspaces at least. What is alive at the peak is left out: the second value is how many events
+    come before it.
     """
     device = CachingAllocator(
         is_expandable=allocator == "expandable", capacity_bytes=capacity_bytes
@@ -239,9 +229,8 @@ def replay_scaled(
     sizes = [round_size(size) if size else 0 for size in trace.sizes(tokens)]
     is_expandable, kinds, phases = device.is_expandable, len(sizes), trace.phases
     pools: list[MemoryPool | None] = [None] * kinds
-    live: list[
-        MemoryBlock | int | None
-    ] = []  # blocks; handles, of what was given back; None once free
+    # blocks; handles, of what was given back; None once free
+    live: list[MemoryBlock | int | None] = []
     allocated, fits = device.allocated_bytes, True
     phase, phase_bytes, by_phase = "setup", 0, dict[str, int]()
     peak_bytes, peak_phase, peak_at = allocated, phase, 0

@@ -171,19 +171,12 @@ def places(made: Guide) -> tuple[Place, ...]:
         for apart in _APART
     )
     apart = next((apart for apart, size in sizes if size <= _MOST_ANSWERS), _APART[-1])
+    replayed = max(apart, _REPLAYED_APART)
+    is_replayed = {name for name, row in TRAINERS.items() if row.traces == "bundled"}
     return tuple(
-        _place(
-            made,
-            group,
-            query,
-            apart=max(apart, _REPLAYED_APART) if _is_replayed(query) else apart,
-        )
+        _place(made, group, query, replayed if query and query.trainer in is_replayed else apart)
         for query, group in each
     )
-
-
-def _is_replayed(query: Query | None) -> bool:
-    return query is not None and TRAINERS[query.trainer].traces == "bundled"
 
 
 def _group(made: Guide, table: GuideTable, own: Sequence[Capacity]) -> tuple[object, ...]:
@@ -214,22 +207,16 @@ def _query(made: Guide, group: Sequence[tuple[GuideTable, Sequence[Capacity]]]) 
     )
 
 
-def _place(made: Guide, group: Sequence[_Own], query: Query | None, *, apart: float) -> Place:
+def _place(made: Guide, group: Sequence[_Own], query: Query | None, apart: float) -> Place:
     table, own = group[0]
     first = own[0]
     answers = () if query is None else _asked(query, group, apart=apart)
-    sources = (
-        ("measured, else predicted" if query.studies else "predicted")
-        if query and answers
-        else table.source
-    )
-    named = (
-        []
-        if query is None
-        else [f"{name}: {value}" for name, value in query.settings if name not in _NAMED]
-    )
+    sources, named = table.source, list[str]()
+    if query is not None:
+        named = [f"{name}: {value}" for name, value in query.settings if name not in _NAMED]
+    if query is not None and answers:
+        sources = "measured, else predicted" if query.studies else "predicted"
     if not answers:
-        query = None
         answers = tuple(_known_answers(made, group))
     fitting = [each.found for each in answers if each.found.chosen is not None]
     sure = [each for each in fitting if each.chosen is not None and each.chosen.risk != "tight"]
@@ -256,14 +243,12 @@ def _lengths(group: Sequence[_Own], *, apart: float) -> list[int]:
     longest, beyond = _ends(group)
     rows = {tokens for table, _ in group for tokens, _ in table.rows}
     first = min(rows)
-    powers = [
-        first << doubled for doubled in range(beyond.bit_length()) if first << doubled < beyond
-    ]
+    doubled = (first << times for times in range(beyond.bit_length()))
+    powers = [tokens for tokens in doubled if tokens < beyond]
     kept = {beyond, *((longest,) if longest else ())}
     for tokens in (*powers, *sorted(tokens for tokens in rows if tokens < longest)):
-        if all(
-            max(tokens, other) >= apart * min(tokens, other) for other in kept - {longest, beyond}
-        ):
+        others = kept - {longest, beyond}
+        if all(max(tokens, other) >= apart * min(tokens, other) for other in others):
             kept.add(tokens)
     return sorted(kept)
 
@@ -316,17 +301,12 @@ def _known_answers(made: Guide, group: Sequence[_Own]) -> Iterator[Answer]:
 
 
 def _entries(group: Sequence[_Own], length_tokens: int, model_name: str) -> tuple[str, ...]:
-    found = (
-        (table, choices)
-        for table, _ in group
-        for tokens, choices in table.rows
-        if tokens == length_tokens
-    )
     return tuple(
         f"{_IN_WORDS.get(choice.label, entry(choice))} ({table.source}; {table.training})"
-        for table, choices in found
+        for table, _ in group
+        for tokens, choices in table.rows
         for choice in choices
-        if choice.model_name == model_name
+        if tokens == length_tokens and choice.model_name == model_name
     )
 
 

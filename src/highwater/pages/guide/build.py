@@ -5,15 +5,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from highwater.api.prediction import predict
 from highwater.errors import StudyError, UsageError
 from highwater.memory.capacity import MemoryLimit, Prediction, predicted_capacities
 from highwater.nouns.capacities import Capacity, study_capacities, table_capacities
-from highwater.nouns.codec import from_json
 from highwater.nouns.declaration import flag_of, words_of
-from highwater.nouns.files import CONFIG_BYTES, read_file
+from highwater.nouns.files import record_in
 from highwater.nouns.recommendation import Query
 from highwater.nouns.trainer import OURS, TrainerName
 from highwater.pages.guide.guide import Guide, guide_tables
@@ -26,8 +23,7 @@ from highwater.units import format_bytes
 _EXAMPLE = "highwater guide --predict Qwen3-8B --gpus 4xA100-80GB"
 _READ = (
     "what is read: a study that `highwater find` wrote, a .csv of known capacities, the .json of "
-    "`highwater predict --json`; "
-    f"without a file `{_EXAMPLE}`"
+    f"`highwater predict --json`; without a file `{_EXAMPLE}`"
 )
 
 PAGE = ".html"
@@ -47,14 +43,6 @@ class _Found(NamedTuple):
     """The source as one types it after ``highwater guide``."""
     queries: Mapping[tuple[str, str, str], Query]
     """Queries of ``recommend``, by the source's name, model and kind of GPU."""
-
-
-class _Known(NamedTuple):
-    """The model that a name stands for, and the first source that says so."""
-
-    config_digest: str
-    found_in: str
-    words: str
 
 
 def guide(
@@ -80,31 +68,23 @@ def guide(
     settings after which something else is learned: ``{"lora": 32}``. Raises
     HighwaterError for a source that cannot be read, and for what cannot be predicted.
     """
-    if (gpus or gpu_memory is not None) and not predict:
-        raise UsageError(
-            "GPUs are named, and no model to predict", hint=f"for example `{_EXAMPLE}`"
-        )
-    if not sources and not predict:
-        raise UsageError(
-            "a guide of nothing: no study, no table and no model is named",
-            hint=f"for example `{_EXAMPLE}`",
-        )
-    if sequences_per_micro_batch is not None and not predict:
-        raise UsageError(
-            "sequences a micro-batch are named, and no model to predict",
-            hint=f"for example `{_EXAMPLE}`",
-        )
     degrees = (("ulysses", ulysses), ("ring", ring), ("copies", copies))
     named: dict[str, Any] = {name: list(numbers) for name, numbers in degrees if numbers}
     named |= trained or {}
-    if named and not predict:
-        raise UsageError(
-            f"{', '.join(map(flag_of, named))}: and no model to predict",
-            hint=f"for example `{_EXAMPLE}`",
-        )
+    for is_wrong, what in (
+        (gpus or gpu_memory is not None, "GPUs are named, and no model to predict"),
+        (not sources, "a guide of nothing: no study, no table and no model is named"),
+        (
+            sequences_per_micro_batch is not None,
+            "sequences a micro-batch are named, and no model to predict",
+        ),
+        (named, f"{', '.join(map(flag_of, named))}: and no model to predict"),
+    ):
+        if is_wrong and not predict:
+            raise UsageError(what, hint=f"for example `{_EXAMPLE}`")
     capacities: list[Capacity] = []
     notes: dict[str, None] = {}
-    models: dict[str, _Known] = {}
+    models: dict[str, tuple[str | None, str, str]] = {}
     queries: dict[tuple[str, str, str], Query] = {}
     settings: dict[str, Any] = {"trainer": trainer, "gpu_memory": gpu_memory}
     if sequences_per_micro_batch is not None:
@@ -126,9 +106,8 @@ def write_guide(path: str | Path, made: Guide) -> Path:
     path = Path(path)
     check_guide_file(path)
     if path.suffix == PAGE:
-        from highwater.pages.guide.answers import (
-            places,
-        )  # here, so that no other command waits for the templates
+        # here, so that no other command waits for the templates
+        from highwater.pages.guide.answers import places
         from highwater.pages.guide.guide_page import guide_page
 
         text = guide_page(made, places(made))
@@ -153,18 +132,20 @@ def check_guide_file(path: Path) -> None:
     check_new_file(path, flag="-o", name="guide.html" if path.suffix == PAGE else "guide.md")
 
 
-def _check_models(found: Iterable[Capacity], words: str, models: dict[str, _Known]) -> None:
+def _check_models(
+    found: Iterable[Capacity], words: str, models: dict[str, tuple[str | None, str, str]]
+) -> None:
     """Raise UsageError where a name that is known already stands for another model."""
     for each in found:
         if each.config_digest is None:
             continue
-        known = models.setdefault(each.model_name, _Known(each.config_digest, each.found_in, words))
-        if known.config_digest != each.config_digest:
+        first = models.setdefault(each.model_name, (each.config_digest, each.found_in, words))
+        digest, found_in, known_words = first
+        if digest != each.config_digest:
             raise UsageError(
-                f"{known.found_in} and {each.found_in} each have a model {each.model_name}, and "
-                f"these are two models: their "
-                "config.json differ",
-                hint=f"`highwater guide {known.words}` and `highwater guide {words}` make a guide "
+                f"{found_in} and {each.found_in} each have a model {each.model_name}, and "
+                "these are two models: their config.json differ",
+                hint=f"`highwater guide {known_words}` and `highwater guide {words}` make a guide "
                 f"of each",
             )
 
@@ -199,16 +180,8 @@ def _read_prediction(path: Path) -> _Found:
         f"`highwater predict Qwen3-8B --gpus 4xA100-80GB --json > {free_name(_PREDICTION)}` "
         f"writes one"
     )
-    try:
-        prediction = from_json(read_file(path, most_bytes=CONFIG_BYTES), Prediction)
-    except OSError as error:
-        raise UsageError(
-            f"the prediction {path} cannot be read: {error.strerror}", hint=hint
-        ) from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"{path} is not a prediction of this version: {error}", hint=hint
-        ) from error
+    what = "a prediction of this version"
+    prediction = record_in(path, Prediction, called="prediction", what=what, hint=hint)
     assumed = _assumed(prediction.memory_limit)
     if assumed:
         flags = " and ".join(f"`{flag}`" for flag in assumed)
@@ -225,13 +198,10 @@ def _read_prediction(path: Path) -> _Found:
 def _asked(
     capacities: Iterable[Capacity], query_of: Callable[[Capacity], Query | None]
 ) -> Mapping[tuple[str, str, str], Query]:
-    found = (
-        (each.found_in, each.model_name, each.device_name, query_of(each)) for each in capacities
-    )
     return {
-        (source, model, device): query
-        for source, model, device, query in found
-        if query is not None
+        (each.found_in, each.model_name, each.device_name): query
+        for each in capacities
+        if (query := query_of(each)) is not None
     }
 
 
@@ -260,9 +230,7 @@ def _predictions(
             prediction = predict(model, gpus=where, **settings)
             command = shlex.join(["highwater", "predict", model, *flags])
             notes = tuple(f"{command}: {note}" for note in prediction.notes)
-            capacities, query = (
-                predicted_capacities(prediction, command),
-                query_of_prediction(prediction, model),
-            )
+            capacities = predicted_capacities(prediction, command)
+            query = query_of_prediction(prediction, model)
             words = shlex.join(["--predict", model, *flags])
             yield _Found(capacities, notes, words, _asked(capacities, lambda _, query=query: query))

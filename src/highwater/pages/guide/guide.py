@@ -139,22 +139,12 @@ def _trained(capacity: Capacity) -> tuple[str, ...]:
     typed = f" ({capacity.command})" if capacity.command else ""
     if traits is None:  # what it trains, and how, is its own affair
         return (f"{trainer_title(capacity.trainer)}{typed}", *left)
-    extras = [
-        name
-        for name, is_there in (
-            ("a critic", settings.critic),
-            ("entropy", settings.entropy != "none"),
-        )
-        if is_there
-    ]
-    objective = settings.objective + (f" with {' and '.join(extras)}" if extras else "")
-    own = (
-        [name for name, is_there in _OWN.items() if is_there(settings)]
-        if traits.knows_every_setting
-        else []
-    )
-    own += other_training(settings)
-    return (f"{traits.title}{typed}", objective, *own, *left)
+    there = {"a critic": settings.critic, "entropy": settings.entropy != "none"}
+    extras = " and ".join(name for name, is_there in there.items() if is_there)
+    objective = f"{settings.objective} with {extras}" if extras else settings.objective
+    own = [name for name, is_there in _OWN.items() if is_there(settings)]
+    own = own if traits.knows_every_setting else []
+    return (f"{traits.title}{typed}", objective, *own, *other_training(settings), *left)
 
 
 def farthest(table: GuideTable, model_name: str) -> tuple[int, Choice] | None:
@@ -162,36 +152,30 @@ def farthest(table: GuideTable, model_name: str) -> tuple[int, Choice] | None:
     nothing fits.
     """
     column = table.models.index(model_name)
-    fitting = [
-        (tokens, choices[column])
-        for tokens, choices in table.rows
-        if choices[column].capacity is not None
-    ]
-    return fitting[-1] if fitting else None
+    rows = ((tokens, choices[column]) for tokens, choices in reversed(table.rows))
+    return next((row for row in rows if row[1].capacity is not None), None)
 
 
 def in_natural_order(names: Iterable[str]) -> tuple[str, ...]:
     """The names, each once, sorted with the numbers in them as numbers. Qwen3-0.6B, Qwen3-4B,
     Qwen3-14B.
     """
-    parts = {name: re.split(r"(\d+(?:\.\d+)?)", name) for name in names}
-    return tuple(
-        sorted(
-            parts,
-            key=lambda name: [
-                (float(part), "") if at % 2 else (0.0, part) for at, part in enumerate(parts[name])
-            ],
-        )
-    )
+
+    def parts(name: str) -> list[tuple[float, str]]:
+        each = enumerate(re.split(r"(\d+(?:\.\d+)?)", name))
+        return [(float(part), "") if at % 2 else (0.0, part) for at, part in each]
+
+    return tuple(sorted(dict.fromkeys(names), key=parts))
 
 
 def _table(capacities: tuple[Capacity, ...]) -> GuideTable:
     first = capacities[0]
-    of_model: dict[str, list[Capacity]] = {
-        name: [] for name in in_natural_order(each.model_name for each in capacities)
+    of_model = {
+        name: tuple(each for each in capacities if each.model_name == name)
+        for name in in_natural_order(each.model_name for each in capacities)
     }
-    for each in capacities:
-        of_model[each.model_name].append(each)
+    grid = published_grid(first.native_length_tokens)
+    last = max(grid.index_at_most(each.capacity_tokens) for each in capacities)
     return GuideTable(
         device_name=first.device_name,
         gpus=first.cell.layout.gpus,
@@ -200,12 +184,10 @@ def _table(capacities: tuple[Capacity, ...]) -> GuideTable:
         native_length_tokens=first.native_length_tokens,
         capacities=capacities,
         models=tuple(of_model),
+        # the published lengths, to one row after the last that fits
         rows=tuple(
-            (
-                length_tokens,
-                tuple(_choice(name, tuple(own), length_tokens) for name, own in of_model.items()),
-            )
-            for length_tokens in _lengths(capacities)
+            (tokens, tuple(_choice(name, own, tokens) for name, own in of_model.items()))
+            for tokens in map(grid.length, range(1, last + 2))
         ),
     )
 
@@ -217,13 +199,6 @@ def _choice(model_name: str, capacities: tuple[Capacity, ...], length_tokens: in
         capacity=found,
         may_be_simpler=may_be_simpler(capacities, length_tokens, found),
     )
-
-
-def _lengths(capacities: tuple[Capacity, ...]) -> Iterator[int]:
-    """The published lengths, to one row after the last that fits."""
-    grid = published_grid(capacities[0].native_length_tokens)
-    last = max(grid.index_at_most(each.capacity_tokens) for each in capacities)
-    yield from (grid.length(index) for index in range(1, last + 2))
 
 
 _NOT_EMBEDDED = ("candidates", "chosen")
@@ -298,8 +273,8 @@ def _answer(answer: Answer, fields: Sequence[str]) -> dict[str, Any]:
     found = paths_shortened(to_builtins(answer.found))
     return {
         "length": answer.found.length_tokens,
-        "fields": [_Value(_json(found[name])) for name in fields],
-        "chosen": _chosen(found["chosen"]),
+        "fields": _values(found, fields),
+        "chosen": answer.found.chosen and _values(found["chosen"], Candidate.__struct_fields__),
         "label": _text("" if answer.found.chosen is None else answer.found.chosen.label),
         "said": _text(recommendation_answer(answer.found)),
         "entries": [_text(entry) for entry in answer.entries],
@@ -312,23 +287,15 @@ def _answer(answer: Answer, fields: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _chosen(candidate: dict[str, Any] | None) -> list[_Value] | None:
-    """Values of the candidate's fields, of which many have some in common."""
-    if candidate is None:
-        return None
-    return [_Value(_json(candidate[name])) for name in Candidate.__struct_fields__]
+def _values(of: Mapping[str, Any], names: Sequence[str]) -> list[_Value]:
+    return [_Value(_json(of[name])) for name in names]
 
 
 def _table_words(table: TextTable) -> list[Any]:
     """Title, headings, rows, footnotes, and how many columns hold names."""
-    rows = [list(map(_text, row)) for row in table.rows]
-    return [
-        _text(table.title),
-        list(map(_text, table.columns)),
-        rows,
-        list(map(_text, table.footnotes)),
-        table.left_columns,
-    ]
+    columns, *rows = [list(map(_text, row)) for row in (table.columns, *table.rows)]
+    notes = list(map(_text, table.footnotes))
+    return [_text(table.title), columns, rows, notes, table.left_columns]
 
 
 def _text(text: str) -> _Value:
@@ -342,11 +309,8 @@ def _json(value: object) -> str:
 def _keys(draft: Any) -> Iterator[str]:
     if isinstance(draft, _Value):
         yield str(draft)
-    elif isinstance(draft, dict):
-        for value in draft.values():
-            yield from _keys(value)
-    elif isinstance(draft, list):
-        for value in draft:
+    elif isinstance(draft, dict | list):
+        for value in draft.values() if isinstance(draft, dict) else draft:
             yield from _keys(value)
 
 

@@ -1,7 +1,7 @@
 """The guide as one HTML page that needs neither network nor script, and as a Markdown document."""
 
 import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from highwater.pages.answer_sentence import recommendation_answer
@@ -11,7 +11,7 @@ from highwater.pages.guide.guide import Guide, Place, chooser_json
 from highwater.pages.guide.guide_parts import Section
 from highwater.pages.guide.guide_rows import speed_tables
 from highwater.pages.page import digest, page_script, page_template
-from highwater.pages.text import escaped, markdown_list, markdown_table, plain
+from highwater.pages.text import TextTable, escaped, markdown_list, markdown_table, plain
 
 
 class Bar(NamedTuple):
@@ -96,64 +96,43 @@ _MANY_SOURCES = 12
 
 def guide_markdown(guide: Guide) -> str:
     """Write the whole document."""
-    sections = guide_parts.sections(guide)
-    parts = [
-        f"# {guide_text.TITLE}",
-        escaped(guide_parts.introduction(guide)),
-        markdown_list(guide_parts.source_words(guide)),
-    ]
-    parts += ["## At a glance", guide_text.GLANCE, *_glance(guide)]
+    sections, text = guide_parts.sections(guide), guide_text
+    speeds, budgets = list(speed_tables(guide)), guide_parts.budget_table(guide)
+    parts = [f"# {text.TITLE}", escaped(guide_parts.introduction(guide))]
+    parts.append(markdown_list(guide_parts.source_words(guide)))
+    parts += ["## At a glance", text.GLANCE, *_tables(guide_parts.glance_tables(guide))]
     parts += [
         "## How to read it",
         markdown_list(_words(guide)),
-        f"> **Note.** {guide_text.TRAINERS_GPUS}",
+        f"> **Note.** {text.TRAINERS_GPUS}",
     ]
     for section in sections:
         parts += [f"## {escaped(section.heading)}", *_choices(section)]
-    speeds = list(speed_tables(guide))
-    parts += ["## Speed, predicted", guide_text.SPEED] if speeds else []
-    for table in speeds:
-        parts += [f"**{escaped(table.title)}**", markdown_table(table)]
-    parts += ["## Past the native length", guide_text.LONG_CONTEXTS]
+    parts += ["## Speed, predicted", text.SPEED, *_tables(speeds)] if speeds else []
+    parts += ["## Past the native length", text.LONG_CONTEXTS]
     for configuration, factors in guide_parts.long_contexts(guide):
         parts += [f"```yaml\n{configuration}```", factors]
-    parts.append(guide_text.LONG_CONTEXTS_TRAINER)
-    budgets = guide_parts.budget_table(guide)
-    parts += [
-        "## Memory and the token budget",
-        guide_text.BUDGET,
-        markdown_list(guide_text.BUDGETS),
-    ]
-    parts += [
-        guide_text.BUDGET_OF_BOTH,
-        guide_text.BUDGET_RULE,
-        f"{budgets.title}:",
-        markdown_table(budgets),
-    ]
-    parts += [
-        "## Capacities",
-        guide_text.CAPACITIES,
-        *(part for section in sections for part in _capacities(section)),
-    ]
-    parts += [
-        "## Best practices",
-        "\n".join(f"{n}. {text}" for n, text in enumerate(guide_text.PRACTICES, 1)),
-    ]
-    parts += ["## Where the numbers come from", *_origins(guide)]
+    parts += [text.LONG_CONTEXTS_TRAINER, "## Memory and the token budget", text.BUDGET]
+    parts += [markdown_list(text.BUDGETS), text.BUDGET_OF_BOTH, text.BUDGET_RULE]
+    parts += [f"{budgets.title}:", markdown_table(budgets), "## Capacities", text.CAPACITIES]
+    for section in sections:
+        rungs = guide_parts.rungs(section.capacities)
+        parts += [f"### {escaped(section.heading)}", *_tables(rungs)]
+    practices = "\n".join(f"{n}. {said}" for n, said in enumerate(text.PRACTICES, 1))
+    parts += ["## Best practices", practices, "## Where the numbers come from", *_origins(guide)]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _glance(guide: Guide) -> Iterator[str]:
-    for table in guide_parts.glance_tables(guide):
+def _tables(tables: Iterable[TextTable]) -> Iterator[str]:
+    for table in tables:
         yield f"**{escaped(table.title)}**"
         yield markdown_table(table)
 
 
 def _words(guide: Guide) -> Iterator[str]:
     yield from guide_parts.words(guide)
-    if any(
-        guide_parts.joined(table) != table for table in map(guide_parts.choice_table, guide.tables)
-    ):
+    tables = list(map(guide_parts.choice_table, guide.tables))
+    if any(guide_parts.joined(table) != table for table in tables):
         yield guide_text.JOINED
 
 
@@ -168,13 +147,6 @@ def _choices(section: Section) -> Iterator[str]:
         yield markdown_table(guide_parts.joined(guide_parts.choice_table(table)))
         yield escaped(guide_parts.only_tried(table))
         yield "</details>"
-
-
-def _capacities(section: Section) -> Iterator[str]:
-    yield f"### {escaped(section.heading)}"
-    for table in guide_rungs.rungs(section.capacities):
-        yield f"**{escaped(table.title)}**"
-        yield markdown_table(table)
 
 
 def _origins(guide: Guide) -> Iterator[str]:

@@ -75,9 +75,7 @@ def _figure(capacities: Sequence[Capacity]) -> str:
         each for each in capacities if not any(_says_more(other, each) for other in capacities)
     )
     in_order = sorted(telling, key=lambda each: (each.is_memory_only, each.capacity_tokens))
-    failures = [
-        each.does_not_fit_tokens for each in capacities if each.does_not_fit_tokens is not None
-    ]
+    failures = [c.does_not_fit_tokens for c in capacities if c.does_not_fit_tokens is not None]
     return ", ".join(dict.fromkeys(_capacity_text(each, failures) for each in in_order))
 
 
@@ -91,14 +89,9 @@ def best_text(table: GuideTable, model_name: str) -> str:
 def longest(table: GuideTable, model_name: str) -> tuple[Capacity | None, Capacity | None]:
     """The longest capacity of any cell trained in full, and the longest by memory alone."""
     own = [each for each in table.capacities if each.model_name == model_name]
-    full, memory_only = (
-        [each for each in own if each.is_memory_only == is_so] for is_so in (False, True)
-    )
-    return max(full, key=_reach, default=None), max(memory_only, key=_reach, default=None)
-
-
-def _reach(capacity: Capacity) -> int:
-    return capacity.capacity_tokens
+    in_order = sorted(own, key=lambda each: -each.capacity_tokens)
+    full = next((each for each in in_order if not each.is_memory_only), None)
+    return full, next((each for each in in_order if each.is_memory_only), None)
 
 
 def _says_more(one: Capacity, other: Capacity) -> bool:
@@ -108,9 +101,7 @@ def _says_more(one: Capacity, other: Capacity) -> bool:
     if other.does_not_fit_tokens is not None and other.does_not_fit_tokens <= one.capacity_tokens:
         return False
     is_in_full_too = other.is_memory_only and not one.is_memory_only
-    return one.capacity_tokens > other.capacity_tokens or (
-        is_in_full_too and one.capacity_tokens == other.capacity_tokens
-    )
+    return one.capacity_tokens + is_in_full_too > other.capacity_tokens
 
 
 def _capacity_text(capacity: Capacity, failures: Sequence[int]) -> str:
@@ -120,9 +111,8 @@ def _capacity_text(capacity: Capacity, failures: Sequence[int]) -> str:
             return "?"
         return "-" if fails <= PUBLISHED_STEP_TOKENS else f"< {format_tokens(fails)}"
     yarn = "*" if tokens > capacity.native_length_tokens else ""
-    figure = (
-        f"{'' if any(length > tokens for length in failures) else '≥'}{format_tokens(tokens)}{yarn}"
-    )
+    least = "" if any(length > tokens for length in failures) else "≥"
+    figure = f"{least}{format_tokens(tokens)}{yarn}"
     return f"{figure} memory-only" if capacity.is_memory_only else figure
 
 
@@ -210,9 +200,7 @@ def words(guide: Guide) -> Iterator[str]:
         yield guide_text.PERHAPS_SIMPLER
     if any(map(only_tried, guide.tables)):
         yield guide_text.ONLY_TRIED
-    if any(
-        choice.capacity is not None and choice.capacity.is_memory_only for choice in guide.choices
-    ):
+    if any(choice.capacity and choice.capacity.is_memory_only for choice in guide.choices):
         yield guide_text.MEMORY_ONLY
 
 
@@ -288,13 +276,7 @@ def default_budget(section: Section) -> str:
 
 def choice_table(table: GuideTable) -> TextTable:
     """Lengths by models; ``?`` after an entry where something simpler may fit."""
-    rows = (
-        (
-            format_tokens(tokens),
-            *map(entry, choices),
-        )
-        for tokens, choices in table.rows
-    )
+    rows = ((format_tokens(tokens), *map(entry, choices)) for tokens, choices in table.rows)
     return TextTable(
         title=f"simplest settings by length and model, {gpus_heading(table)}, {table.source}",
         columns=("max_model_len", *table.models),
@@ -305,11 +287,8 @@ def choice_table(table: GuideTable) -> TextTable:
 
 def entry(choice: Choice) -> str:
     """A table's text for one model and length."""
-    return (
-        f"{choice.label} ?"
-        if choice.capacity is not None and choice.may_be_simpler
-        else choice.label
-    )
+    is_open = choice.capacity is not None and choice.may_be_simpler
+    return f"{choice.label} ?" if is_open else choice.label
 
 
 def long_contexts(guide: Guide) -> Iterator[LongContext]:
@@ -326,12 +305,9 @@ def long_contexts(guide: Guide) -> Iterator[LongContext]:
         longer = [tokens for tokens in sorted(found) if tokens > native]
         if len(longer) > _MANY_FACTORS:
             longer = [tokens for tokens in longer if tokens % native == 0]
-        factors = [f"{format_tokens(tokens)}: {tokens / native:g}" for tokens in longer]
-        said = (
-            f"`FACTOR` by length: {', '.join(factors)}."
-            if factors
-            else "No length of this guide is longer."
-        )
+        factors = ", ".join(f"{format_tokens(tokens)}: {tokens / native:g}" for tokens in longer)
+        said = "No length of this guide is longer."
+        said = f"`FACTOR` by length: {factors}." if factors else said
         yield LongContext(
             guide_text.long_context(_model_path(models[native]), native),
             f"Up to {format_tokens(native)} tokens leave `rope_scaling` out. {said}",
@@ -341,19 +317,9 @@ def long_contexts(guide: Guide) -> Iterator[LongContext]:
 def budget_table(guide: Guide) -> TextTable:
     """Default and least token budgets at the longest length of the guide."""
     reached = (farthest(table, name) for table in guide.tables for name in table.models)
-    tokens = max(
-        (found[0] for found in reached if found is not None), default=PUBLISHED_STEP_TOKENS
-    )
-    degrees = sorted(
-        {
-            1,
-            *(
-                each.cell.layout.context_degree
-                for table in guide.tables
-                for each in table.capacities
-            ),
-        }
-    )
+    tokens = max((found[0] for found in reached if found), default=PUBLISHED_STEP_TOKENS)
+    layouts = (each.cell.layout for table in guide.tables for each in table.capacities)
+    degrees = sorted({1, *(layout.context_degree for layout in layouts)})
     return TextTable(
         title=f"Tokens per GPU at {format_tokens(tokens)} tokens",
         columns=("SP", "default", "least"),
@@ -372,9 +338,8 @@ def joined(table: TextTable) -> TextTable:
     rows: list[tuple[str, ...]] = []
     for entries, own in groupby(table.rows, key=lambda row: row[1:]):
         lengths = [row[0] for row in own]
-        rows.append(
-            (lengths[0] if len(lengths) == 1 else f"{lengths[0]} – {lengths[-1]}", *entries)
-        )
+        length = lengths[0] if len(lengths) == 1 else f"{lengths[0]} – {lengths[-1]}"
+        rows.append((length, *entries))
     return replace(table, rows=tuple(rows))
 
 
@@ -386,14 +351,11 @@ def origin_table(guide: Guide) -> TextTable:
             found.setdefault((each.found_in, each.source), []).append(each)
     rows = (
         (
-            name,
-            SOURCES[source],
+            *(name, SOURCES[source]),
             ", ".join(dict.fromkeys(each.device_name for each in own)),
             ", ".join(dict.fromkeys(each.model_name for each in own)),
             str(len({(each.model_name, each.cell) for each in own})),
-            str(
-                sum(each.capacity_tokens == 0 and each.does_not_fit_tokens is None for each in own)
-            ),
+            str(sum(not c.capacity_tokens and c.does_not_fit_tokens is None for c in own)),
         )
         for (name, source), own in found.items()
     )

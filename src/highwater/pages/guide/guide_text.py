@@ -39,40 +39,32 @@ ALWAYS = frozenset(("vanilla", "Env", "Offload", "SP=N"))
 TITLE = "The longest context that trains, and the simplest settings for it"
 LONG_CONTEXTS = (
     "Lengths past a model's native length need YaRN, whose factor is length / native length. In a "
-    "Trinity-RFT configuration, with "
-    "`MODEL_PATH`, `MAX_MODEL_LEN` and `FACTOR` in the environment:"
+    "Trinity-RFT configuration, with `MODEL_PATH`, `MAX_MODEL_LEN` and `FACTOR` in the environment:"
 )
 LONG_CONTEXTS_TRAINER = (
     "**The trainer needs YaRN in the model itself.** In Trinity-RFT 0.6.0 `model.rope_scaling` "
-    "reaches the rollout alone: the "
-    "trainer reads the model's own `config.json`. Write the same values there, as "
-    "`rope_parameters` with the model's "
-    "`rope_theta`, and the length as `max_position_embeddings`; `highwater recommend` prints the "
-    "block."
+    "reaches the rollout alone: the trainer reads the model's own `config.json`. Write the same "
+    "values there, as `rope_parameters` with the model's `rope_theta`, and the length as "
+    "`max_position_embeddings`; `highwater recommend` prints the block."
 )
 GLANCE = (
     "The longest length known to fit with any of the settings that were tried, in tokens. `*`: "
-    "past the native length, with YaRN. "
-    "`≥`: no longer one is known not to fit. `memory-only`: memory holds it; the longest that was "
-    "trained in full stands before "
-    "it. Empty: not tried."
+    "past the native length, with YaRN. `≥`: no longer one is known not to fit. `memory-only`: "
+    "memory holds it; the longest that was trained in full stands before it. Empty: not tried."
 )
 CAPACITIES = (
     "The longest length that each rung is known to fit, by number of GPUs and SP. `*`: past the "
-    "native length, with YaRN. "
-    "`-`: not even the shortest. `?`: unknown. `≥`: no longer one was tried. `<`: no shorter one "
-    "was tried. Empty: not tried."
+    "native length, with YaRN. `-`: not even the shortest. `?`: unknown. `≥`: no longer one was "
+    "tried. `<`: no shorter one was tried. Empty: not tried."
 )
 COMBINED = "Entries with `+`, such as `Env + SP=2`: all of it at once."
 SAME_LABEL = (
     "Where settings of one label were tried with both FSDP1 and FSDP2, or with and without saving "
-    "Hugging Face weights, the best "
-    "of them counts; the capacities below show each."
+    "Hugging Face weights, the best of them counts; the capacities below show each."
 )
 BUDGETED = (
-    "**with 79.15 GiB**, or another figure, after the name of a GPU: the trials there were to "
-    "take no more than that of its "
-    "memory, as if on a card with as much. The whole card holds more."
+    "**with 79.15 GiB**, or another figure, after the name of a GPU: the trials there were to take "
+    "no more than that of its memory, as if on a card with as much. The whole card holds more."
 )
 JOINED = "`51,200 – 81,920`: every length of the grid from the first to the second."
 NOTHING = "`-`: nothing that was tried fits."
@@ -94,14 +86,12 @@ MEMORY_ONLY = (
 
 TRAINERS_GPUS = (
     "GPU counts are those of the trainer alone. GPUs that generate (rollout, inference engines) "
-    "come on top: a trainer on 4 GPUs "
-    "beside a rollout on 4 needs 8."
+    "come on top: a trainer on 4 GPUs beside a rollout on 4 needs 8."
 )
 ONE_GPU = (
     "**Warning: a trainer on one GPU.** It holds all parameters, gradients and optimizer states "
-    "itself, and shares no sequence: "
-    "there is no SP. Take two GPUs or more for long sequences, and for models whose states fill "
-    "most of the card."
+    "itself, and shares no sequence: there is no SP. Take two GPUs or more for long sequences, and "
+    "for models whose states fill most of the card."
 )
 
 _BATCHES = "trainer.trainer_config.actor_rollout_ref"
@@ -120,10 +110,9 @@ BUDGET_OF_BOTH = (
 )
 BUDGET_RULE = (
     "Left out, both are `ceil(2 * max_model_len / SP)`: a micro-batch holds two of the longest "
-    "sequences. Less saves memory, "
-    "down to `ceil(max_model_len / SP)`, which holds one; less than that holds no sequence of "
-    "full length, and is refused. "
-    "The longer the context, the more tokens on each GPU; a higher SP divides them."
+    "sequences. Less saves memory, down to `ceil(max_model_len / SP)`, which holds one; less than "
+    "that holds no sequence of full length, and is refused. The longer the context, the more "
+    "tokens on each GPU; a higher SP divides them."
 )
 PRACTICES = (
     "Begin with the simplest configuration that the table names for your length, not with the one "

@@ -39,9 +39,8 @@ _PLACES = 12
 
 def answer(profile: MemoryProfile) -> str:
     """What was alive, in a sentence."""
-    largest = sorted(
-        (each for each in profile.categories if each.bytes), key=lambda each: -each.bytes
-    )
+    known = (each for each in profile.categories if each.bytes)
+    largest = sorted(known, key=lambda each: -each.bytes)
     parts = ", ".join(
         f"{WORDS[each.category]} {format_bytes(each.bytes)} ({share(each.bytes, profile)})"
         for each in largest[:2]
@@ -77,10 +76,8 @@ def category_table(profiles: Sequence[MemoryProfile]) -> TextTable:
         columns = ("category", "allocated", "share", "tensors")
         rows = [
             (
-                WORDS[each.category],
-                format_bytes(each.bytes),
-                share(each.bytes, first),
-                f"{each.count:,}",
+                *(WORDS[each.category], format_bytes(each.bytes)),
+                *(share(each.bytes, first), f"{each.count:,}"),
             )
             for each in first.categories
             if each.bytes
@@ -121,13 +118,11 @@ def _difference(one: int, other: int) -> str:
 def memory_lines(profile: MemoryProfile) -> Iterator[str]:
     """Reserved, free and the largest free block, as far as they were recorded."""
     if profile.reserved_bytes is not None:
-        free = (
-            ""
-            if profile.free_bytes is None
-            else f", of which {format_bytes(profile.free_bytes)} were free, the largest block "
-            f"{format_bytes(profile.largest_free_bytes)}"
-        )
-        yield f"{format_bytes(profile.reserved_bytes)} were reserved by the allocator{free}"
+        said = f"{format_bytes(profile.reserved_bytes)} were reserved by the allocator"
+        if profile.free_bytes is not None:
+            said += f", of which {format_bytes(profile.free_bytes)} were free, the largest block "
+            said += format_bytes(profile.largest_free_bytes)
+        yield said
     if profile.device_free_bytes is not None:
         yield f"{format_bytes(profile.device_free_bytes)} were free on the device"
 
@@ -180,10 +175,8 @@ def place_table(profile: MemoryProfile, *, most: int = _PLACES) -> TextTable:
         columns=("place", "category", "allocated", "tensors"),
         rows=tuple(
             (
-                plain(each.place) or "no stack",
-                WORDS[each.category],
-                format_bytes(each.bytes),
-                f"{each.count:,}",
+                *(plain(each.place) or "no stack", WORDS[each.category]),
+                *(format_bytes(each.bytes), f"{each.count:,}"),
             )
             for each in places
         ),
@@ -279,11 +272,12 @@ def timeline_picture(
     areas: list[Area] = []
     for index, category in enumerate(CATEGORIES):
         if any(point.bytes[index] for point in points):
-            upper = [
-                (x, bottom - each[index + 1] * scale) for x, each in zip(xs, ends, strict=True)
-            ]
-            lower = [(x, bottom - each[index] * scale) for x, each in zip(xs, ends, strict=True)]
-            areas.append(Area(category, WORDS[category], _polygon([*upper, *lower[::-1]])))
+            lower, upper = (
+                [(x, bottom - each[at] * scale) for x, each in zip(xs, ends, strict=True)]
+                for at in (index, index + 1)
+            )
+            polygon = " ".join(f"{x:g},{y:.1f}" for x, y in (*upper, *lower[::-1]))
+            areas.append(Area(category, WORDS[category], polygon))
     peak = max(range(len(points)), key=lambda index: ends[index][-1])
     return TimelinePicture(
         width=width,
@@ -293,7 +287,7 @@ def timeline_picture(
         bottom=bottom,
         areas=tuple(areas),
         sizes=tuple(_sizes(most_bytes, bottom, scale)),
-        times=tuple(GridLine(xs[at], _time(profile, at)) for at in _ends_of(len(points))),
+        times=tuple(GridLine(xs[at], _time(profile, at)) for at in sorted({0, len(points) - 1})),
         moment=xs[_moment(profile, peak)],
         text=f"{plain(profile.name)}: what was allocated over the trace, by category: "
         f"{format_bytes(ends[peak][-1])} at the most",
@@ -305,10 +299,6 @@ def most_bytes(profiles: Sequence[MemoryProfile]) -> int:
     return max((sum(point.bytes) for profile in profiles for point in profile.timeline), default=0)
 
 
-def _polygon(points: Sequence[tuple[float, float]]) -> str:
-    return " ".join(f"{x:g},{y:.1f}" for x, y in points)
-
-
 def _sizes(most: int, bottom: float, scale: float) -> Iterator[GridLine]:
     """Whole GiB, or MiB, at most five of them."""
     unit = GIB if most >= GIB else MIB
@@ -316,13 +306,8 @@ def _sizes(most: int, bottom: float, scale: float) -> Iterator[GridLine]:
     while most // step > 5:
         step *= 2
     for size in range(0, most + 1, step):
-        yield GridLine(
-            round(bottom - size * scale, 1), f"{size // unit} {'GiB' if unit == GIB else 'MiB'}"
-        )
-
-
-def _ends_of(points: int) -> tuple[int, ...]:
-    return (0,) if points == 1 else (0, points - 1)
+        label = f"{size // unit} {'GiB' if unit == GIB else 'MiB'}"
+        yield GridLine(round(bottom - size * scale, 1), label)
 
 
 def _time(profile: MemoryProfile, at: int) -> str:
@@ -335,10 +320,9 @@ def _moment(profile: MemoryProfile, peak: int) -> int:
     """The point of the moment: the peak, or the end of the part in which memory ran out."""
     if profile.moment == "peak" or profile.moment_event is None:
         return peak
-    later = (
-        index for index, point in enumerate(profile.timeline) if point.event >= profile.moment_event
-    )
-    return next(later, len(profile.timeline) - 1)
+    events = [point.event for point in profile.timeline]
+    later = (index for index, event in enumerate(events) if event >= profile.moment_event)
+    return next(later, len(events) - 1)
 
 
 def flame_picture(profile: MemoryProfile, *, width: float) -> FlamePicture:

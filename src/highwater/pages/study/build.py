@@ -11,6 +11,7 @@ highwater.write_report("report.html", highwater.study_report("logs/Qwen3-0.6B/st
 import csv
 import io
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from highwater.errors import HighwaterError, UsageError
@@ -18,13 +19,7 @@ from highwater.nouns.codec import to_builtins, to_json
 from highwater.nouns.study import Study
 from highwater.nouns.trial import LogEnd, TrialResult
 from highwater.pages.page import page_template
-from highwater.pages.study import (
-    study_parts,
-    study_predictions,
-)
-from highwater.pages.study import (
-    study_predictions as study_question,
-)
+from highwater.pages.study import study_parts, study_predictions
 from highwater.pages.study.study_answer import study_answer
 from highwater.pages.study.study_commands import flag_value
 from highwater.pages.study.study_parts import HEADINGS
@@ -85,15 +80,9 @@ def write_report(path: str | Path, report: StudyReport) -> Path:
 
 def report_text(report: StudyReport, form: str) -> str:
     """A report in one of the ``FORMS``."""
-    # here, so that no other command, and no other form, waits for the templates
-    if form == ".html":
-        return study_page(report)
-    if form == ".csv":
-        return study_csv(report)
     if form == ".json":
         return plain_json(to_json(report, indent=2)) + "\n"
-
-    return study_markdown(report)
+    return {".html": study_page, ".csv": study_csv}.get(form, study_markdown)(report)
 
 
 def check_report_file(path: Path) -> None:
@@ -112,40 +101,27 @@ def _beginning(study: Study) -> Beginning | None:
     cell; of schema 1 the prediction that the command names, as it is now.
     """
     recorded = [each for each in study.expectations if each.prediction != "formula"]
+    device = study.question.device
     if recorded:
-        device = study.question.device
-        likely_tokens = {each.cell.label_on(device): each.likely_tokens for each in recorded}
         return Beginning(
             predictions=tuple(dict.fromkeys(each.prediction for each in recorded)),
-            likely_tokens=likely_tokens,
+            likely_tokens={each.cell.label_on(device): each.likely_tokens for each in recorded},
         )
     named = flag_value("--prediction", study.command)
     if named in (None, "formula") or study.schema_version > 1:
         return None
+    unread = partial(Beginning, predictions=(named,), likely_tokens={})
     if named == "trace":
-        return Beginning(
-            predictions=(named,), likely_tokens={}, reason="its lengths were not recorded"
-        )
+        return unread(reason="its lengths were not recorded")
     beside = Path(study.path or named).parent / Path(named).name
     path = next((place for place in (Path(named), beside) if place.is_file()), None)
     if path is None:
-        return Beginning(
-            predictions=(named,),
-            likely_tokens={},
-            reason="it is not found from here, nor beside the study",
-        )
+        return unread(reason="it is not found from here, nor beside the study")
     try:
         found = read_prediction(path, study.question)
     except HighwaterError as error:
-        return Beginning(
-            predictions=(named,),
-            likely_tokens={},
-            reason=error.problem.replace(str(path), path.name),
-        )
-    device = study.question.device
-    likely_tokens = {
-        predicted.cell.label_on(device): predicted.likely_edge_tokens for predicted in found.cells
-    }
+        return unread(reason=error.problem.replace(str(path), path.name))
+    likely_tokens = {each.cell.label_on(device): each.likely_edge_tokens for each in found.cells}
     return Beginning(predictions=(named,), likely_tokens=likely_tokens)
 
 
@@ -155,12 +131,12 @@ def study_page(report: StudyReport) -> str:
         report=report,
         answer=study_answer(report.study),
         parts=study_parts,
-        question=study_question,
+        question=study_predictions,
         predictions=study_predictions,
         headings=study_parts.HEADINGS,
         shapes=[(shape, study_parts.OUTCOMES[outcome]) for outcome, shape in SHAPES.items()],
         notes=study_parts.notes(report),
-        environment=list(study_question.environment_tables(report)),
+        environment=list(study_predictions.environment_tables(report)),
         brackets=[(cell, bracket_picture(cell, report)) for cell in report.cells],
         memory=memory_picture(report),
         predicted=list(study_predictions.predicted_tables(report)),
@@ -173,20 +149,36 @@ def study_page(report: StudyReport) -> str:
 
 def study_markdown(report: StudyReport) -> str:
     """Write the whole document."""
-    parts = [f"# {escaped(study_parts.title(report))}", study_parts.state(report)]
-    parts += [f"## {HEADINGS['answers']}", *_drawn(study_parts.answers_table(report))]
-    parts.append(markdown_list(study_parts.WORDS))
-    parts += [f"## {HEADINGS['memory']}", *_drawn(study_parts.memory_table(report))]
-    parts += [f"## {HEADINGS['failures']}", *_failures(report)]
-    parts += [f"## {HEADINGS['brackets']}", *_brackets(report)]
-    parts += [f"## {HEADINGS['trials']}", *_drawn(study_parts.trials_table(report))]
-    parts += [f"## {HEADINGS['predicted']}", *_predicted(report)]
-    parts += [f"## {HEADINGS['commands']}", *_commands(report)]
-    question = markdown_table(study_question.question_table(report))
-    parts += [f"## {HEADINGS['question']}", question]
-    parts += [f"## {HEADINGS['environment']}", *_environment(report)]
     notes = study_parts.notes(report)
-    parts += [f"## {HEADINGS['notes']}", markdown_list(map(escaped, notes))] if notes else []
+    sections = {
+        "answers": (*_drawn(study_parts.answers_table(report)), markdown_list(study_parts.WORDS)),
+        "memory": _drawn(study_parts.memory_table(report)),
+        "failures": _failures(report),
+        "brackets": _brackets(report),
+        "trials": _drawn(study_parts.trials_table(report)),
+        "predicted": (
+            *(
+                part
+                for table in study_predictions.predicted_tables(report)
+                for part in _drawn(table)
+            ),
+            markdown_list(map(escaped, study_predictions.prediction_notes(report))),
+        ),
+        "commands": _commands(report),
+        "question": (markdown_table(study_predictions.question_table(report)),),
+        "environment": (
+            *(
+                part
+                for table in study_predictions.environment_tables(report)
+                for part in _drawn(table)
+            ),
+            study_predictions.no_environment(report) or "",
+        ),
+        **({"notes": (markdown_list(map(escaped, notes)),)} if notes else {}),
+    }
+    parts = [f"# {escaped(study_parts.title(report))}", study_parts.state(report)]
+    for name, own in sections.items():
+        parts += [f"## {HEADINGS[name]}", *own]
     parts.append(study_parts.made_by(report))
     return "\n\n".join(filter(None, parts)) + "\n"
 
@@ -197,12 +189,6 @@ def _drawn(table: TextTable) -> Iterator[str]:
     yield markdown_list(map(escaped, table.footnotes))
 
 
-def _environment(report: StudyReport) -> Iterator[str]:
-    for table in study_question.environment_tables(report):
-        yield from _drawn(table)
-    yield study_question.no_environment(report) or ""
-
-
 def _brackets(report: StudyReport) -> Iterator[str]:
     if report.trials:
         yield from _drawn(study_parts.bracket_table(report))
@@ -211,12 +197,6 @@ def _brackets(report: StudyReport) -> Iterator[str]:
     found = study_parts.not_monotone(report)
     yield "Not monotone:" if found else ""
     yield markdown_list(map(escaped, found))
-
-
-def _predicted(report: StudyReport) -> Iterator[str]:
-    for table in study_predictions.predicted_tables(report):
-        yield from _drawn(table)
-    yield markdown_list(map(escaped, study_predictions.prediction_notes(report)))
 
 
 def _failures(report: StudyReport) -> Iterator[str]:
@@ -239,18 +219,17 @@ def _commands(report: StudyReport) -> Iterator[str]:
 
 _RUN = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")
 """First characters by which spreadsheets tell formulas. Source: OWASP, CSV injection."""
-_NESTED = ("predicted", "beside_prediction")
+_PREDICTED = (
+    *("allocated_bytes", "reserved_bytes", "device_used_bytes", "low_bytes", "high_bytes", "fits"),
+)
 COLUMNS = (
-    "model",
-    "device",
-    "source",
-    *(name for name in TrialReport.__struct_fields__ if name not in _NESTED),
-    "predicted_allocated_bytes",
-    "predicted_reserved_bytes",
-    "predicted_device_used_bytes",
-    "predicted_low_bytes",
-    "predicted_high_bytes",
-    "predicted_fits",
+    *("model", "device", "source"),
+    *(
+        name
+        for name in TrialReport.__struct_fields__
+        if name not in ("predicted", "beside_prediction")
+    ),
+    *(f"predicted_{name}" for name in _PREDICTED),
     "beside_prediction",
 )
 """Columns; ``source`` says whether those not called predicted were measured or simulated."""
@@ -263,27 +242,14 @@ def study_csv(report: StudyReport) -> str:
     writer.writeheader()
     question = report.study.question
     for trial in report.trials:
-        row: dict[str, object] = {
-            "model": question.model.name,
-            "device": question.device_name,
-            "source": report.label,
-        }
-        writer.writerow({name: _harmless(value) for name, value in (row | _columns(trial)).items()})
+        row = to_builtins(trial)
+        predicted = row.pop("predicted") or {}
+        predicted |= predicted.pop("interval", None) or {}
+        row |= {"model": question.model.name, "device": question.device_name}
+        row |= {f"predicted_{name}": predicted.get(name) for name in _PREDICTED}
+        row["source"] = report.label
+        writer.writerow({name: _harmless(value) for name, value in row.items()})
     return text.getvalue()
-
-
-def _columns(trial: TrialReport) -> dict[str, object]:
-    row = to_builtins(trial)
-    predicted = row.pop("predicted") or {}
-    around = predicted.pop("interval", None) or {}
-    return row | {
-        "predicted_allocated_bytes": predicted.get("allocated_bytes"),
-        "predicted_reserved_bytes": predicted.get("reserved_bytes"),
-        "predicted_device_used_bytes": predicted.get("device_used_bytes"),
-        "predicted_low_bytes": around.get("low_bytes"),
-        "predicted_high_bytes": around.get("high_bytes"),
-        "predicted_fits": predicted.get("fits"),
-    }
 
 
 def _harmless(value: object) -> object:

@@ -3,6 +3,7 @@ settings, what is left, how fast; and, before a search starts, what it is about 
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from highwater.model.footprint import host_state_bytes
 from highwater.nouns.plan import Plan
@@ -19,7 +20,7 @@ def study_answer(study: Study) -> str:
     answer = max(study.answers, key=_reach, default=None)
     unfinished = max(
         (cell for cell in question.cells if study.answer_of(cell) is None),
-        key=lambda cell: _longest_so_far(study, cell),
+        key=partial(_longest_so_far, study),
         default=None,
     )
     so_far = 0 if unfinished is None else _longest_so_far(study, unfinished)
@@ -37,22 +38,17 @@ def _found(question: Question, answer: CellAnswer) -> str:
     model, reach = plain(question.model.name), answer.reach_tokens or 0
     where = f"on {_place(question, answer.cell)}, {_provenance(question)}"
     how = _how(question, answer.cell, reach)
-    proof = answer.memory_only
+    proof, end, left = answer.memory_only, _end(answer), partial(_left, question)
     if proof is None:
-        end = _end(answer)
-        left = _left(question, answer.headroom_bytes)
-        return (
-            f"{model} trains up to {format_tokens(reach)} tokens {where}, with {how}."
-            f"{_sentence(left, _speed(answer), end)}"
-        )
+        more = _sentence(left(answer.headroom_bytes), _speed(answer), end)
+        return f"{model} trains up to {format_tokens(reach)} tokens {where}, with {how}.{more}"
     trained = "no length was trained in full"
     if answer.capacity_tokens:
         trained = f"trained in full was {format_tokens(answer.capacity_tokens)}"
         trained += f", at {_speed(answer)}" if _speed(answer) else ""
     return (
         f"Memory holds {model} at {format_tokens(reach)} tokens {where} by memory-only trials, "
-        f"with {how}; {trained}."
-        f"{_sentence(_left(question, proof.headroom_bytes), '', _end(answer))}"
+        f"with {how}; {trained}.{_sentence(left(proof.headroom_bytes), end)}"
     )
 
 
@@ -71,11 +67,11 @@ def _nothing(study: Study) -> str:
 
 def _at_least(study: Study, cell: Cell, length_tokens: int) -> str:
     question = study.question
-    failed = [
+    failed = (
         trial.spec.length_tokens
         for trial in study.trials_of(cell)
         if trial.result is not None and trial.result.outcome.is_memory
-    ]
+    )
     above = min((length for length in failed if length > length_tokens), default=None)
     end = "" if above is None else f", and does not at {format_tokens(above)}"
     return (
@@ -123,12 +119,12 @@ def _provenance(question: Question) -> str:
 def _left(question: Question, headroom_bytes: int | None) -> str:
     each = RANK_WORDS[question.device][0]
     if headroom_bytes is not None and headroom_bytes < 0:  # of a trainer that is bounded in part
-        over = format_bytes(-headroom_bytes)
-        return (
-            f"{over} more of each {each} was taken than it was given, outside PyTorch's allocator"
-        )
+        over = f"{format_bytes(-headroom_bytes)} more of each {each} was taken"
+        return f"{over} than it was given, outside PyTorch's allocator"
     return (
-        "" if headroom_bytes is None else f"{format_bytes(headroom_bytes)} of each {each} is left"
+        f"{format_bytes(headroom_bytes)} of each {each} is left"
+        if headroom_bytes is not None
+        else ""
     )
 
 
@@ -157,15 +153,12 @@ def _reach(answer: CellAnswer) -> int:
 
 def _longest_so_far(study: Study, cell: Cell) -> int:
     """The longest length of an unfinished cell that fit, by either kind of trial; 0: none."""
-    question = study.question
-    return max(
-        (
-            trial.spec.length_tokens
-            for trial in study.trials_of(cell)
-            if trial.result is not None and question.counts_as_fit(trial.result)
-        ),
-        default=0,
+    fit = (
+        trial.spec.length_tokens
+        for trial in study.trials_of(cell)
+        if trial.result is not None and study.question.counts_as_fit(trial.result)
     )
+    return max(fit, default=0)
 
 
 _MOST_LINES = 12

@@ -6,7 +6,8 @@ first.
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,8 +25,8 @@ from highwater.nouns.layout import Layout, flags_of
 from highwater.nouns.profiling import coordinates
 from highwater.nouns.request import setting_flags
 from highwater.nouns.settings import Settings
-from highwater.nouns.study import CellAnswer, Question, RecordedTrial, Study
-from highwater.nouns.trial import AliveMemory, Failure, Outcome, TrialResult, TrialSpec
+from highwater.nouns.study import CellAnswer, Question, Study
+from highwater.nouns.trial import AliveMemory, Outcome, TrialResult, TrialSpec
 from highwater.pages.profile.profile_tables import WORDS
 from highwater.pages.text import plain
 from highwater.units import GIB, MIB, format_bytes, format_tokens, parse_bytes
@@ -125,41 +126,28 @@ def _edges(study: Study) -> Iterator[Command]:
 
 
 def _edge(study: Study, answer: CellAnswer) -> Iterator[tuple[TrialSpec, str]]:
-    trials = [
-        trial
-        for trial in study.trials_of(answer.cell)
-        if trial.result is not None and trial.result.outcome.tells
-    ]
+    specs: dict[int, TrialSpec] = {}
+    for trial in study.trials_of(answer.cell):
+        if trial.result is not None and trial.result.outcome.tells:
+            specs.setdefault(trial.spec.length_tokens, trial.spec)
     proof = None if answer.memory_only is None else answer.memory_only.length_tokens
-    for tokens, what in (
+    ends = (
         (answer.capacity_tokens, "fit"),
         (proof, "fit"),
         (answer.does_not_fit_tokens, "did not"),
-    ):
-        found = _first(trials, tokens)
-        if found is not None:
-            yield found, what
-
-
-def _first(trials: Iterable[RecordedTrial], length_tokens: int | None) -> TrialSpec | None:
-    return next((trial.spec for trial in trials if trial.spec.length_tokens == length_tokens), None)
+    )
+    yield from ((specs[tokens], what) for tokens, what in ends if tokens in specs)
 
 
 def try_words(spec: TrialSpec, model: Model) -> tuple[str, ...]:
     """``highwater try`` with the very trial of a specification."""
     return (
-        *(
-            "highwater",
-            "try",
-            _model_word(model),
-            "--length",
-            str(spec.length_tokens),
-            "--device",
-            spec.device,
-        ),
+        *("highwater", "try", _model_word(model), "--length", str(spec.length_tokens)),
+        *("--device", spec.device),
         *spec.layout.flags,
         *_memory(spec.memory_budget_bytes),
-        *_trained_by(spec.foreign, spec.settings),
+        *(() if spec.foreign is None else spec.foreign.flags),
+        *_told(spec.foreign, setting_flags(spec.settings)),
         *spec.hyperparameters.flags,
         *_steps(spec),
         *(() if spec.attention_depth is None else ("--attention-depth", str(spec.attention_depth))),
@@ -188,20 +176,19 @@ def find_words(question: Question) -> tuple[str, ...]:
         *(("--confirm", str(question.confirm)) if question.confirm else ()),
         *(("--headroom", str(question.margin_bytes)) if question.margin_bytes else ()),
         *_steps(question),
-        *_proof(question),
+        *(
+            _with_its_proof(question, ())
+            if question.timeout_s is None
+            else (_PROOF_FLAG, question.proof, _TIMEOUT_FLAG, f"{question.timeout_s:g}s")
+        ),
         *(("--dry-run",) if question.simulated else ()),
     )
 
 
-def _trained_by(foreign: ForeignTrainer | None, settings: Settings) -> tuple[str, ...]:
-    """The flags of who trains, and of a rung as far as it can be told one."""
+def _told(foreign: ForeignTrainer | None, words: Sequence[str]) -> Sequence[str]:
+    """The flags that who trains can be told, with their values, where they have any."""
     if foreign is None:
-        return setting_flags(settings)
-    return (*foreign.flags, *_told(foreign, setting_flags(settings)))
-
-
-def _told(foreign: ForeignTrainer, words: Sequence[str]) -> tuple[str, ...]:
-    """The flags that a foreign trainer can be told, with their values, where they have any."""
+        return words
     settings = FOREIGN[foreign.trainer].settings
     told: list[str] = []
     is_known = False
@@ -209,17 +196,14 @@ def _told(foreign: ForeignTrainer, words: Sequence[str]) -> tuple[str, ...]:
         if word.startswith("--"):
             is_known = word.removeprefix("--").replace("-", "_") in settings
         told += [word] if is_known else []
-    return tuple(told)
+    return told
 
 
-def _rung_flags(
-    rungs: Sequence[Settings], foreign: ForeignTrainer | None = None
-) -> tuple[str, ...]:
+def _rung_flags(rungs: Sequence[Settings], foreign: ForeignTrainer | None) -> tuple[str, ...]:
     """Flags that all rungs share. Allocator and loss are among them only where they are the same on
     all: the ladder has the others.
     """
-    flags = setting_flags(rungs[0])
-    words = iter(flags if foreign is None else _told(foreign, flags))
+    words = iter(_told(foreign, setting_flags(rungs[0])))
     kept: list[str] = []
     for word in words:
         if word in ("--allocator", "--loss"):
@@ -232,37 +216,21 @@ def _rung_flags(
 
 def _model_word(model: Model) -> str:
     """The catalog's name where it is that model, else its directory."""
-    try:
-        return (
-            model.name
-            if load_model(model.name).config_digest == model.config_digest
-            else model.directory
-        )
-    except HighwaterError:
-        return model.directory
+    with suppress(HighwaterError):
+        if load_model(model.name).config_digest == model.config_digest:
+            return model.name
+    return model.directory
 
 
 def _memory(budget_bytes: int | None) -> tuple[str, ...]:
     """The flag of a memory, in units that give back the very same count."""
     if budget_bytes is None:
         return ()
-    spellings = (
-        f"{budget_bytes / GIB:g}GiB",
-        f"{budget_bytes / GIB:.2f}GiB",
-        f"{budget_bytes / MIB:g}MiB",
-    )
-    exact = (
-        text
-        for text in spellings
-        if "e" not in text.removesuffix("iB") and parse_bytes(text) == budget_bytes
-    )
-    return "--memory", next(exact, str(budget_bytes))
-
-
-def _proof(question: Question) -> tuple[str, ...]:
-    if question.timeout_s is not None:
-        return _PROOF_FLAG, question.proof, _TIMEOUT_FLAG, f"{question.timeout_s:g}s"
-    return _with_its_proof(question, ())
+    gib, mib = budget_bytes / GIB, budget_bytes / MIB
+    for text in (f"{gib:g}GiB", f"{gib:.2f}GiB", f"{mib:g}MiB"):
+        if "e" not in text.removesuffix("iB") and parse_bytes(text) == budget_bytes:
+            return "--memory", text
+    return "--memory", str(budget_bytes)
 
 
 def _steps(asked: TrialSpec | Question) -> tuple[str, ...]:
@@ -298,15 +266,10 @@ def _typed(word: str) -> str:
     """A word for a shell. What lies in your own home directory begins with ``~``, which the shell
     fills in.
     """
-    home = Path(os.environ.get("HOME", "~"))
-    if (
-        not home.is_absolute()
-        or home == Path("/")
-        or not Path(word).is_relative_to(home)
-        or Path(word) == home
-    ):
-        return shlex.quote(word)
-    return f"~/{shlex.quote(str(Path(word).relative_to(home)))}"
+    home, path = Path(os.environ.get("HOME", "~")), Path(word)
+    if home.is_absolute() and home != Path("/") and home in path.parents:
+        return f"~/{shlex.quote(str(path.relative_to(home)))}"
+    return shlex.quote(word)
 
 
 _SHORT: Mapping[Category, str] = {
@@ -329,14 +292,14 @@ def request_line(result: TrialResult, settings: Settings, layout: Layout) -> str
     """``forward: no room for 17.97 GiB of logits; ...``, of the rank that ran out first; None where
     none did, or where nobody knows what was alive.
     """
-    first = result.first_failed
-    failure = None if first is None else first.failure
+    failure = result.first_failed.failure if result.first_failed else None
     if failure is None or failure.alive is None:
         return None
     alive = failure.alive
     sizes = sizes_of(alive)
     asked = _category(alive.requested_by)
-    told = [_asked(alive, asked)]
+    room = "" if alive.requested_bytes is None else f" for {format_bytes(alive.requested_bytes)}"
+    told = [f"no room{room}{f' of {_SHORT[asked]}' if room and asked else ''}"]
     largest = max(sizes, key=lambda category: sizes[category])
     if sizes[largest]:
         told.append(f"{_SHORT[largest]} {format_bytes(sizes[largest])} alive")
@@ -344,7 +307,9 @@ def request_line(result: TrialResult, settings: Settings, layout: Layout) -> str
     if fragmented is not None and fragmented * _LEAST_FRAGMENTED > (alive.reserved_bytes or 0):
         told.append(f"{format_bytes(fragmented)} fragmented")
     advice = setting_of(alive, settings, layout)
-    return f"{_where(failure)}: {'; '.join(told)}{f' → {advice}' if advice else ''}"
+    layer = "" if failure.layer is None else f" of layer {failure.layer}"
+    where = f"{plain(failure.phase)}{layer}"
+    return f"{where}: {'; '.join(told)}{f' → {advice}' if advice else ''}"
 
 
 def brief(reason: str) -> str:
@@ -356,8 +321,7 @@ def requested_bytes(result: TrialResult) -> int | None:
     """The request that had no room, as the engine counted it; of older studies, which did not, as
     the allocator's message has it. None where no rank ran out of a GPU's memory.
     """
-    first = result.first_failed
-    failure = None if first is None else first.failure
+    failure = result.first_failed.failure if result.first_failed else None
     if failure is None or result.outcome is not Outcome.OUT_OF_MEMORY:
         return None
     if failure.alive is not None and failure.alive.requested_bytes is not None:
@@ -419,18 +383,6 @@ def alive_rows(result: TrialResult, layout: Layout) -> Mapping[str, str]:
             place = f", {coordinates(layout, rank.rank)}" if layout.gpus > 1 else ""
             rows[f"alive on rank {rank.rank}{place}"] = ", ".join(parts)
     return rows
-
-
-def _where(failure: Failure) -> str:
-    layer = "" if failure.layer is None else f" of layer {failure.layer}"
-    return f"{plain(failure.phase)}{layer}"
-
-
-def _asked(alive: AliveMemory, category: Category | None) -> str:
-    if alive.requested_bytes is None:
-        return "no room"
-    of = f" of {_SHORT[category]}" if category else ""
-    return f"no room for {format_bytes(alive.requested_bytes)}{of}"
 
 
 def _category(requested_by: str | None) -> Category | None:

@@ -4,11 +4,7 @@ from dataclasses import replace
 
 from highwater.nouns.study import counted_ranks
 from highwater.nouns.trial import Outcome
-from highwater.pages.study.study_report import (
-    FailedTrial,
-    StudyReport,
-    TrialReport,
-)
+from highwater.pages.study.study_report import FailedTrial, StudyReport, TrialReport
 from highwater.pages.study.tables import answer_table, place, provenance
 from highwater.pages.text import TextTable
 from highwater.units import format_bytes, format_seconds, format_tokens
@@ -65,11 +61,8 @@ def state(report: StudyReport) -> str:
     if study.unproven:
         answered += f", {len(study.unproven)} more unproven: the trials do not bear them out"
     finished = f"{study.finished_trials} of {len(study.trials)} trials that started have ended"
-    beginning = (
-        "Finished"
-        if report.is_complete
-        else "**Unfinished**: the search is running, or was cut short"
-    )
+    cut = "**Unfinished**: the search is running, or was cut short"
+    beginning = "Finished" if report.is_complete else cut
     return (
         f"{beginning}. {answered}; {finished}. Figures are {provenance(study.question)}, "
         f"unless they are called predicted."
@@ -91,16 +84,8 @@ def trials_table(report: StudyReport) -> TextTable:
     return TextTable(
         title=f"trials in their order, {report.label}",
         columns=(
-            "trial",
-            "cell",
-            "proof",
-            "outcome",
-            "length",
-            "tokens/s",
-            "MFU",
-            "step",
-            "to the first step",
-            "whole trial",
+            *("trial", "cell", "proof", "outcome", "length", "tokens/s", "MFU", "step"),
+            *("to the first step", "whole trial"),
         ),
         rows=tuple(_trial_row(trial) for trial in report.trials),
         left_columns=4,
@@ -108,12 +93,9 @@ def trials_table(report: StudyReport) -> TextTable:
 
 
 def _trial_row(trial: TrialReport) -> tuple[str, ...]:
-    again = [
-        f"attempt {trial.attempt}" if trial.attempt > 1 else "",
-        f"repeat {trial.repeat}" if trial.repeat else "",
-    ]
+    number = f"{trial.number}, attempt {trial.attempt}" if trial.attempt > 1 else f"{trial.number}"
     return (
-        ", ".join((str(trial.number), *filter(None, again))),
+        f"{number}, repeat {trial.repeat}" if trial.repeat else number,
         trial.cell,
         "memory-only" if trial.is_memory_only else "full",
         outcome(trial),
@@ -128,8 +110,12 @@ def _trial_row(trial: TrialReport) -> tuple[str, ...]:
 
 def outcome(trial: TrialReport) -> str:
     """The outcome in words; of a fit that does not count, why."""
-    lacks = trial.outcome is not None and trial.outcome.is_fit and not trial.counts_as_fit
-    return f"{OUTCOMES[trial.outcome]}{', too little headroom' if lacks else ''}"
+    return f"{OUTCOMES[trial.outcome]}{', too little headroom' if lacks_headroom(trial) else ''}"
+
+
+def lacks_headroom(trial: TrialReport) -> bool:
+    """Whether a trial fit, but with less headroom than was asked for."""
+    return trial.outcome is not None and trial.outcome.is_fit and not trial.counts_as_fit
 
 
 def bracket_table(report: StudyReport) -> TextTable:
@@ -158,11 +144,10 @@ def memory_table(report: StudyReport) -> TextTable:
     rows = (
         (
             *(str(trial.number), trial.cell, outcome(trial), format_tokens(trial.length_tokens)),
-            *map(format_bytes, () if on_cpu else (trial.peak_allocated_bytes,)),
-            *map(format_bytes, (trial.peak_reserved_bytes,)),
-            *map(format_bytes, () if on_cpu else (trial.device_used_bytes,)),
-            format_bytes(trial.limit_bytes),
-            format_bytes(trial.headroom_bytes),
+            *(() if on_cpu else (format_bytes(trial.peak_allocated_bytes),)),
+            format_bytes(trial.peak_reserved_bytes),
+            *(() if on_cpu else (format_bytes(trial.device_used_bytes),)),
+            *(format_bytes(trial.limit_bytes), format_bytes(trial.headroom_bytes)),
             *(
                 ()
                 if on_cpu
@@ -171,39 +156,25 @@ def memory_table(report: StudyReport) -> TextTable:
         )
         for trial in report.trials
     )
+    is_bound = question.memory_budget_bytes is not None
+    bound = "the bound that was asked for" if is_bound else "the whole card"
     names = ("data segment",) if on_cpu else ("allocated", "reserved", "device used")
     sampled = ", sampled from outside" if is_sampled else ""
     return TextTable(
         title=f"memory at the peak of each trial, {report.label}{sampled}",
         columns=(
-            "trial",
-            "cell",
-            "outcome",
-            "length",
-            *names,
-            "limit",
-            "headroom",
+            *("trial", "cell", "outcome", "length", *names, "limit", "headroom"),
             *(() if on_cpu else ("allocator retries",)),
         ),
         rows=tuple(rows),
         footnotes=(
             "of a trial that ran out of memory: the most before the allocation that failed, which "
             "says nothing of what it needs",
-            *_limit(report),
+            f"limit: what {counted_ranks(1, question.device)} may use, {bound}; headroom: what was "
+            "left of it",
         ),
         left_columns=3,
     )
-
-
-def _limit(report: StudyReport) -> tuple[str, ...]:
-    question = report.study.question
-    each = counted_ranks(1, question.device)
-    bound = (
-        "the bound that was asked for"
-        if question.memory_budget_bytes is not None
-        else "the whole card"
-    )
-    return (f"limit: what {each} may use, {bound}; headroom: what was left of it",)
 
 
 def failure_heading(failed: FailedTrial) -> str:

@@ -4,7 +4,7 @@ In the picture of a bracket lengths are pixels on a screen, and y grows downward
 they are per cent of its width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import ceil
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import msgspec
 
 from highwater.nouns.study import Cell, CellAnswer, Question, Study
 from highwater.nouns.trial import Outcome
-from highwater.pages.study.study_parts import outcome
+from highwater.pages.study.study_parts import lacks_headroom, outcome
 from highwater.pages.study.study_report import CellReport, StudyReport, TrialReport
 from highwater.pages.study.tables import capacity_text, memory_only_text, place, provenance
 from highwater.pages.text import TextTable, plain
@@ -127,9 +127,7 @@ def bracket_picture(cell: CellReport, report: StudyReport) -> BracketPicture | N
 
     marks = (
         Mark(
-            x(i),
-            y(t.length_tokens),
-            _shape(t),
+            *(x(i), y(t.length_tokens), "ran-out" if lacks_headroom(t) else SHAPES[t.outcome]),
             f"trial {t.number}, {format_tokens(t.length_tokens)} tokens: {outcome(t)}",
         )
         for i, t in enumerate(trials)
@@ -143,6 +141,10 @@ def bracket_picture(cell: CellReport, report: StudyReport) -> BracketPicture | N
         )
         for i, step in enumerate(cell.bracket)
     )
+    last = cell.bracket[-1]
+    fits, fails = last.fits_tokens, last.does_not_fit_tokens
+    longest = "no length fit" if fits is None else f"{format_tokens(fits)} tokens fit"
+    beyond = "none above it failed" if fails is None else f"{format_tokens(fails)} did not"
     return BracketPicture(
         label=cell.label,
         width=width,
@@ -157,28 +159,9 @@ def bracket_picture(cell: CellReport, report: StudyReport) -> BracketPicture | N
             for i, trial in enumerate(trials)
             if i % ceil(_LABEL / spacing) == 0
         ),
-        text=_closing(cell, len(trials)),
+        text=f"{cell.label}: the bracket after {counted(len(trials), 'trial')}: {longest}, "
+        f"{beyond}. The table below has each.",
     )
-
-
-def _closing(cell: CellReport, trials: int) -> str:
-    last = cell.bracket[-1]
-    fits = (
-        "no length fit"
-        if last.fits_tokens is None
-        else f"{format_tokens(last.fits_tokens)} tokens fit"
-    )
-    beyond = last.does_not_fit_tokens
-    fails = "none above it failed" if beyond is None else f"{format_tokens(beyond)} did not"
-    return (
-        f"{cell.label}: the bracket after {counted(trials, 'trial')}: {fits}, {fails}. The "
-        f"table below has each."
-    )
-
-
-def _shape(trial: TrialReport) -> str:
-    is_short_of = trial.outcome is not None and trial.outcome.is_fit and not trial.counts_as_fit
-    return "ran-out" if is_short_of else SHAPES[trial.outcome]
 
 
 def _round_lengths(top: float) -> list[int]:
@@ -193,7 +176,7 @@ def memory_picture(report: StudyReport) -> MemoryPicture | None:
     """Draw the memory of each trial, its limit, and its predicted interval. Memory is allocated,
     reserved and device used. None where nothing was measured.
     """
-    known = [trial for trial in report.trials if _largest(trial)]
+    known = [trial for trial in report.trials if max(_peaks(trial))]
     shown = known
     if len(known) > _MOST_ROWS:
         edges = _edges(report)
@@ -201,9 +184,12 @@ def memory_picture(report: StudyReport) -> MemoryPicture | None:
     if not shown:
         return None
     longest = 1.02 * max(
-        max(_largest(trial), trial.limit_bytes or 0, _high(trial), _asked(trial)) for trial in shown
+        max(*_peaks(trial), trial.limit_bytes or 0, _high(trial), _asked(trial)) for trial in shown
     )
-    x = _Scale(longest)
+
+    def x(count: int | None) -> float:
+        return round(100 * (count or 0) / longest, 2)
+
     step = max(1, round(longest / GIB / 4))
     ticks = (
         tuple(Tick(x(size * GIB), f"{size} GiB") for size in range(0, int(longest / GIB) + 1, step))
@@ -213,16 +199,8 @@ def memory_picture(report: StudyReport) -> MemoryPicture | None:
     return MemoryPicture(tuple(_row(trial, x) for trial in shown), ticks, len(known) - len(shown))
 
 
-class _Scale(NamedTuple):
-    """Bytes to per cent of the picture's width."""
-
-    longest: float
-
-    def __call__(self, count: int | None) -> float:
-        return round(100 * (count or 0) / self.longest, 2)
-
-
-def _row(trial: TrialReport, x: _Scale) -> Row:
+def _row(trial: TrialReport, x: Callable[[int | None], float]) -> Row:
+    """The bars of a trial; ``x``: bytes to per cent of the picture's width."""
     around = None if trial.predicted is None else trial.predicted.interval
     is_fit = trial.outcome is not None and trial.outcome.is_fit
     used = trial.device_used_bytes or trial.peak_reserved_bytes
@@ -256,37 +234,25 @@ def _row_text(trial: TrialReport) -> str:
     return f"{name}, {outcome(trial)}{asked}"
 
 
-def _largest(trial: TrialReport) -> int:
-    return max(
-        trial.peak_allocated_bytes or 0,
-        trial.peak_reserved_bytes or 0,
-        trial.device_used_bytes or 0,
-    )
+def _peaks(trial: TrialReport) -> tuple[int, int, int]:
+    peaks = trial.peak_allocated_bytes, trial.peak_reserved_bytes, trial.device_used_bytes
+    return peaks[0] or 0, peaks[1] or 0, peaks[2] or 0
 
 
 def _high(trial: TrialReport) -> int:
-    return (
-        0
-        if trial.predicted is None or trial.predicted.interval is None
-        else trial.predicted.interval.high_bytes
-    )
+    interval = trial.predicted.interval if trial.predicted else None
+    return 0 if interval is None else interval.high_bytes
 
 
 def _edges(report: StudyReport) -> set[int]:
     """Trials of the longest length that fit and of the shortest that did not, of each cell."""
-    numbers: set[int] = set()
-    for cell in report.cells:
-        ends: Sequence[int | None] = (
-            (cell.bracket[-1].fits_tokens, cell.bracket[-1].does_not_fit_tokens)
-            if cell.bracket
-            else ()
-        )
-        numbers |= {
-            step.trial
-            for step in cell.bracket
-            if report.trials[step.trial - 1].length_tokens in ends
-        }
-    return numbers
+    return {
+        step.trial
+        for cell in report.cells
+        for step in cell.bracket
+        if report.trials[step.trial - 1].length_tokens
+        in (cell.bracket[-1].fits_tokens, cell.bracket[-1].does_not_fit_tokens)
+    }
 
 
 def published_tables(studies: Sequence[Study]) -> tuple[TextTable, ...]:
@@ -318,15 +284,11 @@ def published_line(question: Question, cell: Cell, answer: CellAnswer | None) ->
     """The line that users of the published search parse; None when no trial told the capacity."""
     if answer is None or answer.capacity_tokens is None:
         return None
-    memory_only = (
-        ""
-        if answer.memory_only is None
-        else f", memory_only_len = {answer.memory_only.length_tokens}"
-    )
+    proof = answer.memory_only
+    memory_only = "" if proof is None else f", memory_only_len = {proof.length_tokens}"
     return (
-        f"model_name = {plain(question.model.name)}, trainer_gpu_num = {cell.layout.gpus}, "
-        f"sp_num = {cell.layout.ulysses_degree}, "
-        f"max_model_len = {answer.capacity_tokens}{memory_only}"
+        f"model_name = {plain(question.model.name)}, trainer_gpu_num = {cell.layout.gpus}, sp_num "
+        f"= {cell.layout.ulysses_degree}, max_model_len = {answer.capacity_tokens}{memory_only}"
     )
 
 

@@ -3,11 +3,11 @@ the machines that it was asked on.
 """
 
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from highwater.nouns.environment import ALLOCATOR_VARIABLES, Environment
-from highwater.nouns.foreign_trainer import ForeignTrainer
 from highwater.nouns.study import Question, Study
 from highwater.nouns.trial import Outcome
 from highwater.pages.prediction_tables import learned
@@ -84,7 +84,6 @@ _BESIDE: dict[Judgement, str] = {
     "below": "below the interval",
     "above": "above the interval",
     "ran out, as the upper end allows": "ran out, as the upper end allows",
-    "unknown": "-",
 }
 
 
@@ -100,14 +99,8 @@ def predicted_trials(report: StudyReport) -> TextTable | None:
     return TextTable(
         title=f"device used of the fullest GPU: predicted by formula, and {report.label}",
         columns=(
-            *(
-                "trial",
-                "cell",
-                "outcome",
-                "length",
-                "predicted: interval",
-                "predicted: between its ends",
-            ),
+            *("trial", "cell", "outcome", "length"),
+            *("predicted: interval", "predicted: between its ends"),
             *(f"{report.label}: device used", f"{report.label} beside predicted"),
         ),
         rows=tuple(_predicted_row(trial) for trial in report.trials),
@@ -121,17 +114,13 @@ def _predicted_row(trial: TrialReport) -> tuple[str, ...]:
     used = format_bytes(trial.device_used_bytes)
     if trial.outcome is Outcome.OUT_OF_MEMORY:
         used = f"more than {format_bytes(trial.limit_bytes)}"
+    elif trial.outcome is None or not trial.outcome.is_fit:
+        used = "-"
+    ends = around and f"{format_bytes(around.low_bytes)} to {format_bytes(around.high_bytes)}"
     return (
         *(str(trial.number), trial.cell, outcome(trial), format_tokens(trial.length_tokens)),
-        "-"
-        if around is None
-        else f"{format_bytes(around.low_bytes)} to {format_bytes(around.high_bytes)}",
-        "-" if predicted is None else format_bytes(predicted.device_used_bytes),
-        used
-        if trial.outcome is not None
-        and (trial.outcome.is_fit or trial.outcome is Outcome.OUT_OF_MEMORY)
-        else "-",
-        _BESIDE[trial.beside_prediction],
+        *(ends or "-", "-" if predicted is None else format_bytes(predicted.device_used_bytes)),
+        *(used, _BESIDE.get(trial.beside_prediction, "-")),
     )
 
 
@@ -155,11 +144,8 @@ def predicted_cells(report: StudyReport) -> TextTable | None:
     return TextTable(
         title=f"longest length of each cell: predicted, and {report.label}",
         columns=(
-            *(
-                "cell",
-                "predicted by today's formula: upper end fits",
-                "predicted by today's formula: likely",
-            ),
+            *("cell", "predicted by today's formula: upper end fits"),
+            "predicted by today's formula: likely",
             *(("predicted before its trials: likely",) if is_foretold else ()),
             *(f"{report.label}: longest that fit", f"{report.label}: next, did not"),
         ),
@@ -181,9 +167,8 @@ def _edge(cell: CellReport) -> tuple[str, str]:
         return _tokens(cell.answer.reach_tokens), format_tokens(cell.answer.does_not_fit_tokens)
     if not cell.bracket:
         return "-", "-"
-    return format_tokens(cell.bracket[-1].fits_tokens), format_tokens(
-        cell.bracket[-1].does_not_fit_tokens
-    )
+    last = cell.bracket[-1]
+    return format_tokens(last.fits_tokens), format_tokens(last.does_not_fit_tokens)
 
 
 def _tokens(count: int | None) -> str:
@@ -209,16 +194,12 @@ def prediction_notes(report: StudyReport) -> Iterator[str]:
         return
     yield from learned(predictions.calibration)
     if predictions.shared_trials:
-        shared = (
-            f"{predictions.shared_trials} of these trials are among those that the intervals "
-            f"were learned from"
+        yield (
+            f"{predictions.shared_trials} of these trials are among those that the intervals were "
+            "learned from: they are no test of them"
         )
-        yield f"{shared}: they are no test of them"
-    other = [
-        version
-        for version in report.versions.get("highwater", ())
-        if version != predictions.highwater_version
-    ]
+    versions = report.versions.get("highwater", ())
+    other = [version for version in versions if version != predictions.highwater_version]
     if other:
         yield (
             f"the trials ran under highwater {', '.join(other)}; the formula is that of "
@@ -230,74 +211,58 @@ def question_table(report: StudyReport) -> TextTable:
     """The table of what was asked."""
     question = report.study.question
     grid, model = question.grid, question.model
-    named = next(iter(question.cells)).settings
+    named, path = question.cells[0].settings, report.study.path
+    budget_bytes, typed = question.memory_budget_bytes, question.hyperparameters.flags
+    bound = format_bytes(budget_bytes) if budget_bytes else "none: the whole card"
     rows = [
         ("model", f"{model.name}, {model.shape.model_type}, configuration {model.config_digest}"),
         ("native length", f"{format_tokens(grid.native_length_tokens)} tokens"),
         ("place", place(question)),
         ("memory of a GPU", format_bytes(question.device_total_bytes)),
-        (
-            "bound on it",
-            format_bytes(question.memory_budget_bytes)
-            if question.memory_budget_bytes
-            else "none: the whole card",
-        ),
+        ("bound on it", bound),
         ("cells", "; ".join(cell.label_on(question.device) for cell in question.cells)),
-        *(_of_the_engine(question) if question.foreign is None else _of(question.foreign)),
+        *_of(question),
         ("lengths", _lengths(question)),
         ("search", _search(report.study)),
         (
             "steps of a trial",
             f"{question.steps} of {question.micro_batches} micro-batch{'es' * named.accumulates}",
         ),
-        *(
-            (("hyperparameters", " ".join(question.hyperparameters.flags)),)
-            if question.hyperparameters.flags
-            else ()
-        ),
+        *((("hyperparameters", " ".join(typed)),) if typed else ()),
         ("ordered by", ordered_by(report)),
-        (
-            "study",
-            "not recorded" if report.study.path is None else file_and_folder(report.study.path),
-        ),
+        ("study", "not recorded" if path is None else file_and_folder(path)),
     ]
-    return TextTable(
-        title="the question", columns=("what", "value"), rows=tuple(rows), left_columns=2
-    )
+    return _values("the question", rows)
 
 
-def _of_the_engine(question: Question) -> Iterator[tuple[str, str]]:
-    """What this package's engine trains."""
-    named = question.cells[0].settings
+def _values(title: str, rows: Iterable[tuple[str, str]]) -> TextTable:
+    return TextTable(title=title, columns=("what", "value"), rows=tuple(rows), left_columns=2)
+
+
+def _of(question: Question) -> Iterator[tuple[str, str]]:
+    """What this package's engine trains, or what is known of another trainer."""
+    named, foreign = question.cells[0].settings, question.foreign
+    if foreign is not None:
+        yield "trainer", foreign.title
+        if foreign.typed:
+            yield "command", foreign.typed
+        if foreign.base_config_path is not None:
+            name = file_and_folder(foreign.base_config_path)
+            yield "its configuration", f"{name}, {foreign.base_config_digest}"
+        if foreign.done_pattern is not None:
+            yield "steps are done", foreign.done_pattern or "by exit status 0"
+        return
     yield (
         "training",
         f"{named.objective}, {named.strategy}, entropy {named.entropy}, recompute "
         f"{named.recompute}",
     )
-    yield "sequences", _sequences(question)
-    yield "data", question.data or "synthetic sequences"
-
-
-def _of(foreign: ForeignTrainer) -> Iterator[tuple[str, str]]:
-    """What is known of another trainer: how it is started."""
-    yield "trainer", foreign.title
-    if foreign.typed:
-        yield "command", foreign.typed
-    if foreign.base_config_path is not None:
-        name = file_and_folder(foreign.base_config_path)
-        yield "its configuration", f"{name}, {foreign.base_config_digest}"
-    if foreign.done_pattern is not None:
-        yield "steps are done", foreign.done_pattern or "by exit status 0"
-
-
-def _sequences(question: Question) -> str:
-    named = question.cells[0].settings
+    sequences = f"{named.sequences_per_micro_batch} in each micro-batch"
     if named.token_budget_tokens is not None:
-        return (
-            f"as many as a budget of {format_tokens(named.token_budget_tokens)} tokens holds, "
-            f"for each GPU"
-        )
-    return f"{named.sequences_per_micro_batch} in each micro-batch"
+        budget = format_tokens(named.token_budget_tokens)
+        sequences = f"as many as a budget of {budget} tokens holds, for each GPU"
+    yield "sequences", sequences
+    yield "data", question.data or "synthetic sequences"
 
 
 def _lengths(question: Question) -> str:
@@ -313,15 +278,12 @@ def _lengths(question: Question) -> str:
 
 def _search(study: Study) -> str:
     question = study.question
-    confirmed = (
-        f", both trials of an edge repeated {question.confirm} times" if question.confirm else ""
-    )
-    margin = (
-        f", a length has to leave {format_bytes(question.margin_bytes)}"
-        if question.margin_bytes
-        else ""
-    )
-    return f"{question.method}, proof {question.proof}{_within(study)}{confirmed}{margin}"
+    said = f"{question.method}, proof {question.proof}{_within(study)}"
+    if question.confirm:
+        said += f", both trials of an edge repeated {question.confirm} times"
+    if question.margin_bytes:
+        said += f", a length has to leave {format_bytes(question.margin_bytes)}"
+    return said
 
 
 def _within(study: Study) -> str:
@@ -329,25 +291,21 @@ def _within(study: Study) -> str:
     longest_s = study.longest_timeout_s
     if longest_s is None:
         return ""
-    shorter = sorted(
-        {limit_s for limit_s in study.answers_within_s if limit_s < longest_s}, reverse=True
+    shorter = Counter(limit_s for limit_s in study.answers_within_s if limit_s < longest_s)
+    counted = ", ".join(
+        f"{shorter[limit_s]} of {len(study.answers)} answers up to {format_seconds(limit_s)}"
+        for limit_s in sorted(shorter, reverse=True)
     )
-    count = study.answers_within_s.count
-    counted = (
-        f"{count(limit_s)} of {len(study.answers)} answers up to {format_seconds(limit_s)}"
-        for limit_s in shorter
-    )
-    answers = f" ({', '.join(counted)})" if shorter else ""
+    answers = f" ({counted})" if counted else ""
     return f", full trials up to {format_seconds(longest_s)}{answers}"
 
 
 def environment_tables(report: StudyReport) -> Iterator[TextTable]:
     """What the trials said of themselves, and each place where the search was started."""
-    kernels = dict.fromkeys(
-        trial.attention_kernel for trial in report.trials if trial.attention_kernel
-    )
+    trials = report.trials
+    kernels = dict.fromkeys(each.attention_kernel for each in trials if each.attention_kernel)
     allocators = dict.fromkeys(
-        f"{trial.rung}: {trial.allocator}" for trial in report.trials if trial.allocator
+        f"{each.rung}: {each.allocator}" for each in trials if each.allocator
     )
     rows = [
         ("device", ", ".join(report.device_names)),
@@ -356,31 +314,18 @@ def environment_tables(report: StudyReport) -> Iterator[TextTable]:
     rows += [("attention", ", ".join(kernels)), ("allocator, as it told", "; ".join(allocators))]
     kept = tuple((name, value) for name, value in rows if value)
     if kept:
-        yield TextTable(
-            title="what the trials said that they ran with",
-            columns=("what", "value"),
-            rows=kept,
-            left_columns=2,
-        )
+        yield _values("what the trials said that they ran with", kept)
     environments = report.study.environments
     for number, found in enumerate(environments, 1):
         which = f", {number} of {len(environments)}" if len(environments) > 1 else ""
-        yield TextTable(
-            title=f"where the search was started{which}",
-            columns=("what", "value"),
-            rows=tuple(_environment(found)),
-            left_columns=2,
-        )
+        yield _values(f"where the search was started{which}", _environment(found))
 
 
 def _environment(found: Environment) -> Iterator[tuple[str, str]]:
     sizes = zip(found.gpu_names, found.gpu_memory_bytes, strict=True)
     counted = [f"{name}, {format_bytes(size)}" for name, size in sizes]
-    yield (
-        "GPUs",
-        "; ".join(f"{counted.count(each)} x {each}" for each in dict.fromkeys(counted))
-        or "none visible",
-    )
+    gpus = "; ".join(f"{counted.count(each)} x {each}" for each in dict.fromkeys(counted))
+    yield "GPUs", gpus or "none visible"
     yield "driver", found.driver_version or "-"
     yield "host memory", format_bytes(found.host_memory_total_bytes)
     yield "CPU cores", str(found.cpu_cores)
@@ -396,9 +341,7 @@ def no_environment(report: StudyReport) -> str | None:
     """Why nobody knows where the search was started; None where it is known."""
     if report.study.environments:
         return None
-    why = (
-        "nothing ran in a dry run"
-        if report.study.question.simulated
-        else "the study is from before that was recorded"
-    )
+    why = "the study is from before that was recorded"
+    if report.study.question.simulated:
+        why = "nothing ran in a dry run"
     return f"Where the search was started is not known: {why}."

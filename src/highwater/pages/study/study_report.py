@@ -178,14 +178,13 @@ def assembled(
         beginning = msgspec.structs.replace(
             beginning, predictions=tuple(map(without_secrets, beginning.predictions))
         )
-    trials = tuple(
-        _trial(study, number, trial, predicted)
-        for number, (trial, predicted) in enumerate(
-            zip(study.trials, predictions.trials, strict=True), 1
-        )
-    )
+    pairs = enumerate(zip(study.trials, predictions.trials, strict=True), 1)
+    trials = tuple(_trial(study, number, *pair) for number, pair in pairs)
     results = [trial.result for trial in study.trials if trial.result is not None]
-    numbered = _numbered(study)
+    numbered: dict[Cell, list[tuple[int, RecordedTrial]]] = {}
+    for number, trial in enumerate(study.trials, 1):
+        cell = Cell(layout=trial.spec.layout, settings=trial.spec.settings)
+        numbered.setdefault(cell, []).append((number, trial))
     return StudyReport(
         label="simulated" if study.question.simulated else "measured",
         is_complete=study.complete,
@@ -254,10 +253,10 @@ def _ended(started: TrialReport, study: Study, result: TrialResult) -> TrialRepo
     """The trial with what its ranks measured."""
     memories = [rank.memory for rank in result.ranks]
     first = result.ranks[0] if result.ranks else RankReport(rank=0)
-    limits = [
+    limits = (
         rank.budget.budget_bytes if rank.budget else rank.memory.device_total_bytes
         for rank in result.ranks
-    ]
+    )
     told = first.allocator_settings
     return msgspec.structs.replace(
         started,
@@ -292,9 +291,8 @@ def judged(trial: TrialReport) -> Judgement:
     if around is None or trial.outcome is None:
         return "unknown"
     if trial.outcome is Outcome.OUT_OF_MEMORY and trial.limit_bytes is not None:
-        return (
-            "ran out, as the upper end allows" if around.high_bytes > trial.limit_bytes else "above"
-        )
+        allows = around.high_bytes > trial.limit_bytes
+        return "ran out, as the upper end allows" if allows else "above"
     if not trial.outcome.is_fit or trial.device_used_bytes is None:
         return "unknown"
     if trial.device_used_bytes < around.low_bytes:
@@ -309,12 +307,10 @@ def _cell(
     predicted: PredictedCell | None,
     beginning: Beginning | None,
 ) -> CellReport:
-    label = cell.label_on(study.question.device)
-    given_tokens = None if beginning is None else beginning.likely_tokens.get(label)
-    recorded = study.expectation_of(cell)
-    named = (
-        beginning.predictions[-1] if beginning is not None and given_tokens is not None else None
-    )
+    label, recorded = cell.label_on(study.question.device), study.expectation_of(cell)
+    given_tokens, named = None, None
+    if beginning is not None and label in beginning.likely_tokens:
+        given_tokens, named = beginning.likely_tokens[label], beginning.predictions[-1]
     return CellReport(
         label=label,
         cell=cell,
@@ -326,16 +322,6 @@ def _cell(
         expected_by=named if recorded is None else recorded.prediction,
         begun_at_tokens=given_tokens if study.question.method == "bisect" else None,
     )
-
-
-def _numbered(study: Study) -> Mapping[Cell, Sequence[tuple[int, RecordedTrial]]]:
-    """The trials of each cell with their numbers, in their order."""
-    found: dict[Cell, list[tuple[int, RecordedTrial]]] = {}
-    for number, trial in enumerate(study.trials, 1):
-        found.setdefault(Cell(layout=trial.spec.layout, settings=trial.spec.settings), []).append(
-            (number, trial)
-        )
-    return found
 
 
 def _bracket(study: Study, trials: Iterable[tuple[int, RecordedTrial]]) -> Iterator[BracketStep]:

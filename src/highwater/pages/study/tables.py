@@ -21,11 +21,7 @@ from highwater.units import format_bytes, format_seconds, format_tokens
 
 
 def capacity_text(
-    question: Question,
-    answer: CellAnswer | None,
-    *,
-    none: str = "none",
-    commas: bool = True,
+    question: Question, answer: CellAnswer | None, *, none: str = "none", commas: bool = True
 ) -> str:
     """A capacity in a table: ``65,536``, with ``*`` past the native length."""
     if answer is None or answer.capacity_tokens is None:
@@ -113,51 +109,39 @@ def answer_table(study: Study) -> TextTable:
 def trial_table(spec: TrialSpec, result: TrialResult) -> TextTable:
     """One trial: how it ended, and what was measured."""
     rank = result.ranks[0] if result.ranks else RankReport(rank=0)
+    budget, foreign = rank.budget, spec.foreign
+    speed = (  # what a memory-only trial has not
+        ("step time", format_seconds(result.step_time_s)),
+        ("tokens/s", _per_second(result.tokens_per_s)),
+        ("MFU", _percent(result.mfu)),
+    )
+    allocator = [f"{name}={value}" for name, value in rank.allocator_settings.items()]
+    line = request_line(result, spec.settings, spec.layout)
+    alive = {} if line is None else alive_rows(result, spec.layout)
     rows = (
         ("outcome", OUTCOME_WORDS.get(result.outcome, str(result.outcome))),
         ("reason", result.reason),
-        *_out_of_memory(spec, result),
-        (
-            peak_name(spec.device, spec.foreign),
-            format_bytes(result.peak_reserved_bytes),
-        ),
+        *((("out of memory", line), *alive.items()) if line is not None else ()),
+        (peak_name(spec.device, spec.foreign), format_bytes(result.peak_reserved_bytes)),
         ("headroom", format_bytes(result.headroom_bytes)),
-        *(
-            ()
-            if spec.foreign is None
-            else (("trainer", f"{spec.foreign.title}{_typed(spec.foreign)}"),)
-        ),
-        (
-            "memory budget",
-            "-" if rank.budget is None or spec.device == "cpu" else _division(rank.budget),
-        ),
-        (
-            "allocator",
-            ", ".join(f"{name}={value}" for name, value in rank.allocator_settings.items()) or "-",
-        ),
+        *((("trainer", f"{foreign.title}{_typed(foreign)}"),) if foreign else ()),
+        ("memory budget", _division(budget) if budget and spec.device != "cpu" else "-"),
+        ("allocator", ", ".join(allocator) or "-"),
         ("attention", rank.attention_kernel or "-"),
-        *(() if spec.is_memory_only else _speed(result)),
+        *(() if spec.is_memory_only else speed),
         ("saved", _saves(result) or "-"),
         ("launch to first step", format_seconds(result.launch_to_first_step_s)),
         ("log", result.log_path or "-"),
     )
-    label = ("simulated" if result.simulated else "measured") + (
-        ", memory-only" if spec.is_memory_only else ""
-    )
+    label = "simulated" if result.simulated else "measured"
+    proof = ", memory-only" if spec.is_memory_only else ""
     return TextTable(
         title=f"{plain(spec.model_name)}, {format_tokens(spec.length_tokens)} tokens, "
-        f"{short_settings(spec.settings)}: {label}",
+        f"{short_settings(spec.settings)}: {label}{proof}",
         columns=(),
         rows=tuple((name, plain(text)) for name, text in rows),
         left_columns=2,
     )
-
-
-def _out_of_memory(spec: TrialSpec, result: TrialResult) -> tuple[tuple[str, str], ...]:
-    """Rows of a trial that ran out: what was asked for, what was alive, what to try."""
-    line = request_line(result, spec.settings, spec.layout)
-    rows = alive_rows(result, spec.layout)
-    return () if line is None else (("out of memory", line), *rows.items())
 
 
 def _request_lines(answer: CellAnswer, study: Study) -> Iterator[str]:
@@ -170,15 +154,6 @@ def _request_lines(answer: CellAnswer, study: Study) -> Iterator[str]:
                 return
 
 
-def _speed(result: TrialResult) -> tuple[tuple[str, str], ...]:
-    """Rows of what a training shows, and a memory-only trial has not."""
-    return (
-        ("step time", format_seconds(result.step_time_s)),
-        ("tokens/s", _per_second(result.tokens_per_s)),
-        ("MFU", _percent(result.mfu)),
-    )
-
-
 def _answer_row(answer: CellAnswer, question: Question) -> tuple[str, ...]:
     proofs = (capacity_text(question, answer),)
     if question.proof == "memory":
@@ -187,13 +162,9 @@ def _answer_row(answer: CellAnswer, question: Question) -> tuple[str, ...]:
     if answer.does_not_fit_tokens is not None:
         ended = f"{format_tokens(answer.does_not_fit_tokens)}: {ended}"
     return (
-        *_names(answer.cell),
-        *proofs,
-        ended,
-        format_bytes(answer.peak_reserved_bytes),
-        format_bytes(answer.headroom_bytes),
-        _per_second(answer.tokens_per_s),
-        _percent(answer.mfu),
+        *(*_names(answer.cell), *proofs, ended),
+        *(format_bytes(answer.peak_reserved_bytes), format_bytes(answer.headroom_bytes)),
+        *(_per_second(answer.tokens_per_s), _percent(answer.mfu)),
     )
 
 
@@ -210,15 +181,7 @@ def _unfinished_row(cell: Cell, study: Study) -> tuple[str, ...]:
         beyond = memory_only if (memory_only or 0) > (trained or 0) else None
         proofs += ("-" if beyond is None else f"{_at_least(study.question, beyond)} memory-only",)
     ended = "not finished" if study.trials_of(cell) else "not searched yet"
-    return (
-        *_names(cell),
-        *proofs,
-        "unproven" if study.unproven_of(cell) else ended,
-        "-",
-        "-",
-        "-",
-        "-",
-    )
+    return (*_names(cell), *proofs, "unproven" if study.unproven_of(cell) else ended, *"----")
 
 
 def _names(cell: Cell) -> tuple[str, str, str]:
@@ -232,9 +195,8 @@ def _at_least(question: Question, length_tokens: int) -> str:
 def _saves(result: TrialResult) -> str:
     """Every checkpoint, its bytes over all ranks and the time of the slowest."""
     names = {"sharded": "sharded", "hf": "Hugging Face"}
-    each = zip(
-        *(rank.saves for rank in result.ranks), strict=False
-    )  # a rank that failed may have fewer
+    # a rank that failed may have fewer
+    each = zip(*(rank.saves for rank in result.ranks), strict=False)
     return ", ".join(
         f"{names[parts[0].kind]} {format_bytes(sum(part.written_bytes for part in parts))} "
         f"in {format_seconds(max(part.time_s for part in parts))}"
@@ -263,7 +225,10 @@ def _footnotes(study: Study) -> list[str]:
     if any(cell.settings.token_budget_tokens is not None for cell in question.cells):
         notes.append(NOT_MONOTONE)
     notes.extend(_budgets(study))
-    notes.extend(_mixed_versions(study))
+    mixed = "; ".join(
+        f"{name} {' and '.join(found)}" for name, found in study.versions.items() if len(found) > 1
+    )
+    notes += [f"the trials ran under several versions: {plain(mixed)}"] if mixed else []
     for answer in study.answers:
         name = answer.cell.label_on(question.device)
         lines = list(_request_lines(answer, study)) or [plain(brief(answer.reason))]
@@ -311,21 +276,14 @@ def _memory_only_notes(study: Study) -> list[str]:
     for answer in study.answers:
         proof = answer.memory_only
         if proof is not None:
-            trained = (
-                f"{format_tokens(answer.capacity_tokens)} tokens"
-                if answer.capacity_tokens
-                else "no length"
-            )
-            peak, headroom = (
-                format_bytes(proof.peak_reserved_bytes),
-                format_bytes(proof.headroom_bytes),
-            )
+            capacity, headroom = answer.capacity_tokens, format_bytes(proof.headroom_bytes)
+            trained = f"{format_tokens(capacity)} tokens" if capacity else "no length"
+            peak = format_bytes(proof.peak_reserved_bytes)
             notes.append(
                 f"{answer.cell.label_on(study.question.device)}: memory-only proof of "
-                f"{format_tokens(proof.length_tokens)} tokens, "
-                f"{peak} at the peak, {headroom} of headroom: attention over whole documents in "
-                f"the last layer only, "
-                f"nothing trained; trained in full: {trained}"
+                f"{format_tokens(proof.length_tokens)} tokens, {peak} at the peak, {headroom} of "
+                "headroom: attention over whole documents in the last layer only, nothing trained; "
+                f"trained in full: {trained}"
             )
     return notes
 
@@ -345,19 +303,12 @@ def _budgets(study: Study) -> list[str]:
     ]
 
 
-def _mixed_versions(study: Study) -> list[str]:
-    """What the trials of a resumed study did not all run under, in the order in which they ran."""
-    mixed = [
-        f"{name} {' and '.join(found)}" for name, found in study.versions.items() if len(found) > 1
-    ]
-    return [f"the trials ran under several versions: {plain('; '.join(mixed))}"] if mixed else []
-
-
 def _division(budget: MemoryBudget) -> str:
-    context, nccl, cap = map(
-        format_bytes, (budget.context_bytes, budget.nccl_bytes, budget.allocator_cap_bytes)
+    parts = (
+        budget.budget_bytes,
+        budget.context_bytes,
+        budget.nccl_bytes,
+        budget.allocator_cap_bytes,
     )
-    return (
-        f"{format_bytes(budget.budget_bytes)} = {context} context + {nccl} NCCL + {cap} for "
-        f"the allocator"
-    )
+    whole, context, nccl, cap = map(format_bytes, parts)
+    return f"{whole} = {context} context + {nccl} NCCL + {cap} for the allocator"
