@@ -98,11 +98,9 @@ def test_areal_is_predicted_as_verls_actor(highwater):
 
 def test_one_document_has_the_values_by_name(highwater):
     document = json.loads(highwater("emit", "--for", "verl", *ASKED, "--json").stdout)
-    assert (document["schema_version"], document["target"], document["checked_with"]) == (
-        1,
-        "verl",
-        "0.9.1",
-    )
+    assert document["schema_version"] == 1
+    assert document["target"] == "verl"
+    assert document["checked_with"] == "0.9.1"
     assert document["values"]["actor_rollout_ref.actor.use_dynamic_bsz"] is True
 
 

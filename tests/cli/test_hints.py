@@ -44,7 +44,7 @@ def test_a_hint_that_is_typed_does_what_it_says(run, tmp_path, row):
             "offers"
         ]
     ways = list(followed(words[1:], problem, hint))
-    assert ways, hint
+    assert bool(ways) != row.get("offers_no_value", False), hint
     for way in ways:
         prepare(run, tmp_path, row)
         check_offer(row, way)

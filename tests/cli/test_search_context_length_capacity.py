@@ -61,26 +61,20 @@ def test_the_flags_and_defaults_are_the_original_ones(monkeypatch):
 def test_a_trial_is_the_original_one():
     arguments = parse((*MODEL, *SUPPORTED, "--test_gpu_num", "2", "4", "--timeout", "600"))
     request = request_of(arguments, settings_of(arguments, {}), {"device": "cuda"})
-    assert (request.gpus, request.ulysses, request.timeout_s, request.start_tokens) == (
-        (2, 4),
-        (1,),
-        600.0,
-        4096,
-    )
+    assert request.gpus == (2, 4)
+    assert request.ulysses == (1,)
+    assert request.timeout_s == 600.0
+    assert request.start_tokens == 4096
     assert (request.sequences_per_micro_batch, request.micro_batches, request.steps) == (2, 4, 2)
     usual = request.hyperparameters
     assert (usual.learning_rate, usual.max_grad_norm) == (1e-5, 1.0)
-    assert (request.method, request.rope, request.device, request.loss) == (
-        "bisect",
-        "yarn",
-        "cuda",
-        "full",
-    )
-    assert (request.checkpoint, request.save_hf, request.checkpoint_dir) == (
-        "sharded",
-        "never",
-        arguments.checkpoint_path,
-    )
+    assert request.method == "bisect"
+    assert request.rope == "yarn"
+    assert request.device == "cuda"
+    assert request.loss == "full"
+    assert request.checkpoint == "sharded"
+    assert request.save_hf == "never"
+    assert request.checkpoint_dir == arguments.checkpoint_path
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from highwater.errors import UsageError
+from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.hardware import gpu_catalog
-from highwater.nouns.refusals import MOST_GPUS_OF_A_MACHINE
 from highwater.pages.recommendation_tables import recommendation_tables
 from highwater.pages.text import plain_table
 from highwater.recommendation.recommend import recommend
@@ -32,10 +32,8 @@ def test_where_nothing_fits_the_fewest_more_gpus_a_larger_one_and_a_technique_ar
     assert "one that shrinks `" in technique.what
     for alternative in (more, larger):
         chosen = recommend("Qwen3-8B", gpus=alternative.flags[1], length="256k").chosen
-        assert (chosen.label, chosen.headroom_bytes) == (
-            alternative.label,
-            alternative.headroom_bytes,
-        )
+        assert chosen.label == alternative.label
+        assert chosen.headroom_bytes == alternative.headroom_bytes
 
 
 def test_a_setting_that_stands_in_the_way_is_the_technique():

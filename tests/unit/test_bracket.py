@@ -97,12 +97,10 @@ def test_a_failure_says_nothing_against_a_fit_of_fewer_packed_tokens():
 def test_a_grid_on_which_everything_fits_ends_at_its_ceiling():
     bracket = Bracket(100)
     search(bracket, 100)
-    assert (bracket.fits, bracket.end, bracket.does_not_fit, bracket.is_proven) == (
-        100,
-        101,
-        None,
-        False,
-    )
+    assert bracket.fits == 100
+    assert bracket.end == 101
+    assert bracket.does_not_fit is None
+    assert bracket.is_proven is False
 
 
 @given(SIZES, st.data())

@@ -179,11 +179,9 @@ def test_each_trial_is_announced_then_finished_and_the_answer_comes_last():
     for started, finished in zip(events[:-1:2], events[1:-1:2], strict=True):
         assert isinstance(started, TrialStarted)
         assert isinstance(finished, TrialFinished)
-        assert (started.spec, started.attempt, started.repeat) == (
-            finished.spec,
-            finished.attempt,
-            finished.repeat,
-        )
+        assert started.spec == finished.spec
+        assert started.attempt == finished.attempt
+        assert started.repeat == finished.repeat
 
 
 def test_the_estimate_of_trials_left_ends_at_zero():
@@ -306,11 +304,9 @@ def test_a_larger_token_budget_may_end_in_a_shorter_length_or_in_none(budget, ca
 
 def test_a_ceiling_that_fits_ends_the_search_without_a_failure():
     [answer] = answers_of(ask(), fits_up_to(GRID_SIZE * STEP))
-    assert (answer.capacity_tokens, answer.does_not_fit_tokens, answer.limit) == (
-        64_000,
-        None,
-        "ceiling",
-    )
+    assert answer.capacity_tokens == 64_000
+    assert answer.does_not_fit_tokens is None
+    assert answer.limit == "ceiling"
     assert answer.reason.startswith("64,000 tokens fit, ")
 
 
@@ -319,11 +315,9 @@ def test_host_memory_that_runs_out_is_named_as_the_limit():
         ask(),
         lambda spec: Outcome.FIT if spec.length_tokens <= 5000 else Outcome.HOST_OUT_OF_MEMORY,
     )
-    assert (answer.capacity_tokens, answer.does_not_fit_tokens, answer.limit) == (
-        5000,
-        6000,
-        "host_memory",
-    )
+    assert answer.capacity_tokens == 5000
+    assert answer.does_not_fit_tokens == 6000
+    assert answer.limit == "host_memory"
 
 
 def test_a_crash_that_passes_is_retried_and_leaves_no_trace_in_the_answer():
@@ -342,11 +336,9 @@ def test_a_trial_that_only_crashes_leaves_the_cell_inconclusive_with_the_longest
         ask(), lambda spec: Outcome.CRASHED if spec.length_tokens == 4000 else Outcome.FIT
     )
     answer = events[-1].answer
-    assert (answer.capacity_tokens, answer.does_not_fit_tokens, answer.limit) == (
-        2000,
-        None,
-        "inconclusive",
-    )
+    assert answer.capacity_tokens == 2000
+    assert answer.does_not_fit_tokens is None
+    assert answer.limit == "inconclusive"
     assert answer.reason.startswith("4,000 tokens: none of 3 ")
     assert answer.reason.endswith(": CRASHED")
     assert [e.attempt for e in events if isinstance(e, TrialStarted)][-3:] == [1, 2, 3]
@@ -371,11 +363,9 @@ def test_a_length_that_times_out_once_ends_the_search_above_and_it_goes_on_below
         ask(), lambda spec: Outcome.FIT if spec.length_tokens <= 5000 else Outcome.TIMEOUT
     )
     answer = events[-1].answer
-    assert (answer.capacity_tokens, answer.does_not_fit_tokens, answer.limit) == (
-        5000,
-        None,
-        "time",
-    )
+    assert answer.capacity_tokens == 5000
+    assert answer.does_not_fit_tokens is None
+    assert answer.limit == "time"
     assert answer.reason.startswith("6,000 tokens ")
     assert answer.reason.endswith(": TIMEOUT")
     assert max(e.attempt for e in events if isinstance(e, TrialStarted)) == 1
@@ -384,11 +374,9 @@ def test_a_length_that_times_out_once_ends_the_search_above_and_it_goes_on_below
 def test_memory_that_runs_out_below_a_timeout_is_the_limit():
     law = in_turn({8: [Outcome.TIMEOUT]}, fits_up_to(5 * STEP))
     [answer] = answers_of(ask(), law)
-    assert (answer.capacity_tokens, answer.does_not_fit_tokens, answer.limit) == (
-        5000,
-        6000,
-        "memory",
-    )
+    assert answer.capacity_tokens == 5000
+    assert answer.does_not_fit_tokens == 6000
+    assert answer.limit == "memory"
 
 
 @given(st.integers(0, 40 * STEP))
@@ -424,20 +412,16 @@ def test_confirm_repeats_both_sides_of_the_edge_and_tries_the_lengths_above_once
     assert [runner.launches[6, repeat] for repeat in (1, 2, 3)] == [1, 1, 1]
     assert [runner.launches[index, 0] for index in (7, 8, 9)] == [1, 1, 1]
     assert set(runner.launches.values()) == {1}
-    assert (answer.capacity_tokens, answer.monotone, answer.trials) == (
-        5000,
-        True,
-        runner.launches.total(),
-    )
+    assert answer.capacity_tokens == 5000
+    assert answer.monotone is True
+    assert answer.trials == runner.launches.total()
 
 
 def test_a_repeat_that_fails_is_reported_and_the_pair_stands():
     answer = answer_by(ask(confirm=1), Repeats(fits_up_to(5 * STEP), fits_up_to(4 * STEP)))
-    assert (answer.capacity_tokens, answer.does_not_fit_tokens, answer.monotone) == (
-        5000,
-        6000,
-        False,
-    )
+    assert answer.capacity_tokens == 5000
+    assert answer.does_not_fit_tokens == 6000
+    assert answer.monotone is False
     (contradiction,) = answer.contradictions
     assert contradiction.startswith("5,000 tokens ")
 
@@ -445,11 +429,9 @@ def test_a_repeat_that_fails_is_reported_and_the_pair_stands():
 def test_a_repeat_that_fits_moves_the_edge_up_and_the_new_edge_is_confirmed():
     runner = Repeats(fits_up_to(5 * STEP), fits_up_to(6 * STEP))
     answer = answer_by(ask(confirm=2), runner)
-    assert (answer.capacity_tokens, answer.does_not_fit_tokens, answer.monotone) == (
-        6000,
-        7000,
-        False,
-    )
+    assert answer.capacity_tokens == 6000
+    assert answer.does_not_fit_tokens == 7000
+    assert answer.monotone is False
     assert runner.launches[7, 2] == 1
     (contradiction,) = answer.contradictions
     assert contradiction.startswith("6,000 tokens ")
@@ -464,11 +446,9 @@ def test_a_fit_above_the_edge_is_reported_not_smoothed():
         )
 
     answer = answer_by(ask(confirm=1), Repeats(law, law))
-    assert (answer.capacity_tokens, answer.does_not_fit_tokens, answer.monotone) == (
-        7000,
-        8000,
-        False,
-    )
+    assert answer.capacity_tokens == 7000
+    assert answer.does_not_fit_tokens == 8000
+    assert answer.monotone is False
     (contradiction,) = answer.contradictions
     assert re.findall(r"[\d,]+\d", contradiction) == ["6,000", "7,000"]
 

@@ -79,11 +79,9 @@ def test_a_field_that_is_added_at_its_default_changes_no_key_no_label_and_no_ord
         assert later.key == question.key
         for before, after in zip(question.cells, later.cells, strict=True):
             assert later.trial(after, 4096).key == question.trial(before, 4096).key
-            assert (after.label, after.layout.slug, after.settings.slug) == (
-                before.label,
-                before.layout.slug,
-                before.settings.slug,
-            )
+            assert after.label == before.label
+            assert after.layout.slug == before.layout.slug
+            assert after.settings.slug == before.settings.slug
             assert simplicity(after) == simplicity(before)
 
 

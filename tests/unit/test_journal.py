@@ -157,11 +157,9 @@ def test_a_search_interrupted_anywhere_goes_on_where_it_was(tmp_path):
         with pytest.raises(KeyboardInterrupt), open_journal(path, QUESTION) as journal:
             search(QUESTION, journal, SimulatedRunner(interrupted))
         cut = read_study(path)
-        assert (len(cut.trials), cut.finished_trials, cut.complete) == (
-            finished + 1,
-            finished,
-            False,
-        )
+        assert len(cut.trials) == finished + 1
+        assert cut.finished_trials == finished
+        assert cut.complete is False
         with open_journal(path, QUESTION) as journal:
             assert search(QUESTION, journal) == finished
             assert journal.snapshot().trials == whole.trials

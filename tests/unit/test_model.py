@@ -46,11 +46,9 @@ def test_every_catalog_model_can_be_read_and_says_where_it_is_from():
 
 def test_a_model_is_named_after_its_directory(tmp_path):
     model = load_model(str(write_model(tmp_path / "my-model")))
-    assert (model.name, model.shape.kv_heads, model.shape.native_length_tokens) == (
-        "my-model",
-        2,
-        4096,
-    )
+    assert model.name == "my-model"
+    assert model.shape.kv_heads == 2
+    assert model.shape.native_length_tokens == 4096
 
 
 def test_two_places_with_one_config_are_one_model(tmp_path):

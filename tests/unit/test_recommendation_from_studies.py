@@ -40,11 +40,9 @@ def test_what_a_study_measured_is_taken_and_the_rest_predicted():
     found = recommend(length=150_000, studies=[STUDY], **HERE)
     each = by_label(found)
     for label in ("nothing set, 1 GPU", "expandable, 1 GPU"):
-        assert (each[label].source, each[label].capacity_source, each[label].capacity_tokens) == (
-            "measured",
-            "measured",
-            196_608,
-        )
+        assert each[label].source == "measured"
+        assert each[label].capacity_source == "measured"
+        assert each[label].capacity_tokens == 196_608
         assert each[label].found_in == str(STUDY)
         assert each[label].fits
     assert each["expandable, chunked loss, 1 GPU"].source == "predicted"
@@ -78,12 +76,10 @@ def test_a_measured_answer_overrules_a_prediction_both_ways():
     )
     assert re.search(r"1\.16 GiB .* 196,608 tokens", shown)
     beyond = by_label(recommend(length=204_800, studies=[STUDY], **HERE))["nothing set, 1 GPU"]
-    assert (beyond.fits, beyond.source, beyond.lacks_bytes, beyond.capacity_tokens) == (
-        False,
-        "measured",
-        None,
-        196_608,
-    )
+    assert beyond.fits is False
+    assert beyond.source == "measured"
+    assert beyond.lacks_bytes is None
+    assert beyond.capacity_tokens == 196_608
     tables = recommendation_tables(recommend(length=204_800, studies=[STUDY], **HERE))
     assert any(
         "out of memory" in row and "196,608*" in row for table in tables for row in table.rows
@@ -122,11 +118,9 @@ def test_a_capacity_that_no_memory_ended_is_shown_as_the_least():
     study = STUDY.with_name("qwen3-0.6b-79gib-chunked.jsonl")
     found = recommend(length=100_000, studies=[study], **HERE)
     chunked = by_label(found)["expandable, chunked loss, 1 GPU"]
-    assert (chunked.source, chunked.capacity_tokens, chunked.is_at_least) == (
-        "measured",
-        262_144,
-        True,
-    )
+    assert chunked.source == "measured"
+    assert chunked.capacity_tokens == 262_144
+    assert chunked.is_at_least is True
     rows = {row[0]: row for row in rung_list(found).rows}
     assert "≥262,144*" in rows["expandable, chunked loss"]
     assert not by_label(recommend(length=100_000, studies=[STUDY], **HERE))[
@@ -228,12 +222,10 @@ def test_a_margin_that_was_not_searched_with_is_held_against_what_each_trial_lef
     vanilla, env = (by_label(found)[label] for label in ("nothing set, 1 GPU", "expandable, 1 GPU"))
     assert (vanilla.fits, vanilla.source, vanilla.capacity_tokens) == (False, "measured", 188_416)
     assert vanilla.lacks_bytes == 1200 * MIB - 1_244_371_353
-    assert (env.fits, env.source, env.capacity_tokens, env.headroom_bytes) == (
-        True,
-        "measured",
-        196_608,
-        1_328_257_433,
-    )
+    assert env.fits is True
+    assert env.source == "measured"
+    assert env.capacity_tokens == 196_608
+    assert env.headroom_bytes == 1_328_257_433
     assert found.chosen == env
     rows = [row for table in recommendation_tables(found) for row in table.rows]
     assert any(re.search(r"at least 13\.3 MiB", " ".join(row)) for row in rows)
@@ -326,11 +318,9 @@ def test_a_step_is_timed_by_a_trial_and_predicted_without_one():
     assert {each.step_time.measured_length_tokens for each in alone} == {None}
     found = by_label(recommend(length=196_608, studies=[STUDY], **HERE))
     step = found["expandable, 1 GPU"].step_time
-    assert (step.source, step.tokens_per_s, step.step_tokens) == (
-        "measured",
-        pytest.approx(4901.8, abs=0.1),
-        2 * 196_608,
-    )
+    assert step.source == "measured"
+    assert step.tokens_per_s == pytest.approx(4901.8, abs=0.1)
+    assert step.step_tokens == 2 * 196_608
     assert step.time_s == pytest.approx(2 * 196_608 / step.tokens_per_s)
     assert found["expandable, chunked loss, 1 GPU"].step_time.measured_length_tokens is None
 

@@ -32,12 +32,10 @@ def test_typed_text_becomes_numbers():
             "timeout": "90s",
         }
     )
-    assert (request.gpus, request.confirm, request.memory_bytes, request.timeout_s) == (
-        (1, 2),
-        2,
-        84986665369,
-        90.0,
-    )
+    assert request.gpus == (1, 2)
+    assert request.confirm == 2
+    assert request.memory_bytes == 84986665369
+    assert request.timeout_s == 90.0
 
 
 def test_a_file_must_have_the_right_types():

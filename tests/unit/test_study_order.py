@@ -121,11 +121,9 @@ def test_what_a_formula_said_before_the_trials_stands_beside_what_todays_says():
     told = Expectation(cell=QUESTION.cells[0], likely_tokens=12_345, prediction="formula")
     report = report_of(study_of(trial(8192, Outcome.FIT), expectations=(told,)))
     cell = report.cells[0]
-    assert (cell.expected_tokens, cell.expected_by, cell.begun_at_tokens) == (
-        12_345,
-        "formula",
-        None,
-    )
+    assert cell.expected_tokens == 12_345
+    assert cell.expected_by == "formula"
+    assert cell.begun_at_tokens is None
     assert cell.predicted is not None
     assert cell.predicted.likely_tokens != 12_345
     table = predicted_cells(report)

@@ -118,12 +118,10 @@ def test_a_cell_without_an_answer_shows_how_far_its_bracket_has_closed():
 def test_a_study_that_is_not_finished_says_so():
     empty = report_of(study_of())
     assert not empty.is_complete
-    assert (empty.trials, empty.failures, empty.cells[0].bracket, empty.cells[0].answer) == (
-        (),
-        (),
-        (),
-        None,
-    )
+    assert empty.trials == ()
+    assert empty.failures == ()
+    assert empty.cells[0].bracket == ()
+    assert empty.cells[0].answer is None
     begun = report_of(study_of(trial(8192, None)))
     assert (begun.trials[0].outcome, begun.failures) == (None, ())
     assert "no end is recorded" in begun.trials[0].reason

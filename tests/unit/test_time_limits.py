@@ -123,11 +123,9 @@ def test_with_more_time_only_what_was_cut_is_run_again_and_the_answer_is_longer(
     assert cut.limit == "time"
     before = told(path)
     (answer,) = search(path, within(2000.0), longer)
-    assert (answer.reach_tokens, answer.does_not_fit_tokens, answer.limit) == (
-        100 * STEP,
-        101 * STEP,
-        "memory",
-    )
+    assert answer.reach_tokens == 100 * STEP
+    assert answer.does_not_fit_tokens == 101 * STEP
+    assert answer.limit == "memory"
     assert (answer.capacity_tokens or 0) > (cut.capacity_tokens or 0)
     assert not before & longer.keys
     assert all(
@@ -154,10 +152,8 @@ def test_what_memory_was_shown_to_hold_is_trained_in_full_as_far_as_more_time_al
     assert first.memory_only is not None
     ran = Ran(100, 2e14, 3000.0)
     (second,) = search(path, within(3000.0), ran)
-    assert (second.reach_tokens, second.does_not_fit_tokens) == (
-        first.reach_tokens,
-        first.does_not_fit_tokens,
-    )
+    assert second.reach_tokens == first.reach_tokens
+    assert second.does_not_fit_tokens == first.does_not_fit_tokens
     assert (second.capacity_tokens or 0) > (first.capacity_tokens or 0)
     assert not any(memory_only for _, memory_only in ran.tokens), "memory was shown already"
 
@@ -267,11 +263,9 @@ def test_with_the_proof_full_an_answer_that_nothing_was_run_for_stays(
             search(path, question, ran)
         assert not before & ran.keys
     (answer,) = search(path, question, Ran(capacity, 1e15, None), retry_crashed=True)
-    assert (answer.capacity_tokens, answer.limit, answer.monotone) == (
-        capacity * STEP,
-        "memory",
-        True,
-    )
+    assert answer.capacity_tokens == capacity * STEP
+    assert answer.limit == "memory"
+    assert answer.monotone is True
     assert_stays(path, question, (answer,), Ran(capacity, 1e15, None))
 
 
@@ -283,11 +277,9 @@ def test_a_stale_end_of_a_trial_does_not_undo_an_answer_that_others_made(tmp_pat
     )
     assert (cut.limit, cut.capacity_tokens) == ("inconclusive", 8 * STEP)
     (answer,) = search(path, question, Ran(20, 1e15, None))
-    assert (answer.limit, answer.capacity_tokens, answer.does_not_fit_tokens) == (
-        "memory",
-        20 * STEP,
-        21 * STEP,
-    )
+    assert answer.limit == "memory"
+    assert answer.capacity_tokens == 20 * STEP
+    assert answer.does_not_fit_tokens == 21 * STEP
     for _ in range(2):
         assert_stays(path, question, (answer,), Ran(20, 1e15, None))
 
@@ -315,19 +307,15 @@ def first_full_then_quick(capacity: int, timeout_s: float, ends: Ends = ()) -> R
 def test_a_first_full_trial_that_crashes_with_more_time_undoes_nothing(tmp_path):
     path, crashes = tmp_path / "study.jsonl", (Outcome.CRASHED,) * 3
     (short,) = search(path, within(5.0), first_full_then_quick(100, 5.0))
-    assert (short.capacity_tokens, short.reach_tokens, short.does_not_fit_tokens) == (
-        None,
-        100 * STEP,
-        101 * STEP,
-    )
+    assert short.capacity_tokens is None
+    assert short.reach_tokens == 100 * STEP
+    assert short.does_not_fit_tokens == 101 * STEP
     ran = first_full_then_quick(100, 60.0, crashes)
     (crashed,) = search(path, within(60.0), ran)
     assert ran.tokens == [(STEP, False)] * 3
-    assert (crashed.reach_tokens, crashed.limit, crashed.monotone) == (
-        100 * STEP,
-        "inconclusive",
-        True,
-    )
+    assert crashed.reach_tokens == 100 * STEP
+    assert crashed.limit == "inconclusive"
+    assert crashed.monotone is True
     assert search(
         path, within(60.0), first_full_then_quick(100, 60.0, crashes), retry_crashed=True
     ) == (crashed,)
@@ -336,11 +324,9 @@ def test_a_first_full_trial_that_crashes_with_more_time_undoes_nothing(tmp_path)
         "the third was found after trials of its own"
     )
     (mended,) = search(path, within(60.0), first_full_then_quick(100, 60.0), retry_crashed=True)
-    assert (mended.limit, mended.reach_tokens, mended.does_not_fit_tokens) == (
-        "memory",
-        100 * STEP,
-        101 * STEP,
-    )
+    assert mended.limit == "memory"
+    assert mended.reach_tokens == 100 * STEP
+    assert mended.does_not_fit_tokens == 101 * STEP
     assert (mended.capacity_tokens or 0) > STEP
 
 

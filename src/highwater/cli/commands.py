@@ -11,9 +11,10 @@ from pathlib import Path
 
 from highwater.api import search
 from highwater.cli import console
-from highwater.cli.config import config_schema, request_of, sbatch_script, to_yaml
+from highwater.cli.config import config_schema, request_of, to_yaml
 from highwater.cli.console import exit_code_of
 from highwater.cli.progress import shown
+from highwater.cli.sbatch import sbatch_script
 from highwater.errors import (
     EXIT_ANSWERED,
     EXIT_ANSWERED_NO,
@@ -27,11 +28,10 @@ from highwater.nouns.hardware import CPU_SEARCH
 from highwater.nouns.plan import Plan
 from highwater.nouns.plan_notes import (
     ON_THE_CPU_NOTE,
-    base_notes,
     foreign_notes,
+    lossy_notes,
     memory_notes,
     offload_notes,
-    optimizer_notes,
     own_code_notes,
     weights_notes,
     yarn_notes,
@@ -131,8 +131,7 @@ def _trial_notes(request: Request, spec: TrialSpec) -> tuple[str, ...]:
         return (*foreign_notes(request, spec.foreign, spec.device), *check_foreign([spec]))
     model = load_model(request.model)
     return (
-        *optimizer_notes(spec.settings),
-        *base_notes(spec.settings),
+        *lossy_notes(spec.settings),
         *offload_notes(spec.settings, spec.device),
         *own_code_notes(model),
         *yarn_notes(model, spec.length_tokens, request.rope),

@@ -25,8 +25,7 @@ from highwater.memory.interval.residuals import (
 from highwater.memory.trainers import MEMORY
 from highwater.model.model import Model, load_model
 from highwater.nouns.cluster import Cluster
-from highwater.nouns.codec import from_json
-from highwater.nouns.files import CONFIG_BYTES, read_file
+from highwater.nouns.files import record_in
 from highwater.nouns.hardware import (
     CUBLAS_WORKSPACES,
     MEASURED_SCHEMA_VERSION,
@@ -56,16 +55,8 @@ def own_constants(path: Path, where: Cluster) -> MachineConstants:
         "leave `--constants` out, or make the file where the GPUs are: `highwater doctor "
         "--measure --json > constants.json`"
     )
-    try:
-        found = from_json(read_file(path, most_bytes=CONFIG_BYTES), MeasuredConstants)
-    except OSError as error:
-        raise UsageError(
-            f"the constants {path} cannot be read: {error.strerror}", hint=hint
-        ) from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"{path} is not what `highwater doctor --measure --json` prints: {error}", hint=hint
-        ) from error
+    what = "what `highwater doctor --measure --json` prints"
+    found = record_in(path, MeasuredConstants, called="constants", what=what, hint=hint)
     obstacle = _obstacle(found, where)
     if obstacle is not None:
         raise UsageError(f"{path} {obstacle}", hint=hint)

@@ -28,8 +28,8 @@ import psutil
 from highwater.errors import UsageError
 from highwater.memory.formula.constants import context_bytes, outside_terms
 from highwater.model.model import load_model
-from highwater.nouns.command_template import filled_command
 from highwater.nouns.environment import ALLOCATOR_MODES, ALLOCATOR_VARIABLES
+from highwater.nouns.foreign_request import filled_command
 from highwater.nouns.foreign_trainer import ForeignName, ForeignTrainer
 from highwater.nouns.protocols import Launch, OnPhase
 from highwater.nouns.trial import (
