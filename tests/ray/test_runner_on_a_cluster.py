@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 from conftest import (
     GONE_S,
@@ -109,9 +110,10 @@ def test_when_the_process_that_drives_ray_dies_the_trial_ends_and_the_search_hea
     future = own.submit(Launch(spec=paused(model, pause)))
     assert wait_until(pause.with_name("hangs").exists, within_s=ENDS_S)
     # The youngest is this test's: others' clusters were joined before.
-    driver = max(
+    drivers = (
         pid for pid, words in commands_under(mark).items() if "highwater.trials.ray_driver" in words
     )
+    driver = max(drivers, key=lambda pid: psutil.Process(pid).create_time())
     os.kill(driver, signal.SIGKILL)
     with pytest.raises(MachineError, match="connection to the Ray cluster was lost"):
         future.result(timeout=GONE_S)
