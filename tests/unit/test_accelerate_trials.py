@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import yaml
 
-from highwater.cli.config import request_of
+from highwater.cli.flags import request_of
 from highwater.cli.grammar import parse
 from highwater.errors import HighwaterError, UsageError
 from highwater.model.model import load_model

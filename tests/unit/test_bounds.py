@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from studies import fifo
 
 from highwater.cli.app import main
-from highwater.cli.config import request_of, to_yaml
+from highwater.cli.config import to_yaml
+from highwater.cli.flags import request_of
 from highwater.errors import HighwaterError, UsageError
 from highwater.nouns.capacities import read_capacity_table, table_capacities
 from highwater.nouns.corpus import least_packed, packed_tokens

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from highwater.cli.config import request_of, to_yaml
-from highwater.cli.flags import typed_values
+from highwater.cli.config import to_yaml
+from highwater.cli.flags import request_of, typed_values
 from highwater.cli.grammar import parse
 from highwater.errors import HighwaterError, UsageError
 from highwater.nouns.declared_settings import DECLARED

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from highwater.cli.config import request_of
+from highwater.cli.flags import request_of
 from highwater.cli.grammar import parse
 from highwater.errors import MachineError
 from highwater.nouns.cells import simplicity

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from studies import study_of
 
-from highwater.cli.config import request_of, to_yaml
+from highwater.cli.config import to_yaml
+from highwater.cli.flags import request_of
 from highwater.cli.grammar import parse
 from highwater.errors import UsageError
 from highwater.memory.snapshot.memory_profile import _coordinates

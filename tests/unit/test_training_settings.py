@@ -13,6 +13,7 @@ from highwater.cli.app import main
 from highwater.cli.flags import training_request_of
 from highwater.cli.grammar import parse
 from highwater.cli.progress import training_progress
+from highwater.cli.train import training_table
 from highwater.errors import EXIT_USER, MachineError, UsageError
 from highwater.memory.formula.formula import likely_footprint
 from highwater.memory.formula.layers import Step
@@ -33,7 +34,6 @@ from highwater.nouns.training import (
     training_request_from,
 )
 from highwater.nouns.trial import PROMPT_TOKENS
-from highwater.pages.training_lines import training_table
 from highwater.recommendation.training_settings import (
     ChosenTrial,
     chosen_trial,

@@ -11,10 +11,9 @@ from pathlib import Path
 
 from highwater.api import search
 from highwater.cli import console
-from highwater.cli.config import config_schema, request_of, to_yaml
 from highwater.cli.console import exit_code_of
+from highwater.cli.flags import request_of
 from highwater.cli.progress import shown
-from highwater.cli.sbatch import sbatch_script
 from highwater.errors import (
     EXIT_ANSWERED,
     EXIT_ANSWERED_NO,
@@ -61,13 +60,14 @@ from highwater.units import MIB, format_tokens
 def find(arguments: argparse.Namespace) -> int:
     """``highwater find``: search the longest context of every cell."""
     request = request_of(arguments)
-    if arguments.print_config:
-        load_model(request.model)  # raises for one that is not there: the configuration has to work
-        console.answer_exactly(to_yaml(request))
-        return EXIT_ANSWERED
-    if arguments.print_sbatch:
-        load_model(request.model)
-        console.answer_exactly(sbatch_script(request, arguments.typed))
+    if arguments.print_config or arguments.print_sbatch:
+        from highwater.cli.config import to_yaml
+        from highwater.cli.sbatch import sbatch_script
+
+        load_model(request.model)  # raises for one that is not there: what is printed has to work
+        in_a_job = not arguments.print_config
+        text = sbatch_script(request, arguments.typed) if in_a_job else to_yaml(request)
+        console.answer_exactly(text)
         return EXIT_ANSWERED
     known = completed_study(request)
     if known is not None:
@@ -187,6 +187,8 @@ def say_line(question: Question, cell: Cell, answer: CellAnswer | None) -> None:
 
 def schema(_: argparse.Namespace) -> int:
     """``highwater schema``: the JSON Schema of a configuration file."""
+    from highwater.cli.config import config_schema
+
     console.answer_json(config_schema())
     return EXIT_ANSWERED
 

@@ -2,36 +2,25 @@
 errors.
 """
 
-import argparse
 import os
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml
 from yaml.composer import ComposerError
 
-from highwater.cli.flags import typed_values
 from highwater.errors import UsageError
 from highwater.nouns.codec import json_schema, to_builtins
 from highwater.nouns.declared_settings import DECLARED
 from highwater.nouns.files import SETTINGS_BYTES, read_file
 from highwater.nouns.foreign_trainer import FOREIGN, foreign_name
-from highwater.nouns.request import PACKINGS, Request, request_from
+from highwater.nouns.request import Request, request_from
 
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
 _DEEPEST = 8
 """Lists and mappings within each other; settings have two."""
 SCHEMA_ID = "urn:highwater:schema:study"
-
-
-def request_of(arguments: argparse.Namespace) -> Request:
-    """The request in the file of ``--config``, if any, and the flags over it. Raises UsageError for
-    a file that cannot be read, and for settings that cannot be.
-    """
-    typed = typed_values(arguments)
-    return layered(settings_in(arguments.config, typed.get("model")), typed)
 
 
 def settings_in(config: str | None, model: str | None) -> dict[str, Any]:
@@ -45,15 +34,6 @@ def settings_in(config: str | None, model: str | None) -> dict[str, Any]:
         from_file["model"] = model
     read = to_builtins(request_from(from_file, config_file=config))
     return {name: read[name] for name in from_file}
-
-
-def layered(*layers: Mapping[str, Any]) -> Request:
-    """The request of settings, each layer over those before it."""
-    values: dict[str, Any] = {}
-    for named in layers:
-        overridden = PACKINGS if any(name in named for name in PACKINGS) else ()
-        values = {name: values[name] for name in values if name not in overridden} | {**named}
-    return request_from(values)
 
 
 def to_yaml(request: Request) -> str:

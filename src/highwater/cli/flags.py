@@ -11,7 +11,7 @@ from highwater.nouns.attention_bench import DIRECTIONS, IMPLEMENTATIONS, BenchDt
 from highwater.nouns.corpus import LongDocuments, TrainedTokens
 from highwater.nouns.declaration import SWITCH, CommandName, Setting, flag_of, words_of
 from highwater.nouns.declared_settings import DECLARED, TOPICS, Topic
-from highwater.nouns.request import Request, choices
+from highwater.nouns.request import PACKINGS, Request, choices, request_from
 from highwater.nouns.settings import PATTERN_FIELDS
 from highwater.nouns.trainer import OURS
 from highwater.nouns.training import ScheduleName, TrainingRequest, training_request_from
@@ -88,6 +88,27 @@ def typed_values(arguments: argparse.Namespace) -> dict[str, Any]:
                 typed["model"], value = values, True
             typed[row.name] = value
     return typed
+
+
+def request_of(arguments: argparse.Namespace) -> Request:
+    """The request in the file of ``--config``, if any, and the flags over it. Raises UsageError for
+    a file that cannot be read, and for settings that cannot be.
+    """
+    typed, from_file = typed_values(arguments), dict[str, Any]()
+    if arguments.config is not None:
+        from highwater.cli.config import settings_in  # without a file nobody waits for YAML
+
+        from_file = settings_in(arguments.config, typed.get("model"))
+    return layered(from_file, typed)
+
+
+def layered(*layers: Mapping[str, Any]) -> Request:
+    """The request of settings, each layer over those before it."""
+    values: dict[str, Any] = {}
+    for named in layers:
+        overridden = PACKINGS if any(name in named for name in PACKINGS) else ()
+        values = {name: values[name] for name in values if name not in overridden} | {**named}
+    return request_from(values)
 
 
 def named_model(

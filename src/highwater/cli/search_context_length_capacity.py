@@ -23,8 +23,9 @@ from highwater.api import search
 from highwater.cli import console
 from highwater.cli.app import guarded
 from highwater.cli.commands import exit_code, say_interrupted, say_line, with_memory
-from highwater.cli.config import as_key, layered, settings_in
+from highwater.cli.config import as_key, settings_in
 from highwater.cli.console import exit_code_of
+from highwater.cli.flags import layered
 from highwater.cli.parser import Parser, parse_strictly
 from highwater.cli.progress import Progress
 from highwater.errors import HighwaterError, MachineError

@@ -4,25 +4,25 @@ import argparse
 import json
 import shlex
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from highwater.api import training
+from highwater.api.training import PreparedTraining
 from highwater.cli import console
-from highwater.cli.config import request_of
 from highwater.cli.console import exit_code_of, heeding
-from highwater.cli.flags import training_request_of
+from highwater.cli.flags import request_of, training_request_of
 from highwater.cli.progress import training_progress
 from highwater.errors import EXIT_ANSWERED, EXIT_TERMINATED
-from highwater.nouns.settings import Settings
-from highwater.nouns.training import TrainingRequest, TrainingResult
-from highwater.pages.training_lines import (
-    prediction_lines,
-    stopped_sentence,
-    training_answer,
-    training_table,
-)
+from highwater.nouns.settings import Settings, short_settings
+from highwater.nouns.study import counted_ranks
+from highwater.nouns.training import TrainingRequest, TrainingResult, TrainingSpec
+from highwater.pages.text import TextTable, plain
 from highwater.recommendation.training_settings import has_lost_base
 from highwater.trials.training_ranks import own_folder
+from highwater.units import counted, format_bytes, format_seconds, format_tokens
 
 _RESUME_FROM = "--resume-from"
 
@@ -107,3 +107,104 @@ def _next(directory: str, settings: Settings) -> str:
     # In double quotes, so that a shell takes all of it in single ones.
     loaded = f"M.from_pretrained({json.dumps(directory, ensure_ascii=False)})"
     return shlex.join(("python", "-c", f"from {package} import {kind} as M; {loaded}"))
+
+
+def prediction_lines(prepared: PreparedTraining) -> list[str]:
+    """What is trained, how, and what memory and time are predicted."""
+    spec = prepared.spec
+    trial, corpus = spec.trial, spec.corpus
+    gpus = "GPU" if trial.device == "cuda" else "process"
+    length, sequences = format_tokens(trial.length_tokens), trial.sequences
+    row = length if sequences == 1 else f"{sequences} x {length}"
+    # Rows are a little shorter than the length, so that documents come up to so often.
+    tokens = spec.steps * spec.micro_batches * trial.length_tokens * sequences
+    epochs = f"up to {tokens / max(1, corpus.tokens):.1f} epochs"
+    # How many rows a step has is said beside them.
+    settings = msgspec.structs.replace(trial.settings, accumulates=True)
+    lines = [
+        f"{trial.model_name}: {counted(spec.steps, 'step')} of "
+        f"{counted(spec.micro_batches, 'row')} of {row} tokens, "
+        f"{short_settings(settings)}, {counted_ranks(trial.layout.gpus, trial.device)}"
+        f"{trial.layout.suffix}",
+        f"data: {counted(corpus.documents, 'document')}, {corpus.tokens:,} tokens, longest "
+        f"{corpus.longest_tokens:,}; {epochs}",
+    ]
+    lines += _left_out(spec)
+    used_bytes = prepared.predicted.device_used_bytes + prepared.rows_bytes
+    lines.append(
+        f"predicted: {format_bytes(used_bytes)} of a {gpus}'s memory"
+        + (f", {format_seconds(prepared.expected_s)}" if prepared.expected_s else "")
+    )
+    if prepared.done_steps:
+        lines.append(f"goes on after step {prepared.done_steps}")
+    return lines
+
+
+def _left_out(spec: TrainingSpec) -> list[str]:
+    """What of the data is not trained as it is."""
+    corpus = spec.corpus
+    said: list[str] = []
+    if corpus.truncated:
+        said.append(
+            f"{counted(corpus.truncated, 'document')} cut at the length, "
+            f"{corpus.truncated_tokens:,} tokens left out"
+        )
+    if corpus.split:
+        said.append(f"{counted(corpus.split, 'document')} trained in pieces")
+    if corpus.empty:
+        said.append(f"{counted(corpus.empty, 'record')} without a token to train on left out")
+    return [f"note: {'; '.join(said)}"] if said else []
+
+
+def training_answer(spec: TrainingSpec, result: TrainingResult) -> str:
+    """The first line: what was trained, and where it is."""
+    settings = spec.trial.settings
+    kind = "adapter" if settings.lora and not settings.lora_merged else "model"
+    return plain(
+        f"Trained {spec.trial.model_name} for {counted(result.step, 'step')}: the loss went from "
+        f"{result.losses[0]:.3f} to {result.losses[-1]:.3f}. The {kind} is in "
+        f"{result.model_directory}."
+    )
+
+
+def training_table(result: TrainingResult) -> TextTable:
+    """Figures of a run, a row each."""
+    rows: list[tuple[str, str]] = []
+    if result.evaluations:
+        rows.append(("held-out loss", _held_out(result.evaluations)))
+        if result.best_step is not None:
+            best = dict(result.evaluations)[result.best_step]
+            rows.append(("best held-out loss", f"{best:.3f}, after step {result.best_step}"))
+    if result.tokens_per_s is not None:
+        rows.append(("tokens per second", f"{result.tokens_per_s:,.0f}"))
+    if result.peak_bytes is not None:
+        rows.append(("most memory in use", format_bytes(result.peak_bytes)))
+    rows.append(("folder", plain(result.output_directory)))
+    return TextTable(
+        title=f"{counted(result.step, 'step')}: measured",
+        columns=(),
+        rows=tuple(rows),
+        left_columns=2,
+    )
+
+
+def _held_out(evaluations: Sequence[tuple[int, float]]) -> str:
+    """The first and the last evaluation: a run that went on may have none before its first step."""
+    (first_step, first), (last_step, last) = evaluations[0], evaluations[-1]
+    if first_step == last_step:
+        return f"{first:.3f} after step {first_step}"
+    if first_step == 0:
+        return f"{first:.3f} before, {last:.3f} after"
+    return f"{first:.3f} after step {first_step}, {last:.3f} after step {last_step}"
+
+
+def stopped_sentence(result: TrainingResult | None) -> str:
+    """What is kept of a run that was told to stop."""
+    if result is None:
+        return "stopped: no step was saved"
+    if result.status == "done":
+        return f"stopped after the last step: the model is in {result.model_directory}"
+    return (
+        f"stopped after step {result.step} of {result.steps}: its checkpoint is in "
+        f"{result.output_directory}"
+    )
