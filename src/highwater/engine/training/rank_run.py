@@ -62,18 +62,21 @@ def assemble(spec: TrialSpec, context: RankContext) -> Training:
     loss: Loss = "full" if settings.holds_logits else "chunked"
     policy = _model(spec, context, loss=None if settings.traits.gives_scalars else loss)
     critic = _model(spec, context, loss=None, seed=CRITIC_SEED) if settings.critic else None
+    # what is allocated first, a trace tells: the optimizers' states, then the reference
+    optimizer = optimizer_of(policy, spec)
+    critic_optimizer = None if critic is None else optimizer_of(critic, spec)
     reference = None
     if settings.traits.has_reference:  # with adapters the policy itself, which is asked without
         reference = _reference(spec, context) if settings.has_second_model else policy
     return Training(
         policy=policy,
-        optimizer=optimizer_of(policy, spec),
+        optimizer=optimizer,
         mesh=context.mesh,
         sequence=context.sequence,
         objective=settings.objective,
         entropy=settings.entropy != "none",
         critic=critic,
-        critic_optimizer=None if critic is None else optimizer_of(critic, spec),
+        critic_optimizer=critic_optimizer,
         reference=reference,
         hyperparameters=spec.hyperparameters,
         keeps_gradients=settings.keeps_gradients,
