@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from highwater.model.model import load_model
-from highwater.nouns.grid import Grid
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
-from highwater.nouns.study import Cell, Question
+from highwater.nouns.study import Cell, Grid, Question
 from highwater.nouns.trial import Outcome, TrialSpec
 from highwater.trials.simulated import Law
 from highwater.units import GIB

@@ -12,7 +12,8 @@ from corpora import ids_of, order, write_lines
 from highwater.engine.data.store import open_corpus
 from highwater.errors import MachineError, UsageError
 from highwater.nouns.protocols import TrialEndedError, unheard
-from highwater.trials.inputs import corpus_directory, tokenised
+from highwater.trials.inputs import tokenised
+from highwater.trials.trial_process import cache_directory
 
 
 @pytest.fixture(autouse=True)
@@ -89,5 +90,5 @@ def test_a_cache_that_cannot_be_written_is_the_machines(cache, tmp_path, monkeyp
 
 
 def test_corpora_lie_where_the_environment_says():
-    assert corpus_directory({"XDG_CACHE_HOME": "/x"}) == Path("/x/highwater/corpora")
-    assert corpus_directory({}) == Path.home() / ".cache" / "highwater" / "corpora"
+    assert cache_directory("corpora", {"XDG_CACHE_HOME": "/x"}) == Path("/x/highwater/corpora")
+    assert cache_directory("corpora", {}) == Path.home() / ".cache" / "highwater" / "corpora"

@@ -14,10 +14,9 @@ import pytest
 from highwater.nouns.trial import TrialSpec
 from highwater.trials.engine_trial import EngineLauncher
 from highwater.trials.inputs import model_files
-from highwater.trials.ray_cluster import RayCluster
 from highwater.trials.ray_node import Needs
 from highwater.trials.ray_placement import choose
-from highwater.trials.ray_runner import RayRunner
+from highwater.trials.ray_runner import RayCluster, RayRunner
 from highwater.units import GIB
 from tiny_models import write_model
 from trial_specs import trial_of

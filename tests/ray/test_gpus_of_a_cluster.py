@@ -16,10 +16,9 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trial import TrialSpec
 from highwater.trials.inputs import model_files
-from highwater.trials.ray_cluster import RayCluster
 from highwater.trials.ray_node import Needs
 from highwater.trials.ray_placement import Node
-from highwater.trials.ray_runner import RayRunner
+from highwater.trials.ray_runner import RayCluster, RayRunner
 from places import machine_with, question_of
 from runner_contract import ENDS_S
 from tiny_models import write_model

@@ -26,8 +26,7 @@ from processes import wait_until
 from highwater.errors import MachineError
 from highwater.nouns.protocols import Launch
 from highwater.nouns.trial import Outcome, TrialSpec
-from highwater.trials.ray_cluster import RayCluster
-from highwater.trials.ray_runner import RayRunner
+from highwater.trials.ray_runner import RayCluster, RayRunner
 from highwater.units import GIB
 from runner_contract import ENDS_S, RunnerContract
 

@@ -15,8 +15,7 @@ from highwater.cli.config import request_of
 from highwater.cli.grammar import parse
 from highwater.errors import HighwaterError, UsageError
 from highwater.model.model import load_model
-from highwater.nouns.command_template import launched_command
-from highwater.nouns.foreign_request import program_of
+from highwater.nouns.foreign_request import launched_command, program_of
 from highwater.nouns.plan import plan, plan_trial
 from highwater.nouns.protocols import unheard
 from highwater.nouns.request import Request, request_from

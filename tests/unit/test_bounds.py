@@ -15,10 +15,10 @@ from highwater.cli.app import main
 from highwater.cli.config import request_of, to_yaml
 from highwater.errors import HighwaterError, UsageError
 from highwater.nouns.corpus import least_packed, packed_tokens
+from highwater.nouns.declaration import MOST_GPUS, MOST_LENGTHS
 from highwater.nouns.files import SETTINGS_BYTES, read_file
 from highwater.nouns.layout import Layout
 from highwater.nouns.published import read_capacity_table, table_capacities
-from highwater.nouns.refusals import MOST_GPUS, MOST_LENGTHS
 from highwater.nouns.request import Request
 from highwater.units import parse_bytes, parse_seconds, parse_tokens
 from places import examples, question_of

@@ -14,14 +14,15 @@ from highwater.cli.config import request_of, to_yaml
 from highwater.cli.flags import typed_values
 from highwater.cli.grammar import parse
 from highwater.errors import HighwaterError, UsageError
-from highwater.nouns.command_template import (
+from highwater.nouns.declared_settings import DECLARED
+from highwater.nouns.foreign_request import (
     PLACEHOLDERS,
+    base_config,
     filled_command,
+    foreign_of,
     placeholders_of,
     split_command,
 )
-from highwater.nouns.declared_settings import DECLARED
-from highwater.nouns.foreign_request import base_config, foreign_of
 from highwater.nouns.foreign_trainer import FOREIGN, ForeignTrainer
 from highwater.nouns.plan import plan, plan_trial
 from highwater.nouns.request import Request, request_from

@@ -13,10 +13,10 @@ from highwater.nouns.request import request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
 from highwater.trials.inputs import model_files
-from highwater.trials.ray_cluster import RayCluster
 from highwater.trials.ray_driver import loss_reason
 from highwater.trials.ray_node import Needs, Refusal, read_node
 from highwater.trials.ray_placement import Demand, Node, Placement, choose, demand_of
+from highwater.trials.ray_runner import RayCluster
 from highwater.units import GIB
 from places import machine_with, question_of
 from tiny_models import write_model

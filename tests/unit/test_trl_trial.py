@@ -13,7 +13,7 @@ from highwater.nouns.foreign_request import config_digest
 from highwater.nouns.foreign_trainer import ForeignTrainer
 from highwater.nouns.trial import TrialSpec
 from highwater.trials.foreign_command import check_trl, python_of, trl_base, versions_there
-from highwater.trials.inputs import model_cache
+from highwater.trials.trial_process import cache_directory
 from trial_specs import trial_of
 
 
@@ -111,4 +111,4 @@ def test_a_disk_without_room_for_random_weights_is_said(tmp_path, monkeypatch):
 
 
 def test_prepared_models_are_in_the_users_cache():
-    assert model_cache({"XDG_CACHE_HOME": "/here"}) == Path("/here/highwater/models")
+    assert cache_directory("models", {"XDG_CACHE_HOME": "/here"}) == Path("/here/highwater/models")

@@ -8,7 +8,6 @@ on an H200.
 import argparse
 import gzip
 import json
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ from highwater.nouns.events import Allocate, Enter, EventLog, Free
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
-from highwater.trials.tracing import CachedTracer, trace_directory
+from highwater.trials.tracing import CachedTracer
+from highwater.trials.trial_process import cache_directory
 from highwater.units import GIB, format_tokens
 
 FILE = Path(__file__).with_suffix(".json")
@@ -50,7 +50,7 @@ def main() -> None:
     rows: dict[str, Any] = json.loads(FILE.read_text()) if FILE.is_file() else {}
     if not parser.parse_args().table:
         told = json.loads(gzip.decompress(histories.FILE.read_bytes()))["trials"]
-        with CachedTracer(trace_directory(os.environ), kernel="cudnn") as tracer:
+        with CachedTracer(cache_directory("traces"), kernel="cudnn") as tracer:
             for name, case in told.items():
                 if name not in rows:
                     traced = tracer(trial_spec(name))

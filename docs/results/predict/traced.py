@@ -12,7 +12,6 @@ an engine before (commit 4793eda): their traces stay as they are.
 
 import argparse
 import json
-import os
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +29,8 @@ from highwater.nouns.codec import from_json
 from highwater.nouns.events import EventLog
 from highwater.nouns.study import Cell, Study
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
-from highwater.trials.tracing import CachedTracer, fullest_rank, trace_directory
+from highwater.trials.tracing import CachedTracer, fullest_rank
+from highwater.trials.trial_process import cache_directory
 from highwater.units import GIB, format_tokens
 
 STUDIES = Path(__file__).parents[1] / "find"
@@ -76,7 +76,7 @@ def main() -> None:
         print(summary(rows))
         return
     if not arguments.table:
-        with CachedTracer(trace_directory(os.environ), kernel="cudnn") as tracer:
+        with CachedTracer(cache_directory("traces"), kernel="cudnn") as tracer:
             for study_name, spec, result in told():
                 name = (
                     f"{study_name}/{spec.key}"  # one trial may stand in two studies, of two engines

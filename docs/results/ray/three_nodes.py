@@ -47,10 +47,9 @@ from highwater.trials.engine_trial import EngineLauncher  # noqa: E402
 from highwater.trials.inputs import model_files  # noqa: E402
 from highwater.trials.local import LocalRunner  # noqa: E402
 from highwater.trials.probe import environment, probe  # noqa: E402
-from highwater.trials.ray_cluster import RayCluster  # noqa: E402
 from highwater.trials.ray_node import Needs  # noqa: E402
 from highwater.trials.ray_placement import choose  # noqa: E402
-from highwater.trials.ray_runner import RayRunner  # noqa: E402
+from highwater.trials.ray_runner import RayCluster, RayRunner  # noqa: E402
 
 MODEL = {
     "model_type": "qwen3",

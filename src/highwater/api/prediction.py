@@ -4,7 +4,6 @@ What only ``exact``, ``calibrate_with``, ``constants`` or a table needs is impor
 used: a prediction by formula starts without trials, journals and traces.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,9 +123,10 @@ def _traced(
     named.
     """
     from highwater.memory.trace.exact import predict_exactly
-    from highwater.trials.tracing import CachedTracer, trace_directory
+    from highwater.trials.tracing import CachedTracer
+    from highwater.trials.trial_process import cache_directory
 
-    with CachedTracer(trace_directory(os.environ), kernel=kernel, on_trace=on_trace) as tracer:
+    with CachedTracer(cache_directory("traces"), kernel=kernel, on_trace=on_trace) as tracer:
         cells = predict_exactly(question, prediction.memory_limit, tracer, prediction.calibration)
         prediction = msgspec.structs.replace(prediction, cells=cells)
         if timeline is not None:

@@ -28,7 +28,7 @@ from highwater.store.directory import study_path
 from highwater.store.journal import open_journal, read_study
 from highwater.trials import ray_runner
 from highwater.trials.diagnosis import diagnose, undiagnosed
-from highwater.trials.engine_trial import EngineLauncher, RunRanks, run_ranks_here
+from highwater.trials.engine_trial import EngineLauncher
 from highwater.trials.foreign_trial import ForeignLauncher, check_foreign
 from highwater.trials.local import LocalRunner
 from highwater.trials.nodes import across
@@ -168,8 +168,7 @@ def _answer(
     command: Sequence[str],
 ) -> Study:
     path = study_file(request, planned.question)
-    run_ranks = partial(run_ranks_here, across=across(request))
-    runner = _runner(request, log_layout, planned.question.device_total_bytes, run_ranks)
+    runner = _runner(request, log_layout, planned.question.device_total_bytes)
     if path is not None:
         return _search(request, planned, runner, path, on_event, command)
     with tempfile.TemporaryDirectory(
@@ -287,7 +286,6 @@ def _runner(
     request: Request,
     log_layout: LogLayout,
     device_total_bytes: int | None = None,
-    run_ranks: RunRanks = run_ranks_here,
 ) -> LocalRunner | RayRunner | SimulatedRunner:
     if request.dry_run:
         return SimulatedRunner(
@@ -298,10 +296,10 @@ def _runner(
     at_once = request.max_concurrent_trials if request.nodes == 1 else 1
     if at_once is None and request.trainer != OURS:
         at_once = 1  # launchers meet on a port that is the same for all, unless they are told one
-    return LocalRunner(_launcher(request, log_layout, run_ranks), most_trials=at_once)
+    return LocalRunner(_launcher(request, log_layout), most_trials=at_once)
 
 
-def _launcher(request: Request, log_layout: LogLayout, run_ranks: RunRanks) -> Launcher:
+def _launcher(request: Request, log_layout: LogLayout) -> Launcher:
     trainer = foreign_name(request.trainer)
     if trainer is not None:
         return ForeignLauncher(
@@ -322,5 +320,5 @@ def _launcher(request: Request, log_layout: LogLayout, run_ranks: RunRanks) -> L
         if request.checkpoint_dir is None
         else Path(request.checkpoint_dir),
         profiling=request.memory_profiler,
-        run_ranks=run_ranks,
+        across=across(request),
     )

@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -144,9 +144,8 @@ def _line_words(line: BenchLine) -> str:
 
 def _order(arguments: argparse.Namespace, machine: Machine) -> BenchOrder:
     """What was typed, with the defaults of this machine. Raises UsageError and MachineError."""
-    typed = {
-        name: value for name in PATTERN_FIELDS if (value := getattr(arguments, name)) is not None
-    }
+    given = {name: getattr(arguments, name) for name in PATTERN_FIELDS}
+    typed = {name: value for name, value in given.items() if value is not None}
     names = implementations_named(arguments.implementations, has_pattern=bool(typed))
     device = _device(arguments, machine)
     processes = _MOST_PROCESSES if device == "cpu" else max(1, arguments.gpus)
@@ -158,15 +157,17 @@ def _order(arguments: argparse.Namespace, machine: Machine) -> BenchOrder:
             raise UsageError(f"{flag} {count}", hint=f"use 1 to {limit}, for example `{flag} 2`")
     heads: int = arguments.heads
     lengths = tuple(map(parse_tokens, arguments.lengths or ()))
-    most = MOST_SEARCHED_TOKENS if device == "cuda" else max(CPU_MOST_TOKENS, *lengths, 0)
+    most, longest = MOST_SEARCHED_TOKENS, max(lengths, default=0)
     if arguments.max_length is not None:
         most = parse_tokens(arguments.max_length)
-        if any(length > most for length in lengths):
-            raise UsageError(
-                f"--lengths names {format_tokens(max(lengths))} tokens, and --max-length "
-                f"{format_tokens(most)}",
-                hint=f"use `--max-length {max(lengths)}`, or leave it out",
-            )
+    elif device == "cpu":
+        most = max(CPU_MOST_TOKENS, longest)
+    if arguments.max_length is not None and longest > most:
+        raise UsageError(
+            f"--lengths names {format_tokens(longest)} tokens, and --max-length "
+            f"{format_tokens(most)}",
+            hint=f"use `--max-length {longest}`, or leave it out",
+        )
     order = BenchOrder(
         device=device,
         implementations=names,
@@ -220,14 +221,13 @@ def _patterns(
         )
     if device == "cuda":
         refuse_without_kernel(request)
-    own = {name: each.pattern for name, each in _taking("takes_pattern", typed, names).items()}
     asked = {name: getattr(settings, name) for name in typed}
     if settings.pattern_type in WINDOWED:
         asked["sparsity_ratio"] = None
     return {
-        name: msgspec.structs.replace(pattern, **asked)
-        for name, pattern in own.items()
-        if pattern is not None
+        name: msgspec.structs.replace(each.pattern, **asked)
+        for name, each in _taking("takes_pattern", typed, names).items()
+        if each.pattern is not None
     }
 
 
@@ -256,12 +256,11 @@ def _taking(flags: str, typed: Collection[str], names: Sequence[str]) -> dict[st
 
 
 def _device(arguments: argparse.Namespace, machine: Machine) -> Device:
-    device = cast("Device | None", arguments.device)
-    if device == "cpu":
-        return device
+    if arguments.device == "cpu":
+        return "cpu"
     if not machine.gpus:
-        named = "and `--device cuda` is asked for" if device else "and the CPU is not named"
-        raise UsageError(f"no GPU is visible, {named}", hint="use `--device cpu`")
+        named = "`--device cuda` is asked for" if arguments.device else "the CPU is not named"
+        raise UsageError(f"no GPU is visible, and {named}", hint="use `--device cpu`")
     if arguments.gpus > len(machine.gpus):
         raise MachineError(
             f"{arguments.gpus} GPUs are asked for, and {len(machine.gpus)} visible",

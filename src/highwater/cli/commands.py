@@ -27,11 +27,10 @@ from highwater.nouns.hardware import CPU_SEARCH
 from highwater.nouns.plan import Plan
 from highwater.nouns.plan_notes import (
     ON_THE_CPU_NOTE,
-    base_notes,
     foreign_notes,
+    lossy_notes,
     memory_notes,
     offload_notes,
-    optimizer_notes,
     own_code_notes,
     weights_notes,
     yarn_notes,
@@ -131,8 +130,7 @@ def _trial_notes(request: Request, spec: TrialSpec) -> tuple[str, ...]:
         return (*foreign_notes(request, spec.foreign, spec.device), *check_foreign([spec]))
     model = load_model(request.model)
     return (
-        *optimizer_notes(spec.settings),
-        *base_notes(spec.settings),
+        *lossy_notes(spec.settings),
         *offload_notes(spec.settings, spec.device),
         *own_code_notes(model),
         *yarn_notes(model, spec.length_tokens, request.rope),

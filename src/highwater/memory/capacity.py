@@ -217,9 +217,7 @@ def predict_cell(
     formula: Formula,
     factors: Factors | None = None,
 ) -> CellPrediction:
-    """One cell: the longest length that leaves the headroom in question and whose upper end fits,
-    and the longest that fits if the prediction is right and nothing is left.
-    """
+    """The longest length that leaves the headroom in question, and the likely longest without."""
     whole = msgspec.structs.replace(question, margin_bytes=0)
     likely = _CellByFormula(whole, cell, memory_limit, formula).longest()
     found = likely
@@ -316,9 +314,7 @@ def predict_at(
     length_tokens: int,
     factors: Factors | None = None,
 ) -> CellPrediction:
-    """Whether one length leaves the headroom in question in a cell; with factors, also whether the
-    upper end of what it needs is below the GPU's memory.
-    """
+    """Whether a length leaves the headroom in a cell; with factors, whether its upper end fits."""
     footprint = _footprint(question, cell, memory_limit, formula, length_tokens)
     limit_bytes = memory_limit.device_bytes
     needed, used = footprint.needed_bytes, footprint.within(limit_bytes)

@@ -22,7 +22,6 @@ from highwater.units import format_bytes
 
 def obstacle(
     study: Study,
-    *,
     model: Model,
     device_name: str,
     memory_limit: MemoryLimit,
@@ -164,9 +163,7 @@ def _headroom(study: Study, cell: Cell, length_tokens: int) -> tuple[int | None,
 
 
 def _lacked_bytes(study: Study, cell: Cell, length_tokens: int) -> int | None:
-    """Bytes that were lacking of the margin, at least: by the longest trial up to this length,
-    where none of those ran out of memory. None where they do not tell.
-    """
+    """Bytes of the margin lacking at least, by the longest trial up to here; None if none tell."""
     told = [
         (trial.spec.length_tokens, trial.result)
         for trial in study.trials_of(cell)

@@ -16,12 +16,12 @@ from highwater.memory.trainers import MEMORY
 from highwater.model.model import load_model
 from highwater.nouns.cells import heads_obstacle, ring_obstacle
 from highwater.nouns.cluster import Cluster
+from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.declared_settings import TOPICS
 from highwater.nouns.hardware import THIS_MACHINE, default_host, runs_trials
 from highwater.nouns.layout import Layout
 from highwater.nouns.objective import TRAITS
 from highwater.nouns.plan import plan
-from highwater.nouns.refusals import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.request import Request, request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question, default_headroom_bytes
@@ -62,9 +62,8 @@ def _refuse_no_length(length_tokens: int, settings: Mapping[str, Any]) -> None:
         if row.name in settings:
             raise UsageError(f"one length, and a {row.words}", hint=f"leave `{row.flag}` out")
     if length_tokens < 2:
-        raise UsageError(
-            "a length of 1 token", hint="use `--length 2` or more: one to read, one to predict"
-        )
+        hint = "use `--length 2` or more: one to read, one to predict"
+        raise UsageError("a length of 1 token", hint=hint)
 
 
 def _requests(
@@ -144,9 +143,7 @@ def _default_degrees(
 
 
 def _degrees(model: str, where: Cluster, settings: Mapping[str, Any]) -> list[int]:
-    """Every Ulysses degree that works for a model on so many GPUs; of several machines within one,
-    beside the copies and rings that are named.
-    """
+    """Every Ulysses degree that works on these GPUs; of several machines within one."""
     shape = load_model(model).shape
     divisors = [degree for degree in range(1, where.gpus + 1) if where.gpus % degree == 0]
     works = [degree for degree in divisors if heads_obstacle(shape, degree) is None]
@@ -250,11 +247,8 @@ def with_usual_host(
     gpus = where.on_one_machine().gpus
     each = (default_host(where.device_name, fewer) for fewer in range(gpus, 0, -1))
     found = next((host for host in each if host is not None), None)
-    return msgspec.structs.replace(
-        limit,
-        host_bytes=None if found is None else found.host_bytes,
-        usual_host=None if found is None else found.machine,
-    )
+    host_bytes, machine = (found.host_bytes, found.machine) if found else (None, None)
+    return msgspec.structs.replace(limit, host_bytes=host_bytes, usual_host=machine)
 
 
 def memory_limit_of(
@@ -274,10 +268,8 @@ def memory_limit_of(
         )
     host_bytes = None if host_memory is None else parse_memory(str(host_memory))
     if host_bytes == 0:
-        raise UsageError(
-            "a host without memory",
-            hint="give the machine's, for example `--host-memory 512GiB`, or leave it out",
-        )
+        hint = "give the machine's, for example `--host-memory 512GiB`, or leave it out"
+        raise UsageError("a host without memory", hint=hint)
     return MemoryLimit(
         device_bytes=where.device_bytes - reserved_bytes, host_bytes=host_bytes, constants=constants
     )

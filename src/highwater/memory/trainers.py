@@ -158,8 +158,7 @@ def by_formula(prediction: Prediction, question: Question) -> Prediction:
     notes = prediction.notes
     if MEMORY[trainer].replay is not None:
         notes = (*notes, by_replay(replayed, len(cells)))
-    has_adapters = question.cells[0].settings.lora is not None
-    known = accuracy(trainer, replayed=replayed, cells=len(cells), has_adapters=has_adapters)
+    known = accuracy(question, trainer, replayed)
     return msgspec.structs.replace(prediction, cells=cells, accuracy=known, notes=notes)
 
 
@@ -181,14 +180,14 @@ def replayed_cells(question: Question, trainer: TrainerName) -> int:
     return 0 if replay is None else sum(replay.covers(shape, cell) for cell in question.cells)
 
 
-def accuracy(trainer: TrainerName, *, replayed: int, cells: int, has_adapters: bool) -> str:
-    """What is known of the errors where ``replayed`` of so many cells were answered by replay."""
-    row = MEMORY[trainer]
-    if has_adapters and row.of_adapters is not None:
+def accuracy(question: Question, trainer: TrainerName, replayed: int) -> str:
+    """What is known of the errors where ``replayed`` of the cells are answered by replay."""
+    row, cells = MEMORY[trainer], question.cells
+    if cells[0].settings.lora is not None and row.of_adapters is not None:
         return f"{row.accuracy_alone}; {row.of_adapters}"
     if row.replay is None or not replayed:
         return row.accuracy_alone
-    others = _NO_INTERVAL if replayed == cells else f"the others {row.accuracy_alone}"
+    others = _NO_INTERVAL if replayed == len(cells) else f"the others {row.accuracy_alone}"
     return f"{row.replay.accuracy}; {others}"
 
 

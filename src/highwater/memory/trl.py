@@ -148,9 +148,7 @@ def bundled_edges() -> tuple[Residual, ...]:
 
 
 def study_edges(study: Study) -> tuple[Residual, ...]:
-    """The edges of a study of TRL; UsageError for another trainer's, or one that teaches nothing,
-    ModelError for an unknown family.
-    """
+    """Edges of a study of TRL; UsageError or ModelError for another trainer, family, or no edge."""
     foreign, shape = study.question.foreign, study.question.model.shape
     if foreign is None or foreign.trainer != _TRAINER:
         title = "this package's engine" if foreign is None else foreign.title

@@ -55,15 +55,10 @@ _DIVISOR = _LogitField(field="logits_scaling", does="over", usual=1.0, takes_who
 _CAP = _LogitField(field="final_logit_softcapping", does="cap", usual=30.0)
 _RULES: Mapping[str, _LogitField] = {
     "beam": _LogitField(field=_CAP.field, does="cap", usual=30.0, takes_whole=True),
-    "cohere": _SCALE,
-    "cohere2": _SCALE,
-    "cohere2_moe": _SCALE,
+    **dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), _SCALE),
     "gemma2": _CAP,
     "gemma3_text": _LogitField(field=_CAP.field, does="cap", usual=None),
-    "granite": _DIVISOR,
-    "granite_swa": _DIVISOR,
-    "granitemoe": _DIVISOR,
-    "granitemoe_swa": _DIVISOR,
+    **dict.fromkeys(("granite", "granite_swa", "granitemoe", "granitemoe_swa"), _DIVISOR),
     "granitemoeshared": _DIVISOR,
     "hyperclovax": _LogitField(field=_DIVISOR.field, does="times", usual=1.0, takes_whole=True),
     "nanochat": _LogitField(field=_CAP.field, does="cap", usual=15.0),

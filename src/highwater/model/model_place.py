@@ -1,18 +1,11 @@
 """Where a model lies that somebody named: a directory, the Hub's cache, the catalog, or the Hub.
-
 They are looked at in this order, and the first that has a ``config.json`` is the model's.
 
-The catalog of models: their names, the Hub's ids that mean the same shape, and where each shape
-was read.
-
-``catalog/models.json`` has a row for each, ``catalog/models/NAME/config.json`` its shape.
-
-The Hugging Face Hub: its cache on this machine, and a ``config.json`` that is fetched into it.
-
-The cache is read by its layout, ``models--ORG--NAME/refs/main`` and ``snapshots/REVISION``, which
-needs no package. What is not in it ``huggingface_hub`` fetches where it is installed, imported here
-and nowhere else, when nothing else has answered. It reads HF_ENDPOINT and HF_TOKEN, and runs no
-code of a model's: one file of JSON is all that comes.
+The catalog has a row for each model in ``catalog/models.json``, and its shape in
+``catalog/models/NAME/config.json``. The Hub's cache is read by its layout,
+``models--ORG--NAME/refs/main`` and ``snapshots/REVISION``, which needs no package. What is not in
+it ``huggingface_hub`` fetches where it is installed, imported here and nowhere else; no code of a
+model's is run: one file of JSON is all that comes.
 Source: https://huggingface.co/docs/huggingface_hub/guides/manage-cache
 """
 
@@ -253,10 +246,8 @@ def model_place(name: str) -> ModelPlace:
     """
     try:
         directory = _named_directory(name)
-    except (
-        OSError,
-        RuntimeError,
-    ) as error:  # a name too long, a folder without rights; a home that nobody has
+    # a name too long, a folder without rights; a home that nobody has
+    except (OSError, RuntimeError) as error:
         said = error.strerror if isinstance(error, OSError) else str(error)
         raise ModelError(
             f"no model {name[:_LONGEST_NAME]!r}: {said}",

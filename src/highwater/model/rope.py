@@ -85,7 +85,7 @@ class Yarn(Record, frozen=True, kw_only=True):
 
 def yarn(model: Model, *, length_tokens: int, rope: Rope = "auto") -> Yarn | None:
     """The block that ``engine/models/rope.py`` writes for a length; None where positions stay as
-    they are. A length that cannot be reached is refused before: see ``nouns/search_lengths.py``.
+    they are. A length that cannot be reached is refused before: see ``nouns/plan.py``.
     """
     config, own = read_config(Path(model.directory, "config.json")), _own(model)
     native = model.shape.native_length_tokens

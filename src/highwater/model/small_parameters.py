@@ -76,7 +76,7 @@ def _wide_gates(kind: LayerKind) -> int:
 
 
 _NORM_BIASES: tuple[SmallPart, ...] = (_norm, _norm)
-_TWO_NORMS: tuple[SmallPart, ...] = (_norm, _norm)
+_TWO_NORMS = _NORM_BIASES
 _ATTENTION_BIASES: tuple[SmallPart, ...] = (_query_key_value_biases, _output_bias)
 
 
@@ -111,62 +111,49 @@ def _switched(
 _ATTENTION = _switched("attention_bias", *_ATTENTION_BIASES)
 _ATTENTION_AND_MLP = _ATTENTION | _switched("mlp_bias", _plain_mlp_biases)
 _QKV = _switched("attention_bias", _query_key_value_biases)
+_QKV_USUAL = _switched("attention_bias", _query_key_value_biases, usual=True)
+_ATTENTION_USUAL = _switched("attention_bias", *_ATTENTION_BIASES, usual=True)
 _LLAMA, _OF_ATTENTION = _FamilyParts(switches=_ATTENTION_AND_MLP), _FamilyParts(switches=_ATTENTION)
 _HEADS_NORMED = _FamilyParts(layer=(_head_norms,), switches=_ATTENTION)
 _WIDELY_NORMED = _FamilyParts(layer=(_wide_norms,), switches=_ATTENTION)
 _ROWS: Mapping[str, _FamilyParts] = {
     **dict.fromkeys(
         (
-            "arcee",
-            "granite",
-            "granite_swa",
-            "helium",
-            "internlm3",
-            "iquestcoder",
-            "llama",
-            "smollm3",
+            *("arcee", "aria_text", "granite", "granite_swa", "internlm3", "iquestcoder"),
+            *("llama", "smollm3"),
         ),
         _LLAMA,
     ),
     **dict.fromkeys(("gemma", "granitemoe", "granitemoe_swa", "granitemoeshared"), _OF_ATTENTION),
-    **dict.fromkeys(
-        ("dots1", "hunyuan_v1_dense", "mellum", "qwen3", "qwen3_moe"),
-        _HEADS_NORMED,
-    ),
+    **dict.fromkeys(("dots1", "hunyuan_v1_dense", "mellum", "qwen3", "qwen3_moe"), _HEADS_NORMED),
     **dict.fromkeys(("exaone4", "exaone_moe"), _FamilyParts(layer=(_head_norms,))),
     **dict.fromkeys(("flex_olmo", "olmo2", "olmo3", "olmoe"), _WIDELY_NORMED),
     "afmoe": _FamilyParts(
         layer=(*_TWO_NORMS, _head_norms, _wide_gates, _expert_biases), switches=_ATTENTION
     ),
     "apertus": _FamilyParts(layer=(_head_norms, lambda _: 2), switches=_ATTENTION),
-    "aria_text": _LLAMA,
     "bitnet": _FamilyParts(layer=(_norm, _inner_norm), switches=_ATTENTION),
     "cohere": _FamilyParts(
-        layer=(_without(_norm),),
-        switches=_ATTENTION | _switched("use_qk_norm", _wide_norms),
+        layer=(_without(_norm),), switches=_ATTENTION | _switched("use_qk_norm", _wide_norms)
     ),
-    "cohere2": _FamilyParts(layer=(_without(_norm),), switches=_ATTENTION),
-    "cohere2_moe": _FamilyParts(layer=(_without(_norm),), switches=_ATTENTION),
+    **dict.fromkeys(
+        ("cohere2", "cohere2_moe"), _FamilyParts(layer=(_without(_norm),), switches=_ATTENTION)
+    ),
     "cwm": _FamilyParts(switches=_switched("mlp_bias", _plain_mlp_biases)),
     "diffllama": _FamilyParts(layer=(_times(2, _head_norms),), switches=_ATTENTION),
     "ernie4_5": _FamilyParts(switches=_switched("use_bias", *_ATTENTION_BIASES, _plain_mlp_biases)),
     "ernie4_5_moe": _FamilyParts(layer=(_expert_biases,)),
     "gemma2": _FamilyParts(layer=_TWO_NORMS, switches=_ATTENTION),
     "gemma3_text": _FamilyParts(layer=(*_TWO_NORMS, _head_norms), switches=_ATTENTION),
-    "glm": _FamilyParts(switches=_switched("attention_bias", _query_key_value_biases, usual=True)),
-    "glm4": _FamilyParts(
-        layer=_TWO_NORMS,
-        switches=_switched("attention_bias", _query_key_value_biases, usual=True),
-    ),
+    "glm": _FamilyParts(switches=_QKV_USUAL),
+    "glm4": _FamilyParts(layer=_TWO_NORMS, switches=_QKV_USUAL),
     "glm4_moe": _FamilyParts(switches=_QKV | _switched("use_qk_norm", _head_norms)),
     "gpt_neox": _FamilyParts(
         layer=(*_NORM_BIASES, _mlp_biases),
         hidden=1,
-        switches=_switched("attention_bias", *_ATTENTION_BIASES, usual=True),
+        switches=_ATTENTION_USUAL,
     ),
-    "gpt_oss": _FamilyParts(
-        layer=(_mlp_biases,), switches=_switched("attention_bias", *_ATTENTION_BIASES, usual=True)
-    ),
+    "gpt_oss": _FamilyParts(layer=(_mlp_biases,), switches=_ATTENTION_USUAL),
     "helium": _FamilyParts(switches=_QKV | _switched("mlp_bias", _plain_mlp_biases)),
     "hunyuan_v1_moe": _FamilyParts(layer=(_head_norms, _lone_router), switches=_ATTENTION),
     "hy_v3": _FamilyParts(layer=(_head_norms,), switches=_ATTENTION_AND_MLP),
@@ -176,16 +163,15 @@ _ROWS: Mapping[str, _FamilyParts] = {
     "jais2": _FamilyParts(
         layer=_NORM_BIASES,
         hidden=1,
-        switches=_switched("attention_bias", *_ATTENTION_BIASES, usual=True)
-        | _switched("mlp_bias", _mlp_biases, usual=True),
+        switches=_ATTENTION_USUAL | _switched("mlp_bias", _mlp_biases, usual=True),
     ),
     "kolibri1": _FamilyParts(layer=(*_TWO_NORMS, _head_norms)),
     "laguna": _FamilyParts(layer=(_head_norms, _head_gates, _expert_biases), switches=_ATTENTION),
     "minimax_m2": _FamilyParts(layer=(_wide_norms,)),
-    "nanochat": _FamilyParts(
-        layer=(_without(_norm), _without(_norm)), hidden=-1, switches=_ATTENTION
+    **dict.fromkeys(
+        ("nanochat", "olmo"),
+        _FamilyParts(layer=(_without(_norm), _without(_norm)), hidden=-1, switches=_ATTENTION),
     ),
-    "olmo": _FamilyParts(layer=(_without(_norm), _without(_norm)), hidden=-1, switches=_ATTENTION),
     "opt": _FamilyParts(
         layer=_NORM_BIASES,
         hidden=1,
@@ -204,7 +190,7 @@ _ROWS: Mapping[str, _FamilyParts] = {
         switches=_switched("qkv_bias", _query_key_value_biases, usual=True),
     ),
     "seed_oss": _FamilyParts(
-        switches=_switched("attention_bias", _query_key_value_biases, usual=True)
+        switches=_QKV_USUAL
         | _switched("attention_out_bias", _output_bias)
         | _switched("mlp_bias", _plain_mlp_biases)
     ),
@@ -252,5 +238,4 @@ def learned_positions(family: str, native_length_tokens: int) -> int:
 
 
 def _is_on(config: Mapping[str, Any], names: tuple[str, ...], usual: bool) -> bool:
-    said = next((config[name] for name in names if config.get(name) is not None), usual)
-    return bool(said)
+    return bool(next((config[name] for name in names if config.get(name) is not None), usual))

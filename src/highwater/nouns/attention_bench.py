@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from highwater.errors import UsageError
 from highwater.nouns.codec import Record
+from highwater.nouns.protocols import Refused
 from highwater.nouns.sparse_pattern import SparsePatternConfig, SparsityRatio
 from highwater.nouns.trial import Device
 
@@ -288,13 +289,6 @@ class NotRun(Record, frozen=True, kw_only=True):
     reason: str
 
 
-class BenchRefusal(Record, frozen=True, kw_only=True):
-    """Why nothing can be measured."""
-
-    problem: str
-    hint: str
-
-
 class BenchLine(Record, frozen=True, kw_only=True, omit_defaults=True):
     """One line of what the processes tell: one of these."""
 
@@ -302,7 +296,8 @@ class BenchLine(Record, frozen=True, kw_only=True, omit_defaults=True):
     check: BenchCheck | None = None
     row: BenchRow | None = None
     not_run: NotRun | None = None
-    refusal: BenchRefusal | None = None
+    refusal: Refused | None = None
+    """Why nothing can be measured."""
 
 
 class AttentionBench(Record, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ import msgspec
 
 from highwater.errors import MachineError, UsageError
 from highwater.nouns.codec import Record
+from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE, MOST_GPUS_PREDICTED
 from highwater.nouns.hardware import (
     OLDEST_CAPABILITY,
     Gpu,
@@ -20,7 +21,6 @@ from highwater.nouns.hardware import (
     kind_of,
     lacking,
 )
-from highwater.nouns.refusals import MOST_GPUS_OF_A_MACHINE, MOST_GPUS_PREDICTED
 from highwater.units import GIB, binary_size, format_bytes, parse_bytes
 
 _NAMED = re.compile(r"(?:(\d+)\s*[xX×*]\s*)?(.+)")

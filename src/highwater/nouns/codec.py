@@ -1,10 +1,5 @@
-"""Records to JSON and back: one strict codec for every file and document.
-
-Journals, trial files, ``--json`` and the published schemas have it.
-
-Identity: the digest by which a question or a trial is known again.
-
-It stays the same whatever settings are added after it was recorded (docs/decisions/026).
+"""Records to JSON and back, one strict codec for every file and document; and the digest by which a
+question or a trial is known again, whatever settings are added later (docs/decisions/026).
 """
 
 import hashlib

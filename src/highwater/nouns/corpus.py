@@ -3,20 +3,15 @@
 A CorpusOrder goes to one process of the data plane, and a Corpus comes back: a folder of flat files
 that ranks map into memory.
 
-Packing: how many tokens a micro-batch has of each length.
+Packing: as many sequences are packed into a micro-batch as a token budget holds, so that a shorter
+length may pack more tokens: one that just does not go into it twice leaves almost half of it empty.
 
-A token budget may make that more for a shorter one. As many sequences are packed as the budget
-holds: of a budget that memory does not hold, a length that just does not go into it twice leaves
-almost half of it empty, and shorter ones fill it.
+Pieces: what a memory-only trial's attention runs on in place of whole documents, in a time linear
+in the length. The kernel's buffers hold so many bytes per token and head, whatever document a token
+is in: the same tokens cut into pieces take the same bytes (docs/decisions/006).
 
-Pieces: what a memory-only trial's attention runs on in place of whole documents.
-
-Its time is then linear in the length. The kernel's buffers (output, log-sum-exp, gradients, float32
-accumulators) hold so many bytes per token and head, whatever document a token is in: the same
-tokens cut into a batch of pieces take the same bytes (docs/decisions/006).
-
-Preparation: what another trainer is given for a trial beside its configuration, as the door's
-JSON says it: a model's directory that it can open, and documents of exactly a length.
+Preparation: what another trainer is given for a trial beside its configuration: a model's directory
+that it can open, and documents of exactly a length.
 """
 
 from bisect import bisect_left

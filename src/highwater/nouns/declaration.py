@@ -1,10 +1,16 @@
-"""The declaration of a setting: all that its users share, and how its name is spelled on a command
-line.
+"""The declaration of a setting: all that its users share, how its name is spelled as a flag, a key
+of a file or a keyword, and how a value is refused.
+
+Bounds: the most of each count that is read, far above what anybody trains. Counts are listed,
+multiplied and drawn: without a bound one number too long takes all memory, or never ends.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from difflib import get_close_matches
 from typing import Any, Literal
+
+from highwater.errors import UsageError
 
 CommandName = Literal["find", "try", "predict", "recommend", "emit", "train"]
 """Commands that take settings of a request."""
@@ -47,8 +53,6 @@ PREDICTION = ValueKind("formula, trace or a file", "{formula,trace,FILE}", "form
 STEPS = ValueKind("steps, `0,1`, or profile_steps, max_entries and ranks of them", "STEPS", "0,1")
 SWITCH = ValueKind("true or false", None, True)
 OFFLOAD = ValueKind("true, false or states", "states", True, stands_alone=True)
-CHOICE = None
-"""The kind of a value that is one of a fixed list, which is the type of the setting's field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +62,13 @@ class Setting:
     name: str
     """Field of ``Request``, key of a configuration file, keyword in Python; with dashes the
     flag."""
-    kind: ValueKind | None
-    commands: tuple[CommandName, ...]
-    """Commands that take the setting."""
     help: str
     """One line, for ``--help`` and for the schema of configuration files."""
+    kind: ValueKind | None = None
+    """What the value is; None: one of a fixed list, which is the type of the setting's field."""
     _: KW_ONLY
+    commands: tuple[CommandName, ...] = ("find", "try", "predict", "recommend", "emit", "train")
+    """Commands that take the setting."""
     metavar: str | None = None
     """Placeholder in the place of the kind's; None: the kind's."""
     example: Any = None
@@ -131,3 +136,85 @@ def words_of(values: Mapping[str, object]) -> list[str]:
         if value is not True:
             words += map(str, value) if isinstance(value, list) else [str(value)]
     return words
+
+
+class RefusedError(UsageError):
+    """A value that a setting cannot have. ``{}`` in the hint stands for the setting with
+    ``example``, as its user spells it.
+    """
+
+    def __init__(self, name: str, problem: str, *, hint: str, example: Any = None) -> None:
+        super().__init__(problem, hint=hint)
+        self.name = name
+        self.example = example
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spelling:
+    """How settings are given: typed as flags, written in a file, or passed from Python."""
+
+    setting: Callable[[str, Any], str]
+    """A setting with a value."""
+    where: str = ""
+    """What stands before a problem: the file."""
+    is_typed: bool = False
+
+    def name(self, setting: str) -> str:
+        """A setting without a value."""
+        return flag_of(setting) if self.is_typed else setting
+
+    def refused(self, error: RefusedError) -> UsageError:
+        """The refusal as it is told: with the setting's name, which a command line has anyway."""
+        is_named = self.is_typed or error.problem.startswith(error.name)
+        problem = error.problem if is_named else f"{error.name}: {error.problem}"
+        hint = error.hint.replace("{}", self.setting(error.name, error.example))
+        return UsageError(f"{self.where}{problem}", hint=hint)
+
+
+def in_file(path: str) -> Spelling:
+    """The keys of a configuration file."""
+    return Spelling(setting=_as_key, where=f"{path}: ")
+
+
+def nearest(name: str, known: Sequence[str]) -> str | None:
+    """The known name that was probably meant; None where none is like it."""
+    return next(iter(get_close_matches(name, known, n=1, cutoff=0.5)), None)
+
+
+def _as_flag(name: str, value: Any) -> str:
+    if value is True:
+        return flag_of(name)
+    shown = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return f"{flag_of(name)} {shown}".rstrip()
+
+
+def _as_key(name: str, value: Any) -> str:
+    return f"{name}: {'true' if value is True else value}"
+
+
+def _as_keyword(name: str, value: Any) -> str:
+    return f"{name}={value!r}"
+
+
+TYPED = Spelling(setting=_as_flag, is_typed=True)
+KEYWORDS = Spelling(setting=_as_keyword)
+
+
+MOST_GPUS = 65_536
+"""GPUs of one trial. The largest jobs that were published had 16,384 (Llama 3 405B) to 24,576
+GPUs."""
+MOST_GPUS_OF_A_MACHINE = 16
+"""GPUs of one machine at the most."""
+MOST_GPUS_PREDICTED = 1_024
+"""GPUs that one prediction is about: copies of what some machines hold."""
+MOST_NAMED = 256
+"""Numbers of GPUs, or degrees, that one search names."""
+MOST_LENGTHS = 1 << 20
+"""Lengths of one grid: every token up to 1,048,576."""
+MOST_SEQUENCES = 1 << 20
+"""Sequences of one micro-batch, and tiles of an MLP. As many as a micro-batch of that many tokens
+could have."""
+MOST_STEPS = 1_000_000
+"""Steps of a trial, and micro-batches of a step."""
+MOST_REPEATS = 1_000
+"""Repeats that confirm an edge."""

@@ -1,12 +1,5 @@
-"""Environment: what a search ran on and with, by an allow-list.
-
-What has no name here is not recorded.
-
-What a rank's process is told through its environment.
-
-RANK, LOCAL_RANK and WORLD_SIZE, beside it, are torch's own names.
-
-The mode of PyTorch's caching allocator, and the environment variables that set it.
+"""Environment: the variables that set the mode of PyTorch's caching allocator and tell a rank where
+to meet the others, and what a search ran on and with, by an allow-list.
 """
 
 import re

@@ -1,8 +1,5 @@
 """Events: what one rank's step allocates and frees on its device, in order; written by the tracer,
-replayed by the prediction.
-
-Column sums: what PyTorch's kernel takes for itself to sum over rows, as the gradient of a bias
-is, where several blocks of threads share a column.
+replayed by the prediction. Column sums: what PyTorch's kernel takes for itself to sum over rows.
 """
 
 from typing import Literal, NamedTuple

@@ -9,6 +9,10 @@ import stat
 from io import BufferedReader
 from pathlib import Path
 
+import msgspec
+
+from highwater.errors import UsageError
+from highwater.nouns.codec import T, from_json
 from highwater.units import MIB, format_bytes
 
 SETTINGS_BYTES = MIB
@@ -21,6 +25,19 @@ known have a few MiB."""
 INDEX_BYTES = 1024 * MIB
 """Bytes of a JSON document in a checkpoint or a corpus at the most: its manifest, its index, its
 state. An index of 100,000 pieces has about 20 MiB, a state of a million steps as much."""
+
+
+def record_in(path: Path, kind: type[T], *, called: str, what: str, hint: str) -> T:
+    """The JSON record in a file that a user names, ``called`` so; UsageError where it cannot be
+    read, or is not ``what`` it is to be.
+    """
+    try:
+        return from_json(read_file(path, most_bytes=CONFIG_BYTES), kind)
+    except OSError as error:
+        problem = f"the {called} {path} cannot be read: {error.strerror}"
+        raise UsageError(problem, hint=hint) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not {what}: {error}", hint=hint) from error
 
 
 def read_file(path: Path, *, most_bytes: int) -> bytes:

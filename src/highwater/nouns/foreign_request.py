@@ -1,25 +1,187 @@
-"""Requests for foreign trainers: what a request says of one, checked and made into the noun."""
+"""Requests for foreign trainers: what a request says of one, checked and made into the noun.
+
+The words of a command are split as a POSIX shell splits them, and no shell runs them. ``{length}``
+and the others of ``PLACEHOLDERS`` stand for the trial's values; ``{{`` and ``}}`` are braces.
+``--trainer accelerate`` takes a script and its words, or the whole ``accelerate launch``.
+"""
 
 import hashlib
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from string import Formatter
+from typing import NamedTuple
 
 import msgspec
 
 from highwater.errors import UsageError
-from highwater.nouns.command_template import (
-    EXAMPLE,
-    LAUNCHED_EXAMPLE,
-    launched_command,
-    placeholders_of,
-    split_command,
-    split_words,
-)
+from highwater.nouns.declaration import nearest
 from highwater.nouns.declared_settings import DECLARED
 from highwater.nouns.files import SETTINGS_BYTES, read_file
 from highwater.nouns.foreign_trainer import FOREIGN, ForeignName, ForeignTrainer, foreign_name
 from highwater.nouns.request import Request
+from highwater.nouns.secrets import HIDDEN, hidden_words
+from highwater.nouns.trial import TrialSpec
+
+PLACEHOLDERS: Mapping[str, str] = {
+    "length": "tokens of one sequence",
+    "gpus": "GPUs, or processes on the CPU",
+    "ulysses": "GPUs that share one sequence by heads",
+    "ring": "GPUs that share one sequence by passing keys and values on",
+    "copies": "copies of what is sharded",
+    "shards": "GPUs over copies",
+    "model": "directory of the model",
+    "steps": "optimizer steps",
+    "micro_batches": "micro-batches of a step",
+    "sequences": "sequences of a micro-batch",
+    "seed": "seed of the trial",
+    "output": "directory of the trial's own, removed after it",
+}
+"""What may stand in braces, and what it is."""
+EXAMPLE = "python train.py --max-len {length} --steps {steps}"
+
+
+def split_command(text: str, *, example: str = EXAMPLE) -> tuple[str, ...]:
+    """The words of a command, checked; ``example`` is what hints show.
+
+    Raises UsageError for quotes that do not end, for no word, for a placeholder that nobody knows,
+    and where no word has the length.
+    """
+    words = split_words(text, example=example)
+    shown = hidden_words(words)
+    named = {name for word, as_ in zip(words, shown, strict=True) for name in _named(word, as_)}
+    for name in sorted(named - set(PLACEHOLDERS)):
+        near = nearest(name, tuple(PLACEHOLDERS))
+        raise UsageError(
+            f"unknown placeholder {{{name}}} in the command",
+            hint=f"did you mean `{{{near}}}`?"
+            if near
+            else "there are "
+            + ", ".join(f"{{{each}}}" for each in PLACEHOLDERS)
+            + "; a brace is written `{{` or `}}`",
+        )
+    if "length" not in named:
+        raise UsageError(
+            "the command has no {length}: every trial would be the same",
+            hint=f"put it where the command takes the tokens of a sequence: `{example}`",
+        )
+    return words
+
+
+def split_words(text: str, *, example: str = EXAMPLE) -> tuple[str, ...]:
+    """The words of a command; raises UsageError for open quotes, no word, a hidden secret."""
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(
+            f"the command cannot be split into words: {error}",
+            hint=f"for example `--command '{example}'`",
+        ) from error
+    if not words:
+        raise UsageError("the command is empty", hint=f"for example `--command '{example}'`")
+    if any(HIDDEN in word for word in words):
+        raise UsageError(
+            f"the command has {HIDDEN} where a secret stood, which no study keeps",
+            hint=f"type the secret itself in the place of {HIDDEN}",
+        )
+    return words
+
+
+def placeholders_of(words: tuple[str, ...]) -> frozenset[str]:
+    """The placeholders in a command's words."""
+    return frozenset(name for word in words for name in _named(word, word))
+
+
+def filled_command(
+    words: tuple[str, ...], spec: TrialSpec, output: Path, *, model: Path | None = None
+) -> tuple[str, ...]:
+    """The words with a trial's values in the place of their placeholders; ``model``: the directory
+    that is opened where it is not the trial's own.
+    """
+    values = {
+        "length": spec.length_tokens,
+        "gpus": spec.layout.gpus,
+        "ulysses": spec.layout.ulysses_degree,
+        "ring": spec.layout.ring_degree,
+        "copies": spec.layout.replicate_degree,
+        "shards": spec.layout.shard_degree,
+        "model": model or spec.model_directory,
+        "steps": spec.steps,
+        "micro_batches": spec.micro_batches,
+        "sequences": spec.sequences,
+        "seed": spec.seed,
+        "output": output,
+    }
+    return tuple(word.format_map(values) for word in words)
+
+
+def _named(word: str, shown: str) -> Iterator[str]:
+    """The names in a word's braces, each alone; ``shown``: the word as an error quotes it."""
+    try:
+        for _, name, form, conversion in Formatter().parse(word):
+            if name is None:
+                continue
+            if form or conversion:
+                raise ValueError(f"{{{name}}} takes neither a format nor a conversion")
+            yield name
+    except ValueError as error:
+        raise UsageError(
+            f"the command's word {shown!r} is no template: {error}",
+            hint="a brace that is no placeholder is written `{{` or `}}`",
+        ) from error
+
+
+LAUNCHER = "accelerate"
+LAUNCHED_EXAMPLE = "train.py --max-len {length} --steps {steps}"
+_LAUNCH = "launch"
+_NO_SCRIPT = ("-m", "--module", "--no_python", "--no-python")
+"""The launcher's flags that say what the next word is, if it is no script of Python."""
+_OTHER_LAUNCHERS = re.compile(r"python[\d.]*|torchrun|deepspeed|accelerate-launch")
+
+
+class LaunchedCommand(NamedTuple):
+    """What accelerate starts, and which accelerate."""
+
+    program: str
+    words: tuple[str, ...]
+    """The words after ``launch``: the script, or what stands for one, and its own."""
+
+    @property
+    def script(self) -> Path | None:
+        """The script; None where a module or a program is started, or a placeholder names it."""
+        first = self.words[0]
+        return None if first in _NO_SCRIPT or "{" in first else Path(first)
+
+
+def launched_command(words: tuple[str, ...]) -> LaunchedCommand:
+    """A command taken apart.
+
+    Raises UsageError for another launcher in it, for flags of accelerate's own, and where nothing
+    is started.
+    """
+    program, rest = LAUNCHER, words
+    if Path(words[0]).name == LAUNCHER:
+        program, rest = words[0], words[1:]
+        rest = rest[1:] if rest[:1] == (_LAUNCH,) else rest
+    if not rest or (rest[0] in _NO_SCRIPT and len(rest) == 1):
+        raise UsageError(
+            "the command names no script that accelerate starts",
+            hint=f"for example `--command '{LAUNCHED_EXAMPLE}'`",
+        )
+    first = rest[0]
+    if _OTHER_LAUNCHERS.fullmatch(Path(first).name):
+        raise UsageError(
+            f"accelerate starts the processes, and the command begins with {first}",
+            hint=f"begin with the script: `--command '{LAUNCHED_EXAMPLE}'`",
+        )
+    if first.startswith("-") and first not in _NO_SCRIPT:
+        raise UsageError(
+            f"in a trial accelerate is told {first} by its file, not by a flag",
+            hint="say it in accelerate's file: `--trainer-config accelerate.yaml`",
+        )
+    return LaunchedCommand(program=program, words=rest)
+
 
 _MEANT: Mapping[str, ForeignName] = {
     "command": "command",

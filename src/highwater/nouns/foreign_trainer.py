@@ -12,9 +12,9 @@ import msgspec
 
 from highwater.errors import UsageError
 from highwater.nouns.codec import Record, digest
+from highwater.nouns.declaration import Spelling
 from highwater.nouns.declared_settings import DECLARED
 from highwater.nouns.objective import Objective
-from highwater.nouns.refusals import Spelling
 from highwater.nouns.secrets import hidden_words
 from highwater.nouns.settings import Loss
 
@@ -30,8 +30,8 @@ class ForeignTrainer(Record, frozen=True, kw_only=True):
 
     trainer: ForeignName
     command: tuple[str, ...] = ()
-    """``command``: the words that start it, with placeholders (nouns/command_template.py), secrets
-    hidden; ``accelerate``: those that it launches (nouns/command_template.py). Of a trainer whose
+    """``command``: the words that start it, with placeholders (nouns/foreign_request.py), secrets
+    hidden; ``accelerate``: those that it launches (nouns/foreign_request.py). Of a trainer whose
     command is made here the words that stand for its program; empty: its own name."""
     base_config_path: str | None = None
     """Absolute path of the user's own configuration, whose fields stay where nothing asked says
@@ -123,6 +123,10 @@ FROM_OUTSIDE = frozenset(
 )
 """Fields of ``Request`` that are set around any trainer, without a word of its own."""
 
+_SHARED = {
+    *("ulysses", "ring", "copies", "micro_batches", "sequences_per_micro_batch"),
+}
+"""Fields that say how GPUs share the work."""
 _OF_FINETUNERS = FROM_OUTSIDE | {
     *("command", "trainer_config", "micro_batches", "sequences_per_micro_batch", "optimizer"),
     *("recompute", "offload", "lora", "lora_alpha", "lora_targets", "lora_base"),
@@ -133,31 +137,19 @@ FOREIGN: Mapping[ForeignName, ForeignTraits] = {
     "command": ForeignTraits(
         title="your command",
         is_typed=True,
-        settings=FROM_OUTSIDE
-        | {
-            *("command", "ulysses", "ring", "copies"),
-            *("micro_batches", "sequences_per_micro_batch"),
-        },
+        settings=FROM_OUTSIDE | _SHARED | {"command"},
     ),
     "accelerate": ForeignTraits(
         title="accelerate",
         is_typed=True,
         is_launched=True,
         settings=FROM_OUTSIDE
-        | {
-            *("command", "trainer_config", "ulysses", "ring", "copies"),
-            *("micro_batches", "sequences_per_micro_batch", "strategy", "recompute", "offload"),
-        },
+        | _SHARED
+        | {"command", "trainer_config", "strategy", "recompute", "offload"},
     ),
     "trl": ForeignTraits(
         title="TRL",
-        settings=FROM_OUTSIDE
-        | {
-            *("command", "trainer_config", "ulysses", "ring", "copies", "rope"),
-            *("micro_batches", "sequences_per_micro_batch", "objective", "optimizer"),
-            *("strategy", "recompute", "offload", "lora", "lora_alpha", "lora_targets"),
-            "lora_base",
-        },
+        settings=_OF_FINETUNERS | _SHARED | {"rope", "objective", "strategy"},
         objectives=frozenset(("sft", "grpo")),
         loss="chunked",
     ),
@@ -166,7 +158,7 @@ FOREIGN: Mapping[ForeignName, ForeignTraits] = {
     ),
     "axolotl": ForeignTraits(
         title="Axolotl",
-        settings=_OF_FINETUNERS | {"strategy", "ulysses", "ring", "copies", "rope"},
+        settings=_OF_FINETUNERS | _SHARED | {"strategy", "rope"},
         has_run_on_gpus=False,
     ),
     "ms-swift": ForeignTraits(
@@ -189,10 +181,7 @@ PAGE = "docs/other_trainers.md"
 
 def foreign_name(name: str) -> ForeignName | None:
     """The foreign trainer of this name; None for a name of no such trainer, as our engine's."""
-    for known in FOREIGN:
-        if known == name:
-            return known
-    return None
+    return next((known for known in FOREIGN if known == name), None)
 
 
 _INSTEAD: Mapping[str, str] = {

@@ -1,16 +1,6 @@
-"""Hardware: the GPUs of a machine as its driver reports them, and a catalog of their kinds.
-
-Host memory of machines elsewhere: what one with GPUs of a kind usually has.
-
-``catalog/hosts.json`` has them as data, so that an answer about GPUs that are not here can say
-whether its states fit beside them. This machine's own is read, never taken from here.
-
-Constants: what a GPU's memory is spent on besides tensors.
-
-They are read on one machine by ``highwater doctor --measure``.
-
-What trials run on: the GPUs of a machine that a request means, or its CPU; what is not there is
-refused.
+"""Hardware: the GPUs of a machine as its driver reports them, the catalog of their kinds and of the
+machines that usually have them, what their memory is spent on besides tensors, and which of them
+the trials of a request run on; what is not there is refused.
 """
 
 import json

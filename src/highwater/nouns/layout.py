@@ -1,7 +1,5 @@
-"""Layout: how many GPUs, and how they share the sequence and the states.
-
-Working sizes: how much of a step is alive at a time where it is done piece by piece, and in what
-numbers. What is trained is cut by them; what is predicted counts them.
+"""Layout: how many GPUs, and how they share the sequence and the states; and working sizes, by
+which what is trained is cut into pieces, and which predictions count.
 """
 
 import math
@@ -12,8 +10,7 @@ import msgspec
 
 from highwater.errors import UsageError
 from highwater.nouns.codec import Record
-from highwater.nouns.declaration import words_of
-from highwater.nouns.refusals import MOST_GPUS, MOST_GPUS_OF_A_MACHINE
+from highwater.nouns.declaration import MOST_GPUS, MOST_GPUS_OF_A_MACHINE, words_of
 from highwater.units import MIB
 
 USUAL_GPUS_OF_A_MACHINE = 8

@@ -1,7 +1,5 @@
-"""Plan: a request made into a question that this machine can be asked. Pure: nothing is started,
-nothing is written.
-
-Time limits of a search: how lengths are proven, how long the search may take, and each trial.
+"""Plan: a request made into a question that this machine can be asked: its lengths, its time and
+how they are proven. Pure: nothing is started, nothing is written.
 """
 
 import shlex
@@ -12,13 +10,13 @@ import msgspec
 from highwater.errors import HighwaterError, ModelError, UsageError
 from highwater.model.footprint import PROCESS_BYTES, device_state_bytes
 from highwater.model.model import Model, load_model
+from highwater.model.rope import WITHOUT_YARN_IN_FILES, ends_at_native, unscalable, yarn
 from highwater.nouns.cells import cells_of, within_token_budget
 from highwater.nouns.codec import Record
 from highwater.nouns.corpus import pieces
 from highwater.nouns.declaration import words_of
 from highwater.nouns.foreign_request import foreign_of, with_one_count
-from highwater.nouns.foreign_trainer import FOREIGN, ForeignTrainer
-from highwater.nouns.grid import PUBLISHED_STEP_TOKENS, Grid
+from highwater.nouns.foreign_trainer import FOREIGN, ForeignTrainer, foreign_name
 from highwater.nouns.hardware import (
     Machine,
     TrialHardware,
@@ -30,23 +28,97 @@ from highwater.nouns.lora import refuse_no_target
 from highwater.nouns.plan_notes import (
     ON_THE_CPU_NOTE,
     SPARSE_NOTE,
-    base_notes,
     foreign_notes,
+    lossy_notes,
     memory_notes,
     offload_notes,
-    optimizer_notes,
     own_code_notes,
     weights_notes,
     yarn_notes,
 )
 from highwater.nouns.profiling import refuse_absent_ranks
 from highwater.nouns.request import Request
-from highwater.nouns.search_lengths import check_yarn, grid_of, refuse_past_native
+from highwater.nouns.settings import Rope
 from highwater.nouns.sparse_pattern import SPARSE_KERNEL_BLOCK
-from highwater.nouns.study import Cell, Proof, Question
+from highwater.nouns.study import PUBLISHED_STEP_TOKENS, Cell, Grid, Proof, Question
 from highwater.nouns.trainer import TRAINERS, TrainerName
 from highwater.nouns.trial import PROMPT_TOKENS, Device, TrialSpec
 from highwater.units import format_seconds, format_tokens
+
+CEILING_TOKENS: dict[Device, int] = {"cuda": 1024**2, "cpu": 8192}
+"""Longest length to try unless the user names one. On the CPU, where attention's square is felt, a
+search has to end."""
+
+
+def grid_of(request: Request, model: Model, device: Device) -> tuple[Grid, tuple[str, ...]]:
+    """The lengths to try, and why they end where nobody asked for an end."""
+    native = model.shape.native_length_tokens
+    longest, notes = _longest(request, model, device)
+    grid = Grid(
+        start_tokens=request.start_tokens,
+        step_tokens=request.resolution_tokens or PUBLISHED_STEP_TOKENS,
+        native_length_tokens=native,
+        beyond_step_tokens=request.resolution_tokens or max(1, native // 4),
+        max_tokens=longest,
+    )
+    return grid, notes
+
+
+def _longest(request: Request, model: Model, device: Device) -> tuple[int, tuple[str, ...]]:
+    """The longest length to try, and why it is that one: native where nothing scales past it."""
+    native = model.shape.native_length_tokens
+    longest, notes = request.max_tokens or CEILING_TOKENS[device], ()
+    if request.max_tokens is None and device == "cpu":
+        longest = max(longest, request.start_tokens)
+        notes = (
+            f"on the CPU lengths end at {format_tokens(longest)}; `--max-length` names another end",
+        )
+    is_ours = foreign_name(request.trainer) is None  # another trainer scales positions as it likes
+    if is_ours and longest > native and ends_at_native(model, request.rope):
+        refuse_past_native(model, request.rope, request.start_tokens, flag="--start-length")
+        longest = native
+        why = f"{model.name}'s own RoPE scaling does; `--rope yarn` goes past it"
+        if unscalable(model) is not None:
+            why = f"{model.name} was made for them, and {unscalable(model)}"
+        notes = (f"lengths end at {format_tokens(native)}: {why}",)
+    return longest, notes
+
+
+def refuse_past_native(model: Model, rope: Rope, length_tokens: int, *, flag: str) -> None:
+    """Raise UsageError for a length, named by ``flag``, past which nothing scales positions."""
+    native = model.shape.native_length_tokens
+    if length_tokens <= native or not ends_at_native(model, rope):
+        return
+    length, longest = format_tokens(length_tokens), format_tokens(native)
+    if unscalable(model) is not None:
+        raise UsageError(
+            f"{length} tokens are past the {longest} that {model.name} was made for, and "
+            f"{unscalable(model)}",
+            hint=f"use `{flag} {native}`",
+        )
+    raise UsageError(
+        f"{model.name} scales its own RoPE up to {longest} tokens: {length} is past it",
+        hint=f"add `--rope yarn` to scale by YaRN instead, or stay at {native} or below",
+    )
+
+
+def check_yarn(request: Request, model: Model, longest_tokens: int) -> None:
+    """Raise UsageError where YaRN cannot be, or what is saved with it could not be loaded."""
+    obstacle = unscalable(model)
+    if request.rope == "yarn" and model.own_rope_scaling and obstacle is not None:
+        raise UsageError(
+            f"`--rope yarn` cannot replace {model.name}'s own scaling: {obstacle}",
+            hint="leave `--rope` out",
+        )
+    is_saved = request.save_hf != "never" and model.shape.model_type in WITHOUT_YARN_IN_FILES
+    if is_saved and yarn(model, length_tokens=longest_tokens, rope=request.rope) is not None:
+        raise UsageError(
+            f"{model.shape.model_type} in transformers takes no YaRN from its config: what is "
+            f"saved of {model.name} with "
+            "it could not be loaded",
+            hint="leave `--save-hf` out",
+        )
+
 
 SHORTEST_TIMEOUT_S: Mapping[Device, float] = {"cpu": 10.0, "cuda": 60.0}
 """Shortest timeout of a trial, in seconds, by device. From launch to first step a trial takes
@@ -145,7 +217,12 @@ def plan(
     _check_proof(request, model)
     _refuse_ragged_experts(model, device)
     _refuse_other_attention(request, model, device)
-    _refuse_narrow_copies(request)
+    if request.parameters == "bf16" and max(request.copies) > 1:
+        # FSDP2 keeps sums over copies in float32 for longer: how much at a peak is not known
+        raise UsageError(
+            f"{max(request.copies)} copies of parameters in bf16 were not predicted right",
+            hint="use `--parameters float32`",
+        )
     if request.common_settings.adapters is not None:
         refuse_no_target(model.shape, request.common_settings.adapters)
     where = hardware_of(request, machine, model, device)
@@ -174,20 +251,16 @@ def plan(
     if proof == "memory":
         question = msgspec.structs.replace(question, proof=proof, timeout_s=timeout_s)
     question.trial(cells[0], grid.start_tokens)  # raises for what a trial cannot be
-    of_settings = (
-        *optimizer_notes(cells[0].settings),
-        *base_notes(cells[0].settings),
-        *offload_notes(cells[0].settings, device),
-    )
-    of_model = (
-        *own_code_notes(model),
+    settings = cells[0].settings
+    notes = (
+        *((ON_THE_CPU_NOTE,) if request.device is None and device == "cpu" else ()),
+        *of_memory,
+        *(*skipped, *too_small, *capped),
+        *(() if settings.pattern is None else (SPARSE_NOTE,)),
+        *(*lossy_notes(settings), *offload_notes(settings, device), *own_code_notes(model)),
         *yarn_notes(model, request.max_tokens, request.rope),
-        *weights_notes(model, cells[0].settings, simulated=request.dry_run),
+        *weights_notes(model, settings, simulated=request.dry_run),
     )
-    fallback = (ON_THE_CPU_NOTE,) if request.device is None and device == "cpu" else ()
-    of_attention = () if cells[0].settings.pattern is None else (SPARSE_NOTE,)
-    of_cells = (*skipped, *too_small, *capped)
-    notes = (*fallback, *of_memory, *of_cells, *of_attention, *of_settings, *of_model)
     return Plan(question=question, notes=notes, budget_s=budget_s, timeout_s=timeout_s)
 
 
@@ -323,17 +396,6 @@ def _check_proof(request: Request, model: Model) -> None:
     if request.proof == "memory" and model.shape.layers < 2:
         raise UsageError(
             f"{model.name} has one layer: a memory-only trial would save nothing", hint=_NO_PROOF
-        )
-
-
-def _refuse_narrow_copies(request: Request) -> None:
-    """Raise UsageError for copies of shards in bfloat16: FSDP2 keeps sums over copies in float32
-    for longer, and how much of them a GPU holds at its peak is not known.
-    """
-    if request.parameters == "bf16" and max(request.copies) > 1:
-        raise UsageError(
-            f"{max(request.copies)} copies of parameters in bf16 were not predicted right",
-            hint="use `--parameters float32`",
         )
 
 

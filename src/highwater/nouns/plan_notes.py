@@ -46,22 +46,18 @@ def foreign_notes(request: Request, foreign: ForeignTrainer, device: Device) -> 
     return tuple(notes)
 
 
-def optimizer_notes(settings: Settings) -> tuple[str, ...]:
-    """What an optimizer rounds that AdamW in float32 does not."""
-    if settings.optimizer_traits.is_exact:
-        return ()
-    parameters = " and parameters" if settings.parameters == "bf16" else ""
-    return (
-        f"{settings.optimizer} is lossy: moments{parameters} are rounded at every update, which "
-        "differs by that from AdamW's in float32",
-    )
-
-
-def base_notes(settings: Settings) -> tuple[str, ...]:
-    """What a frozen model in four bits has lost."""
-    if settings.lora_base == "bf16":
-        return ()
-    return ("nf4 is lossy: the frozen model's weights are rounded to 4 bits, once",)
+def lossy_notes(settings: Settings) -> tuple[str, ...]:
+    """What is rounded that AdamW and a model in float32 would not."""
+    said: list[str] = []
+    if not settings.optimizer_traits.is_exact:
+        parameters = " and parameters" if settings.parameters == "bf16" else ""
+        said.append(
+            f"{settings.optimizer} is lossy: moments{parameters} are rounded at every update, "
+            "which differs by that from AdamW's in float32"
+        )
+    if settings.lora_base != "bf16":
+        said.append("nf4 is lossy: the frozen model's weights are rounded to 4 bits, once")
+    return tuple(said)
 
 
 def memory_notes(request: Request, device: Device, budget_bytes: int | None) -> tuple[str, ...]:
@@ -84,8 +80,8 @@ def offload_notes(settings: Settings, device: Device) -> tuple[str, ...]:
     if settings.strategy == "fsdp":
         return (
             "FSDP1 offloads parameters and optimizer states; a gradient, 4 bytes a parameter over "
-            "all GPUs, stays on them until "
-            "each backward pass ends; `--strategy fsdp2` offloads that too",
+            "all GPUs, stays on them until each backward pass ends; `--strategy fsdp2` offloads "
+            "that too",
         )
     return ()
 
@@ -114,9 +110,18 @@ def yarn_notes(model: Model, length_tokens: int | None, rope: Rope) -> tuple[str
 def weights_notes(model: Model, settings: Settings, *, simulated: bool = False) -> tuple[str, ...]:
     """What a trial does not start from weights that are here; nothing of a simulated one."""
     directory = Path(model.directory)
-    if not weight_files(directory):
-        return _of_random_weights(model, simulated=simulated)
     notes: list[str] = []
+    if not weight_files(directory):
+        if simulated:
+            return ()
+        random = f"random weights: {model.name} has none here"
+        if model.shape.experts == 1:
+            return (f"{random}; memory and time are those of trained ones, the loss is not",)
+        return (
+            f"{random}, and random ones send the tokens to its {model.shape.experts} experts "
+            "nearly evenly: time may differ with trained ones, memory does not (every token goes "
+            "to as many experts, whichever they are)",
+        )
     tensors = saved_tensors(directory)
     gives_numbers = settings.critic or settings.traits.gives_scalars
     if tensors and SCORE not in tensors and gives_numbers and not simulated:
@@ -128,25 +133,10 @@ def weights_notes(model: Model, settings: Settings, *, simulated: bool = False) 
         read_config(directory / "config.json"), "tie_word_embeddings"
     ):
         notes.append(
-            f"the head of {model.name} is trained apart from the embedding, though its "
-            f"config.json ties them: its files hold both, "
-            "with different values, and transformers does the same"
+            f"the head of {model.name} is trained apart from the embedding, though its config.json "
+            "ties them: its files hold both, with different values, and transformers does the same"
         )
     return tuple(notes)
-
-
-def _of_random_weights(model: Model, *, simulated: bool) -> tuple[str, ...]:
-    if simulated:
-        return ()
-    random = f"random weights: {model.name} has none here"
-    if model.shape.experts > 1:
-        return (
-            f"{random}, and random ones send the tokens to its {model.shape.experts} experts "
-            f"nearly evenly: time may differ "
-            "with trained ones, memory does not (every token goes to as many experts, "
-            "whichever they are)",
-        )
-    return (f"{random}; memory and time are those of trained ones, the loss is not",)
 
 
 def prompt_notes(path: Path | str | None, question: Question) -> tuple[str, ...]:

@@ -7,8 +7,8 @@ from typing import Literal
 
 from highwater.errors import UsageError
 from highwater.nouns.codec import Record
+from highwater.nouns.declaration import MOST_GPUS, MOST_NAMED, MOST_STEPS, RefusedError
 from highwater.nouns.layout import Layout
-from highwater.nouns.refusals import MOST_GPUS, MOST_NAMED, MOST_STEPS, RefusedError
 
 SETTING = "memory_profiler"
 """Name of the setting."""

@@ -1,9 +1,5 @@
-"""Runner and Launcher: whatever runs trials, and whatever makes the processes of one.
-
-A machine, a cluster, a simulation and a recorded study are interchangeable, and so are the trainers
-that they start.
-
-A job as both planes know it: an order in JSON, and the report, or the refusal, that is left.
+"""Runner and Launcher: whatever runs trials, and whatever makes the processes of one; and a job as
+both planes know it: an order in JSON, and the report, or the refusal, that is left.
 
 ``python -m MODULE ORDER REPORT`` is the process of a job, which ``trials/job.py`` starts: ORDER is
 read, REPORT written, in a folder that is the job's alone.

@@ -19,11 +19,10 @@ from highwater.model.model import Model, load_model
 from highwater.nouns.capacities import Capacity
 from highwater.nouns.codec import Record
 from highwater.nouns.files import SETTINGS_BYTES, read_file
-from highwater.nouns.grid import PUBLISHED_STEP_TOKENS, Grid
 from highwater.nouns.hardware import gpu_catalog
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
-from highwater.nouns.study import Cell, Question, counted_ranks
+from highwater.nouns.study import PUBLISHED_STEP_TOKENS, Cell, Grid, Question, counted_ranks
 from highwater.nouns.trainer import TrainerName
 
 _VANILLA = Settings(

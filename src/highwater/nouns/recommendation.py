@@ -1,10 +1,5 @@
-"""Recommendation: the simplest settings that train a length on some GPUs, and why.
-
-It says why simpler ones do not, and what the next would buy.
-
-Queries: what ``highwater recommend`` is asked about a model on the GPUs of a guide.
-
-A query holds whatever the number of GPUs and the length.
+"""Recommendation: the simplest settings that train a length on some GPUs, why simpler ones do not,
+and what the next would buy; and the query that asks for it, for any number of GPUs and length.
 """
 
 from typing import Any, Literal

@@ -11,7 +11,19 @@ from msgspec import inspect
 
 from highwater.errors import UsageError
 from highwater.nouns.codec import Record
-from highwater.nouns.declaration import NUMBER, SHARE, words_of
+from highwater.nouns.declaration import (
+    KEYWORDS,
+    MOST_GPUS,
+    MOST_NAMED,
+    NUMBER,
+    SHARE,
+    TYPED,
+    RefusedError,
+    Spelling,
+    in_file,
+    nearest,
+    words_of,
+)
 from highwater.nouns.declared_settings import DECLARED
 from highwater.nouns.foreign_trainer import (
     BY_COMMAND,
@@ -26,16 +38,6 @@ from highwater.nouns.hyperparameters import DEFAULTS, Hyperparameters, KlEstimat
 from highwater.nouns.lora import LoraBase
 from highwater.nouns.optimizer import OptimizerName
 from highwater.nouns.profiling import SETTING, Profiling, loose_profiling
-from highwater.nouns.refusals import (
-    KEYWORDS,
-    MOST_GPUS,
-    MOST_NAMED,
-    TYPED,
-    RefusedError,
-    Spelling,
-    in_file,
-    nearest,
-)
 from highwater.nouns.settings import (
     Allocator,
     AttentionMethod,
@@ -180,15 +182,22 @@ class Request(Record, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         """Raise UsageError for values that cannot work, whatever the model and the machine."""
         _check_texts(self)
-        _check_units(self)
+        for row in DECLARED.values():
+            try:
+                getattr(self, row.rung_field)  # a size, a length or a time that can be read
+            except UsageError as error:
+                raise RefusedError(row.name, error.problem, hint=error.hint) from error
         for name, default in DEFAULTS.items():
             why = out_of_range(name, getattr(self, name))
             if why is not None:
                 raise RefusedError(name, why, hint="for example `{}`", example=default)
-        _check_counts("gpus", self.gpus)
-        for name in ("ulysses", "ring", "copies"):
+        for name in ("gpus", "ulysses", "ring", "copies"):
             _check_counts(name, getattr(self, name))
-        _check_machines(self)
+        for name, least in (("max_concurrent_trials", 1), ("nodes", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                hint = f"use {least} or more, for example `{{}}`"
+                raise RefusedError(name, f"{name} is {value}", hint=hint, example=least)
         _check_memory(self)
         _check_runner(self)
         if self.start_tokens < 2:
@@ -418,15 +427,6 @@ def _check_texts(request: Request) -> None:
             )
 
 
-def _check_units(request: Request) -> None:
-    """Raise RefusedError for a size, a length or a time that cannot be read."""
-    for row in DECLARED.values():
-        try:
-            getattr(request, row.rung_field)
-        except UsageError as error:
-            raise RefusedError(row.name, error.problem, hint=error.hint) from error
-
-
 def _check_counts(name: str, counts: tuple[int, ...] | None) -> None:
     """Raise RefusedError for numbers of GPUs, or degrees, that cannot be."""
     if counts is None:
@@ -440,15 +440,6 @@ def _check_counts(name: str, counts: tuple[int, ...] | None) -> None:
     if len(counts) > MOST_NAMED:
         problem = f"{name} names {len(counts)} numbers, and {MOST_NAMED} is the most"
         raise RefusedError(name, problem, hint="name fewer, for example `{}`", example=[1, 2, 4, 8])
-
-
-def _check_machines(request: Request) -> None:
-    """Raise RefusedError for numbers of trials and machines that cannot be."""
-    for name, least in (("max_concurrent_trials", 1), ("nodes", 1)):
-        value = getattr(request, name)
-        if value is not None and value < least:
-            hint = f"use {least} or more, for example `{{}}`"
-            raise RefusedError(name, f"{name} is {value}", hint=hint, example=least)
 
 
 def _check_runner(request: Request) -> None:

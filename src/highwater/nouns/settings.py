@@ -1,7 +1,5 @@
 """Settings: what one rung fixes about the training step, whatever the model, the length and the
-GPUs.
-
-Settings and layouts in plain words: in a few for a table's column, in full for a sentence.
+GPUs; and in plain words, a few for a table's column, in full for a sentence.
 """
 
 from collections.abc import Sequence
@@ -9,12 +7,12 @@ from typing import Literal
 
 from highwater.errors import UsageError
 from highwater.nouns.codec import Record
+from highwater.nouns.declaration import MOST_SEQUENCES
 from highwater.nouns.declared_settings import DECLARED, IN_A_LABEL
 from highwater.nouns.layout import Layout
 from highwater.nouns.lora import ALL_LINEAR, Lora, LoraBase, check_lora
 from highwater.nouns.objective import TRAITS, Objective, ObjectiveTraits
 from highwater.nouns.optimizer import OPTIMIZERS, OptimizerName, OptimizerTraits
-from highwater.nouns.refusals import MOST_SEQUENCES
 from highwater.nouns.sparse_pattern import (
     READ_BY,
     WINDOWED,
@@ -130,8 +128,8 @@ class Settings(Record, frozen=True, kw_only=True):
         _check_objective(self)
         _check_attention(self)
         _check_lora(self)
+        _check_parameters(self)
         _check_optimizer(self)
-        _check_offloaded_states(self)
 
     def sequences(self, length_tokens: int, *, context_degree: int) -> int:
         """Sequences of this length in one micro-batch; 0: the token budget does not hold one."""
@@ -270,15 +268,26 @@ def _check_objective(settings: Settings) -> None:
 
 def _check_attention(settings: Settings) -> None:
     """Raise UsageError for a pattern that cannot be, and for one of dense attention."""
+    kind = settings.pattern_type
     if settings.attention == "block_sparse":
-        _check_window(settings)  # in a user's flags, before the pattern says it in Python's words
-    if settings.pattern is not None:
-        if settings.recompute == "all-but-attention":
+        # in a user's flags, before the pattern says it in Python's words
+        if kind in WINDOWED and settings.sparsity_ratio is not None:
+            raise UsageError(
+                f"sparsity ratio {settings.sparsity_ratio}: the window of {kind} says what is kept",
+                hint="leave `--sparsity-ratio` out, or use `--pattern-type dilated_sparse`",
+            )
+        if settings.pattern is not None and settings.recompute == "all-but-attention":
             raise UsageError(
                 "block-sparse attention is not kept in recomputation: it is the cheap part",
                 hint="use `--recompute layer`, or `--recompute none`",
             )
-        _check_read(settings)
+        for name, types in READ_BY.items():
+            if kind not in types and getattr(settings, name) != getattr(_PATTERN, name):
+                row = DECLARED[name]
+                raise UsageError(
+                    f"{row.words} {getattr(settings, name)}: {kind} does not read it",
+                    hint=f"leave `{row.flag}` out, or use `--pattern-type {types[-1]}`",
+                )
         return
     for name in PATTERN_FIELDS:
         if getattr(settings, name) != getattr(_PATTERN, name):
@@ -286,29 +295,6 @@ def _check_attention(settings: Settings) -> None:
             raise UsageError(
                 f"{row.words} {getattr(settings, name)}: dense attention keeps every block",
                 hint=f"use `--attention block_sparse`, or leave `{row.flag}` out",
-            )
-
-
-def _check_window(settings: Settings) -> None:
-    """Raise UsageError for a share of what a window says."""
-    if settings.pattern_type in WINDOWED and settings.sparsity_ratio is not None:
-        raise UsageError(
-            f"sparsity ratio {settings.sparsity_ratio}: the window of {settings.pattern_type} "
-            "says what is kept",
-            hint="leave `--sparsity-ratio` out, or use `--pattern-type dilated_sparse`",
-        )
-
-
-def _check_read(settings: Settings) -> None:
-    """Raise UsageError for a field that the pattern does not read."""
-    for name, types in READ_BY.items():
-        if settings.pattern_type not in types and getattr(settings, name) != getattr(
-            _PATTERN, name
-        ):
-            row = DECLARED[name]
-            raise UsageError(
-                f"{row.words} {getattr(settings, name)}: {settings.pattern_type} does not read it",
-                hint=f"leave `{row.flag}` out, or use `--pattern-type {types[-1]}`",
             )
 
 
@@ -327,7 +313,17 @@ def _check_lora(settings: Settings) -> None:
                 "LoRA keeps frozen and trained parameters apart, and FSDP1 has them in one piece",
                 hint="use `--strategy fsdp2`",
             )
-        _check_base(settings)
+        is_packed = settings.lora_base == "nf4"
+        if is_packed and settings.offloads_model:
+            raise UsageError(
+                "a model in nf4 stays on the GPU, and `--offload` has it come from the host",
+                hint="leave `--offload` out, or `--lora-base`",
+            )
+        if is_packed and settings.lora_merged:
+            raise UsageError(
+                "adapters were trained beside a model in nf4, and would be merged into another one",
+                hint="leave `--lora-merged` out: peft merges them into the model of your choice",
+            )
         return
     for name in ("lora_alpha", "lora_targets", "lora_base", "lora_merged"):
         if getattr(settings, name) not in (None, ALL_LINEAR, "bf16", False):
@@ -337,50 +333,25 @@ def _check_lora(settings: Settings) -> None:
             )
 
 
-def _check_base(settings: Settings) -> None:
-    """Raise UsageError for what a model in NF4 is not used with."""
-    if settings.lora_base == "bf16":
-        return
-    if settings.offloads_model:
-        raise UsageError(
-            "a model in nf4 stays on the GPU, and `--offload` has it come from the host",
-            hint="leave `--offload` out, or `--lora-base`",
-        )
-    if settings.lora_merged:
-        raise UsageError(
-            "adapters were trained beside a model in nf4, and would be merged into another one",
-            hint="leave `--lora-merged` out: peft merges them into the model of your choice",
-        )
-
-
 def _check_optimizer(settings: Settings) -> None:
-    """Raise UsageError for what narrow parameters and moments are not computed with."""
-    _check_parameters(settings)
-    if settings.optimizer == "adamw":
-        return
-    if settings.offloads_model:
+    """Raise UsageError for moments that cannot be where they are wanted."""
+    name, is_sharded = settings.optimizer, settings.strategy == "fsdp2"
+    if name != "adamw" and settings.offloads_model:
         raise UsageError(
-            f"{settings.optimizer} updates on the GPU, and `--offload` on the host",
+            f"{name} updates on the GPU, and `--offload` on the host",
             hint="use `--optimizer adamw`, or leave `--offload` out",
         )
-    if settings.strategy != "fsdp2":
+    if name != "adamw" and not is_sharded:
         raise UsageError(
-            f"{settings.optimizer} has a moment for each tensor's shard, and FSDP1 flat ones",
+            f"{name} has a moment for each tensor's shard, and FSDP1 flat ones",
             hint="use `--strategy fsdp2`, or `--optimizer adamw`",
         )
-
-
-def _check_offloaded_states(settings: Settings) -> None:
-    """Raise UsageError for moments that cannot be in host memory by themselves."""
-    if not settings.offloads_states:
-        return
-    if settings.optimizer != "adamw":
+    if name != "adamw" and settings.offloads_states:
         raise UsageError(
-            f"`--offload states` keeps AdamW's moments in float32, and {settings.optimizer} has "
-            "its own",
+            f"`--offload states` keeps AdamW's moments in float32, and {name} has its own",
             hint="use `--optimizer adamw`, or leave `--offload states` out",
         )
-    if settings.strategy != "fsdp2":
+    if settings.offloads_states and not is_sharded:
         raise UsageError(
             "`--offload states` keeps the moments of each tensor's shard, and FSDP1 has flat ones",
             hint="use `--strategy fsdp2`, or `--offload`, which FSDP1 has",

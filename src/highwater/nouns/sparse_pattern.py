@@ -5,10 +5,7 @@ Attention is causal: shares are of the pairs of a token and one that is not afte
 Source: the published ``SparsePatternConfig`` and its lengths; ``dilated_sparse`` keeps
 every so many-th block back from a row's own; ``strided`` half so and half a row's last blocks, as
 Child et al. do by token, https://arxiv.org/abs/1904.10509; ``random`` draws them, spread evenly.
-
-What sparse and dilated attention keep, by formula: pairs of a token and a key.
-
-Exact; ``engine/attention/block_table`` counts the same of the tables that it makes.
+Pairs that are kept are exact; ``engine/attention/block_table`` counts the same in its tables.
 """
 
 import math
@@ -19,7 +16,7 @@ from msgspec.structs import replace
 
 from highwater.errors import UsageError
 from highwater.nouns.codec import Record
-from highwater.nouns.refusals import nearest
+from highwater.nouns.declaration import nearest
 
 PatternType = Literal[
     "local_window", "global_local", "dilated_sparse", "strided", "random", "block_top_k"

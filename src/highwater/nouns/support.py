@@ -68,7 +68,6 @@ class _Shown:
     """Memory-only trials that count as a fit."""
     failed: dict[int, set[Outcome]] = field(default_factory=dict[int, set[Outcome]])
     """Outcomes of trials that told, and do not count as a fit."""
-    late: set[int] = field(default_factory=set[int])
     crashed: bool = False
     launches: int = 0
 
@@ -88,10 +87,8 @@ def _shown(question: Question, answer: CellAnswer, trials: Iterable[RecordedTria
         if result.simulated and not question.simulated:
             continue
         shown.launches += 1
-        if result.outcome is Outcome.TIMEOUT:
-            shown.late.add(index)
-        elif not result.outcome.tells:
-            shown.crashed = True
+        if not result.outcome.tells:
+            shown.crashed |= result.outcome is not Outcome.TIMEOUT
         elif not question.counts_as_fit(result):
             shown.failed.setdefault(index, set()).add(result.outcome)
         elif result.outcome is Outcome.FIT:
@@ -127,7 +124,10 @@ def _gaps(question: Question, answer: CellAnswer, shown: _Shown) -> Iterator[str
     yield from _edge_gaps(question, answer, shown)
     if answer.monotone == bool(answer.contradictions):
         yield "it says both that outcomes are monotone and that they are not"
-    if answer.monotone and _is_contradicted(question, answer, shown):
+    # by memory a full trial below the longest that fit says what is trained, no more
+    fit = {shown.reach} - {0} if question.proof == "memory" else {*shown.trained}
+    packed = partial(packed_tokens, question, answer.cell)
+    if answer.monotone and contradictions(fit, shown.failed, packed):
         yield "a shorter length did not fit where a longer one did, and it says nothing of that"
     if not 0 < answer.trials <= shown.launches:
         yield f"it says that it took {answer.trials} trials, and {shown.launches} ended"
@@ -208,13 +208,3 @@ def _edge_gaps(question: Question, answer: CellAnswer, shown: _Shown) -> Iterato
         yield f"it says that time ended it, and a trial of {format_tokens(beyond)} tokens told"
     elif answer.limit == "inconclusive" and not shown.crashed:
         yield "it says that trials crashed, and none did"
-
-
-def _is_contradicted(question: Question, answer: CellAnswer, shown: _Shown) -> bool:
-    """Whether some length did not fit that takes no more than one that did. With the proof
-    ``memory`` only the longest that fit is looked at: a full trial below it says what is trained,
-    no more.
-    """
-    fit = {shown.reach} - {0} if question.proof == "memory" else {*shown.trained}
-    packed = partial(packed_tokens, question, answer.cell)
-    return bool(contradictions(fit, shown.failed, packed))

@@ -118,10 +118,7 @@ TRAINERS: Mapping[TrainerName, TrainerTraits] = {
 
 def predicted_trainer(name: AnyTrainer) -> TrainerName | None:
     """The trainer, where its memory is predicted; None of one that is tried alone."""
-    for known in TRAINERS:
-        if known == name:
-            return known
-    return None
+    return next((known for known in TRAINERS if known == name), None)
 
 
 def predicted_traits(name: AnyTrainer) -> TrainerTraits | None:

@@ -18,8 +18,8 @@ import msgspec
 from highwater.errors import UsageError
 from highwater.nouns.codec import Record, digest
 from highwater.nouns.corpus import Corpus, LongDocuments, TrainedTokens
+from highwater.nouns.declaration import MOST_STEPS
 from highwater.nouns.hyperparameters import DEFAULTS
-from highwater.nouns.refusals import MOST_STEPS
 from highwater.nouns.settings import PATTERN_FIELDS, Settings
 from highwater.nouns.trial import TrialSpec
 from highwater.units import counted, parse_tokens

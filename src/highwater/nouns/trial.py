@@ -11,11 +11,11 @@ import msgspec
 
 from highwater.errors import UsageError
 from highwater.nouns.codec import Record, key_of
+from highwater.nouns.declaration import MOST_STEPS
 from highwater.nouns.foreign_trainer import ForeignTrainer
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
 from highwater.nouns.profiling import SnapshotOrder
-from highwater.nouns.refusals import MOST_STEPS
 from highwater.nouns.secrets import REASON, kept
 from highwater.nouns.settings import Settings
 from highwater.units import counted

@@ -110,8 +110,7 @@ def longest_table(bench: AttentionBench, summary: AttentionSummary) -> TextTable
             (
                 *(*_cells(each, _ENTRY), _held(each)),
                 *(["-"] * len(_COSTS) if each.row is None else _cells(each.row, _COSTS)),
-                each.why
-                + ("" if each.fails_tokens is None else f" at {format_tokens(each.fails_tokens)}"),
+                each.why + (f" at {format_tokens(each.fails_tokens)}" if each.fails_tokens else ""),
             )
             for each in summary.longest
         ),
@@ -128,10 +127,9 @@ def _answer(bench: AttentionBench, summary: AttentionSummary) -> str:
     best = max(found, key=lambda each: (each.fits_tokens or 0, -each.time_s))
     where = "" if best.mode == "single" else f" over {counted(best.gpus, 'GPU')}"
     others = [each for each in found if each.implementation == "dense" and each is not best]
-    return (
-        f"{best.implementation}{where} holds {_held(best)} tokens, {direction}, in "
-        f"{format_pass(best.time_s)}"
-    ) + "".join(f"; dense {_held(each)} in {format_pass(each.time_s)}" for each in others)
+    held = [f"{_held(each)} in {format_pass(each.time_s)}" for each in others]
+    first = f"{best.implementation}{where} holds {_held(best)} tokens, {direction}, in "
+    return f"{first}{format_pass(best.time_s)}{''.join(f'; dense {each}' for each in held)}"
 
 
 def _held(each: LongestLength) -> str:
@@ -319,10 +317,8 @@ def predicted_table(
     """
     own = [each for each in summary.predicted if each.direction == direction]
     kinds = {each.gpu: each for each in own if not each.is_least}
-    cells = {
-        (each.gpu, each.entry): f"{'≥ ' if each.is_least else ''}{format_tokens(each.tokens)}"
-        for each in own
-    }
+    tokens = {(each.gpu, each.entry): (each.is_least, each.tokens) for each in own}
+    cells = {of: f"{'≥ ' if least else ''}{format_tokens(n)}" for of, (least, n) in tokens.items()}
     columns = list(dict.fromkeys(each.entry for each in own))
     gains = [each for each in summary.efficiencies if each.mode == "data parallel"]
     is_gpu, where = bench.order.device == "cuda", "the CPU, whose kernels allocate otherwise"

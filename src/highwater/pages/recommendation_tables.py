@@ -8,9 +8,9 @@ from dataclasses import replace
 from highwater.memory.interval.residuals import unlike_cell
 from highwater.memory.trainers import MEMORY
 from highwater.model.rope import Yarn
+from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.environment import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
 from highwater.nouns.recommendation import Alternative, Candidate, Recommendation, StepTime
-from highwater.nouns.refusals import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import RISK_IN_WORDS
 from highwater.nouns.trainer import OURS, predicted_traits, trainer_title

@@ -15,10 +15,9 @@ from highwater.memory.trainers import predict_by_formula
 from highwater.model.model import load_model
 from highwater.nouns.cells import heads_obstacle
 from highwater.nouns.cluster import Cluster
-from highwater.nouns.declaration import flag_of, words_of
+from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE, flag_of, words_of
 from highwater.nouns.hardware import gpu_catalog, lacking, runs_trials
 from highwater.nouns.recommendation import Alternative, AlternativeKind, Candidate, Recommendation
-from highwater.nouns.refusals import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.study import Cell, Study, counted_ranks
 from highwater.nouns.trainer import TRAINERS, AnyTrainer, trainer_title
 from highwater.recommendation.candidates import Goal, first_fit, token_budget
@@ -257,13 +256,7 @@ def tried_recommendation(
     notes: list[str] = []
     for recorded in studies:
         study = with_margin(recorded, margin_bytes)
-        why = obstacle(
-            study,
-            model=read,
-            device_name=where.device_name,
-            memory_limit=memory_limit,
-            trainer=trainer,
-        )
+        why = obstacle(study, read, where.device_name, memory_limit, trainer)
         told = {} if why else measured_cells(study, where.gpus, length_tokens)
         if not told:
             ranks = counted_ranks(where.gpus, "cuda")

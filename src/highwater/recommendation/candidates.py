@@ -139,7 +139,7 @@ def _candidate(
     goal: Goal, question: Question, predicted: CellPrediction, longest: CellPrediction | None = None
 ) -> Candidate:
     fits = predicted.capacity_tokens > 0
-    host_bytes = predicted.footprint.host_bytes
+    host_bytes, step = predicted.footprint.host_bytes, predicted.step
     lacks_bytes = None
     if not fits and predicted.binding == "host":
         lacks_bytes = host_bytes - (goal.memory_limit.host_bytes or 0)
@@ -160,25 +160,19 @@ def _candidate(
         capacity_tokens=max(longest.capacity_tokens if longest else 0, predicted.capacity_tokens),
         capacity_source="predicted",
         is_at_least=longest is None or longest.binding == "ceiling",
-        step_time=_step_time(predicted),
+        step_time=step
+        and StepTime(
+            time_s=step.time_s,
+            source="predicted",
+            step_tokens=step.step_tokens,
+            tokens_per_s=step.tokens_per_s,
+            measured_length_tokens=None,
+        ),
     )
 
 
 def _is_lowered(goal: Goal, cell: Cell) -> bool:
     return cell.settings.sequences_per_micro_batch < goal.sequences
-
-
-def _step_time(predicted: CellPrediction) -> StepTime | None:
-    """The predicted time of a step; None where the length does not fit, or nobody knows."""
-    if predicted.step is None:
-        return None
-    return StepTime(
-        time_s=predicted.step.time_s,
-        source="predicted",
-        step_tokens=predicted.step.step_tokens,
-        tokens_per_s=predicted.step.tokens_per_s,
-        measured_length_tokens=None,
-    )
 
 
 def _command(goal: Goal, question: Question, cell: Cell) -> str:
@@ -199,11 +193,11 @@ def _command(goal: Goal, question: Question, cell: Cell) -> str:
         words += ["--offload"] if settings.offloads_model else []
         words += ["--sequences-per-micro-batch", str(settings.sequences_per_micro_batch)]
         words += [] if settings.rope == "auto" else ["--rope", settings.rope]
-    limits = (
-        ("--reserved", where.device_bytes - memory_limit.device_bytes),
-        ("--host-memory", 0 if memory_limit.usual_host else memory_limit.host_bytes or 0),
-    )
-    words += [word for flag, value in limits if value for word in (flag, str(value))]
+    limits = {
+        "--reserved": where.device_bytes - memory_limit.device_bytes,
+        "--host-memory": 0 if memory_limit.usual_host else memory_limit.host_bytes or 0,
+    }
+    words += [word for flag, value in limits.items() if value for word in (flag, str(value))]
     if "headroom" in goal.settings:
         words += ["--headroom", str(question.margin_bytes)]
     if goal.settings.get("prompt_tokens"):

@@ -98,12 +98,9 @@ def _tried(
     """What the studies of a foreign trainer say; it is told no settings but a headroom."""
     others = [name for name in settings if name != "headroom"]
     if others:
-        row = DECLARED[others[0]]
-        raise UsageError(
-            f"a {row.words}, and what is recommended is what studies of {trainer_title(trainer)} "
-            "found",
-            hint=f"leave `{row.flag}` out",
-        )
+        row, title = DECLARED[others[0]], trainer_title(trainer)
+        problem = f"a {row.words}, and what is recommended is what studies of {title} found"
+        raise UsageError(problem, hint=f"leave `{row.flag}` out")
     return tried_recommendation(
         model,
         length_tokens=length_tokens,
@@ -202,7 +199,7 @@ def _recommended(
         candidates=candidates,
         yarn=yarn(question.model, length_tokens=goal.length_tokens, rope=rope),
         alternatives=others,
-        accuracy=_accuracy(goal, question),
+        accuracy=accuracy(question, goal.trainer, replayed_cells(question, goal.trainer)),
         unlike=() if known is None else known.unlike,
         not_modelled=NOT_MODELLED,
         notes=(*notes, *of_studies),
@@ -217,22 +214,11 @@ def _with_one_that_may_fit(
     if not may_fit or question.margin_bytes > default_headroom_bytes(goal.where.device_bytes):
         return candidates
     roomiest = max(may_fit, key=lambda each: each.headroom_bytes or 0)
+    longest = max(roomiest.capacity_tokens, goal.length_tokens)
     taken = msgspec.structs.replace(
-        roomiest,
-        fits=True,
-        lacks_bytes=None,
-        lacks_of=None,
-        capacity_tokens=max(roomiest.capacity_tokens, goal.length_tokens),
+        roomiest, fits=True, lacks_bytes=None, lacks_of=None, capacity_tokens=longest
     )
     return tuple(taken if each is roomiest else each for each in candidates)
-
-
-def _accuracy(goal: Goal, question: Question) -> str:
-    """How far off predictions were known to be, by replay, closed form or both, as cells need."""
-    replayed = replayed_cells(question, goal.trainer)
-    cells = question.cells
-    has_adapters = cells[0].settings.lora is not None
-    return accuracy(goal.trainer, replayed=replayed, cells=len(cells), has_adapters=has_adapters)
 
 
 def trainers_gpus(where: Cluster, rollout_gpus: int) -> Cluster:
@@ -284,14 +270,7 @@ def _with_trials(
         notes += [f"{recorded.path}: {note}" for note in recorded.notes]
         # a trial that fit is a fact: only a headroom that was asked for speaks against it
         study = with_margin(recorded, asked_bytes)
-        device_name = goal.where.device_name
-        why = obstacle(
-            study,
-            model=question.model,
-            device_name=device_name,
-            memory_limit=limit,
-            trainer=goal.trainer,
-        )
+        why = obstacle(study, question.model, goal.where.device_name, limit, goal.trainer)
         found = [
             None
             if why or (limit.host_bytes is not None and (each.host_bytes or 0) > limit.host_bytes)

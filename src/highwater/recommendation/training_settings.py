@@ -4,7 +4,7 @@ answer, or what is recommended; whether it fits, and what a user should know bef
 
 import resource
 import shlex
-from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,14 +18,14 @@ from highwater.model.model import Model, load_model
 from highwater.model.rope import yarn
 from highwater.nouns.cells import simplicity
 from highwater.nouns.corpus import Corpus, missing_files
+from highwater.nouns.declaration import MOST_GPUS
 from highwater.nouns.declared_settings import TOPICS
 from highwater.nouns.hardware import Machine
 from highwater.nouns.plan import plan, plan_trial
 from highwater.nouns.plan_notes import weights_notes
-from highwater.nouns.refusals import MOST_GPUS
 from highwater.nouns.request import Request
 from highwater.nouns.settings import Settings
-from highwater.nouns.study import Cell, Question
+from highwater.nouns.study import Cell, CellAnswer, Question
 from highwater.nouns.trainer import OURS
 from highwater.nouns.training import RECOMMENDED, TrainingRequest, refuse_uneven
 from highwater.nouns.trial import TrialSpec
@@ -81,6 +81,7 @@ def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> 
             f"the settings are those of `--settings {asked.settings}`, and `--{row}` is another",
             hint=f"leave `--{row}` out, or `--settings`",
         )
+    training = _Training(request, asked, machine, spec)
     notes: tuple[str, ...] = ()
     prompt_tokens = 0
     if asked.settings not in (None, RECOMMENDED):
@@ -90,27 +91,19 @@ def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> 
                 f"there is no study {path}",
                 hint="use `--settings recommended`, or name the file of a study",
             )
-        cell, notes = _of_study(path, spec, request, machine, nodes)
-        measured = read_study(path).question
+        cell, measured, notes = _of_study(path, training, nodes)
         prompt_tokens = measured.prompt_tokens
         if request.memory is None and spec.device == "cuda":
             budget_bytes = measured.memory_budget_bytes
             spec = msgspec.structs.replace(spec, memory_budget_bytes=budget_bytes)
     elif asked.settings == RECOMMENDED or not how:
-        cell = _recommended(request, _of_each(asked, nodes), machine, spec)
+        cell = training.of_each(nodes).recommended()
     else:
         cell = Cell(layout=spec.layout, settings=spec.settings)
     if nodes > 1:
         cell = msgspec.structs.replace(cell, layout=cell.layout.across(nodes))
     spec = msgspec.structs.replace(spec, prompt_tokens=prompt_tokens)
-    return _checked(request, asked, machine, spec, cell, notes, nodes=nodes)
-
-
-def _of_each(asked: TrainingRequest, nodes: int) -> TrainingRequest:
-    """What is asked of each of so many machines."""
-    if asked.rows is None or nodes == 1:
-        return asked
-    return msgspec.structs.replace(asked, rows=max(1, asked.rows // nodes))
+    return _checked(replace(training, spec=spec), cell, notes, nodes=nodes)
 
 
 def _on_one_machine(request: Request) -> Request:
@@ -147,208 +140,194 @@ def named_settings(request: Request) -> tuple[str, ...]:
     )
 
 
-def _question(
-    request: Request, machine: Machine, spec: TrialSpec, cell: Cell, rows: int | None
-) -> Question:
-    """The question of one cell at the training's length, with a rank's rows as micro-batches."""
-    own = _own_rows(request, cell, rows)
-    alone = msgspec.structs.replace(
-        request,
-        gpus=(spec.layout.gpus,),
-        memory=spec.memory_budget_bytes if spec.memory_budget_bytes else request.memory,
-        start_length=spec.length_tokens,
-        max_length=spec.length_tokens,
-        micro_batches=1 if own == 1 else max(2, request.micro_batches),
-    )
-    question = plan(alone, machine).question
-    settings = msgspec.structs.replace(cell.settings, accumulates=own > 1)
-    return msgspec.structs.replace(
-        question, cells=(msgspec.structs.replace(cell, settings=settings),)
-    )
+@dataclass(frozen=True, slots=True)
+class _Training:
+    """What one machine is asked to train, and the trial that it names."""
 
+    request: Request
+    asked: TrainingRequest
+    machine: Machine
+    spec: TrialSpec
 
-def _own_rows(request: Request, cell: Cell, rows: int | None) -> int:
-    """The rows of a rank in a step; a study's, or the usual ones, where no rows are named."""
-    if rows is None:
-        return request.micro_batches if cell.settings.accumulates else 1
-    return max(1, rows // cell.layout.data_parallel_degree)
+    def of_each(self, nodes: int) -> "_Training":
+        """What is asked of each of so many machines."""
+        if self.asked.rows is None or nodes == 1:
+            return self
+        rows = max(1, self.asked.rows // nodes)
+        return replace(self, asked=msgspec.structs.replace(self.asked, rows=rows))
 
-
-def _predicted(question: Question, machine: Machine, *, rows: int | None) -> CellPrediction:
-    """What a cell takes; ``rows`` a step, where they are named."""
-    limit_bytes = question.memory_bytes
-    if limit_bytes is None:
-        raise MachineError(
-            "nobody knows the memory that there is", hint="name it: `--memory 80GiB`"
+    def question(self, cell: Cell) -> Question:
+        """The question of one cell at the training's length, with a rank's rows as micro-batches:
+        a study's, or the usual ones, where no rows are named.
+        """
+        own = self.request.micro_batches if cell.settings.accumulates else 1
+        if self.asked.rows is not None:
+            own = max(1, self.asked.rows // cell.layout.data_parallel_degree)
+        alone = msgspec.structs.replace(
+            self.request,
+            gpus=(self.spec.layout.gpus,),
+            memory=self.spec.memory_budget_bytes or self.request.memory,
+            start_length=self.spec.length_tokens,
+            max_length=self.spec.length_tokens,
+            micro_batches=1 if own == 1 else max(2, self.request.micro_batches),
         )
-    limit = MemoryLimit(
-        device_bytes=max(1, limit_bytes - _rows_bytes(question, rows)),
-        host_bytes=machine.host_memory_total_bytes if question.device == "cuda" else None,
-    )
-    known = calibration_of(question, OURS) if question.device == "cuda" else None
-    cells = predict_cells(question, limit, likely_footprint, known)
-    return with_steps(question, cells)[0] if question.device == "cuda" else cells[0]
+        settings = msgspec.structs.replace(cell.settings, accumulates=own > 1)
+        cell = msgspec.structs.replace(cell, settings=settings)
+        return msgspec.structs.replace(plan(alone, self.machine).question, cells=(cell,))
 
+    def predicted(self, question: Question) -> CellPrediction:
+        """What the cell of a question takes."""
+        is_gpu = question.device == "cuda"
+        if question.memory_bytes is None:
+            problem = "nobody knows the memory that there is"
+            raise MachineError(problem, hint="name it: `--memory 80GiB`")
+        limit = MemoryLimit(
+            device_bytes=max(1, question.memory_bytes - self.rows_bytes(question)),
+            host_bytes=self.machine.host_memory_total_bytes if is_gpu else None,
+        )
+        known = calibration_of(question, OURS) if is_gpu else None
+        cells = predict_cells(question, limit, likely_footprint, known)
+        return with_steps(question, cells)[0] if is_gpu else cells[0]
 
-def _rows_bytes(question: Question, rows: int | None) -> int:
-    """Bytes of rows beyond a trial's: on the CPU all rows of a step lie there."""
-    (cell,) = question.cells
-    if rows is None or question.device != "cpu":
-        return 0
-    trial = question.trial(cell, question.grid.start_tokens)
-    own = -(-rows // cell.layout.data_parallel_degree)
-    row_tokens = trial.length_tokens * trial.sequences
-    return _TOKEN_OF_A_ROW_BYTES * row_tokens * max(0, own - trial.micro_batches)
+    def rows_bytes(self, question: Question) -> int:
+        """Bytes of rows beyond a trial's: on the CPU all rows of a step lie there."""
+        (cell,) = question.cells
+        if self.asked.rows is None or question.device != "cpu":
+            return 0
+        trial = question.trial(cell, question.grid.start_tokens)
+        own = -(-self.asked.rows // cell.layout.data_parallel_degree)
+        row_tokens = trial.length_tokens * trial.sequences
+        return _TOKEN_OF_A_ROW_BYTES * row_tokens * max(0, own - trial.micro_batches)
+
+    def what_fits(self, lacks_bytes: int) -> str:
+        """What to type where the named settings do not fit, for want of so many bytes."""
+        is_gpu = self.spec.device == "cuda"
+        try:
+            cell = self.recommended()
+        except MachineError as error:
+            return error.hint if is_gpu else self.more_memory(lacks_bytes)
+        label = cell.label_on(self.spec.device)
+        return f"use `--settings recommended`, which is {label}, and leave other settings out"
+
+    def recommended(self) -> Cell:
+        """The simplest cell that is predicted to fit; raises MachineError where none is."""
+        if self.spec.device == "cpu":
+            return self.simplest_here()
+        request, asked, gpus = self.request, self.asked, self.spec.layout.gpus
+        usual = Request(model=request.model)
+        of_what = {
+            name: getattr(request, name)
+            for name in _OF_WHAT_IS_TRAINED
+            if getattr(request, name) != getattr(usual, name)
+        }
+        total_bytes = min(gpu.memory_total_bytes for gpu in self.machine.gpus[:gpus])
+        found = recommend(
+            request.model,
+            length=asked.length_tokens,
+            gpus=gpus,
+            reserved=max(0, total_bytes - (self.spec.memory_budget_bytes or total_bytes)),
+            host_memory=self.machine.host_memory_total_bytes,
+            micro_batches=1 if asked.rows and asked.rows < 2 * gpus else 2,
+            **of_what,
+        )
+        for candidate in sorted(found.candidates, key=lambda each: each.order):
+            if not candidate.fits or candidate.is_lowered:
+                continue
+            if _may_fit(self.predicted(self.question(candidate.cell))):
+                return candidate.cell
+        words = f"highwater recommend {shlex.quote(request.model)} --length {asked.length}"
+        raise MachineError(
+            f"{format_tokens(asked.length_tokens)} tokens do not fit on {gpus} of these GPUs with "
+            "any settings, predicted",
+            hint=f"`{words}` says what would: more GPUs, a larger one, or `--lora 16`",
+        )
+
+    def simplest_here(self) -> Cell:
+        """The simplest rung that fits a process on the CPU."""
+        request, spec = self.request, self.spec
+        usual = Request(model=request.model)
+        every = msgspec.structs.replace(
+            request,
+            **{name: getattr(usual, name) for name in named_settings(request)},
+            gpus=(spec.layout.gpus,),
+            memory=spec.memory_budget_bytes,
+            start_length=spec.length_tokens,
+            max_length=spec.length_tokens,
+        )
+        lacks: list[int] = []
+        for cell in sorted(plan(every, self.machine).question.cells, key=simplicity):
+            predicted = self.predicted(self.question(cell))
+            if _may_fit(predicted):
+                return cell
+            lacks.append(predicted.lacks_bytes or 0)
+        budget = format_bytes(spec.memory_budget_bytes or 0)
+        raise MachineError(
+            f"{format_tokens(spec.length_tokens)} tokens do not fit into {budget} of a process, "
+            f"predicted: {format_bytes(min(lacks))} are lacking",
+            hint=self.more_memory(min(lacks)),
+        )
+
+    def more_memory(self, lacks_bytes: int) -> str:
+        """What to type where a process on the CPU lacks so much of its memory."""
+        needed_bytes = (self.spec.memory_budget_bytes or 0) + lacks_bytes
+        needed_mib = -(-(needed_bytes + self.room_bytes(needed_bytes)) // MIB)
+        host_bytes = self.machine.host_memory_total_bytes
+        is_there = needed_mib * MIB <= host_bytes // self.spec.layout.gpus
+        more = f"`--memory {needed_mib}MiB`, or " if is_there else ""
+        return f"use {more}a smaller `--length`, or a smaller model"
+
+    def room_bytes(self, predicted_bytes: int) -> int:
+        """What a process on the CPU may take beyond its prediction: errors, and what depends on its
+        cores and on the stack of each thread.
+        """
+        stack_bytes, _ = resource.getrlimit(resource.RLIMIT_STACK)
+        if stack_bytes == resource.RLIM_INFINITY:
+            stack_bytes = _STACK_BYTES
+        cores = max(1, self.machine.cpu_cores // self.spec.layout.gpus)
+        stacks = (_THREADS + _POOLS * cores) * stack_bytes - _THREADS * _STACK_BYTES
+        return int(_NEAR * predicted_bytes) + _COMPILED_BYTES + max(0, stacks)
 
 
 def _may_fit(predicted: CellPrediction) -> bool:
     return bool(predicted.capacity_tokens) or predicted.risk is not None
 
 
-def _checked(
-    request: Request,
-    asked: TrainingRequest,
-    machine: Machine,
-    spec: TrialSpec,
-    cell: Cell,
-    notes: tuple[str, ...],
-    *,
-    nodes: int,
-) -> ChosenTrial:
+def _checked(training: _Training, cell: Cell, notes: tuple[str, ...], *, nodes: int) -> ChosenTrial:
+    asked, spec = training.asked, training.spec
     if asked.rows is not None:
         refuse_uneven(asked.rows, cell.layout.data_parallel_degree)
-    question = _question(request, machine, spec, cell, asked.rows)
+    question = training.question(cell)
     (cell,) = question.cells
     question = msgspec.structs.replace(question, prompt_tokens=spec.prompt_tokens)
-    predicted = _predicted(question, machine, rows=asked.rows)
+    predicted = training.predicted(question)
     if not _may_fit(predicted):
-        lacks = format_bytes(predicted.lacks_bytes or 0)
-        each, lacks_bytes = _of_each(asked, nodes), predicted.lacks_bytes or 0
-        better = _what_fits(request, each, machine, spec, lacks_bytes=lacks_bytes)
+        lacks_bytes = predicted.lacks_bytes or 0
         length, label = format_tokens(asked.length_tokens), cell.label_on(spec.device)
+        whose = "GPU" if spec.device == "cuda" else "process"
         raise MachineError(
-            f"{length} tokens do not fit with {label}: {lacks} of a "
-            f"{'GPU' if spec.device == 'cuda' else 'process'}'s memory are lacking, predicted",
-            hint=better,
+            f"{length} tokens do not fit with {label}: {format_bytes(lacks_bytes)} of a {whose}'s "
+            "memory are lacking, predicted",
+            hint=training.of_each(nodes).what_fits(lacks_bytes),
         )
     spec = msgspec.structs.replace(
         spec, layout=cell.layout, settings=cell.settings, micro_batches=question.micro_batches
     )
     used_bytes = (question.memory_budget_bytes or 0) - predicted.headroom_bytes
-    is_near = spec.device == "cpu" and predicted.headroom_bytes < _room_bytes(
-        used_bytes, machine, spec.layout.gpus
-    )
+    room_bytes = replace(training, spec=spec).room_bytes(used_bytes)
+    is_near = spec.device == "cpu" and predicted.headroom_bytes < room_bytes
     if not predicted.capacity_tokens or is_near:
         notes = (*notes, "it is tight: predicted to fit, and not by as much as predictions are off")
-    return ChosenTrial(spec, predicted, notes, _rows_bytes(question, asked.rows))
-
-
-def _what_fits(
-    request: Request, asked: TrainingRequest, machine: Machine, spec: TrialSpec, *, lacks_bytes: int
-) -> str:
-    """What to type where the named settings do not fit, for want of so many bytes."""
-    try:
-        cell = _recommended(request, asked, machine, spec)
-    except MachineError as error:
-        return error.hint if spec.device == "cuda" else _more_memory(spec, machine, lacks_bytes)
-    label = cell.label_on(spec.device)
-    return f"use `--settings recommended`, which is {label}, and leave other settings out"
-
-
-def _recommended(
-    request: Request, asked: TrainingRequest, machine: Machine, spec: TrialSpec
-) -> Cell:
-    """The simplest cell that is predicted to fit; raises MachineError where none is."""
-    if spec.device == "cpu":
-        return _simplest_here(request, asked, machine, spec)
-    of_what = {
-        name: getattr(request, name)
-        for name in _OF_WHAT_IS_TRAINED
-        if getattr(request, name) != getattr(Request(model=request.model), name)
-    }
-    total_bytes = min(gpu.memory_total_bytes for gpu in machine.gpus[: spec.layout.gpus])
-    budget_bytes = spec.memory_budget_bytes or total_bytes
-    found = recommend(
-        request.model,
-        length=asked.length_tokens,
-        gpus=spec.layout.gpus,
-        reserved=max(0, total_bytes - budget_bytes),
-        host_memory=machine.host_memory_total_bytes,
-        micro_batches=1 if asked.rows and asked.rows < 2 * spec.layout.gpus else 2,
-        **of_what,
-    )
-    for candidate in sorted(found.candidates, key=lambda each: each.order):
-        if not candidate.fits or candidate.is_lowered:
-            continue
-        question = _question(request, machine, spec, candidate.cell, asked.rows)
-        if _may_fit(_predicted(question, machine, rows=asked.rows)):
-            return candidate.cell
-    words = f"highwater recommend {shlex.quote(request.model)} --length {asked.length}"
-    raise MachineError(
-        f"{format_tokens(asked.length_tokens)} tokens do not fit on {spec.layout.gpus} of these "
-        "GPUs with any settings, predicted",
-        hint=f"`{words}` says what would: more GPUs, a larger one, or `--lora 16`",
-    )
-
-
-def _simplest_here(
-    request: Request, asked: TrainingRequest, machine: Machine, spec: TrialSpec
-) -> Cell:
-    """The simplest rung that fits a process on the CPU."""
-    usual = Request(model=request.model)
-    every = msgspec.structs.replace(
-        request,
-        **{name: getattr(usual, name) for name in named_settings(request)},
-        gpus=(spec.layout.gpus,),
-        memory=spec.memory_budget_bytes,
-        start_length=spec.length_tokens,
-        max_length=spec.length_tokens,
-    )
-    cells: Sequence[Cell] = sorted(plan(every, machine).question.cells, key=simplicity)
-    lacks: list[int] = []
-    for cell in cells:
-        question = _question(request, machine, spec, cell, asked.rows)
-        predicted = _predicted(question, machine, rows=asked.rows)
-        if _may_fit(predicted):
-            return cell
-        lacks.append(predicted.lacks_bytes or 0)
-    budget = format_bytes(spec.memory_budget_bytes or 0)
-    raise MachineError(
-        f"{format_tokens(spec.length_tokens)} tokens do not fit into {budget} of a process, "
-        f"predicted: {format_bytes(min(lacks))} are lacking",
-        hint=_more_memory(spec, machine, min(lacks)),
-    )
-
-
-def _more_memory(spec: TrialSpec, machine: Machine, lacks_bytes: int) -> str:
-    """What to type where a process on the CPU lacks so much of its memory."""
-    needed_bytes = (spec.memory_budget_bytes or 0) + lacks_bytes
-    needed_bytes += _room_bytes(needed_bytes, machine, spec.layout.gpus)
-    needed_mib = -(-needed_bytes // MIB)
-    is_there = needed_mib * MIB <= machine.host_memory_total_bytes // spec.layout.gpus
-    more = f"`--memory {needed_mib}MiB`, or " if is_there else ""
-    return f"use {more}a smaller `--length`, or a smaller model"
-
-
-def _room_bytes(predicted_bytes: int, machine: Machine, processes: int) -> int:
-    """What a process on the CPU may take beyond its prediction: errors, its cores and threads'
-    stacks.
-    """
-    stack_bytes, _ = resource.getrlimit(resource.RLIMIT_STACK)
-    if stack_bytes == resource.RLIM_INFINITY:
-        stack_bytes = _STACK_BYTES
-    cores = max(1, machine.cpu_cores // processes)
-    stacks = (_THREADS + _POOLS * cores) * stack_bytes - _THREADS * _STACK_BYTES
-    return int(_NEAR * predicted_bytes) + _COMPILED_BYTES + max(0, stacks)
+    return ChosenTrial(spec, predicted, notes, training.rows_bytes(question))
 
 
 def _of_study(
-    path: Path, spec: TrialSpec, request: Request, machine: Machine, nodes: int
-) -> tuple[Cell, tuple[str, ...]]:
+    path: Path, training: _Training, nodes: int
+) -> tuple[Cell, Question, tuple[str, ...]]:
     """The simplest cell of a study that trained the length, on as many GPUs as named, or as are
-    here; UsageError where there is none, or another model's.
+    here, with its question and a note; UsageError where there is none, or another model's.
     """
-    most_gpus = len(machine.gpus) if spec.device == "cuda" else MOST_GPUS
+    request, spec = training.request, training.spec
+    most_gpus = len(training.machine.gpus) if spec.device == "cuda" else MOST_GPUS
     study = read_study(path)
     question = study.question
     if question.foreign is not None or question.device != spec.device:
@@ -366,29 +345,20 @@ def _of_study(
             f"{path} is of {question.model.name}, another model",
             hint="use `--settings recommended`, or that model",
         )
-    of_each = [
-        msgspec.structs.replace(
-            answer,
-            cell=msgspec.structs.replace(answer.cell, layout=answer.cell.layout.of_one_machine),
-        )
-        for answer in study.answers
-        if (answer.cell.layout.machines or 1) in (1, nodes)
-    ]
-    alike = [
-        answer
-        for answer in of_each
-        if (request.gpus is None or answer.cell.layout.gpus == spec.layout.gpus)
-        and answer.cell.layout.gpus <= most_gpus
-        and _trains_what_is_named(answer.cell.settings, spec.settings, request)
-    ]
+    alike: list[CellAnswer] = []
+    for answer in study.answers:
+        layout, settings = answer.cell.layout.of_one_machine, answer.cell.settings
+        is_here = (answer.cell.layout.machines or 1) in (1, nodes) and layout.gpus <= most_gpus
+        is_named = request.gpus is None or layout.gpus == spec.layout.gpus
+        if is_here and is_named and _trains_what_is_named(settings, spec.settings, request):
+            cell = msgspec.structs.replace(answer.cell, layout=layout)
+            alike.append(msgspec.structs.replace(answer, cell=cell))
     answers = [answer for answer in alike if (answer.reach_tokens or 0) >= spec.length_tokens]
     if not answers:
         longest = max((answer.reach_tokens or 0 for answer in alike), default=0)
         if not longest:
-            raise UsageError(
-                f"nothing in {path} was trained as it is named here",
-                hint="use `--settings recommended`",
-            )
+            problem = f"nothing in {path} was trained as it is named here"
+            raise UsageError(problem, hint="use `--settings recommended`")
         raise UsageError(
             f"nothing in {path} trained {format_tokens(spec.length_tokens)} tokens so: the longest "
             f"was {format_tokens(longest)}",
@@ -400,9 +370,8 @@ def _of_study(
     if spec.settings.lora_merged:  # of the export alone: what was measured is the same
         merged = msgspec.structs.replace(cell.settings, lora_merged=True, save_hf="last")
         cell = msgspec.structs.replace(cell, settings=merged)
-    return cell, (
-        f"settings of {path}: {answer.cell.label_on(spec.device)}, measured up to {measured}",
-    )
+    label = answer.cell.label_on(spec.device)
+    return cell, question, (f"settings of {path}: {label}, measured up to {measured}",)
 
 
 def _trains_what_is_named(measured: Settings, named: Settings, request: Request) -> bool:

@@ -2,7 +2,6 @@
 residuals are by formula, or by a trace of each.
 """
 
-import os
 import shlex
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,8 +25,7 @@ from highwater.memory.interval.residuals import (
 from highwater.memory.trainers import MEMORY
 from highwater.model.model import Model, load_model
 from highwater.nouns.cluster import Cluster
-from highwater.nouns.codec import from_json
-from highwater.nouns.files import CONFIG_BYTES, read_file
+from highwater.nouns.files import record_in
 from highwater.nouns.hardware import (
     CUBLAS_WORKSPACES,
     MEASURED_SCHEMA_VERSION,
@@ -42,7 +40,8 @@ from highwater.nouns.study import RecordedTrial, Study
 from highwater.nouns.trainer import OURS, TrainerName
 from highwater.nouns.trial import TrialSpec
 from highwater.store.journal import read_study
-from highwater.trials.tracing import CachedTracer, fullest_rank, trace_directory
+from highwater.trials.tracing import CachedTracer, fullest_rank
+from highwater.trials.trial_process import cache_directory
 
 OnCalibrate = Callable[[int, int], None]
 """Told, before the first trace, how many trials are traced and how many traces are not kept yet."""
@@ -56,16 +55,8 @@ def own_constants(path: Path, where: Cluster) -> MachineConstants:
         "leave `--constants` out, or make the file where the GPUs are: `highwater doctor "
         "--measure --json > constants.json`"
     )
-    try:
-        found = from_json(read_file(path, most_bytes=CONFIG_BYTES), MeasuredConstants)
-    except OSError as error:
-        raise UsageError(
-            f"the constants {path} cannot be read: {error.strerror}", hint=hint
-        ) from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"{path} is not what `highwater doctor --measure --json` prints: {error}", hint=hint
-        ) from error
+    what = "what `highwater doctor --measure --json` prints"
+    found = record_in(path, MeasuredConstants, called="constants", what=what, hint=hint)
     obstacle = _obstacle(found, where)
     if obstacle is not None:
         raise UsageError(f"{path} {obstacle}", hint=hint)
@@ -146,7 +137,7 @@ class _Traceable:
         kernel: Kernel | None = next((name for name in ("cudnn", "flash") if name in kernels), None)
         if kernel is None:
             raise tells_nothing(study)
-        tracer = CachedTracer(trace_directory(os.environ), kernel=kernel, on_trace=on_trace)
+        tracer = CachedTracer(cache_directory("traces"), kernel=kernel, on_trace=on_trace)
         return cls(study, _model_here(study), trials, tracer)
 
     def spec_of(self, trial: RecordedTrial) -> TrialSpec:

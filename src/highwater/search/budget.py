@@ -58,9 +58,7 @@ def outlook(question: Question, timeout_s: float | None = None) -> tuple[CellOut
 
 
 def time_notes(question: Question, timeout_s: float) -> tuple[str, ...]:
-    """A note on the first length that memory is predicted to hold and whose full trial would be
-    late.
-    """
+    """A note on the first length that memory would hold and whose full trial would be late."""
     for cell in question.cells if question.proof == "full" else ():
         in_full = full_trials(question, cell, timeout_s)
         length_tokens = question.grid.length(first_index(question, cell, []) or 1)
@@ -96,18 +94,19 @@ def _of_cell(question: Question, cell: Cell, limit_s: float | None) -> CellOutlo
         edge_s = TRIALS_AT_AN_EDGE / 2 * (fits_s + fails_s)
         if first == 1 and not _fits(question, cell, length_tokens):
             edge_s = fails_s
-    full_tokens = None
+    full_tokens = full_s = None
     if in_full is not None and memory_only:
         index = in_full.next_index(first, question.grid.length)
-        full_tokens = None if index is None else question.grid.length(index)
-    full = None if full_tokens is None else question.trial(cell, full_tokens)
+        if index is not None:
+            full_tokens = question.grid.length(index)
+            full_s = trial_s(question, question.trial(cell, full_tokens))
     return CellOutlook(
         cell=cell,
         first_tokens=length_tokens,
         memory_only=memory_only,
         edge_s=edge_s,
         full_tokens=full_tokens,
-        full_s=None if full is None else trial_s(question, full),
+        full_s=full_s,
     )
 
 
@@ -175,9 +174,7 @@ class Budget:
         return self._runner.has_room(spec)
 
     def submit(self, launch: Launch, *, on_phase: OnPhase = unheard) -> Future[TrialResult]:
-        """Start a trial for as long as it may take; its future raises BudgetSpentError if that was
-        cut short, and too little.
-        """
+        """Start a trial for as long as it may take; BudgetSpentError, if that was too little."""
         own_s, left_s = self._limit_s(launch.spec), max(0.0, self.left_s)
         timed = msgspec.structs.replace(launch, timeout_s=min(own_s, left_s))
         future = self._runner.submit(timed, on_phase=on_phase)

@@ -80,7 +80,12 @@ class CellOutcomes:
         if result.outcome is Outcome.FIT and fits:
             self._trained.setdefault(index, result)
         if asked.after_edge:
-            self._take_in_after_edge(index, result, fits=fits)
+            self.after_edge += 1
+            if not fits:
+                self.untold = f"{self._tokens(index)} in full: {result.reason}"
+                # It speaks against the memory-only fit: a contradiction, which the answer says.
+                if result.outcome.tells:
+                    self._bracket.tell(index, fits)
             return
         if is_late and not asked.memory_only and self._question.proof == "memory":
             return  # a memory-only trial of the same length comes next
@@ -98,15 +103,6 @@ class CellOutcomes:
         """Take in that an index is not tried for want of time."""
         self._left_out[index] = why
         self._bracket.tell_undecided(index)
-
-    def _take_in_after_edge(self, index: int, result: TrialResult, *, fits: bool) -> None:
-        self.after_edge += 1
-        if fits:
-            return
-        self.untold = f"{self._tokens(index)} in full: {result.reason}"
-        # It speaks against the memory-only fit: a contradiction, which the answer says.
-        if result.outcome.tells:
-            self._bracket.tell(index, fits)
 
     def answer(self) -> CellAnswer:
         """The answer that the trials so far prove."""
@@ -187,9 +183,7 @@ class CellOutcomes:
         return has_told and not self._question.counts_as_fit(result)
 
     def _contradictions(self) -> tuple[str, ...]:
-        """Each observation that is not monotone, in words; a longer length that packs fewer tokens
-        of a budget than a shorter one is none.
-        """
+        """What is not monotone, in words; a longer length may pack fewer tokens of a budget."""
         packed = partial(packed_tokens, self._question, self._cell)
         pairs = self._bracket.contradictions(packed)
         told = ((self._tokens(each.failed_index), self._tokens(each.fit_index)) for each in pairs)

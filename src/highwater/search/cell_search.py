@@ -1,18 +1,15 @@
 """The search of one cell, asked and told: which trial comes next, and how often it is launched.
 
-The order of trials depends only on the question and on the results: the same results, the same
-search.
+The order of trials depends only on the question and on the results: same results, same search.
 
-With the proof ``memory`` a length whose full trial is expected to exceed the time limit, or did,
-gets a memory-only trial. When the edge is known, full trials go up to the longest length that they
-can be expected to reach in time. Where nobody can predict the time of a trial, a cell begins with a
-full trial of the shortest length, by whose time the others are judged. With the proof ``full`` a
-length whose trial is predicted to exceed the limit is left out: the cell begins with the longest
+With the proof ``memory`` a length whose full trial is expected to be late, or was, gets a
+memory-only trial; when the edge is known, full trials go up to the longest length that they can
+reach in time. Where nobody can predict the time of a trial, a cell begins with a full trial of the
+shortest length. With the proof ``full`` a late length is left out: the cell begins with the longest
 that is expected to end in time, and its answer says that time ended it.
 
-What a study has recorded of a cell is taken before anything new is run but that first full trial,
-also where it was found in another order: under another time limit, or after the answer of an
-earlier cell that has changed since (docs/decisions/026).
+What a study has recorded is taken before anything new is run but that first full trial, in whatever
+order it was found (docs/decisions/026).
 """
 
 from collections.abc import Callable
@@ -221,9 +218,7 @@ class CellSearch:
         return self._by_memory and self._is_too_long(index)
 
     def _near_in_pieces(self, index: int) -> int:
-        """The index, or one beside it whose tokens can be cut into equal pieces: others take a
-        memory-only trial as long as a full one.
-        """
+        """The index, or one beside it whose tokens can be cut into equal pieces: it is faster."""
         between = range(self._bracket.fits + 1, self._bracket.end)
         near = sorted(
             (each for each in between if abs(each - index) <= _NEAR),

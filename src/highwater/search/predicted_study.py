@@ -181,9 +181,7 @@ def _study_in(path: Path) -> Study | None:
 
 
 def gone_on(request: Request) -> tuple[Request, tuple[str, ...]]:
-    """The request, its sequences with the prompt of a study that it goes on with unless it names
-    one, and a note that says so.
-    """
+    """The request, with the prompt of the study that it goes on with unless named, and a note."""
     if request.study is None or request.prompt_tokens is not None:
         return request, ()
     path = Path(request.study)

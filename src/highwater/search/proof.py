@@ -79,8 +79,6 @@ class FullTrials:
         """``timeout_s``: seconds that a trial may take, from launch to exit."""
         self._question = question
         self._cell = cell
-        self._shape = question.model.shape
-        self._steps = question.steps
         self._timeout_s = timeout_s
         self._limit_s = timeout_s * (FULL_SHARE if question.proof == "memory" else 1.0)
         self._longest: tuple[int, TrialResult] | None = None
@@ -124,7 +122,7 @@ class FullTrials:
         # It is shorter than one that was in time; a recorded one may have had more time than now.
         if length_tokens <= known_tokens and result.wall_s <= self._timeout_s:
             return 0.0
-        steps_s = self._steps * (result.step_time_s or 0.0)
+        steps_s = self._question.steps * (result.step_time_s or 0.0)
         growth = self._weight(length_tokens) / self._weight(known_tokens)
         return max(0.0, result.wall_s - steps_s) + steps_s * growth
 
@@ -158,9 +156,8 @@ class FullTrials:
         predicted_s = self._predicted_step_s(length_tokens)
         if predicted_s is not None:
             return predicted_s
-        return step_flops(
-            self._shape, length_tokens=length_tokens, sequences=1, settings=Settings()
-        )
+        shape = self._question.model.shape
+        return step_flops(shape, length_tokens=length_tokens, sequences=1, settings=Settings())
 
     def _predicted_step_s(self, length_tokens: int) -> float | None:
         return step_time_s(self._question, self._question.trial(self._cell, length_tokens))

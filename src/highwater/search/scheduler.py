@@ -125,7 +125,7 @@ class _Search:
                 yield from self._finish(ended)
             elif (search := self._movable()) is not None:
                 yield from self._move(search)
-            elif (cell := self._ready()) is not None:
+            elif (cell := next(filter(self._can_begin, self._waiting), None)) is not None:
                 yield from self._begin(cell)
             else:
                 yield from self._await()
@@ -149,19 +149,16 @@ class _Search:
         asked = search.ask()
         if asked is None:
             self._open.remove(search)
-            yield from self._closed(search)
+            if search.has_no_time:
+                self._is_spent = True
+                return
+            self._finished.append(search.answer())
+            yield CellAnswered(answer=self._finished[-1])
         elif (result := self._recorded(asked)) is not None:
             yield _finished(asked, asked.cell, result, is_recorded=True)
             search.tell(result)
         else:
             yield from self._start(search, asked)
-
-    def _closed(self, search: CellSearch) -> Iterator[CellAnswered]:
-        if search.has_no_time:
-            self._is_spent = True
-            return
-        self._finished.append(search.answer())
-        yield CellAnswered(answer=self._finished[-1])
 
     def _start(self, search: CellSearch, asked: NextTrial) -> Iterator[TrialStarted]:
         yield TrialStarted(
@@ -196,11 +193,8 @@ class _Search:
         if failure is not None:
             raise failure
 
-    def _ready(self) -> Cell | None:
-        """The next cell that is answered already, or whose search would find room."""
-        return next(filter(self._can_begin, self._waiting), None)
-
     def _can_begin(self, cell: Cell) -> bool:
+        """Whether a cell is answered already, or its search would find room."""
         if self._past(cell).answer is not None:
             return True
         shortest = self._question.trial(cell, self._question.grid.start_tokens)

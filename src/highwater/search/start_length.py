@@ -10,7 +10,6 @@ otherwise the line is moved just enough to meet the middle between what fit and 
 most. The published A100 table takes 246 trials this way, of which 224 are inevitable.
 """
 
-import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -32,16 +31,15 @@ from highwater.memory.formula.layers import Step
 from highwater.memory.trace.exact import predict_exactly
 from highwater.memory.trainers import formula_of
 from highwater.model.footprint import device_state_bytes, layer_input_bytes
-from highwater.nouns.codec import from_json
-from highwater.nouns.files import CONFIG_BYTES, read_file
-from highwater.nouns.grid import Grid
+from highwater.nouns.files import record_in
 from highwater.nouns.hardware import SAME_MEMORY, kernels
 from highwater.nouns.request import Request
-from highwater.nouns.study import Cell, CellAnswer, Expectation, Question
+from highwater.nouns.study import Cell, CellAnswer, Expectation, Grid, Question
 from highwater.nouns.trainer import OURS
 from highwater.search.predicted_study import unlike_trials
 from highwater.trials.probe import probe
-from highwater.trials.tracing import CachedTracer, trace_directory
+from highwater.trials.tracing import CachedTracer
+from highwater.trials.trial_process import cache_directory
 from highwater.units import format_bytes
 
 _HF_LOGITS_BYTES = 12.4
@@ -274,14 +272,8 @@ def read_prediction(path: Path, question: Question) -> Prediction:
         "leave `--prediction` out; a file that fits is the answer of `highwater predict --json` "
         "with the settings of this search"
     )
-    try:
-        found = from_json(read_file(path, most_bytes=CONFIG_BYTES), Prediction)
-    except OSError as error:
-        problem = f"the prediction {path} cannot be read: {error.strerror}"
-        raise UsageError(problem, hint=hint) from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        problem = f"{path} is not a prediction of this version: {error}"
-        raise UsageError(problem, hint=hint) from error
+    what = "a prediction of this version"
+    found = record_in(path, Prediction, called="prediction", what=what, hint=hint)
     _refuse_other_trials(found, question, path, hint)
     return found
 
@@ -327,7 +319,7 @@ def _traced(question: Question) -> Generator[Expected]:
     assert memory_bytes is not None, "a GPU has a memory"  # noqa: S101
     memory_limit = MemoryLimit(device_bytes=memory_bytes - question.margin_bytes)
     kernel = kernels(gpu.compute_capability)[0]
-    with CachedTracer(trace_directory(os.environ), kernel=kernel) as tracer:
+    with CachedTracer(cache_directory("traces"), kernel=kernel) as tracer:
 
         def predicted(cell: Cell) -> CellPrediction:
             of_one = msgspec.structs.replace(question, cells=(cell,))

@@ -22,9 +22,7 @@ _PROBE_BYTES = 4096
 
 
 def check_log_directory(directory: Path) -> None:
-    """Write a file in the directory, made if need be, and remove it again. UsageError when it
-    cannot be written, MachineError when it is full.
-    """
+    """Write a file in the directory: UsageError where that fails, MachineError when it is full."""
     try:
         _write_in(directory)
     except OSError as error:

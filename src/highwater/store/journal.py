@@ -101,12 +101,7 @@ class Journal:
     """One study, open for writing and locked until ``close``. Made by ``open_journal``."""
 
     def __init__(
-        self,
-        file: JournalFile,
-        record: JournalContent,
-        notes: tuple[str, ...],
-        *,
-        retry_crashed: bool = False,
+        self, file: JournalFile, record: JournalContent, notes: tuple[str, ...], retry_crashed: bool
     ) -> None:
         self.path = file.path
         self.notes = notes
@@ -251,7 +246,7 @@ def open_journal(
     file = _open(path, is_private=_has_secrets(question))
     try:
         record, notes = _recover(file, question)
-        journal = Journal(file, record, notes, retry_crashed=retry_crashed)
+        journal = Journal(file, record, notes, retry_crashed)
         journal.opened(command, environment, question.timeout_s)
         if any(map(journal.has_given_up, question.cells)):
             retry = "add `--retry-crashed` once its cause is mended"

@@ -1,10 +1,8 @@
-"""EngineLauncher: a trial of our engine as fresh processes, of which nothing is left running.
-
-It goes from a clean environment to a classified result.
-
-The ranks of one start of our engine, for a trial or a training, from then to what they leave.
+"""EngineLauncher: a trial of our engine as fresh processes, of which nothing is left, from a
+clean environment to a classified result; and the ranks of one start, of a trial or a training.
 """
 
+import os
 import subprocess
 import time
 from collections.abc import Generator, Mapping
@@ -13,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import IO, NamedTuple, Protocol
+from typing import IO
 
 import msgspec
 
@@ -39,7 +37,7 @@ from highwater.store.logs import snapshot_folder
 from highwater.trials.classify import Ending, classify
 from highwater.trials.job import end_reaper, exit_code_of, phase_in, raise_refused, start
 from highwater.trials.nodes import Across
-from highwater.trials.ranks import RankExit, RankShare, RanksLeft, read_left
+from highwater.trials.ranks import RankShare, RanksLeft, read_left
 from highwater.trials.reaper import END_AT_ONCE, module, status_of, under_reaper
 from highwater.trials.trial_process import (
     LogLayout,
@@ -63,58 +61,6 @@ _LAUNCHER_S = 20.0
 """Longest time in which a launcher ends what it started on other machines."""
 _LAST_WORDS_S = 2.0
 """Seconds that other machines' ranks have, after one's have failed, to report on their own."""
-
-
-class RanksEnd(NamedTuple):
-    """What ranks left."""
-
-    exit_code: int | None
-    """Exit status of the reaper; None when it was ended because time was up."""
-    reports: tuple[RankReport, ...]
-    damaged_reports: tuple[str, ...]
-    """Reports that could not be read, and why, a line each."""
-    exits: tuple[RankExit, ...]
-    kernel_kills: int
-    """Processes that the kernel killed for want of memory meanwhile."""
-
-
-class RunRanks(Protocol):
-    """Runs the ranks of a trial to their end."""
-
-    def __call__(
-        self,
-        spec: TrialSpec,
-        environment: Mapping[str, str],
-        log: IO[bytes],
-        *,
-        timeout_s: float,
-        ended: Event,
-        on_phase: OnPhase,
-    ) -> RanksEnd:
-        """Return when none of them runs any more; raises TrialEndedError when ``ended`` is set."""
-        ...
-
-
-def run_ranks_here(
-    spec: TrialSpec,
-    environment: Mapping[str, str],
-    log: IO[bytes],
-    *,
-    timeout_s: float,
-    ended: Event,
-    on_phase: OnPhase,
-    across: Across | None = None,
-) -> RanksEnd:
-    """Run all ranks on this machine, or ``across`` several, as ``RunRanks`` says."""
-    with started(spec, environment, log, across) as ranks:
-
-        def tell() -> None:
-            on_phase(phase_in(ranks.path / REPORTS))
-            ranks.end_the_failed()
-
-        exit_code = exit_code_of(ranks.process, timeout_s=timeout_s, ended=ended, tell=tell)
-        end = ranks.end()
-        return end._replace(exit_code=None) if exit_code is None else end
 
 
 @contextmanager
@@ -145,6 +91,7 @@ class StartedRanks:
         """
         self.path = path
         self._across = across
+        self._log, self._log_began_at = log, log.tell()
         self._failed_at: float | None = None
         if isinstance(spec, TrainingSpec):
             trial, worker, grace_s = spec.trial, "training_worker", _SAVE_S
@@ -205,8 +152,8 @@ class StartedRanks:
         """End them, whatever they do."""
         end_reaper(self.process)
 
-    def end(self) -> RanksEnd:
-        """End what still runs of them; what they left."""
+    def end(self, *, timeout_s: float = 0.0, is_late: bool = False) -> Ending:
+        """End what still runs; what they left. ``is_late``: their ``timeout_s`` are over."""
         self.abandon()
         raise_refused(self.path)
         reports, damaged = read_reports(self.path / REPORTS)
@@ -215,7 +162,16 @@ class StartedRanks:
         code = self.process.returncode
         if self._failed_at is not None:  # they were ended here, and that is no word of theirs
             code = next((status_of(exit_.status) for exit_ in exits if exit_.status), code)
-        return RanksEnd(code, reports, damaged, exits, sum(each.kernel_kills for each in left))
+        said_bytes = os.fstat(self._log.fileno()).st_size - self._log_began_at
+        return Ending(
+            exit_code=None if is_late else code,
+            timeout_s=timeout_s,
+            reports=reports,
+            exits=exits,
+            log_tail=log_tail(self._log)[-said_bytes:] if said_bytes else "",
+            kernel_kills=sum(each.kernel_kills for each in left),
+            damaged_reports=damaged,
+        )
 
 
 def read_reports(folder: Path) -> tuple[tuple[RankReport, ...], tuple[str, ...]]:
@@ -251,8 +207,8 @@ class EngineLauncher:
     tensorboard: bool = False
     logit_range: bool = False
     """This and ``tensorboard`` are what statistics have besides what costs nothing."""
-    run_ranks: RunRanks = run_ranks_here
-    """Runs the ranks of a trial, on this machine or on several."""
+    across: Across | None = None
+    """How ranks are started on several machines; None: on this one alone."""
 
     def launch(
         self, launch: Launch, *, gpus: tuple[str, ...] | None, ended: Event, on_phase: OnPhase
@@ -278,20 +234,11 @@ class EngineLauncher:
             log_path = Path(log.name)
             spec = self._with_statistics(self._recorded(spec, log_path), log_path)
             environment = trial_environment(spec, gpus)
-            left = self.run_ranks(
-                spec, environment, log, timeout_s=timeout_s, ended=ended, on_phase=on_phase
-            )
-            tail = log_tail(log)
-        ending = Ending(
-            exit_code=left.exit_code,
-            timeout_s=timeout_s,
-            reports=(reports := left.reports),
-            exits=left.exits,
-            log_tail=tail,
-            kernel_kills=left.kernel_kills,
-            damaged_reports=left.damaged_reports,
-        )
-        raise_refusal(reports)
+            with started(spec, environment, log, self.across) as ranks:
+                tell = partial(_tell, ranks, on_phase)
+                code = exit_code_of(ranks.process, timeout_s=timeout_s, ended=ended, tell=tell)
+                ending = ranks.end(timeout_s=timeout_s, is_late=code is None)
+        raise_refusal(reports := ending.reports)
         outcome, reason = classify(spec, ending)
         result = TrialResult(
             outcome=outcome,
@@ -301,7 +248,7 @@ class EngineLauncher:
             wall_s=time.monotonic() - began,
             attempt=launch.attempt,
             log_path=str(log_path),
-            exit_code=left.exit_code,
+            exit_code=ending.exit_code,
         )
         return _with_speed(spec, kept_result(result))
 
@@ -330,6 +277,11 @@ class EngineLauncher:
             logit_range=self.logit_range,
         )
         return msgspec.structs.replace(spec, statistics=files)
+
+
+def _tell(ranks: StartedRanks, on_phase: OnPhase) -> None:
+    on_phase(phase_in(ranks.path / REPORTS))
+    ranks.end_the_failed()
 
 
 @contextmanager

@@ -5,11 +5,9 @@ steps with a proof beside them, and no allocation failed among them; and does no
 want of memory certainly ended the trial: by the last error of the rank that failed, or by the
 kernel. What proves neither is a crash, or a timeout.
 
-Errors in the log of a foreign trainer, and which of them ended it.
-
-What counts is the last error of each rank that is no consequence of another's: a rank that loses
-its peer says so, and so does the launcher, after the error that began it. An error that its rank
-went on after, by its steps or by its words, did not end it.
+What counts of errors is the last one of each rank that is no consequence of another's: a rank that
+loses its peer says so, and so does the launcher, after the error that began it. An error that its
+rank went on after, by its steps or by its words, did not end it.
 """
 
 import math

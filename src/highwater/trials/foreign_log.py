@@ -1,22 +1,17 @@
-"""The log of a foreign trainer as lines: who wrote each, and what it says without its decoration.
+"""What the log of a foreign trainer shows: its lines without their decoration, by who wrote each,
+and the steps that are done.
 
 Terminal colours go, a progress bar that overwrites itself becomes a line for each state, and what
 launchers and loggers put before a line (host, rank, process, time) goes: what names a process
 becomes the name of the line's stream.
 
-What TRL and other trainers on transformers' own say of their steps: a dict in Python's words for
-each, printed where the first process logs. Names of TRL's: ``SFTTrainer.compute_loss`` and
-``GRPOTrainer._log`` of trl 1.16.0.
-
-Numbers are printed with four digits, so a count of tokens is compared as far as it is said.
-
-Steps that a foreign trainer has done, by what its log shows of them.
-
-Known without being told: the dictionaries of Hugging Face's Trainer, progress bars of training
-(not those of loading, of tokenizing or of an evaluation), ``step 2/2``, and lines that have a
+Steps are known by the dictionaries of Hugging Face's Trainer, by progress bars of training (not
+those of loading, of tokenizing or of an evaluation), by ``step 2/2``, and by lines that have a
 step's number and a loss, as torchtitan's, verl's and Megatron's do. They prove the steps where the
 trainer sums its training up (``train_runtime``), or where every step is shown, in order, each with
-a loss of its own: the last one alone may have been read from a checkpoint, or planned.
+a loss of its own: the last one alone may have been read from a checkpoint, or planned. TRL's names
+are those of ``SFTTrainer.compute_loss`` and ``GRPOTrainer._log`` of trl 1.16.0; it prints numbers
+with four digits, so a count of tokens is compared as far as it is said.
 """
 
 import ast

@@ -1,42 +1,41 @@
-"""ForeignLauncher: a trial of another trainer, by its own entry point, seen from outside.
+"""ForeignLauncher: a trial of another trainer, by its own entry point, seen from outside. It goes
+from what the trainer reads to a classified result; nothing of it is left running.
 
-It goes from what the trainer reads to a classified result; nothing of it is left running.
+``--memory`` on GPUs is a bound of PyTorch's own allocator: every process reads PYTORCH_ALLOC_CONF,
+whose ``per_process_memory_fraction`` bounds what is reserved of the whole card. Context and NCCL
+come on top, as measured with our engine. Source: c10/cuda/CUDAAllocatorConfig.h of PyTorch 2.11 to
+2.13.
 
-Foreign commands: how a trial of each foreign trainer is started, a row for each.
-
-A row writes what the trainer reads (configuration, data) into the trial's own folder, and says what
-to start and how its log shows the steps that are done. Everything else is the same for all
-(trials/foreign_trial.py): environment, limits, log, peak, outcome.
-
-The bound of ``--memory`` around a foreign trainer, on GPUs: through PyTorch's own allocator.
-
-Every process of it reads PYTORCH_ALLOC_CONF, whose ``per_process_memory_fraction`` bounds what its
-allocator reserves of the whole card. Context and NCCL come on top, as measured with our engine.
-Source: c10/cuda/CUDAAllocatorConfig.h of PyTorch 2.11 to 2.13.
+The peak is sampled ten times a second, and missed between two samples: on GPUs what the driver
+reports as used, of each; on the CPU the largest data segment among the trial's processes, which
+RLIMIT_DATA bounds.
 """
 
 import os
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from typing import IO
 
 import msgspec
+import psutil
 
 from highwater.errors import UsageError
 from highwater.memory.formula.constants import context_bytes, outside_terms
 from highwater.model.model import load_model
-from highwater.nouns.command_template import filled_command
 from highwater.nouns.environment import ALLOCATOR_MODES, ALLOCATOR_VARIABLES
+from highwater.nouns.foreign_request import filled_command
 from highwater.nouns.foreign_trainer import ForeignName, ForeignTrainer
 from highwater.nouns.protocols import Launch, OnPhase
 from highwater.nouns.trial import (
     MemoryBudget,
     Outcome,
+    RankMemory,
     RankReport,
     TrialResult,
     TrialSpec,
@@ -68,7 +67,6 @@ from highwater.trials.job import exit_code_of, start
 from highwater.trials.probe import probe
 from highwater.trials.ranks import kernel_kills
 from highwater.trials.reaper import under_reaper
-from highwater.trials.sampled_peak import SampledPeak, sampled_peak
 from highwater.trials.trial_process import (
     LogLayout,
     log_path_of,
@@ -79,6 +77,136 @@ from highwater.trials.trial_process import (
     trial_place,
 )
 from highwater.units import GIB, MIB, format_bytes
+
+SAMPLES_PER_S = 10
+_MOSTLY = 0.5
+"""Share of a trial's time that a process has lived which is a rank, and no helper of one."""
+_AROUND_S = 5.0
+"""Seconds before the last line of a log in which whoever wrote it may have gone."""
+_IDLE_SHARE = 0.05
+"""Share of a core below which a process waits. A hang in NCCL spins and looks like work; there the
+rank that failed is known by its error."""
+
+
+class SampledPeak:
+    """What was seen of one trial so far. Its samples are taken in a thread of their own."""
+
+    def __init__(self, reaper: int, gpus: Sequence[int]) -> None:
+        """Watch what runs under a reaper, by its process id, on these GPUs, as the driver counts
+        them; none: on the CPU.
+        """
+        self._reaper = reaper
+        self._gpus = gpus
+        self._used_bytes = [0] * len(gpus)
+        self._total_bytes = [0] * len(gpus)
+        self._segment_bytes = 0
+        self._began = self._worked_at = time.monotonic()
+        self._seen: dict[int, tuple[float, float]] = {}
+        """When a process was seen first and last, by its id."""
+        self._alive: frozenset[int] = frozenset()
+        self._cpu_s: dict[int, float] = {}
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since any of its GPUs worked, or its processes took CPU time to speak of."""
+        return time.monotonic() - self._worked_at
+
+    def has_lost_a_process(self, since: float) -> bool:
+        """Whether a process that had been there for most of the trial went about then, or later."""
+        return any(
+            pid not in self._alive
+            and last >= since - _AROUND_S
+            and last - first >= _MOSTLY * (last - self._began)
+            for pid, (first, last) in tuple(self._seen.items())
+        )
+
+    def ranks(self) -> tuple[RankReport, ...]:
+        """A report for each GPU, one on the CPU, with what was sampled alone."""
+        if not self._gpus:
+            memory = RankMemory(peak_data_segment_bytes=self._segment_bytes or None)
+            return (RankReport(rank=0, memory=memory),)
+        pairs = zip(self._used_bytes, self._total_bytes, strict=True)
+        return tuple(
+            RankReport(
+                rank=rank,
+                memory=RankMemory(device_used_bytes=used or None, device_total_bytes=total or None),
+            )
+            for rank, (used, total) in enumerate(pairs)
+        )
+
+    def sample(self, handles: Sequence[object]) -> None:
+        """Look once."""
+        for position, handle in enumerate(handles):
+            self._sample_gpu(position, handle)
+        self._sample_processes()
+
+    def _sample_gpu(self, position: int, handle: object) -> None:
+        import pynvml
+
+        with suppress(pynvml.NVMLError):
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+            self._used_bytes[position] = max(self._used_bytes[position], int(memory.used))
+            self._total_bytes[position] = int(memory.total)
+            if int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu):
+                self._worked_at = time.monotonic()
+
+    def _sample_processes(self) -> None:
+        alive: set[int] = set()
+        for process in _under(self._reaper):
+            with suppress(psutil.Error), process.oneshot():
+                if process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                alive.add(process.pid)
+                times = process.cpu_times()
+                self._note_work(process.pid, times.user + times.system)
+                if not self._gpus:
+                    self._segment_bytes = max(self._segment_bytes, process.memory_info().data)
+        now = time.monotonic()
+        for pid in alive:
+            self._seen[pid] = (self._seen.get(pid, (now, now))[0], now)
+        self._alive = frozenset(alive)
+
+    def _note_work(self, pid: int, cpu_s: float) -> None:
+        """Note that a process took more than a twentieth of a core since it last did."""
+        now, before_s = time.monotonic(), self._cpu_s.get(pid)
+        if before_s is None or cpu_s - before_s > _IDLE_SHARE * (now - self._worked_at):
+            self._cpu_s[pid] = cpu_s
+            self._worked_at = now
+
+
+@contextmanager
+def sampled_peak(reaper: int, gpus: Sequence[int]) -> Generator[SampledPeak]:
+    """Sample a trial for as long as this is open."""
+    peak, over = SampledPeak(reaper, gpus), Event()
+    thread = Thread(target=_sample, args=(peak, gpus, over), daemon=True)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        over.set()
+        thread.join()
+
+
+def _sample(peak: SampledPeak, gpus: Sequence[int], over: Event) -> None:
+    import pynvml
+
+    handles: list[object] = []
+    with suppress(pynvml.NVMLError):  # no driver: nothing of a GPU is seen
+        if gpus:
+            pynvml.nvmlInit()
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in gpus]
+    while not over.wait(1 / SAMPLES_PER_S):
+        peak.sample(handles)
+    if handles:
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+def _under(reaper: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(reaper).children(recursive=True)
+    except psutil.Error:
+        return []
 
 
 def prepare_command(

@@ -1,18 +1,8 @@
-"""What a training or a trial starts from, made by a job of the data plane and kept for the next
-time.
-
-Corpora: a user's data, tokenised once for every trial and training that reads it.
-
-Prepared models: the directory that a foreign trainer opens in a trial, made where the model's own
-has no weights or no tokenizer.
-
-The files of a model that trials on other machines need: sent where they are small, else looked
-for at the same path there.
+"""What a training or a trial starts from: corpora and directories to train from, made by a job of
+the data plane and kept for the next time, and the files of a model that other machines need.
 """
 
-import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from threading import Event
 
@@ -31,18 +21,17 @@ from highwater.nouns.corpus import (
 from highwater.nouns.protocols import OnPhase, unheard
 from highwater.nouns.trial import TrialSpec
 from highwater.trials.job import Job
-from highwater.trials.trial_process import ON_THE_CPU, clean_environment, private_folder
+from highwater.trials.trial_process import (
+    ON_THE_CPU,
+    cache_directory,
+    clean_environment,
+    private_folder,
+)
 from highwater.units import MIB, MOST_SECONDS, format_bytes
 
 _PREPARE_S = 3600.0
 """Longest time of a preparation: random weights of 70 billion parameters take minutes to write."""
 _BF16_BYTES = 2
-
-
-def corpus_directory(environment: Mapping[str, str]) -> Path:
-    """The folder of corpora: ``$XDG_CACHE_HOME/highwater/corpora``, by default in ``~/.cache``."""
-    base = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base, "highwater", "corpora")
 
 
 def tokenised(
@@ -61,7 +50,7 @@ def tokenised(
     elsewhere = "name another folder: `export XDG_CACHE_HOME=/path`"
     if parent is not None:
         elsewhere = "use another `--output`"
-    parent = parent or corpus_directory(os.environ)
+    parent = parent or cache_directory("corpora")
     job = Job(
         module="highwater.engine.data.tokenise",
         order=order,
@@ -98,7 +87,7 @@ def prepared_model(
     there = _there(spec)
     if there is not None and documents is None:
         return there
-    cache = model_cache(os.environ)
+    cache = cache_directory("models")
     order = PreparationOrder(
         model_directory=spec.model_directory,
         cache_directory=str(cache),
@@ -125,19 +114,11 @@ def prepared_model(
         ) from error
 
 
-def model_cache(environment: Mapping[str, str]) -> Path:
-    """The folder of directories that were made to train from: ``$XDG_CACHE_HOME/highwater/models``,
-    by default in ``~/.cache``.
-    """
-    base = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base, "highwater", "models")
-
-
 def refuse_full_disk(spec: TrialSpec) -> None:
     """Raise MachineError where random weights would have to be written and there is no room."""
     if not missing_files(Path(spec.model_directory)).weights or _there(spec) is not None:
         return
-    cache = model_cache(os.environ)
+    cache = cache_directory("models")
     needed_bytes = _BF16_BYTES * load_model(spec.model_directory).shape.parameters
     place = next(each for each in (cache, *cache.parents) if each.is_dir())
     free_bytes = shutil.disk_usage(place).free
@@ -155,7 +136,7 @@ def _there(spec: TrialSpec) -> Path | None:
     missing = missing_files(source)
     if not any(missing):
         return source
-    made = model_cache(os.environ) / prepared_name(source, spec.seed, missing)
+    made = cache_directory("models") / prepared_name(source, spec.seed, missing)
     return made if made.is_dir() else None
 
 

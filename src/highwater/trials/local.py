@@ -1,8 +1,4 @@
-"""LocalRunner: trials on this machine, side by side where its GPUs and host memory have room.
-
-SeveralAtOnce: what runners of several trials have in common: one trial awaited, and an end to
-all.
-"""
+"""LocalRunner: trials on this machine, side by side where its GPUs and host memory have room."""
 
 import time
 from abc import ABC, abstractmethod

@@ -1,7 +1,7 @@
 """The driver of a Ray cluster: a process of its own, the only one that imports Ray.
 
 What Ray prints, its handlers of signals, and a crash of its native code stay in it. It is told what
-to do, and tells what happens, through one socket (ray_cluster.py holds the other end). When that
+to do, and tells what happens, through one socket (ray_runner.py holds the other end). When that
 closes, because whoever held it has ended, even by kill -9, this process ends, and Ray ends with it
 every process that was started for it on any node.
 
@@ -20,19 +20,23 @@ from typing import Any
 
 from highwater.nouns.environment import allocator_environment
 from highwater.nouns.settings import Allocator
-from highwater.trials.ray_messages import (
+from highwater.trials.ray_node import (
+    FORGOTTEN_S,
     End,
     Ended,
     Join,
     Joined,
     Lost,
+    NodeReading,
     NodesRead,
     Placed,
     ReadNodes,
     Runs,
     Start,
+    TrialEnd,
+    TrialOnNode,
+    read_node,
 )
-from highwater.trials.ray_node import FORGOTTEN_S, NodeReading, TrialEnd, TrialOnNode, read_node
 from highwater.trials.ray_placement import Node, Wanted
 
 _ASKED_S = 0.5

@@ -1,5 +1,6 @@
 """What runs on a node of a Ray cluster, in a process that Ray starts there: the reading of the
-node, and the trial that it holds. Ray brings this package there.
+node, and the trial that it holds. Ray brings this package there. The messages that carry both cross
+between the control plane and the process that drives the cluster.
 """
 
 import os
@@ -28,6 +29,7 @@ from highwater.trials.probe import (
     refuse_torch_without_gpu,
     versions_of,
 )
+from highwater.trials.ray_placement import Node, Wanted
 from highwater.trials.trial_process import log_path_of, private_folder
 from highwater.units import MIB
 
@@ -249,3 +251,77 @@ def _beside(log_path: Path) -> Iterator[tuple[str, bytes]]:
             continue
         if path.stat().st_size <= _MOST_FILE_BYTES:
             yield name.removeprefix(log_path.stem), path.read_bytes()
+
+
+class Join(NamedTuple):
+    """Join the cluster at an address."""
+
+    address: str
+
+
+class Joined(NamedTuple):
+    """The cluster was joined, or why not."""
+
+    refusal: str | None = None
+
+
+class ReadNodes(NamedTuple):
+    """Read every node that is not among these."""
+
+    needs: Needs
+    but_not: frozenset[str] = frozenset()
+
+
+class NodesRead(NamedTuple):
+    """The nodes that were read, and the ids of all that are alive."""
+
+    nodes: tuple[Node, ...]
+    alive: frozenset[str]
+
+
+class Start(NamedTuple):
+    """Start a trial."""
+
+    trial: int
+    wanted: Wanted
+    launcher_in: LauncherIn
+    launch: Launch
+    model: ModelFiles
+
+
+class End(NamedTuple):
+    """End a trial at once."""
+
+    trial: int
+
+
+class Placed(NamedTuple):
+    """A trial has its node."""
+
+    trial: int
+    node_id: str
+
+
+class Runs(NamedTuple):
+    """A trial runs: what it is doing, and what its log has got since."""
+
+    trial: int
+    phase: str
+    log: bytes
+
+
+class Ended(NamedTuple):
+    """A trial has ended, with all its processes."""
+
+    trial: int
+    end: TrialEnd
+
+
+class Lost(NamedTuple):
+    """A trial was lost with the process that held it."""
+
+    trial: int
+    node_id: str | None
+    reason: str
+    is_node: bool
+    """Whether its node is gone."""

@@ -156,11 +156,6 @@ class Placement:
         self._most_trials = most_trials
         self._taken: dict[int, tuple[str, Demand]] = {}
 
-    @property
-    def trials(self) -> tuple[int, ...]:
-        """The trials that have a place."""
-        return tuple(self._taken)
-
     def has_room(self, demand: Demand) -> bool:
         """Whether a trial would start beside those that run; true where none does."""
         if not self._taken:

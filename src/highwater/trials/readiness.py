@@ -1,6 +1,5 @@
-"""Readiness: what would make every trial of a request fail, said before the first one starts.
-
-What can be done with the packages that are installed, and what to install for the rest.
+"""What would make every trial of a request fail, said before the first one starts, and what can be
+done with the packages that are installed.
 """
 
 import re
@@ -15,9 +14,8 @@ from highwater.errors import MachineError, UsageError
 from highwater.model.footprint import checkpoint_bytes
 from highwater.model.model import load_model
 from highwater.nouns.codec import Record
-from highwater.nouns.command_template import LAUNCHED_EXAMPLE as EXAMPLE
-from highwater.nouns.command_template import launched_command, split_words
-from highwater.nouns.foreign_request import program_of
+from highwater.nouns.foreign_request import LAUNCHED_EXAMPLE as EXAMPLE
+from highwater.nouns.foreign_request import launched_command, program_of, split_words
 from highwater.nouns.foreign_trainer import FOREIGN, foreign_name
 from highwater.nouns.hardware import Machine, refuse_unfit_gpu, used_gpus
 from highwater.nouns.plan import SHORTEST_TIMEOUT_S

@@ -1,11 +1,9 @@
-"""SimulatedRunner: answers trials from a memory law, without training anything.
+"""SimulatedRunner: answers trials from a memory law, without training anything, for ``--dry-run``
+and for tests.
 
-It is for ``--dry-run`` and for tests. A law says what a trial needs
-(bytes) or how it ends (an outcome); it may also raise. The runner compares the bytes with the
-budget and writes the result that a real trial would, labelled ``simulated``: peaks by the law,
-times by a second law, or unknown.
-
-OneByOne: a runner whose trials end within the call that starts them.
+A law says what a trial needs (bytes) or how it ends (an outcome); it may also raise. The result is
+what a real trial would leave, labelled ``simulated``: peaks by the law, times by a second law, or
+unknown.
 """
 
 from abc import ABC, abstractmethod

@@ -1,16 +1,13 @@
-"""Tracing: the tracer in a process of its own, whose traces are kept for the next time.
-
-Imported files: the files of the package that a process imports which runs one of its modules.
-
-The imports are read, not run: nothing heavy is loaded to know them. What a file only loads by a
-name in a string is not among them.
+"""The tracer in a process of its own, whose traces are kept for the next time, under the digest of
+the code that made them: its imports are read, not run, so that nothing heavy is loaded to know
+them. What a file only loads by a name in a string is not among them.
 """
 
 import ast
 import gzip
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -115,12 +112,6 @@ def _with_folders(name: str) -> Iterator[str]:
 _TRACER = "highwater.engine.tracer.tracer"
 _TIMEOUT_S = 1800.0
 """Seconds that a trace may take: it takes seconds to minutes, by the layers, not the tokens."""
-
-
-def trace_directory(environment: Mapping[str, str]) -> Path:
-    """The directory of traces: ``$XDG_CACHE_HOME/highwater/traces``, by default in ``~/.cache``."""
-    base = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base, "highwater", "traces")
 
 
 class CachedTracer:

@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 from highwater.errors import MachineError, UsageError
 from highwater.nouns.codec import from_json
@@ -18,14 +17,12 @@ from highwater.store.training_folder import TrainingFolder
 from highwater.trials.classify import Ending, failure_of
 from highwater.trials.engine_trial import (
     REPORTS,
-    RanksEnd,
     StartedRanks,
     raise_refusal,
     started,
 )
 from highwater.trials.nodes import Across
 from highwater.trials.trial_process import (
-    log_tail,
     trial_environment,
     trial_place,
 )
@@ -90,24 +87,13 @@ def run_ranks(
     )
     with place, (directory / LOG).open("a+b") as log:
         refuse_irregular(log.fileno(), directory / LOG)
-        began_at = log.tell()
         with started(spec, trial_environment(spec.trial), log, across) as ranks:
             progress = _Progress(ranks.path / REPORTS / PHASE_FILE, on_progress)
-            left, interrupt = _end_of(ranks, progress)
-        said = _said_since(log, began_at)
-    ending = Ending(
-        exit_code=left.exit_code,
-        timeout_s=0.0,
-        reports=left.reports,
-        exits=left.exits,
-        log_tail=said,
-        kernel_kills=left.kernel_kills,
-        damaged_reports=left.damaged_reports,
-    )
+            ending, interrupt = _end_of(ranks, progress)
     _raise_failure(spec, ending, interrupt)
     if interrupt is not None:
         raise interrupt
-    return left.reports
+    return ending.reports
 
 
 class _Progress:
@@ -126,7 +112,7 @@ class _Progress:
         self._on_progress(said)
 
 
-def _end_of(ranks: StartedRanks, progress: _Progress) -> tuple[RanksEnd, KeyboardInterrupt | None]:
+def _end_of(ranks: StartedRanks, progress: _Progress) -> tuple[Ending, KeyboardInterrupt | None]:
     """What the ranks left, and the interrupt that they were told of, if any."""
     interrupt: KeyboardInterrupt | None = None
     try:
@@ -144,13 +130,6 @@ def _end_of(ranks: StartedRanks, progress: _Progress) -> tuple[RanksEnd, Keyboar
         raise
     progress.tell(is_stopping=False)
     return ranks.end(), interrupt
-
-
-def _said_since(log: IO[bytes], began_at: int) -> str:
-    """The end of a log that several launches write to, of this one alone."""
-    said_bytes = os.fstat(log.fileno()).st_size - began_at
-    tail = log_tail(log)
-    return tail[-said_bytes:] if said_bytes else ""
 
 
 def _raise_failure(spec: TrainingSpec, ending: Ending, interrupt: KeyboardInterrupt | None) -> None:

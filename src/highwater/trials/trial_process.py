@@ -1,12 +1,5 @@
-"""The place of one trial on this machine: GPUs that are free before it and after it, and files that
-can be written.
-
-The environment of a trial's processes: the user's, less what would change its memory, plus what
-its settings ask.
-
-Logs of trials: where each lies, a new one for each launch, and its end.
-
-Private folders of a trial, a trace or a reading, for its user alone and while it lasts.
+"""The place of one trial on this machine: free GPUs, an environment that changes nothing of its
+memory, a log of its own, and folders for its user alone while it lasts.
 
 Who is killed with -9, and the reaper with it, cannot tidy up: the next start does. A folder is
 known by the lock in it, which the kernel holds for as long as its maker lives; what has no such
@@ -19,7 +12,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -212,6 +205,14 @@ def log_tail(log: IO[bytes], most_bytes: int = _TAIL_BYTES) -> str:
 
 _PREFIX = "highwater-"
 _LOCK = ".made-by-highwater"
+
+
+def cache_directory(name: str, environment: Mapping[str, str] = os.environ) -> Path:
+    """The folder of what is kept for the next time: ``$XDG_CACHE_HOME/highwater/NAME``, by default
+    in ``~/.cache``.
+    """
+    base = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base, "highwater", name)
 
 
 @contextmanager

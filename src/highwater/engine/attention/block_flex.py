@@ -83,9 +83,8 @@ def filled_mask(
         # kernels of PyTorch before 2.12 read both at the one's distance between lines
         both = torch.cat([indices for _, indices in parts], dim=-1).to(device)
         widths = [indices.shape[-1] for _, indices in parts]
-        for full, (numbers, _), indices in zip(
-            ("", "full_"), parts, both.split(widths, dim=-1), strict=True
-        ):
+        indices_of = both.split(widths, dim=-1)
+        for full, (numbers, _), indices in zip(("", "full_"), parts, indices_of, strict=True):
             tensors[f"{full}{side}_num_blocks"] = numbers.to(device)
             tensors[f"{full}{side}_indices"] = indices
     return BlockMask(lengths, BLOCK_SIZE=(size, size), mask_mod=is_seen, **cast(Any, tensors))

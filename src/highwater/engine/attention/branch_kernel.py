@@ -27,17 +27,14 @@ def attend_branches(
     implementation: SparseKernel = "auto",
 ) -> tuple[Tensor, Tensor]:
     """``branch_attention`` by FlexAttention where that was proven, or as it is told."""
-    is_flex = implementation == "flex"
-    if implementation == "auto" and takes(
-        query_BHTD.device, query_BHTD.dtype, sharing.pattern or _DENSE
-    ):
+    is_flex, pattern = implementation == "flex", sharing.pattern or _DENSE
+    if implementation == "auto" and takes(query_BHTD.device, query_BHTD.dtype, pattern):
         reason = branches_obstacle(sharing, query_BHTD, key_BKTD.shape[1])
         is_flex = reason is None
         if not is_flex:
             warnings.warn(f"{reason}; keys are gathered instead", stacklevel=2)
-    return branch_attention(
-        query_BHTD, key_BKTD, value_BKTD, sharing=replace(sharing, by_flex=is_flex)
-    )
+    sharing = replace(sharing, by_flex=is_flex)
+    return branch_attention(query_BHTD, key_BKTD, value_BKTD, sharing=sharing)
 
 
 def branches_obstacle(sharing: Sharing, query_BHTD: Tensor, kv_heads: int) -> str | None:
@@ -52,10 +49,8 @@ def branches_obstacle(sharing: Sharing, query_BHTD: Tensor, kv_heads: int) -> st
         dtype=query_BHTD.dtype,
         device=query_BHTD.device,
     )
-    segments = tuple(
-        each if each.segment is None else each._replace(segment=sizes.tokens // 2)
-        for each in sharing.branches
-    )
+    half, branches = sizes.tokens // 2, sharing.branches
+    segments = tuple(b if b.segment is None else b._replace(segment=half) for b in branches)
     return proof_of_branches(sizes, segments, sharing.pattern, is_causal=sharing.is_causal)
 
 

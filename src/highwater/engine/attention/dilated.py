@@ -76,10 +76,9 @@ def dilated_attention(
     rates = (1, 2) if dilation_rates is None else dilation_rates
     refuse_branches(lengths, rates)
     groups = query_BHSD.shape[1] // key_BKSD.shape[1]
-    tensors = (
-        query_BHSD,
-        *(t.repeat_interleave(groups, dim=1) if groups > 1 else t for t in (key_BKSD, value_BKSD)),
-    )
+    tensors = [query_BHSD, key_BKSD, value_BKSD]
+    if groups > 1:
+        tensors[1:] = (each.repeat_interleave(groups, dim=1) for each in tensors[1:])
     how = (scaling, is_causal, kernel)
     if normalisation == "groups":
         return _by_groups(tensors, lengths, rates, how)
@@ -145,11 +144,8 @@ class _Branches(torch.autograd.Function):
             own = part.of(output)
             if own.numel():
                 found, its_sums = _block(part, (query_BHSD, key_BHSD, value_BHSD), how).forward()
-                merge_(
-                    own,
-                    part.sums_of(log_sums),
-                    (found.unflatten(0, own.shape[:2]), its_sums.unflatten(0, own.shape[:2])),
-                )
+                shaped = [each.unflatten(0, own.shape[:2]) for each in (found, its_sums)]
+                merge_(own, part.sums_of(log_sums), (shaped[0], shaped[1]))
         narrow = output.to(query_BHSD.dtype)
         ctx.save_for_backward(query_BHSD, key_BHSD, value_BHSD, narrow, log_sums)
         ctx.parts, ctx.how = parts, how
@@ -171,9 +167,7 @@ class _Branches(torch.autograd.Function):
             for sum_, gradient in zip(sums, found, strict=True):
                 own = part.of(sum_)
                 own.add_(gradient.unflatten(0, own.shape[:2]))
-        query, key, value = (
-            sum_.to(tensor.dtype) for sum_, tensor in zip(sums, tensors, strict=True)
-        )
+        query, key, value = (one.to(like.dtype) for one, like in zip(sums, tensors, strict=True))
         return query, key, value, None, None
 
 

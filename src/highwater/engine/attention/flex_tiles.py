@@ -60,9 +60,7 @@ class FlexTensors(CutTensors):
         found = torch.autograd.grad(
             (found_NGSD, sums_NGS), inputs, (of_output_NGSD, of_sums_NGS.to(sums_NGS.dtype))
         )
-        query, key, value = (
-            gradient.view(each.shape) for gradient, each in zip(found, self, strict=True)
-        )
+        query, key, value = (own.view(like.shape) for own, like in zip(found, self, strict=True))
         return query, key, value
 
     def _flat(self) -> Iterator[Tensor]:

@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -21,7 +22,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from highwater.engine.data.messages import (
     Conversation,
-    Message,
     arguments_of,
     as_json,
     as_written,
@@ -29,7 +29,6 @@ from highwater.engine.data.messages import (
     marked,
     texts,
     ways,
-    with_system_for_developer,
 )
 from highwater.errors import UsageError
 from highwater.units import MIB, format_bytes
@@ -98,7 +97,9 @@ class ChatTemplate:
         Raises UsageError, with the message and the field, where it writes none whole.
         """
         if "developer" not in self._template(conversation):
-            conversation = conversation.changed(with_system_for_developer)
+            conversation = conversation.changed(
+                lambda each: {**each, "role": "system"} if each["role"] == "developer" else each
+            )
         refused: list[UsageError] = []
         for way in ways(conversation):
             try:
@@ -135,10 +136,8 @@ class ChatTemplate:
                 for form in as_written(field, said)
                 if (at := written.find(form, begin)) >= 0
             ]
-            mark = mark_of(index)
-            if not found or (
-                mark not in all_marked and mark not in self.text(marked(conversation, index))
-            ):
+            mark, alone = mark_of(index), partial(marked, conversation, index)
+            if not found or (mark not in all_marked and mark not in self.text(alone())):
                 raise self._unwritten(conversation, number, field, index)
             if not is_system:
                 ends[number + 1] = max(ends[number + 1], min(found))
@@ -220,12 +219,8 @@ class ChatTemplate:
         """
         prompt = self.text(conversation.until(count), prompts=answered)
         if not text.startswith(prompt):
-            raise _not_found(
-                conversation,
-                count,
-                "what the template writes before it is not what it writes there",
-                hint,
-            )
+            why = "what the template writes before it is not what it writes there"
+            raise _not_found(conversation, count, why, hint)
         return prompt
 
     def _span(self, conversation: Conversation, number: int, text: str) -> tuple[int, int]:
@@ -254,14 +249,8 @@ class ChatTemplate:
         stood_in = conversation._replace(messages=tuple(messages))
         _, found, rest = self.text(stood_in).partition(_STAND_IN)
         _, found_last, ending = self.text(stood_in.until(number + 1)).partition(_STAND_IN)
-        is_proven = (
-            found
-            and found_last
-            and _STAND_IN not in rest + ending + text
-            and text.endswith(rest)
-            and rest.startswith(ending)
-        )
-        if not is_proven:
+        is_proven = found and found_last and _STAND_IN not in rest + ending + text
+        if not (is_proven and text.endswith(rest) and rest.startswith(ending)):
             raise _not_found(conversation, number, "the template writes it otherwise further on")
         return len(text) - len(rest) + len(ending)
 
@@ -272,12 +261,16 @@ class ChatTemplate:
         self, conversation: Conversation, *, prompts: bool = False, spans: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         template = self._template(conversation)
+        messages = [  # without what is no template's business
+            {name: value for name, value in message.items() if name != "trained"}
+            for message in conversation.messages
+        ]
         given = sum(len(str(each)) for each in (template, *conversation))
         most = _MOST_CHARACTERS + _MOST_TIMES * given
         try:
             with self._limited(conversation.name), _memory_of(_ROOM_BYTES + 4 * most):
                 rendered, found = cast(Any, render_jinja_template)(
-                    conversations=[[_as_given(message) for message in conversation.messages]],
+                    conversations=[messages],
                     tools=list(conversation.tools) or None,
                     chat_template=template,
                     return_assistant_tokens_mask=spans,
@@ -344,11 +337,6 @@ def _memory_of(most_bytes: int) -> Generator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
-def _as_given(message: Message) -> dict[str, Any]:
-    """The message without what is no template's business."""
-    return {name: value for name, value in message.items() if name != "trained"}
 
 
 def _without(spans: list[tuple[int, int]], others: list[tuple[int, int]]) -> list[tuple[int, int]]:

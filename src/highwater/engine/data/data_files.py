@@ -84,10 +84,15 @@ def data_files(paths: Sequence[str]) -> DataFiles:
             raise UsageError(
                 f"no data at {path}", hint=f"look for it: `ls {quote(str(path.parent))}`"
             )
-        inside = list(_inside(path, path.name)) if path.is_dir() else [_named(path)]
+        kind = _kind(path)
+        if path.is_dir():
+            inside = list(_inside(path, path.name))
+        else:
+            inside = [] if kind is None else [DataFile(path, path.name, kind)]
         if not inside:
+            why = f"the folder {path} has no file of records or text"
             raise UsageError(
-                f"the folder {path} has no file of records or text",
+                why if path.is_dir() else f"{path} is of no kind that is read",
                 hint=f"files that are read end in {KNOWN}, or .gz after .jsonl, .json or a text's",
             )
         if any(file.kind != "text" for file in inside):
@@ -109,16 +114,6 @@ def bytes_digest(paths: Sequence[Path]) -> str:
                 one.update(chunk)
         whole.update(one.digest())
     return whole.hexdigest()
-
-
-def _named(path: Path) -> DataFile:
-    kind = _kind(path)
-    if kind is None:
-        raise UsageError(
-            f"{path} is of no kind that is read",
-            hint=f"files that are read end in {KNOWN}, or .gz after .jsonl, .json or a text's",
-        )
-    return DataFile(path, path.name, kind)
 
 
 def _kind(path: Path) -> DataKind | None:
@@ -413,11 +408,9 @@ def _arrow(file: DataFile) -> Rows:
 
     row = 0
     try:
-        table = (
-            datasets.Dataset.from_file(str(file.path))
-            if file.kind == "arrow"
-            else datasets.load_from_disk(str(file.path))
-        )
+        is_file = file.kind == "arrow"
+        opened = datasets.Dataset.from_file if is_file else datasets.load_from_disk
+        table = opened(str(file.path))
         for fields in cast(Any, table.with_format(None)):
             row += 1
             yield row, fields

@@ -51,11 +51,6 @@ class Conversation(NamedTuple):
         return self._replace(messages=self.messages[:count])
 
 
-def with_system_for_developer(message: Message) -> Message:
-    """The message, a developer's as the system's."""
-    return {**message, "role": "system"} if message["role"] == "developer" else message
-
-
 def ways(conversation: Conversation) -> Iterator[Conversation]:
     """The conversation as templates may want it: arguments of tools as an object or as text of
     JSON, and a message that calls tools without content, with an empty one, or with null.
@@ -72,10 +67,9 @@ def _with_calls(message: Message, *, content: Message, as_text: bool) -> Message
         return message
     calls = message["tool_calls"]
     if as_text:
-        calls = [
-            {**call, "function": {**call["function"], "arguments": as_json(arguments)}}
-            for call, arguments in zip(calls, arguments_of(message), strict=True)
-        ]
+        functions = ({**each["function"]} for each in calls)
+        texts = ({**each, "arguments": as_json(each["arguments"])} for each in functions)
+        calls = [{**call, "function": each} for call, each in zip(calls, texts, strict=True)]
     given = {name: value for name, value in message.items() if name != "content" or value}
     return {**content, **given, "tool_calls": calls}
 
@@ -228,11 +222,8 @@ def _history(record: DataRecord) -> tuple[Message, ...]:
     if turns and all(isinstance(turn, Mapping) for turn in turns):
         return messages_of(record, "history")
     for turn in turns:
-        if (
-            not isinstance(turn, list | tuple)
-            or len(turn) != 2
-            or not all(isinstance(text, str) for text in turn)
-        ):
+        is_pair = isinstance(turn, list | tuple) and len(turn) == 2
+        if not is_pair or not all(isinstance(text, str) for text in turn):
             raise wrong(record, "history", turn, "pairs of texts", '`[["Hi", "Hello"]]`')
     return tuple(
         message

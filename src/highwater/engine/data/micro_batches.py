@@ -36,7 +36,12 @@ def read_documents(
     be, where only those that every layer attends to whole can. How long they are together is not
     looked at.
     """
-    documents = _documents(micro_batch, source)
+    if isinstance(micro_batch, str | bytes | Mapping) or not isinstance(micro_batch, Iterable):
+        raise UsageError(
+            f"{source} yielded {seen(micro_batch)} as a micro-batch",
+            hint=f"yield lists of documents: {EXAMPLE}",
+        )
+    documents = [_document(document, source) for document in cast(Iterable[Any], micro_batch)]
     _check(documents, source, vocab_size=vocab_size)
     _check_longest(documents, spec, source, window_tokens=window_tokens)
     _check_numbers(documents, source)
@@ -56,20 +61,10 @@ def refuse_other_length(documents: Sequence[Document], spec: TrialSpec, source: 
         )
 
 
-def _documents(micro_batch: Any, source: str) -> list[Document]:
-    if isinstance(micro_batch, str | bytes | Mapping) or not isinstance(micro_batch, Iterable):
-        raise UsageError(
-            f"{source} yielded {seen(micro_batch)} as a micro-batch",
-            hint=f"yield lists of documents: {EXAMPLE}",
-        )
-    return [_document(document, source) for document in cast(Iterable[Any], micro_batch)]
-
-
 def _document(document: Any, source: str) -> Document:
     """A mapping with ``input_ids``, or plain token ids, all trained without ``labels``."""
-    fields: dict[Any, Any] = (
-        dict(cast(Any, document)) if isinstance(document, Mapping) else {"input_ids": document}
-    )
+    is_mapping = isinstance(document, Mapping)
+    fields: dict[Any, Any] = dict(cast(Any, document)) if is_mapping else {"input_ids": document}
     unread = [str(name) for name in fields if name not in _FIELDS]
     if unread or "input_ids" not in fields:
         what = f"the field {unread[0]!r}, which nobody reads" if unread else "no input_ids"
@@ -78,22 +73,21 @@ def _document(document: Any, source: str) -> Document:
         )
     ids = _whole_numbers(fields["input_ids"], "input_ids", source)
     labels, logprobs = fields.get("labels"), fields.get("logprobs")
+    if logprobs is not None:
+        logprobs = _tensor(logprobs, "logprobs", source).to(torch.float32)
     return Document(
         ids,
         ids if labels is None else _whole_numbers(labels, "labels", source),
         reward=_number(fields.get("reward", 0.0), source),
         group=_whole_number(fields.get("group", 0), source),
-        old_logprobs_L=None
-        if logprobs is None
-        else _tensor(logprobs, "logprobs", source).to(torch.float32),
+        old_logprobs_L=logprobs,
     )
 
 
 def _whole_numbers(values: Any, field: str, source: str) -> Tensor:
     tensor = _tensor(values, field, source)
-    if tensor.numel() and (
-        tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool
-    ):
+    kind = tensor.dtype
+    if tensor.numel() and (kind.is_floating_point or kind.is_complex or kind == torch.bool):
         raise _no_numbers(values, field, source, "whole numbers")
     return tensor.to(torch.long)
 
@@ -188,11 +182,8 @@ def _check_numbers(documents: Sequence[Document], source: str) -> None:
                 f"{source} yielded a document with the reward {document.reward}",
                 hint="yield finite rewards",
             )
-        is_trained = without_first(document.labels_L) != UNTRAINED
-        if (
-            document.old_logprobs_L is not None
-            and not document.old_logprobs_L[is_trained].isfinite().all()
-        ):
+        is_trained, known = without_first(document.labels_L) != UNTRAINED, document.old_logprobs_L
+        if known is not None and not known[is_trained].isfinite().all():
             raise UsageError(
                 f"{source} yielded a document whose logprobs are not finite at tokens that are "
                 f"trained on",
@@ -217,10 +208,8 @@ def _check_pairs(documents: Sequence[Document], spec: TrialSpec, source: str) ->
 
 
 def _is_whole(document: Document) -> bool:
-    ids, logprobs = document.ids_L, document.old_logprobs_L
-    same = document.labels_L.shape == ids.shape and (
-        logprobs is None or logprobs.shape == ids.shape
-    )
+    ids, beside = document.ids_L, (document.labels_L, document.old_logprobs_L)
+    same = all(each is None or each.shape == ids.shape for each in beside)
     return ids.ndim == 1 and len(ids) > 0 and same
 
 
@@ -316,17 +305,12 @@ def _from_user(
         "length_tokens": spec.length_tokens,
         "sequences": spec.sequences,
     }
+    how: dict[str, Any] = {"vocab_size": vocab_size, "window_tokens": window_tokens}
     while True:
         empty = True
         for micro_batch in _called(function, arguments, spec.data):
             empty = False
-            documents = read_documents(
-                micro_batch,
-                spec,
-                source=spec.data,
-                vocab_size=vocab_size,
-                window_tokens=window_tokens,
-            )
+            documents = read_documents(micro_batch, spec, source=spec.data, **how)
             refuse_other_length(documents, spec, spec.data)
             yield pack(documents)
         if empty:

@@ -77,8 +77,7 @@ class Rendering:
 
     def __init__(self, tokens: TextTokens, *, vocab_size: int) -> None:
         """``vocab_size``: ids that the model knows are below it."""
-        self.tokens = tokens
-        self.vocab_size = vocab_size
+        self.tokens, self.vocab_size = tokens, vocab_size
 
     def document(
         self, record: DataRecord, parts: Sequence[tuple[str, bool]], *, starts: bool, ends: bool
@@ -94,7 +93,12 @@ class Rendering:
             pieces.append(([self.tokens.end_id], pieces[-1][1]))
         ids_L = np.array([token for ids, _ in pieces for token in ids], dtype=np.int64)
         trained_L = np.array([trained for ids, trained in pieces for _ in ids], dtype=bool)
-        self._refuse_foreign(record, ids_L)
+        if ids_L.size and int(ids_L.max()) >= self.vocab_size:
+            raise UsageError(
+                f"{record.name}: {self.tokens.name} gives the id {int(ids_L.max())}, and the model "
+                f"knows the ids 0 to {self.vocab_size - 1}",
+                hint="save the model's own into its folder, with `tokenizer.save_pretrained`",
+            )
         return TokenDocument(ids_L, trained_L, is_apart=encoded.is_apart, is_chat=not starts)
 
     def answered(self, record: DataRecord, prompt: Said, response: Said) -> TokenDocument:
@@ -103,16 +107,11 @@ class Rendering:
         Texts follow each other as they are. Messages are a conversation; a text that answers one
         follows the template's beginning of an answer, as it was sampled.
         """
-        if isinstance(prompt, str) and isinstance(response, str):
-            return self.document(
-                record, [(prompt, False), (response, True)], starts=True, ends=True
-            )
-        prompt = spoken("user", prompt)
         if isinstance(response, str):
-            begun = self.chat(record).text(self.conversation(record, prompt), prompts=True)
-            return self.document(
-                record, [(begun, False), (response, True)], starts=False, ends=True
-            )
+            is_text = isinstance(prompt, str)
+            parts = [(self._prompt_text(record, prompt), False), (response, True)]
+            return self.document(record, parts, starts=is_text, ends=True)
+        prompt = spoken("user", prompt)
         if any("trained" in message for message in response):
             raise UsageError(
                 f"{record.name}: a response of which messages say whether they are trained, and "
@@ -122,9 +121,8 @@ class Rendering:
         conversation = self.conversation(record, (*prompt, *response))
         text = self.chat(record).text(conversation)
         begin = len(self.chat(record).prompt_of(conversation, len(prompt), text, hint=_AS_TEXTS))
-        return self.document(
-            record, [(text[:begin], False), (text[begin:], True)], starts=False, ends=False
-        )
+        parts = [(text[:begin], False), (text[begin:], True)]
+        return self.document(record, parts, starts=False, ends=False)
 
     def conversation(self, record: DataRecord, messages: Sequence[Message]) -> Conversation:
         """Messages with what the record has beside them, all of which the template writes."""
@@ -132,39 +130,29 @@ class Rendering:
 
     def prompt_ids(self, record: DataRecord, prompt: Said) -> NDArray[np.int64]:
         """The tokens that a policy is given to answer a prompt."""
-        is_text = isinstance(prompt, str)
-        text = (
-            prompt
-            if isinstance(prompt, str)
-            else self.chat(record).text(self.conversation(record, prompt), prompts=True)
-        )
+        text, is_text = self._prompt_text(record, prompt), isinstance(prompt, str)
         return self.document(record, [(text, False)], starts=is_text, ends=False).ids_L
+
+    def _prompt_text(self, record: DataRecord, prompt: Said) -> str:
+        """A text as it is; messages up to the template's beginning of an answer."""
+        if isinstance(prompt, str):
+            return prompt
+        return self.chat(record).text(self.conversation(record, prompt), prompts=True)
 
     def chat(self, record: DataRecord) -> ChatTemplate:
         """The tokenizer's chat template. Raises UsageError where it has none."""
         if self.tokens.chat is None:
-            has_tokenizer = self.tokens.name != "bytes"
+            lacking = "the tokenizer has no chat template"
+            if self.tokens.name == "bytes":
+                lacking = "no tokenizer, whose chat template would make a text of them"
             fields = " and ".join(f"`{name}`" for name in record.fields if name in record.read)
             raise UsageError(
-                f"{record.name}: {fields} would be a conversation, and "
-                + (
-                    "the tokenizer has no chat template"
-                    if has_tokenizer
-                    else "no tokenizer, whose chat template would make a text of them"
-                ),
+                f"{record.name}: {fields} would be a conversation, and {lacking}",
                 hint="save one that has one into the model's folder, with "
                 "`tokenizer.save_pretrained`, or write texts: "
                 '`{"prompt": "Hi", "completion": "Yes"}`',
             )
         return self.tokens.chat
-
-    def _refuse_foreign(self, record: DataRecord, ids_L: NDArray[np.int64]) -> None:
-        if ids_L.size and int(ids_L.max()) >= self.vocab_size:
-            raise UsageError(
-                f"{record.name}: {self.tokens.name} gives the id {int(ids_L.max())}, and the model "
-                f"knows the ids 0 to {self.vocab_size - 1}",
-                hint="save the model's own into its folder, with `tokenizer.save_pretrained`",
-            )
 
 
 def supervised(rendering: Rendering, *, trained: TrainedTokens) -> Render:
@@ -201,9 +189,8 @@ SUPERVISED_EXAMPLE = (
 
 def without_fields(record: DataRecord, missing: str, example: str) -> UsageError:
     """A record lacks what it would be trained as."""
-    names = ", ".join(
-        name if has(record, name) else f"{name} (which is null)" for name in record.fields
-    )
+    nulls = {name: "" if has(record, name) else " (which is null)" for name in record.fields}
+    names = ", ".join(f"{name}{null}" for name, null in nulls.items())
     return UsageError(
         f"{record.name}: no `{missing}` among its fields: {names or 'none'}",
         hint=f"a record is {example}",
@@ -226,8 +213,7 @@ def _completion(
     response = said_of(record, name)
     if isinstance(prompt, str) and isinstance(response, str):
         parts = [(prompt, False), (response, True)]
-        if everything:
-            parts = [(prompt + response, True)]
+        parts = [(prompt + response, True)] if everything else parts
         return rendering.document(record, parts, starts=True, ends=True)
     prompt, response = spoken("user", prompt), spoken("assistant", response)
     if not any(message["role"] == "assistant" for message in response):

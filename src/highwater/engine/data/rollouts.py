@@ -124,12 +124,8 @@ def _responses(record: DataRecord) -> list[_Sampled]:
     name = first_of(record, "response", "completion")
     if name is None and not has(record, "response_ids"):
         raise without_fields(record, "responses", _EXAMPLE)
-    return [
-        _Sampled(
-            value_of(record, name) if name else None,
-            *(value_of(record, each) for each in ("response_ids", "logprobs", "reward")),
-        )
-    ]
+    beside = [value_of(record, each) for each in ("response_ids", "logprobs", "reward")]
+    return [_Sampled(value_of(record, name) if name else None, *beside)]
 
 
 def _several(record: DataRecord) -> list[_Sampled]:
@@ -160,16 +156,12 @@ def _document(
             f"{record.name}: `logprobs` without the tokens that they belong to",
             hint="give the ids that were sampled as `response_ids`, or leave `logprobs` out",
         )
+    elif sampled.text is None:
+        raise UsageError(f"{record.name}: a response is null", hint=f"a record is {_EXAMPLE}")
     else:
-        response = said_of(record, "response", _given(record, sampled.text))
+        response = said_of(record, "response", sampled.text)
         document = rendering.answered(record, prompt, response)
     return document._replace(reward=_reward(record, prompt, sampled, reward))
-
-
-def _given(record: DataRecord, text: Any) -> Any:
-    if text is None:
-        raise UsageError(f"{record.name}: a response is null", hint=f"a record is {_EXAMPLE}")
-    return text
 
 
 def _sampled_ids(
@@ -179,9 +171,8 @@ def _sampled_ids(
     vocab_size = rendering.vocab_size
     response_ids = ids_of(record, "response_ids", sampled.ids, vocab_size=vocab_size)
     if has(record, "prompt_ids"):
-        prompt_ids = ids_of(
-            record, "prompt_ids", value_of(record, "prompt_ids"), vocab_size=vocab_size
-        )
+        given = value_of(record, "prompt_ids")
+        prompt_ids = ids_of(record, "prompt_ids", given, vocab_size=vocab_size)
     else:
         prompt_ids = rendering.prompt_ids(record, prompt)
     ids_L = np.concatenate([prompt_ids, response_ids])
@@ -254,34 +245,23 @@ def preferences(rendering: Rendering) -> Render:
                 f"{record.name}: of `chosen` and `rejected` one is a text and one is messages",
                 hint=f"write both alike: {_PAIR_EXAMPLE}",
             )
-        is_response = isinstance(chosen, str) or _are_answers(chosen, rejected)
-        prompt = _prompt(record) if is_response else None
+        both = [said for said in (chosen, rejected) if not isinstance(said, str)]
+        is_response = all(said[0]["role"] == "assistant" for said in both)
+        prompt = prompt_of(record) if is_response else None
+        name = first_of(record, "messages", "conversations")
+        if is_response and prompt is None and name:  # a conversation so far
+            prompt = with_system(record, messages_of(record, name))
         if prompt is None:
             unit = _whole(rendering, record, chosen, rejected)
         else:
             if not isinstance(prompt, str):
                 chosen, rejected = spoken("assistant", chosen), spoken("assistant", rejected)
-            unit = Unit(
-                tuple(rendering.answered(record, prompt, said) for said in (chosen, rejected))
-            )
+            both = (rendering.answered(record, prompt, said) for said in (chosen, rejected))
+            unit = Unit(tuple(both))
         refuse_unread(record)
         yield unit
 
     return render
-
-
-def _are_answers(*conversations: Said) -> bool:
-    return all(
-        not isinstance(said, str) and said[0]["role"] == "assistant" for said in conversations
-    )
-
-
-def _prompt(record: DataRecord) -> Said | None:
-    """What both answer: a prompt, or a conversation so far."""
-    prompt = prompt_of(record)
-    if prompt is None and (name := first_of(record, "messages", "conversations")):
-        return with_system(record, messages_of(record, name))
-    return prompt
 
 
 def _whole(rendering: Rendering, record: DataRecord, chosen: Said, rejected: Said) -> Unit:
@@ -295,19 +275,18 @@ def _whole(rendering: Rendering, record: DataRecord, chosen: Said, rejected: Sai
                 "differs",
                 hint=f"give the prompt: {_PAIR_EXAMPLE}",
             )
-        return Unit(
-            tuple(
-                rendering.answered(record, said[:shared], said[shared:])
-                for said in (chosen, rejected)
-            )
-        )
+        both = ((said[:shared], said[shared:]) for said in (chosen, rejected))
+        return Unit(tuple(rendering.answered(record, *each) for each in both))
     documents = [
         rendering.document(record, [(str(said), True)], starts=True, ends=True)
         for said in (chosen, rejected)
     ]
     # Tokens that both begin with have the same log-probabilities in both: they decide nothing.
     shared = _common(documents[0].ids_L.tolist(), documents[1].ids_L.tolist())
-    return Unit(tuple(_untrained_until(document, shared) for document in documents))
+    places = (np.arange(len(document.ids_L)) for document in documents)
+    return Unit(
+        tuple(d._replace(trained_L=at >= shared) for d, at in zip(documents, places, strict=True))
+    )
 
 
 def _common(one: "list[int] | tuple[object, ...]", other: "list[int] | tuple[object, ...]") -> int:
@@ -316,7 +295,3 @@ def _common(one: "list[int] | tuple[object, ...]", other: "list[int] | tuple[obj
         if a != b:
             return number
     return min(len(one), len(other))
-
-
-def _untrained_until(document: TokenDocument, end: int) -> TokenDocument:
-    return document._replace(trained_L=np.arange(len(document.ids_L)) >= end)

@@ -5,7 +5,7 @@ do silently is off.
 
 import random
 from collections.abc import Callable, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple, Protocol
@@ -76,22 +76,14 @@ class Tokenizer:
         has_template = bool(self._tokenizer.chat_template)
         self.chat = ChatTemplate(self._tokenizer) if has_template else None
 
-    @property
-    def largest_id(self) -> int:
-        """The largest id that it gives."""
-        return max(self._tokenizer.get_vocab().values())
-
     def encode(self, text: str) -> list[int]:
         """The ids of a text without special tokens around it; those in the text are themselves."""
         return self._encoded(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens too, nothing tidied up."""
-        return str(
-            self._tokenizer.decode(
-                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+        how = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode(list(ids), **how))
 
     def _encoded(self, text: str, *, add_special_tokens: bool) -> list[int]:
         given = self._tokenizer(
@@ -162,9 +154,7 @@ def _cut(
         if whole[: len(ids)] != ids:
             return None
         borders.append(len(ids))
-    return tuple(
-        whole[start:end] for start, end in zip(borders, [*borders[1:], len(whole)], strict=True)
-    )
+    return tuple(whole[start:end] for start, end in pairwise([*borders, len(whole)]))
 
 
 def _opened(directory: Path) -> Any:
@@ -217,16 +207,12 @@ def single_words(tokenizer: Any, *, seed: int) -> list[str]:
     words: list[str] = []
     for number in vocabulary[:_LOOKED_AT]:
         word = tokenizer.decode([number]).strip()
-        if word.isascii() and word.isalnum() and _is_one_token(tokenizer, word):
-            words.append(word)
+        if word.isascii() and word.isalnum():
+            together = tokenizer(text=f"{word} {word}", add_special_tokens=False)["input_ids"]
+            words += [word] if len(together) == 2 else []
         if len(words) == _WORDS:
             break
     return words
-
-
-def _is_one_token(tokenizer: Any, word: str) -> bool:
-    together = tokenizer(text=f"{word} {word}", add_special_tokens=False)["input_ids"]
-    return len(together) == 2
 
 
 def _exact(

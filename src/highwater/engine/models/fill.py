@@ -114,7 +114,8 @@ class Fill:
         self._fill_buffers(modules)
         if self._is_tied and self.model.head in modules:
             self.model.head.weight = self._embedding.weight
-        parameters, buffers = {}, {}
+        parameters: dict[str, nn.Parameter] = {}
+        buffers: dict[str, Tensor] = {}
         for module in modules:
             prefix = name_in_files(self.names[module])
             parameters |= {prefix + name: p for name, p in module.named_parameters(recurse=False)}

@@ -143,8 +143,8 @@ def prove_head(causal_lm: PreTrainedModel, transform: LogitTransform = PLAIN) ->
         raise _refusal(causal_lm, "its backbone is given something else than the tokens")
     if backbone.is_entered and not _hands_on(causal_lm, backbone):
         raise _refusal(causal_lm, "its backbone is not what its head is applied to")
-    tolerance = {"rtol": PROOF_TOLERANCE, "atol": PROOF_TOLERANCE}
-    if logits.shape != expected.shape or not torch.allclose(logits, expected, **tolerance):
+    off = PROOF_TOLERANCE
+    if logits.shape != expected.shape or not torch.allclose(logits, expected, rtol=off, atol=off):
         raise _refusal(causal_lm, _what_it_does(causal_lm))
 
 

@@ -58,9 +58,8 @@ def install() -> None:
         probe = torch.ones(2, 2, device="cuda", requires_grad=True)
         (probe @ probe).sum().backward()
         if probe.grad is None or probe.grad.device.type != "cuda":
-            raise RuntimeError(
-                f"torch {torch.__version__} does not differentiate fake CUDA tensors"
-            )
+            problem = f"torch {torch.__version__} does not differentiate fake CUDA tensors"
+            raise RuntimeError(problem)
 
 
 class Stream:
@@ -188,9 +187,8 @@ def _put_streams() -> None:
     tensor.pin_memory = lambda self, *_: self  # host memory, of which nobody keeps account
     tensor.is_pinned = lambda *_: True
     fake: Any = FakeTensorMode
-    fake.avoid_device_init = property(
-        lambda _: True
-    )  # there is no device to initialise, whatever is_available says
+    # there is no device to initialise, whatever is_available says
+    fake.avoid_device_init = property(lambda _: True)
     contexts: Any = fake_tensor
     contexts.init_gpu_context = lambda _: None  # which a CUDA build without a GPU would fail at
 
@@ -209,24 +207,20 @@ def _move_with_data() -> None:
 
 
 def _follow_streams() -> None:
-    """Let FSDP1's gradients be gathered on the stream where their parameters were taken apart, as
-    autograd has it of real tensors: a node runs on the stream of its forward pass, of which fakes
-    on a CPU build have none. So does the hook that then frees the unit, on the stream where it was
-    gathered.
+    """Let FSDP1's gradients be gathered, and units freed, on the stream where their parameters were
+    taken apart, as autograd has it of real tensors: nodes of fakes on a CPU build have no stream.
     """
     handle: Any = FlatParamHandle
     for name in ("_get_unflat_views_aligned", "_get_unflat_views_unaligned"):
         setattr(handle, name, _backward_as_forward(getattr(handle, name)))
     runtime: Any = _runtime_utils
-    runtime._post_backward_hook = _where_taken_apart(runtime._post_backward_hook)
+    hook = runtime._post_backward_hook
 
-
-def _where_taken_apart(hook: Callable[..., None]) -> Callable[..., None]:
-    def hooked(state: Any, handle: Any, *rest: Any) -> None:
+    def where_taken_apart(state: Any, handle: Any, *rest: Any) -> None:
         with _on(handle.taken_apart_on):
             hook(state, handle, *rest)
 
-    return hooked
+    runtime._post_backward_hook = where_taken_apart
 
 
 def _backward_as_forward(
@@ -267,12 +261,8 @@ def _backward_as_forward(
 
 
 def _put_kernels() -> None:
-    """Let PyTorch believe that an operator has a kernel of its own for CUDA, where a CPU build
-    would take it apart.
-
-    Of a product with SiLU, as an MLP that is not ours and experts have it, a GPU's backward pass
-    allocates one tensor; taken apart it is six. No other operator of our steps has a CUDA kernel
-    and a definition by others beside it.
+    """Let PyTorch believe that ``silu_backward`` has a kernel for CUDA, where a CPU build would
+    take it apart: six tensors instead of one. No other operator of our steps is so.
     """
     name = "aten::silu_backward"
     if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"):  # pyright: ignore[reportPrivateUsage]
@@ -293,9 +283,8 @@ def _tell_of_use(tensor: torch.Tensor, stream: Stream) -> None:
 def _put_guard() -> None:
     """Put c10's own guard without effect into the registry, where there is none yet."""
     library = ctypes.CDLL(str(_library("libc10.so")))
-    registry = (ctypes.c_void_p * _GUARDS).in_dll(
-        library, "_ZN3c104impl26device_guard_impl_registryE"
-    )
+    name = "_ZN3c104impl26device_guard_impl_registryE"
+    registry = (ctypes.c_void_p * _GUARDS).in_dll(library, name)
     ensure: Any = torch._C._ensureCUDADeviceGuardSet  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
     if not registry[_CUDA]:
         no_devices = ctypes.CFUNCTYPE(ctypes.c_long)(lambda: 0)
@@ -307,9 +296,8 @@ def _put_guard() -> None:
         ensure()
         if registry[_CUDA] == ctypes.addressof(placeholder):
             registry[_CUDA] = None
-            raise RuntimeError(
-                f"torch {torch.__version__} has no device guard without effect to trace with"
-            )
+            problem = f"torch {torch.__version__} has no device guard without effect to trace with"
+            raise RuntimeError(problem)
     ensure()
 
 
@@ -338,10 +326,8 @@ def _virtual_functions(header: str) -> list[str]:
     """A class's virtual functions in order, from the header of this PyTorch."""
     path = Path(torch.__file__).parent / "include" / "ATen" / "detail" / header
     text = re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
-    return re.findall(
-        r"virtual [^;{(]*?([\w~]+)\(",
-        text[text.index("struct TORCH_API") :].partition("virtual ~")[2] or text,
-    )
+    body = text[text.index("struct TORCH_API") :].partition("virtual ~")[2] or text
+    return re.findall(r"virtual [^;{(]*?([\w~]+)\(", body)
 
 
 def _library(name: str) -> Path:
@@ -352,19 +338,8 @@ aten: Any = torch.ops.aten
 _WRITE_OVER = (aten.addmm.dtype_out, aten.mm.out)
 """Answered with the tensor that they are given to write to, which has the right shape wherever the
 engine gives one."""
-_PLAIN = frozenset(
-    (
-        int,
-        float,
-        bool,
-        str,
-        type(None),
-        torch.dtype,
-        torch.device,
-        torch.layout,
-        torch.memory_format,
-    )
-)
+_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = frozenset((int, float, bool, str, type(None), *_OF_TORCH))
 
 
 class QuickFakeMode(FakeTensorMode):
@@ -391,11 +366,8 @@ def _is_flattened(arguments: Iterable[Any], values: list[object]) -> bool:
     for argument in arguments:
         kind = type(argument)
         if kind is FakeTensor:
-            if (
-                argument.constant is not None
-                or argument.layout is not torch.strided
-                or argument.dtype.is_complex
-            ):
+            is_dense = argument.layout is torch.strided and not argument.dtype.is_complex
+            if argument.constant is not None or not is_dense:
                 return False
             shape = (argument.shape, argument.stride(), argument.storage_offset())
             values += (kind, argument.dtype, *shape, argument.fake_device, argument.requires_grad)

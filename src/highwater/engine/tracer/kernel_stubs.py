@@ -39,11 +39,8 @@ def put(kernel: Kernel) -> None:
     def rms_norm(
         x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
     ) -> Tensor:
-        return (
-            _RmsNormStub.apply(x, weight)
-            if x.device.type == "cuda"
-            else norm(x, list(shape), weight, eps)
-        )
+        is_gpu = x.device.type == "cuda"
+        return _RmsNormStub.apply(x, weight) if is_gpu else norm(x, list(shape), weight, eps)
 
     def cudnn(
         q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float, **_: bool
@@ -73,15 +70,8 @@ def put(kernel: Kernel) -> None:
     names.rms_norm = rms_norm
     names.scaled_dot_product_attention = {"cudnn": cudnn, "flash": flash}[kernel]
     loose: Any = (
-        process_mesh,
-        gate_kernels,
-        rotary_kernels,
-        row_kernels,
-        model,
-        fill,
-        trinity_step,
-        weights,
-        transformers.masking_utils,
+        *(process_mesh, gate_kernels, rotary_kernels, row_kernels, model, fill),
+        *(trinity_step, weights, transformers.masking_utils),
     )
     meshes, gates, rotary, rows, models, values, actors, saved, masks = loose
     meshes.every_ranks = every_ranks
@@ -145,9 +135,8 @@ class _RmsNormStub(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
-        ctx.save_for_backward(
-            x, weight, torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
-        )
+        per_row = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
+        ctx.save_for_backward(x, weight, per_row)
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
     @staticmethod
@@ -159,10 +148,8 @@ class _RmsNormStub(torch.autograd.Function):
 
 
 class _Strided(torch.autograd.Function):
-    """The gradient for the whole tensor behind a view that was written to: autograd goes back
-    through the view by way of one.
-
-    With fake tensors it goes back by the view's own operator, which allocates nothing.
+    """The gradient for the whole tensor behind a view that was written to, by which autograd goes
+    back; of fake tensors it goes back by the view's own operator, which allocates nothing.
     """
 
     @staticmethod

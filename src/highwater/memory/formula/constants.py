@@ -99,9 +99,7 @@ class Footprint(Record, frozen=True, kw_only=True):
         return self.device_used_bytes - self.cached_bytes
 
     def with_libraries(self, outside: tuple[Term, ...], workspaces_bytes: int) -> "Footprint":
-        """The footprint with what libraries were measured to take in the place of what was
-        predicted: outside the allocator, and cuBLAS's workspaces in it.
-        """
+        """The footprint with what was measured outside the allocator, and of cuBLAS in it."""
 
         def measured(term: Term) -> Term:
             return Term(term.name, workspaces_bytes) if term.name == WORKSPACES else term

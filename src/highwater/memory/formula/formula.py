@@ -228,9 +228,7 @@ def _batch_bytes(step: Step) -> int:
 
 
 def _root_parameters(step: Step) -> int:
-    """Parameters of embedding and head, gathered for as long as layers run: V x E each, once if
-    they are tied or without a vocabulary's head.
-    """
+    """Parameters of embedding and head: V x E each, once if tied or without a vocabulary's head."""
     has_own_head = not step.shape.tied_embeddings and not step.settings.traits.gives_scalars
     return step.table * (2 if has_own_head else 1)
 
@@ -301,8 +299,8 @@ def _parameters_with_gradients(step: Step, backward: Backward) -> int:
 
 
 def _parameters_on_their_way(step: Step, reduced: LayerKind | None) -> int:
-    """Parameters whose gradients go to the shards while a layer goes backward: of the layer behind
-    it; with copies of the shards, over which they are summed too, of one more.
+    """Parameters whose gradients go to the shards meanwhile: of the layer behind; with copies of
+    two.
     """
     layers = 2 if step.layout.replicate_degree > 1 else 1
     if reduced is None:

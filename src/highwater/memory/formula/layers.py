@@ -45,9 +45,7 @@ NUMBER_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step on synthetic sequences, as the GPU with the most trained tokens sees it: where several
-    share a sequence, one without a prompt.
-    """
+    """A step, as the GPU with the most trained tokens sees it: of several one without a prompt."""
 
     shape: ModelShape
     settings: Settings
@@ -115,9 +113,7 @@ class Step:
         return own + self.adapter_parameters(kind)
 
     def uneven(self, kind: LayerKind) -> int:
-        """Numbers beside a layer's parameters that are gathered and reduced with them, where not
-        all GPUs have as many rows as the first one, experts above all: FSDP2 fills up.
-        """
+        """Numbers gathered and reduced beside a layer's, where FSDP2 fills up uneven rows."""
         if self.settings.strategy != "fsdp2":
             return 0
         return sum(each.beyond_even(self.layout.shard_degree) for each in kind.matrices)
@@ -357,9 +353,7 @@ def _learned_working_set(layer: Layer, learned: LayerMoments, kept: int) -> int:
 
 
 def _attention_working_set(layer: Layer, kept: int) -> int:
-    """Bytes of the attention going backward, beside the gradients of the MLP and of its own output
-    projection; ``kept`` of them per token are there already.
-    """
+    """Bytes of the attention going backward; ``kept`` of them per token are there already."""
     step, hidden = layer.step, layer.kind.hidden_size
     of_output = 0 if step.is_frozen else hidden * layer.query
     gradients = step.element * (layer.trained_mlp_parameters + of_output)

@@ -217,9 +217,7 @@ def _too_long_for_a_hole(
 def _of_other_streams(
     shape: ModelShape, settings: Settings, layout: Layout, late_bytes: int
 ) -> int:
-    """Bytes that FSDP2 keeps on the streams on which it gathers and reduces: of the sums those of
-    the root, which are among the gradients that come late; of adapters it has none.
-    """
+    """Bytes on FSDP2's streams: what it gathers, and of the sums the root's, which come late."""
     policy = _root(shape, has_head=not settings.traits.gives_scalars)
     trained = policy + (_root(shape, has_head=False) if settings.trained_models > 1 else 0)
     # the reference is another model under FSDP2

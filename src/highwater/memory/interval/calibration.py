@@ -214,9 +214,7 @@ FootprintOf = Callable[[TrialSpec], Footprint]
 
 
 def edge_residuals(study: Study, footprint_of: FootprintOf) -> tuple[Residual, ...]:
-    """Residuals of a study's bracketed cells; UsageError for trials that no prediction is about,
-    and for a study without an edge.
-    """
+    """Residuals of a study's bracketed cells; UsageError for other trials, and without an edge."""
     refuse_unlike(study)
     edges = (_edge(study, cell) for cell in study.question.cells)
     told = (_residual(study.question, *edge, footprint_of) for edge in edges if edge is not None)
@@ -249,9 +247,7 @@ def _ended(trial: RecordedTrial, outcome: Outcome) -> bool:
 def _residual(
     question: Question, fit: RecordedTrial, ran_out: RecordedTrial, footprint_of: FootprintOf
 ) -> Residual | None:
-    """The residual of one edge: what the trial that fit needs at the most, and at the least. None
-    where nobody recorded what its GPUs have.
-    """
+    """The residual of one edge, between least and most; None where its GPUs' memory is unknown."""
     spec, there, beyond = fit.spec, footprint_of(fit.spec), footprint_of(ran_out.spec)
     most_bytes = _given_bytes(question, fit, there)
     given_bytes = _given_bytes(question, ran_out, beyond)

@@ -6,13 +6,12 @@ import shlex
 from collections.abc import Sequence
 from importlib.resources import files
 from itertools import zip_longest
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple
 
 from highwater.errors import UsageError
 from highwater.memory.formula.constants import (
     CUBLAS_WORKSPACES_BYTES,
     MachineConstants,
-    Term,
     outside_terms,
 )
 from highwater.memory.formula.formula import likely_footprint, refuse_unknown_family
@@ -148,10 +147,10 @@ def study_residuals(study: Study, own: MachineConstants | None = None) -> tuple[
         if trial.result is None:
             continue
         spec, result = trial.spec, trial.result
-        sizes = (shape, spec.settings, spec.layout, spec.length_tokens)
-        taken = likely_footprint(Step(*sizes, prompt_tokens=spec.prompt_tokens)).with_libraries(
-            _outside(shape, spec, result, own), sum(_workspaces_bytes(result, own))
-        )
+        sizes, read = (shape, spec.settings, spec.layout), _of_its_gpus(own, result)
+        taken = likely_footprint(
+            Step(*sizes, spec.length_tokens, prompt_tokens=spec.prompt_tokens)
+        ).with_libraries(outside_terms(*sizes, spec.device, read), sum(_workspaces_bytes(read)))
         needed_bytes, cached_bytes = taken.needed_bytes, taken.cached_bytes
         found = residual(spec, result, "formula", needed_bytes, cached_bytes=cached_bytes)
         if found is not None:
@@ -193,33 +192,29 @@ def traced_residual(
     """
     budget = next((each.budget for each in result.ranks if each.rank == rank), None)
     capacity = None if budget is None else budget.allocator_cap_bytes
+    read = _of_its_gpus(own, result)
     replayed = replay(
         log,
         allocator=spec.settings.allocator,
         capacity_bytes=capacity,
         is_share=spec.memory_budget_bytes is not None,
-        workspaces_bytes=_workspaces_bytes(result, own),
+        workspaces_bytes=_workspaces_bytes(read),
     )
     if not replayed.fits:
         return None
-    outside_bytes = sum(term.bytes for term in _outside(shape, spec, result, own))
+    outside = outside_terms(shape, spec.settings, spec.layout, spec.device, read)
+    outside_bytes = sum(term.bytes for term in outside)
     return residual(spec, result, "trace", replayed.peak_reserved_bytes + outside_bytes)
 
 
-def _is_of(own: MachineConstants | None, result: TrialResult) -> TypeGuard[MachineConstants]:
-    """Whether the readings are of GPUs like the one that the trial ran on."""
-    return own is not None and own.device_name in [rank.device_name for rank in result.ranks]
+def _of_its_gpus(own: MachineConstants | None, result: TrialResult) -> MachineConstants | None:
+    """The readings, where they are of GPUs like the one that the trial ran on."""
+    names = [rank.device_name for rank in result.ranks]
+    return own if own is not None and own.device_name in names else None
 
 
-def _outside(
-    shape: ModelShape, spec: TrialSpec, result: TrialResult, own: MachineConstants | None
-) -> tuple[Term, ...]:
-    measured = own if _is_of(own, result) else None
-    return outside_terms(shape, spec.settings, spec.layout, spec.device, measured)
-
-
-def _workspaces_bytes(result: TrialResult, own: MachineConstants | None) -> tuple[int, ...]:
-    return own.cublas_workspaces_bytes if _is_of(own, result) else CUBLAS_WORKSPACES_BYTES
+def _workspaces_bytes(own: MachineConstants | None) -> tuple[int, ...]:
+    return CUBLAS_WORKSPACES_BYTES if own is None else own.cublas_workspaces_bytes
 
 
 def residual(

@@ -173,9 +173,7 @@ _OPERATOR = re.compile(r"^at::_ops::(?!(?:new_)?empty)(\w+)::")
 
 
 class Attribution:
-    """The category and the place of each allocation of a snapshot. Each frame, each path and each
-    stack is looked at once: a file may pair them in a few bytes.
-    """
+    """Category and place of each allocation: each frame, path and stack is looked at once."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot

@@ -83,10 +83,8 @@ def history_of(snapshot: Snapshot) -> History:
 
 
 def _too_much(snapshot: Snapshot) -> SnapshotError:
-    return SnapshotError(
-        f"{snapshot.path} is no memory snapshot: more was alive in it than any device has",
-        hint="name a file that `torch.cuda.memory._dump_snapshot` wrote",
-    )
+    problem = f"{snapshot.path} is no memory snapshot: more was alive in it than any device has"
+    return SnapshotError(problem, hint="name a file that `torch.cuda.memory._dump_snapshot` wrote")
 
 
 def _allocations(snapshot: Snapshot) -> Iterator[Allocation]:
@@ -180,9 +178,7 @@ def free_blocks(history: History) -> FreeBlocks | None:
 
 
 def _segments_then(history: History) -> list[tuple[int, int]]:
-    """Starts and ends of the segments at the moment: those of the end, with what happened since
-    undone. Neighbours are one where segments expand.
-    """
+    """Starts and ends of the segments at the moment: those of the end, later changes undone."""
     snapshot = history.snapshot
     later = snapshot.events[history.at + 1 :]
     since = [event for event in later if event.action in _GROWS + _SHRINKS]

@@ -95,9 +95,7 @@ class MemoryPool:
 
 @dataclass(slots=True, kw_only=True)
 class CachingAllocator:
-    """One device's allocator. ``allocate`` gives a handle, ``free`` takes it back; the figures are
-    PyTorch's, in bytes.
-    """
+    """One device's allocator: ``allocate`` gives a handle, ``free`` takes it; figures in bytes."""
 
     is_expandable: bool = False
     capacity_bytes: int | None = None
@@ -121,7 +119,7 @@ class CachingAllocator:
     _lowest_address: int = _TOP
 
     def allocate(self, size: int, *, stream: int = 0) -> int:
-        """Serve ``size`` bytes on a stream; returns the handle to free them by. CapacityError."""
+        """Serve ``size`` bytes on a stream: the handle to free them by; or raise CapacityError."""
         rounded = round_size(size)
         pool = self.pool(stream, is_small=rounded <= SMALL_BYTES)
         free = pool.free
@@ -343,9 +341,7 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def _addresses(self, size: int) -> int:
-        """The start of an address range below all others. That a driver takes up ranges again
-        matters in none of the recorded histories.
-        """
+        """The start of a range below all others: that drivers reuse ranges matters nowhere."""
         self._lowest_address -= -(-size // LARGE_SEGMENT_BYTES) * LARGE_SEGMENT_BYTES
         return self._lowest_address
 

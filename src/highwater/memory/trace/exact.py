@@ -31,9 +31,7 @@ Tracer = Callable[[TrialSpec], EventLog]
 
 @dataclass(frozen=True, slots=True)
 class _Replays:
-    """The replays of one length: with all of the room, and with what the headroom in question and
-    the upper end of an interval leave of it.
-    """
+    """Replays of one length: in all of the room, and in what headroom and upper end leave of it."""
 
     likely: Replayed
     sure: Replayed
@@ -119,9 +117,7 @@ def ended(
 
 @dataclass(slots=True, eq=False)
 class _Traces:
-    """Traces of one cell and their replays, two lengths at once, each once; leaving its context
-    ends the rest.
-    """
+    """Traces of one cell and their replays, two at once, each once; its context ends the rest."""
 
     question: Question
     cell: Cell

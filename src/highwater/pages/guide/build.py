@@ -5,15 +5,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from highwater.api.prediction import predict
 from highwater.errors import StudyError, UsageError
 from highwater.memory.capacity import MemoryLimit, Prediction, predicted_capacities
 from highwater.nouns.capacities import Capacity, study_capacities
-from highwater.nouns.codec import from_json
 from highwater.nouns.declaration import flag_of, words_of
-from highwater.nouns.files import CONFIG_BYTES, read_file
+from highwater.nouns.files import record_in
 from highwater.nouns.published import table_capacities
 from highwater.nouns.recommendation import Query
 from highwater.nouns.trainer import OURS, TrainerName
@@ -184,16 +181,8 @@ def _read_prediction(path: Path) -> _Found:
         f"`highwater predict Qwen3-8B --gpus 4xA100-80GB --json > {free_name(_PREDICTION)}` "
         f"writes one"
     )
-    try:
-        prediction = from_json(read_file(path, most_bytes=CONFIG_BYTES), Prediction)
-    except OSError as error:
-        raise UsageError(
-            f"the prediction {path} cannot be read: {error.strerror}", hint=hint
-        ) from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"{path} is not a prediction of this version: {error}", hint=hint
-        ) from error
+    what = "a prediction of this version"
+    prediction = record_in(path, Prediction, called="prediction", what=what, hint=hint)
     assumed = _assumed(prediction.memory_limit)
     if assumed:
         flags = " and ".join(f"`{flag}`" for flag in assumed)

@@ -13,10 +13,9 @@ import msgspec
 
 from highwater.nouns.capacities import Capacity, Source
 from highwater.nouns.cells import simplicity
-from highwater.nouns.grid import PUBLISHED_STEP_TOKENS
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
-from highwater.nouns.study import Cell, counted_ranks
+from highwater.nouns.study import PUBLISHED_STEP_TOKENS, Cell, counted_ranks
 from highwater.nouns.trainer import predicted_traits
 from highwater.pages.guide import guide_text
 from highwater.pages.guide.guide import (

@@ -41,12 +41,12 @@ from highwater.nouns.attention_bench import (
     BenchLine,
     BenchMachine,
     BenchOrder,
-    BenchRefusal,
     BenchRow,
     Mode,
     NotRun,
 )
 from highwater.nouns.codec import from_json, to_json
+from highwater.nouns.protocols import Refused
 from highwater.units import MIB, format_bytes
 
 _REFERENCE_TOKENS = {"cpu": 1024, "cuda": 8192}
@@ -82,18 +82,21 @@ def benchmark(
     unbounded = replace(order, memory_bytes=None)
     with start(unbounded, "dense", "single") as first:
         found = worst(first("machine", limit_s=_SET_UP_S[order.device]))
-    if found.ending != "done":
+    if found.ending == "done":
+        told = _refusal(order, found.result)
+    else:
         told = found.result if found.ending == "refused" else (str(found.result), _NO_MACHINE)
-        yield BenchLine(refusal=BenchRefusal(problem=told[0], hint=told[1]))
+    if told is not None:
+        yield BenchLine(refusal=Refused(problem=told[0], hint=told[1]))
         return
     machine: BenchMachine = found.result
-    refusal = _refusal(order, machine)
-    if refusal is not None:
-        yield BenchLine(refusal=refusal)
-        return
     yield BenchLine(machine=machine)
+    device = torch.device(order.device)  # none is touched here
     for name, mode in _entries(order):
-        reason = _obstacle(order, name, mode, contenders[name], machine)
+        reason: str | None = "it takes two GPUs or more: `--gpus 2`"
+        if mode not in ("ring", "ulysses") or order.gpus > 1:
+            conditions = Conditions.of(order, name, mode, device, machine.kernel)
+            reason = contenders[name].obstacle(conditions)
         if reason is not None:
             yield BenchLine(not_run=NotRun(implementation=name, mode=mode, reason=reason))
             continue
@@ -124,15 +127,6 @@ def _entries(order: BenchOrder) -> Iterator[tuple[str, Mode]]:
         for mode in of:
             if mode != "single" and (order.gpus > 1 or name not in single):
                 yield name, mode
-
-
-def _obstacle(
-    order: BenchOrder, name: str, mode: Mode, contender: AttentionContender, machine: BenchMachine
-) -> str | None:
-    if mode in ("ring", "ulysses") and order.gpus == 1:
-        return "it takes two GPUs or more: `--gpus 2`"
-    device = torch.device(order.device)  # no device is touched here
-    return contender.obstacle(Conditions.of(order, name, mode, device, machine.kernel))
 
 
 def _check(order: BenchOrder, name: str, mode: Mode, processes: CaseProcesses) -> BenchCheck:
@@ -203,11 +197,8 @@ def _measured(case: BenchRow, processes: CaseProcesses, limit_s: float) -> Bench
         result = "crashed" if ended.ending == "refused" else ended.ending
         return replace(case, result=result, reason=_said(ended))
     each: list[BenchRow] = [end.result for end in ends]
-    sizes = {
-        name: tuple(size for row in each for size in getattr(row, name))
-        for name in BenchRow.__struct_fields__
-        if name.endswith("_bytes")
-    }
+    names = [name for name in BenchRow.__struct_fields__ if name.endswith("_bytes")]
+    sizes = {name: tuple(size for row in each for size in getattr(row, name)) for name in names}
     return replace(max(each, key=lambda row: row.time_s or 0.0), **sizes)
 
 
@@ -251,25 +242,20 @@ def _machine(conditions: Conditions) -> BenchMachine:
     )
 
 
-def _refusal(order: BenchOrder, machine: BenchMachine) -> BenchRefusal | None:
-    """Why an order's memory is of no use here; None where it is."""
-    if order.memory_bytes is None:
+def _refusal(order: BenchOrder, machine: BenchMachine) -> tuple[str, str] | None:
+    """Why an order's memory is of no use here, and what to do; None where it is."""
+    asked, has, takes = order.memory_bytes, machine.memory_total_bytes, machine.outside_bytes
+    if asked is None:
         return None
-    if order.device == "cuda" and order.memory_bytes > machine.memory_total_bytes:
-        has = machine.memory_total_bytes
-        return BenchRefusal(
-            problem=f"{format_bytes(order.memory_bytes)} on a GPU of {format_bytes(has)}",
-            hint=f"use `--memory {has >> 20}MiB` or less",
-        )
-    least = machine.outside_bytes + _ROOM_BYTES
-    if order.memory_bytes >= least:
+    if order.device == "cuda" and asked > has:
+        problem = f"{format_bytes(asked)} on a GPU of {format_bytes(has)}"
+        return problem, f"use `--memory {has >> 20}MiB` or less"
+    least = takes + _ROOM_BYTES
+    if asked >= least:
         return None
     what = "PyTorch itself" if order.device == "cpu" else "the GPU's context"
-    return BenchRefusal(
-        problem=f"{format_bytes(order.memory_bytes)} leave nothing for tensors: {what} takes "
-        f"{format_bytes(machine.outside_bytes)}",
-        hint=f"use `--memory {-(-2 * least // MIB)}MiB`",
-    )
+    problem = f"{format_bytes(asked)} leave nothing for tensors: {what} takes {format_bytes(takes)}"
+    return problem, f"use `--memory {-(-2 * least // MIB)}MiB`"
 
 
 if __name__ == "__main__":

@@ -4,13 +4,9 @@ to the frozen layer's output, and nothing of its size is made or kept besides.
 Where the frozen weight and its bias need no gradient, none is made of them. A frozen weight may be
 packed (nf4.py).
 
-Shapes:  T tokens  I inputs  O outputs  R rank
+A weight's gradient may be summed over parts of the tokens, as exactly as in one product.
 
-The gradient of a weight, summed over parts of the tokens.
-
-It is as exact as if it had been computed in one product: sums are wide.
-
-Shapes:  T tokens of one part  O outputs of the weight  I its inputs
+Shapes:  T tokens, or those of one part  I inputs  O outputs  R rank
 """
 
 from typing import Any, NamedTuple, cast

@@ -10,7 +10,7 @@ Proofs run small modules of the family's own classes on random numbers, on the C
 """
 
 import copy
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ PROOF_TOLERANCE = 1e-5
 
 A norm that adds 1 to its weight, or a family that changes its logits, is off by far more.
 """
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _PROOF_HEADS, _PROOF_KEYS = 4, 2
 _PROOF_ATTENTION = "highwater_proof"
 """The name under which a proof's attention function is registered; both modules call it."""
@@ -47,7 +48,10 @@ def fuse_norms(model: nn.Module) -> int:
             if kind not in proven:
                 proven[kind] = _computes_rms_norm(*kind)
             if proven[kind]:
-                setattr(parent, name, _fused(norm, eps))
+                weight = cast(nn.Parameter, norm.weight)
+                fused = RmsNorm(weight.shape[0], eps=eps, device=weight.device, dtype=weight.dtype)
+                fused.weight = weight
+                setattr(parent, name, fused)
                 count += 1
     return count
 
@@ -75,16 +79,8 @@ def _computes_rms_norm(kind: type[nn.Module], eps: float) -> bool:
     with torch.no_grad():
         theirs.weight.copy_(torch.randn(PROOF_SIZE, generator=generator))
         ours.weight.copy_(theirs.weight)
-        return bool(
-            torch.allclose(theirs(inputs), ours(inputs), rtol=PROOF_TOLERANCE, atol=PROOF_TOLERANCE)
-        )
-
-
-def _fused(norm: nn.Module, eps: float) -> nn.RMSNorm:
-    weight = cast(nn.Parameter, norm.weight)
-    fused = RmsNorm(weight.shape[0], eps=eps, device=weight.device, dtype=weight.dtype)
-    fused.weight = weight
-    return fused
+        off = PROOF_TOLERANCE
+        return bool(torch.allclose(theirs(inputs), ours(inputs), rtol=off, atol=off))
 
 
 class RmsNorm(nn.RMSNorm):
@@ -112,9 +108,8 @@ class _RmsNorm(torch.autograd.Function):
             inputs = rows.to(wide)
             scales.append(inputs.square().mean(-1, keepdim=True).add_(eps).rsqrt_())
             target.copy_(inputs.mul(scales[-1]).mul_(weight))
-        ctx.save_for_backward(
-            x, weight, torch.cat(scales) if scales else x.new_empty(0, 1, dtype=wide)
-        )
+        every = torch.cat(scales) if scales else x.new_empty(0, 1, dtype=wide)
+        ctx.save_for_backward(x, weight, every)
         return out
 
     @staticmethod
@@ -156,18 +151,13 @@ def fuse_attentions(model: nn.Module) -> int:
 def _has_projected_heads(module: nn.Module) -> bool:
     """Whether a module has just the children of a RotaryAttention, and no parameters beside."""
     children = dict(module.named_children())
-    if isinstance(module, RotaryAttention) or set(children) not in (
-        set(PROJECTIONS),
-        {*PROJECTIONS, *NORMS},
-    ):
+    known = (set(PROJECTIONS), {*PROJECTIONS, *NORMS})
+    if isinstance(module, RotaryAttention) or set(children) not in known:
         return False
+    norms = [child for name, child in children.items() if name in NORMS]
     return (
         all(type(children[name]) is nn.Linear for name in PROJECTIONS)
-        and all(
-            isinstance(norm, nn.RMSNorm) and norm.eps is not None
-            for name, norm in children.items()
-            if name in NORMS
-        )
+        and all(isinstance(norm, nn.RMSNorm) and norm.eps is not None for norm in norms)
         and not list(module.parameters(recurse=False))
         and not list(module.buffers())
     )
@@ -178,9 +168,8 @@ def _proven_features(module: nn.Module) -> dict[str, Any] | None:
     generator = torch.Generator().manual_seed(0)
     size, tokens = PROOF_SIZE // _PROOF_HEADS, 16
     theirs: Any = copy.copy(module)
-    theirs._modules = {
-        name: _small_child(name, child, size, generator) for name, child in module.named_children()
-    }
+    children = module.named_children()
+    theirs._modules = {name: _small_child(name, own, size, generator) for name, own in children}
     theirs.head_dim, theirs.num_key_value_groups = size, _PROOF_HEADS // _PROOF_KEYS
     inputs, cosines, sines = (
         torch.randn(1, tokens, width, generator=generator, dtype=torch.float64)
@@ -233,11 +222,10 @@ def _features_of_equals(
 
 def _rotates_a_part(attention: Any, inputs: Tensor, cosines: Tensor, sines: Tensor) -> bool:
     """Whether a module takes positions for half a head, and leaves the other half as it is."""
+    call = {"hidden_states": inputs, "position_embeddings": (cosines, sines)}
     try:
         with torch.no_grad():
-            attention(
-                hidden_states=inputs, position_embeddings=(cosines, sines), attention_mask=None
-            )
+            attention(**call, attention_mask=None)
     except RuntimeError:
         return False
     return True
@@ -253,6 +241,11 @@ def _small_child(name: str, child: nn.Module, size: int, generator: torch.Genera
         widths = widths if is_output else (PROOF_SIZE, heads[name] * size)
         bias = "bias" in dict(child.named_parameters())
         small = nn.Linear(*widths, bias=bias, device="cpu", dtype=torch.float64)
+    return _random(small, generator)
+
+
+def _random(small: ModuleT, generator: torch.Generator) -> ModuleT:
+    """The module with random parameters."""
     with torch.no_grad():
         for parameter in small.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
@@ -284,10 +277,8 @@ def fuse_mlps(model: nn.Module, *, tiles: int | None) -> int:
 def _projections(module: nn.Module) -> dict[str, nn.Linear] | None:
     """The linear children of a module that has just those of a gated MLP; None for any other."""
     linear = {name: child for name, child in module.named_children() if type(child) is nn.Linear}
-    if isinstance(module, GatedMlp) or set(linear) not in (
-        {"gate_proj", "up_proj", "down_proj"},
-        {"gate_up_proj", "down_proj"},
-    ):
+    known = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
+    if isinstance(module, GatedMlp) or set(linear) not in known:
         return None
     owned = {id(parameter) for child in linear.values() for parameter in child.parameters()}
     if {id(parameter) for parameter in module.parameters()} != owned or list(module.buffers()):
@@ -312,20 +303,12 @@ def _computes_gated_mlp(module: nn.Module, projections: dict[str, nn.Linear]) ->
     # whatever it needs besides its projections, ours does not give it: left alone
     except Exception:  # noqa: BLE001
         return False
-    return expected.shape == ours.shape and bool(
-        torch.allclose(ours, expected, rtol=1e-10, atol=1e-10)
-    )
+    same = expected.shape == ours.shape
+    return same and bool(torch.allclose(ours, expected, rtol=1e-10, atol=1e-10))
 
 
 def _small(name: str, linear: nn.Linear, generator: torch.Generator) -> nn.Linear:
-    inner = 2 * PROOF_SIZE + 3
-    sizes = {"down_proj": (inner, PROOF_SIZE), "gate_up_proj": (PROOF_SIZE, 2 * inner)}.get(
-        name, (PROOF_SIZE, inner)
-    )
-    small = nn.Linear(
-        *sizes, bias="bias" in dict(linear.named_parameters()), device="cpu", dtype=torch.float64
-    )
-    with torch.no_grad():
-        for parameter in small.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    return small
+    inner, bias = 2 * PROOF_SIZE + 3, "bias" in dict(linear.named_parameters())
+    others = {"down_proj": (inner, PROOF_SIZE), "gate_up_proj": (PROOF_SIZE, 2 * inner)}
+    sizes = others.get(name, (PROOF_SIZE, inner))
+    return _random(nn.Linear(*sizes, bias=bias, device="cpu", dtype=torch.float64), generator)

@@ -67,22 +67,15 @@ class GatedMlp(nn.Module):
             gate_bias, up_bias = fused.bias.chunk(2) if has_bias else (None, None)
             gate_adapter, up_adapter = (None, None)
             if adapter is not None:  # one A, and a half of B each
-                gate_adapter, up_adapter = (
-                    adapter._replace(b_OR=half) for half in adapter.b_OR.chunk(2)
-                )
+                gate_adapter, up_adapter = (adapter._replace(b_OR=b) for b in adapter.b_OR.chunk(2))
         else:
-            (gate_layer, gate_adapter), (up_layer, up_adapter) = (
-                _parts(self.gate_proj),
-                _parts(self.up_proj),
-            )
+            gate_layer, gate_adapter = _parts(self.gate_proj)
+            up_layer, up_adapter = _parts(self.up_proj)
             gate, gate_bias = weight_of(gate_layer), gate_layer.bias
             up, up_bias = weight_of(up_layer), up_layer.bias
         adapters = (gate_adapter, up_adapter, down_adapter)
-        matrices = (
-            matrix
-            for adapter in adapters
-            for matrix in ((None, None) if adapter is None else adapter[:2])
-        )
+        pairs = ((None, None) if adapter is None else adapter[:2] for adapter in adapters)
+        matrices = chain.from_iterable(pairs)
         scale = next((adapter.scale for adapter in adapters if adapter is not None), 1.0)
         biases = (gate_bias, up_bias, down.bias)
         return _Weights(gate, up, weight_of(down), *biases, *matrices), scale
@@ -150,9 +143,8 @@ class _Keep(torch.autograd.Function):
         gradient_TE = gradients[0].contiguous()
         x_gradient_TE = torch.empty_like(x_TE)
         sums = _Sums(weights, ctx.scale, ctx.needs_input_grad[3:])
-        for x, gradient, x_gradient in zip(
-            *(t.split(ctx.rows) for t in (x_TE, gradient_TE, x_gradient_TE)), strict=True
-        ):
+        tiles = (t.split(ctx.rows) for t in (x_TE, gradient_TE, x_gradient_TE))
+        for x, gradient, x_gradient in zip(*tiles, strict=True):
             _tile_backward(x, gradient, x_gradient, weights, sums)
         return x_gradient_TE, None, None, *sums.totals()
 
@@ -229,9 +221,8 @@ def _tile_backward(
 ) -> None:
     """Compute the gradients of one tile, whose products are computed again and overwritten."""
     gate_tF, up_tF = (adapted_product(x_tE, *weights.projection(i, sums.scale)) for i in (0, 1))
-    product_tF = gradient_tE @ whole(
-        weights.down_EF
-    )  # the product's gradient, then the product itself
+    # the product's gradient, then the product itself
+    product_tF = gradient_tE @ whole(weights.down_EF)
     if weights.down_a_RF is not None and weights.down_b_ER is not None:
         product_tF.addmm_(gradient_tE @ weights.down_b_ER, weights.down_a_RF, alpha=sums.scale)
     gate_kernels.backward_(gate_tF, up_tF, product_tF)
