@@ -16,9 +16,9 @@ from highwater.nouns.codec import (
     to_builtins,
     to_json,
 )
-from highwater.nouns.grid import Grid
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
+from highwater.nouns.study import Grid
 from highwater.nouns.trial import (
     Failure,
     Outcome,

@@ -17,9 +17,9 @@ from highwater.errors import ModelError, UsageError
 from highwater.model.model import load_model
 from highwater.nouns.cells import cells_of
 from highwater.nouns.codec import from_builtins, to_builtins
+from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.layout import SCORES_AT_HAND, Layout, stretch
 from highwater.nouns.plan import plan, plan_trial
-from highwater.nouns.refusals import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.request import Request, request_from
 from highwater.nouns.study import Question
 from places import NO_GPU, machine_with

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from highwater.api import search
 from highwater.cli import console
-from highwater.cli.config import config_schema, request_of, sbatch_script, to_yaml
+from highwater.cli.config import config_schema, request_of, to_yaml
 from highwater.cli.console import exit_code_of
 from highwater.cli.progress import shown
+from highwater.cli.sbatch import sbatch_script
 from highwater.errors import (
     EXIT_ANSWERED,
     EXIT_ANSWERED_NO,

@@ -21,10 +21,14 @@ import yaml
 from highwater.errors import MachineError, UsageError
 from highwater.model.model import load_model
 from highwater.model.rope import yarn
-from highwater.nouns.command_template import filled_command, launched_command, placeholders_of
 from highwater.nouns.corpus import DocumentOrder, missing_files
 from highwater.nouns.files import SETTINGS_BYTES, open_regular, read_file
-from highwater.nouns.foreign_request import base_config
+from highwater.nouns.foreign_request import (
+    base_config,
+    filled_command,
+    launched_command,
+    placeholders_of,
+)
 from highwater.nouns.foreign_trainer import ForeignTrainer
 from highwater.nouns.protocols import OnPhase
 from highwater.nouns.trial import TrialSpec
