@@ -17,6 +17,7 @@ from pathlib import Path
 
 from highwater.cli.app import main
 from highwater.cli.grammar import commands
+from tables import table
 from tiny_models import TINY
 
 SNAPSHOT = Path(__file__).parents[1] / "data" / "snapshots" / "trainer_out_of_memory.pickle"
@@ -44,111 +45,11 @@ BASES = {
 """Commands that answer without a GPU, and start nothing."""
 LONG = "x" * 300
 NUMBERS = (
-    *(
-        "0",
-        "-1",
-        "-0",
-        "1e3",
-        "nan",
-        "inf",
-        "-inf",
-        "",
-        "  ",
-        "--",
-        "-",
-        "None",
-        "1.5",
-        "1e-400",
-        ".5",
-        "5.",
-        "0x10",
-        "1_000",
-    ),
-    *(
-        "9" * 310,
-        "-" + "9" * 310,
-        "9" * 4301,
-        f"{'9' * 400}.{'9' * 400}",
-        "1e999",
-        str(2**64),
-        str(2**63 - 1),
-        "9" * 310 + "h",
-    ),
-    *(
-        "٣",
-        "²",
-        "½",
-        "１２",
-        "💥",
-        "\u202e",
-        "\udcff",
-        "a\0b",
-        "1" * 310 + "GiB",
-        "9" * 310 + "k",
-        "1h" * 200,
-    ),
-    *("9" * 310 + "xA100-80GB", "0xA100-80GB", "99999999xA100-80GB", "-4xA100-80GB"),
+    *table("hostile", "numbers"),
+    *("9" * 310, "-" + "9" * 310, "9" * 4301, f"{'9' * 400}.{'9' * 400}", "9" * 310 + "h"),
+    *("1" * 310 + "GiB", "9" * 310 + "k", "1h" * 200, "9" * 310 + "xA100-80GB"),
 )
-PLACES = (
-    *(
-        "/dev/null",
-        "/dev/full",
-        "/dev/zero",
-        "/proc/self/mem",
-        "/proc/1/root/x",
-        "/nosuch/x",
-        ".",
-        "..",
-        "/",
-        "~",
-        "~nosuchuser",
-    ),
-    *(
-        "~nosuchuser/x.html",
-        LONG,
-        f"{LONG}/x",
-        "a/" * 3000,
-        f"{LONG}.html",
-        "locked",
-        "locked/x",
-        "locked/x.html",
-        "locked/x/y.md",
-    ),
-    *(
-        "locked.txt",
-        "locked.txt/x",
-        "tiny",
-        "tiny/config.json",
-        "nested",
-        "endless",
-        "loop",
-        "loop/x",
-        "/dev/null/x.html",
-        ".html",
-    ),
-    *(
-        "/proc/x.html",
-        "nested.json",
-        "nested.yaml",
-        "nested.jsonl",
-        "nested.csv",
-        "tags.yaml",
-        "date.yaml",
-        "tagged.yaml",
-        "set.yaml",
-    ),
-    *(
-        "binary.yaml",
-        "infinite.yaml",
-        "long.yaml",
-        "longer.yaml",
-        "half.yaml",
-        "zero.yaml",
-        "long.csv",
-        "field.csv",
-        "zero.csv",
-    ),
-)
+PLACES = (*table("hostile", "places"), LONG, f"{LONG}/x", "a/" * 3000, f"{LONG}.html")
 HEADER = "gpu,settings,gpus,sp,model,max_model_len\n"
 FILES = {
     "tiny/config.json": json.dumps(TINY),

@@ -247,7 +247,7 @@ def disagreeing() -> set[str]:
 
 
 def merge_expandable(self, block, neighbour, merge=CachingAllocator._merge):
-    if block.is_expandable:
+    if block.pool.is_expandable:
         merge(self, block, neighbour)
 
 

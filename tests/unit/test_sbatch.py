@@ -37,6 +37,10 @@ def typed_in_the_job(script: str, place: Path) -> list[str]:
     """What ``highwater`` is told where the script runs, which makes no file."""
     (place / "highwater").write_text('#!/bin/sh\nprintf "%s\\0" "$@" > "$TOLD"\n')
     (place / "highwater").chmod(0o755)
+    (place / "srun").write_text(
+        '#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n'
+    )
+    (place / "srun").chmod(0o755)
     (place / "job.sh").write_text(script)
     told = place / "told"
     variables = {"PATH": f"{place}:{os.environ['PATH']}", "TOLD": str(told)}

@@ -60,7 +60,7 @@ def own_folder(directory: Path) -> Generator[None]:
         try:
             yield
         finally:  # by whoever has it alone: another came, and was refused
-            if is_new and [path.name for path in directory.iterdir()] == [_LOCK]:
+            if is_new and [path.name for path in directory.glob("*")] == [_LOCK]:
                 (directory / _LOCK).unlink()
                 directory.rmdir()
     finally:
