@@ -4,6 +4,7 @@ is refused by name.
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -687,6 +688,30 @@ def test_find_and_try_have_the_same_limit_on_the_cpu_and_say_so(highwater, tiny,
     assert done.returncode == 0, done.stderr
     assert re.search(r"share of half of the free memory.*`--memory \d+MiB`", done.stderr)
     assert re.search(r"^next: .*--memory \d+MiB", done.stderr, re.MULTILINE)
+
+
+@pytest.mark.timeout(1200)
+def test_the_documented_example_finds_capacities_on_a_laptop_in_two_minutes(tmp_path):
+    """The time is that of its processors, as this machine may have other work."""
+    bundled = Path(__file__).parents[2] / "examples" / "tiny"
+    words = ("--model_path", str(bundled), *GPUS_AND_SP)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-m", "highwater.cli.search_context_length_capacity", *words],
+        cwd=tmp_path,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=1100,
+        check=False,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert len(capacities(done)) == 3
+    assert min(capacities(done)) > 0
+    assert "half of the free memory" in done.stderr
+    taken_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert taken_s / len(os.sched_getaffinity(0)) < 120
 
 
 def test_it_runs_as_a_module_too(run):
