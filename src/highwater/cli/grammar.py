@@ -1,6 +1,4 @@
-"""The grammar of ``highwater``: its commands and their flags. Those that set a request are written
-from the settings' declarations.
-"""
+"""The grammar of ``highwater``: which command takes which flags; cli/flags writes them."""
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Recorded: what a study's trials say of a candidate: whether its length fits, what is left of the
+"""What a study's trials say of a candidate: whether its length fits, what is left of the
 GPU, the time of a step.
 """
 

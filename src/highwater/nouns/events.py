@@ -1,5 +1,6 @@
 """Events: what one rank's step allocates and frees on its device, in order; written by the tracer,
-replayed by the prediction. Column sums: what PyTorch's kernel takes for itself to sum over rows.
+replayed by the prediction. And one of these allocations, which a kernel of PyTorch makes for itself
+where it sums over rows.
 """
 
 from typing import Literal, NamedTuple

@@ -1,5 +1,5 @@
-"""Layout: how many GPUs, and how they share the sequence and the states; and working sizes, by
-which what is trained is cut into pieces, and which predictions count.
+"""Layout: how many GPUs, and how they share the sequence and the states; and stretches, the pieces
+in which plain attention works, as the engine cuts them and the formula counts them.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Proof: how long a trial is expected to take, and whether a length can be tried in full in time.
+"""Whether a length can be proven by a full trial in time: how long a trial is expected to take.
 
 Before any trial by predicted steps, where the GPU's rates are known, then by what the cell's full
 trials took. Elsewhere any length can be tried until a full trial has told.

@@ -1,5 +1,5 @@
-"""Branches: which tokens attend to which, by segments and rates, or whole documents; and, of what
-the ranks of a ring hold, which tiles a rank computes with and which tokens it is sent.
+"""Branches: which tokens of a packed row attend to which, and, where a ring shares the row, which
+tiles each rank computes with and which tokens others send it.
 
 A branch cuts documents into rows: a document, or every so many-th token of a segment of one, each
 attended causally, whole or by a sparse pattern of its own length: the same on one rank and on

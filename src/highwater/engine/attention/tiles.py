@@ -1,6 +1,5 @@
-"""Tiles: the blocks of a sequence as they are held, each a run of tokens of one block of one
-document, of which the next one is held a step behind; and which tiles of keys each tile of queries
-keeps.
+"""Tiles: the parts of a sequence that a rank or a branch holds, each a run of tokens, equally far
+apart, of one block of one document; and which tiles of keys each tile of queries keeps.
 
 A sequence that is held whole has a tile for each block, in order. A rank that has a share of it,
 or a branch that takes every so many-th token, has the tiles that its tokens make up.

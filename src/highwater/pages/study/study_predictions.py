@@ -1,5 +1,5 @@
-"""What a study's report says of predictions, beside each trial and cell, of the question, and of
-the machines that it was asked on.
+"""A study's report about three things: what was predicted of each trial and cell, and so ordered
+the trials; what was asked; and on which machines.
 """
 
 import os
