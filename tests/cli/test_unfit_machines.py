@@ -81,7 +81,7 @@ def test_a_torch_without_cuda_is_refused_before_the_first_trial_and_the_doctor_s
     [
         ("torch", "2.10.0", "too old: 2.11 "),
         ("torch", "2.14.0", "too new: "),
-        ("transformers", "4.57.1", "too old: 5.19 "),
+        ("transformers", "4.57.1", "too old: 5.17 "),
     ],
 )
 def test_a_version_that_cannot_run_a_trial_is_refused_before_the_first_and_the_doctor_agrees(
