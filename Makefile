@@ -82,8 +82,9 @@ PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal
 check: lint types contracts
 	$(PYTEST) --hypothesis-profile quick -m 'not corpus' tests/unit
 
+# All but what takes long (tests/long_tests.txt), which test-all runs too: with it, 40 minutes and more on 2 cores.
 test: lint types contracts
-	$(PYTEST)
+	$(PYTEST) --short
 
 # Everything: properties with ten times the examples, combinations of three settings where `make test` has those of two.
 test-all: lint types contracts $(VENV4)/.ready

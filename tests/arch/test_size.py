@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-CEILINGS = {"src_lines": 75_814, "src_files": 343, "src_small_files": 24}
+CEILINGS = {"src_lines": 70_813, "src_files": 314, "src_small_files": 15}
 """Lowered as the tree shrinks, never raised."""
 
 

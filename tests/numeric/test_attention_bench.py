@@ -438,8 +438,8 @@ def test_two_processes_share_a_sequence_or_have_one_each(tmp_path):
 
 @pytest.mark.parametrize("name", ["dense_flex", "block_sparse_5", "block_sparse_ring_dilated"])
 def test_what_threads_cannot_compile_is_not_measured_in_data_parallel(name):
-    whole = replace(conditions_of(name), device=torch.device("cuda"), dtype=torch.bfloat16)
-    parallel = replace(whole, mode="data parallel", ranks=2)
+    whole = replace(conditions_of(name, gpus=2), device=torch.device("cuda"), dtype=torch.bfloat16)
+    parallel = replace(whole, mode="data parallel")
     assert CONTENDERS[name].obstacle(whole) is None
     assert "threads" in (CONTENDERS[name].obstacle(parallel) or "")
     assert CONTENDERS["dense"].obstacle(parallel) is None

@@ -4,7 +4,6 @@ the rest is refused by name.
 
 import json
 import math
-from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from tiny_training import trained
 from torch.distributed.device_mesh import DeviceMesh
 
 from highwater.engine.data.batches import Document, pack
-from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.training.statistics import Statistics
 from highwater.engine.training.statistics_log import StatisticsLog
 from highwater.engine.training.step import Training, train_step
@@ -293,9 +291,8 @@ H200_FLOPS_PER_S = 989e12
 
 
 @pytest.fixture
-def training(tmp_path: Path) -> Iterator[Training]:
-    with process_mesh.alone(torch.device("cpu")):
-        yield trained(tmp_path, "sft")
+def training(tmp_path: Path, mesh) -> Training:
+    return trained(tmp_path, "sft")
 
 
 def test_rates_are_of_the_documents_that_there_were(training, tmp_path):

@@ -3,6 +3,7 @@ and a real step on the CPU.
 """
 
 import json
+import os
 import subprocess
 import sys
 from itertools import accumulate, dropwhile, takewhile
@@ -544,6 +545,7 @@ def shape_of(spec: TrialSpec) -> ModelShape:
 
 def measured_on_the_cpu(spec: TrialSpec, router_factor: float) -> float:
     command = [sys.executable, "-c", ON_THE_CPU, spec.model_directory, str(router_factor)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "benchmarks")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return float(done.stdout.splitlines()[-1])

@@ -144,8 +144,13 @@ def backward_of(
     if training.critic is not None:
         for batch, experience in zip(micro_batches, experiences, strict=True):
             enter("forward")
-            on_device, numbers = batch.to(training.device), training.hyperparameters
-            share = _critic_loss(training.critic, on_device, experience, counted.trained, numbers)
+            share = _critic_loss(
+                training.critic,
+                batch.to(training.device),  # no name of ours holds it past its loss
+                experience,
+                counted.trained,
+                training.hyperparameters,
+            )
             _backward(share, training.critic, enter)
         assert training.critic_optimizer is not None, "a critic comes with its optimizer"
         then(training.critic, training.critic_optimizer)
@@ -349,8 +354,9 @@ def reward_loss(
     has an equal share of the loss.
     """
     numbers_P = model(batch.input_ids_T, batch.position_ids_T, batch.ends_P, batch.document_lengths)
-    own_D = numbers_P.new_zeros(len(batch.rewards)).index_copy(0, batch.ended_P, numbers_P)
-    rewards_D = sum_over(own_D, sequence)
+    rewards_D = sum_over(
+        numbers_P.new_zeros(len(batch.rewards)).index_copy(0, batch.ended_P, numbers_P), sequence
+    )
     return objectives.pairwise(rewards_D, pairs=pairs) / sharing(sequence)
 
 
@@ -361,11 +367,16 @@ def preference_loss(
     an equal share of the loss.
     """
     assert experience.reference_logprobs_N is not None
-    log_ratios_N, documents = logprobs_N - experience.reference_logprobs_N, len(batch.rewards)
-    own_D = objectives.document_sums(log_ratios_N, batch.documents_N, documents=documents)
-    log_ratios_D = sum_over(own_D, training.sequence)
-    beta = training.hyperparameters.dpo_beta
-    loss = objectives.preference(log_ratios_D, beta=beta, pairs=pairs)
+    log_ratios_D = objectives.document_sums(
+        logprobs_N - experience.reference_logprobs_N,
+        batch.documents_N,
+        documents=len(batch.rewards),
+    )
+    loss = objectives.preference(
+        sum_over(log_ratios_D, training.sequence),
+        beta=training.hyperparameters.dpo_beta,
+        pairs=pairs,
+    )
     return (loss / sharing(training.sequence)).to(logprobs_N.dtype)
 
 
