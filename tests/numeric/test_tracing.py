@@ -211,8 +211,7 @@ def test_nothing_is_traced_any_more_once_a_calibration_is_interrupted(tmp_path, 
         signal.signal(signal.SIGINT, before)
     assert made
     assert not list((tmp_path / "cache").rglob("*.json.gz")), "each would take seconds"
-    left = set(psutil.Process().children(recursive=True)) - set(others)
-    assert not psutil.wait_procs(left, timeout=2)[1], "to begin to trace takes longer"
+    assert set(psutil.Process().children(recursive=True)) <= set(others)
 
 
 def test_a_tracer_that_fails_is_told_with_its_last_words(tmp_path):

@@ -22,6 +22,7 @@ from highwater.nouns.events import EventLog, TraceOrder
 from highwater.nouns.files import INDEX_BYTES, read_file
 from highwater.nouns.hardware import Kernel
 from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.protocols import TrialEndedError
 from highwater.nouns.trial import TrialSpec
 from highwater.trials.job import Job
 from highwater.trials.probe import (
@@ -115,9 +116,8 @@ _TIMEOUT_S = 1800.0
 
 
 class CachedTracer:
-    """Traces the fullest rank of a trial, or remembers.
-
-    Leaving its context ends the processes that are still tracing.
+    """Traces the fullest rank of a trial, or remembers. Leaving its context ends what is still
+    tracing: nothing of it runs any more afterwards.
     """
 
     def __init__(
@@ -148,11 +148,12 @@ class CachedTracer:
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
+        for making in tuple(self._making.values()):
+            making.acquire()  # whoever traces lets go when its process is gone; nobody begins anew
+            making.release()
 
     def __call__(self, spec: TrialSpec) -> EventLog:
-        """Trace what the rank allocates and frees. Raises MachineError where the tracer fails
-        or the optimizer's package is missing.
-        """
+        """Trace a rank's allocations. Raises MachineError where the tracer or a package fails."""
         refuse_missing_package(spec.settings)
         order, path = self._place(spec)
         with self._asked:
@@ -161,6 +162,8 @@ class CachedTracer:
             kept = _read(path)
             if kept is not None:
                 return kept
+            if self._ended.is_set():
+                raise TrialEndedError
             if self._on_trace is not None:
                 self._on_trace(spec)
             text = self._trace(order)
@@ -169,10 +172,7 @@ class CachedTracer:
             return from_json(text, EventLog)
 
     def unmade(self, specs: Iterable[TrialSpec]) -> set[Path]:
-        """Paths of the traces of these trials that are not there yet.
-
-        Trials that allocate the same have one.
-        """
+        """Paths of the traces of these trials that are not there yet: one where they are alike."""
         return {path for _, path in map(self._place, specs) if not path.exists()}
 
     def _place(self, spec: TrialSpec) -> tuple[TraceOrder, Path]:

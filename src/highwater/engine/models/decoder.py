@@ -73,7 +73,7 @@ class Decoder(nn.Module):
             sequence_layout=layout,
         ).last_hidden_state[0]
         layers, callers = self.causal_lm.config.num_hidden_layers, len(self.attention.callers)
-        if callers != layers:
+        if callers != layers:  # by any other attention documents would see each other
             why = f"{callers} of its {layers} layers attend through it"
             raise not_by_attention(self.causal_lm.config, why)
         return hidden_TE
