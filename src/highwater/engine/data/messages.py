@@ -12,20 +12,7 @@ from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, cast
 
-from highwater.engine.data.data_files import DataRecord
-from highwater.engine.data.record_fields import (
-    first_of,
-    has,
-    is_about,
-    is_label,
-    list_of,
-    refuse_flags,
-    taken_mask,
-    text_of,
-    value_of,
-    wrong,
-)
-from highwater.errors import UsageError
+from highwater.engine.data.record_fields import DataRecord, is_about, is_label
 
 Message = Mapping[str, Any]
 _UNSPOKEN = ("role", "trained")
@@ -175,7 +162,7 @@ Said = str | tuple[Message, ...]
 
 def said_of(record: DataRecord, name: str, value: Any = None) -> Said:
     """A field, or one value of a field, that is a text or messages."""
-    value = value_of(record, name) if value is None else value
+    value = record.value(name) if value is None else value
     return value if isinstance(value, str) else messages_of(record, name, value)
 
 
@@ -183,13 +170,13 @@ def prompt_of(record: DataRecord) -> Said | None:
     """What is answered: ``prompt`` as it is, or messages where the record has more of a
     conversation than that, or asks in another field; None where it asks nothing.
     """
-    name = first_of(record, "prompt") or first_of(record, *_QUESTIONS, "input")
+    name = record.first("prompt") or record.first(*_QUESTIONS, "input")
     if name is None:
         return None
     asked = said_of(record, name)
-    if isinstance(asked, str) and name in _QUESTIONS and has(record, "input"):
-        asked = "\n".join(part for part in (asked, text_of(record, "input")) if part)
-    earlier = _history(record) if isinstance(asked, str) and has(record, "history") else ()
+    if isinstance(asked, str) and name in _QUESTIONS and record.has("input"):
+        asked = "\n".join(part for part in (asked, record.text("input")) if part)
+    earlier = _history(record) if isinstance(asked, str) and record.has("history") else ()
     messages = with_system(record, (*earlier, *spoken("user", asked)))
     is_text = name == "prompt" and isinstance(asked, str) and len(messages) == 1
     return asked if is_text and not record.fields.get("tools") else messages
@@ -202,15 +189,15 @@ def spoken(role: str, said: Said) -> tuple[Message, ...]:
 
 def with_system(record: DataRecord, messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """The messages after the system's that stands in a field of its own."""
-    name = first_of(record, "system", "system_prompt")
-    text = "" if name is None else text_of(record, name)
+    name = record.first("system", "system_prompt")
+    text = "" if name is None else record.text(name)
     if not text.strip():
         return messages
     if messages[0]["role"] not in ("system", "developer"):
         return *spoken("system", text), *messages
     if messages[0].get("content") != text:
-        raise UsageError(
-            f"{record.name}: `{name}` is another text than the {messages[0]['role']}'s message",
+        raise record.refusal(
+            f"`{name}` is another text than the {messages[0]['role']}'s message",
             hint="leave one of them out, or write both in the message",
         )
     return messages
@@ -218,13 +205,13 @@ def with_system(record: DataRecord, messages: tuple[Message, ...]) -> tuple[Mess
 
 def _history(record: DataRecord) -> tuple[Message, ...]:
     """Earlier turns: messages, or pairs of what was asked and answered."""
-    turns = list_of(record, "history")
+    turns = record.sequence("history")
     if turns and all(isinstance(turn, Mapping) for turn in turns):
         return messages_of(record, "history")
     for turn in turns:
         is_pair = isinstance(turn, list | tuple) and len(turn) == 2
         if not is_pair or not all(isinstance(text, str) for text in turn):
-            raise wrong(record, "history", turn, "pairs of texts", '`[["Hi", "Hello"]]`')
+            raise record.wrong("history", turn, "pairs of texts", '`[["Hi", "Hello"]]`')
     return tuple(
         message
         for asked, answered in turns
@@ -234,10 +221,10 @@ def _history(record: DataRecord) -> tuple[Message, ...]:
 
 def messages_of(record: DataRecord, name: str, value: Any = None) -> tuple[Message, ...]:
     """A field that is a list of messages, or one message."""
-    value = value_of(record, name) if value is None else value
+    value = record.value(name) if value is None else value
     messages = [value] if isinstance(value, Mapping) else value
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
-        raise wrong(record, name, value, "a list of messages", _MESSAGES_EXAMPLE)
+        raise record.wrong(name, value, "a list of messages", _MESSAGES_EXAMPLE)
     return tuple(
         _message(record._replace(name=f"{record.name}: message {number} of `{name}`"), name, each)
         for number, each in enumerate(cast(Sequence[Any], messages), 1)
@@ -248,9 +235,9 @@ def conversation_of(record: DataRecord, messages: Sequence[Message]) -> Conversa
     """A conversation of these messages, with the tools and the variables that the record has for
     the template.
     """
-    options = value_of(record, "chat_template_kwargs")
+    options = record.value("chat_template_kwargs")
     if options is not None and not isinstance(options, Mapping):
-        raise wrong(record, "chat_template_kwargs", options, "variables of a template", "`{}`")
+        raise record.wrong("chat_template_kwargs", options, "variables of a template", "`{}`")
     return Conversation(tuple(messages), record.name, _tools(record), dict(options or {}))
 
 
@@ -265,20 +252,20 @@ def _message(record: DataRecord, name: str, value: Any) -> Message:
     calls = given.pop("tool_calls", None) or given.pop("function_call", None)
     if not told or (content is None and not calls):
         problem = "messages with a `role` and a `content` each"
-        raise wrong(record, name, value, problem, _MESSAGES_EXAMPLE)
+        raise record.wrong(name, value, problem, _MESSAGES_EXAMPLE)
     if told not in _ROLES or (role_field, told) == _AMBIGUOUS:
         known = ", ".join(f"`{name}`" for name in _ROLES)
-        raise wrong(record, role_field, role, "a role that is known", known)
+        raise record.wrong(role_field, role, "a role that is known", known)
     message: dict[str, Any] = {"role": _ROLES[told] or told}
     if told in _CALLS and calls:
-        raise wrong(record, "tool_calls", calls, f"nothing, and `{told}` a call", _CALL_EXAMPLE)
+        raise record.wrong("tool_calls", calls, f"nothing, and `{told}` a call", _CALL_EXAMPLE)
     if told in _CALLS:
         message["tool_calls"] = _calls(record, told, content)
     elif content is not None:
         message["content"] = _content(record, content_field, content)
     if calls:
         message["tool_calls"] = _calls(record, "tool_calls", calls)
-    trained = taken_mask(record, given)
+    trained = record.mask(given)
     return {**given, **message, **({} if trained is None else {"trained": trained})}
 
 
@@ -295,11 +282,11 @@ def _content(record: DataRecord, name: str, value: Any) -> str:
         beside = dict(part) if isinstance(part, Mapping) else {}
         kind, text = beside.pop("type", None), beside.pop("text", None)
         if kind != "text" or not isinstance(text, str):
-            raise wrong(record, name, part, "a text or parts that are texts", _PART_EXAMPLE)
-        if taken_mask(record, beside) is False:
-            raise wrong(record, name, part, "trained as a whole, or not at all", _PART_EXAMPLE)
+            raise record.wrong(name, part, "a text or parts that are texts", _PART_EXAMPLE)
+        if record.mask(beside) is False:
+            raise record.wrong(name, part, "trained as a whole, or not at all", _PART_EXAMPLE)
         if any(each and not is_about(field, each) for field, each in beside.items()):
-            raise wrong(record, name, part, "parts that are texts alone", _PART_EXAMPLE)
+            raise record.wrong(name, part, "parts that are texts alone", _PART_EXAMPLE)
         texts.append(text)
     return "".join(texts)
 
@@ -320,28 +307,28 @@ def _call(record: DataRecord, name: str, value: Any) -> Mapping[str, Any]:
         field: call.pop(field) for field in fields if field in call
     }
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise wrong(record, name, value, "a call of a function by its name", _CALL_EXAMPLE)
+        raise record.wrong(name, value, "a call of a function by its name", _CALL_EXAMPLE)
     given = [field for field in _ARGUMENTS if field in function]
     if len(given) > 1:
-        raise wrong(record, name, value, "a call with its arguments in one field", _CALL_EXAMPLE)
+        raise record.wrong(name, value, "a call with its arguments in one field", _CALL_EXAMPLE)
     field = given[0] if given else "arguments"
     stated = function.get(field)
     arguments = {} if stated in (None, "", []) else _from_json(record, field, stated)
     if not isinstance(arguments, Mapping):
-        raise wrong(record, field, arguments, "an object", _CALL_EXAMPLE)
+        raise record.wrong(field, arguments, "an object", _CALL_EXAMPLE)
     for beside in (call, {each: function[each] for each in function if each not in fields}):
-        refuse_flags(record, beside)
+        record.refuse_flags(beside)
     renamed = {"arguments" if each == field else each: function[each] for each in function}
     return {"type": "function", **call, "function": {**renamed, "arguments": arguments}}
 
 
 def _tools(record: DataRecord) -> tuple[Mapping[str, Any], ...]:
     """Tools as templates want them; they may be a text of JSON, and without OpenAI's frame."""
-    name = first_of(record, "tools", "functions") or "tools"
-    value = value_of(record, name)
+    name = record.first("tools", "functions") or "tools"
+    value = record.value(name)
     tools = _from_json(record, name, value) if value else []
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise wrong(record, name, tools, "a list of tools", "`[]`")
+        raise record.wrong(name, tools, "a list of tools", "`[]`")
     return tuple(
         tool
         if "function" in tool
@@ -362,4 +349,4 @@ def _from_json(record: DataRecord, name: str, value: Any) -> Any:
     try:
         return json.loads(value)
     except ValueError as error:
-        raise wrong(record, name, value, "JSON", _CALL_EXAMPLE) from error
+        raise record.wrong(name, value, "JSON", _CALL_EXAMPLE) from error
