@@ -12,9 +12,9 @@ import pytest
 
 from highwater.memory.formula.formula import FAMILIES
 from highwater.memory.formula.moments import families
+from highwater.model.families import REFUSED, TRAINED
 from highwater.model.model import load_model
 from highwater.model.model_place import catalog_names
-from highwater.model.trained_families import REFUSED, TRAINED
 from places import script
 from tables import deep
 

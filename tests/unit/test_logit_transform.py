@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from highwater.errors import ModelError
+from highwater.model.families import TRAINED
 from highwater.model.logit_transform import PLAIN, LogitTransform, logit_transform_of, transforms
 from highwater.model.model import load_model
-from highwater.model.trained_families import TRAINED
 from tiny_models import write_model
 
 FACTORS = {

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from highwater.errors import HighwaterError, ModelError, UsageError
+from highwater.model.families import family_row
 from highwater.model.footprint import PROCESS_BYTES, device_state_bytes
 from highwater.model.model import Model, load_model
-from highwater.model.rope import WITHOUT_YARN_IN_FILES, ends_at_native, unscalable, yarn
+from highwater.model.rope import ends_at_native, unscalable, yarn
 from highwater.nouns.cells import cells_of, within_token_budget
 from highwater.nouns.codec import Record
 from highwater.nouns.corpus import pieces
@@ -110,8 +111,8 @@ def check_yarn(request: Request, model: Model, longest_tokens: int) -> None:
             f"`--rope yarn` cannot replace {model.name}'s own scaling: {obstacle}",
             hint="leave `--rope` out",
         )
-    is_saved = request.save_hf != "never" and model.shape.model_type in WITHOUT_YARN_IN_FILES
-    if is_saved and yarn(model, length_tokens=longest_tokens, rope=request.rope) is not None:
+    loses_yarn = not family_row(model.shape.model_type).saves_yarn and request.save_hf != "never"
+    if loses_yarn and yarn(model, length_tokens=longest_tokens, rope=request.rope) is not None:
         raise UsageError(
             f"{model.shape.model_type} in transformers takes no YaRN from its config: what is "
             f"saved of {model.name} with "

@@ -20,8 +20,9 @@ from highwater.engine.data.text_tokens import exact_texts
 from highwater.engine.models.pretrained import openable_directory
 from highwater.engine.training.rank_context import device_of
 from highwater.errors import HighwaterError, UsageError
+from highwater.model.families import family_row
 from highwater.model.model import load_model
-from highwater.model.rope import WITHOUT_YARN_IN_FILES, yarn
+from highwater.model.rope import yarn
 from highwater.nouns.corpus import PreparationOrder, Prepared
 from highwater.nouns.declared_settings import DECLARED, TOPICS
 from highwater.nouns.hardware import Gpu, Machine
@@ -120,7 +121,7 @@ def _refuse_what_is_no_steps(settings: Mapping[str, Any]) -> None:
 def _refuse_unsavable(request: Request, length_tokens: int) -> None:
     """Raise UsageError for a model that is trained with YaRN, and could not be loaded with it."""
     model = load_model(request.model)
-    if model.shape.model_type in WITHOUT_YARN_IN_FILES and yarn(
+    if not family_row(model.shape.model_type).saves_yarn and yarn(
         model, length_tokens=length_tokens, rope=request.rope
     ):
         native = model.shape.native_length_tokens
