@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from highwater.engine.attention.kept import kept_in_recompute
 from highwater.engine.attention.mixed_lengths import attend_mixed, calls_of, front_tokens
 from highwater.engine.attention.reference import reference_attention
+from highwater.nouns.corpus import pieces
 
 TOLERANCE = 1e-12
 LONG = 32
@@ -145,6 +146,26 @@ def test_a_document_does_not_see_the_one_before_it():
     after = attend_mixed(q, k, v, **how)
     assert torch.equal(before[:, 35:], after[:, 35:])
     assert not torch.equal(before[:, :35], after[:, :35])
+
+
+def test_in_pieces_a_long_document_is_computed_as_many_short_ones():
+    torch.manual_seed(0)
+    count = pieces(24_576, "cuda")
+    lengths = (24_576 // count,) * count + (100,)
+    rows = [torch.randn(24_676, 1, 8, requires_grad=True) for _ in range(3)]
+    upstream = torch.randn(24_676, 1, 8)
+    output = attend_mixed(
+        *(row.transpose(0, 1)[None] for row in rows),
+        document_lengths=(24_576, 100),
+        scaling=0.3,
+        kernel="cudnn",
+        in_pieces=True,
+    )[0]
+    expected = reference_attention(*rows, document_lengths=lengths, scaling=0.3)
+    assert deviation(output, expected) < 1e-5
+    wanted = torch.autograd.grad(expected, rows, upstream)
+    for got, exact in zip(torch.autograd.grad(output, rows, upstream), wanted, strict=True):
+        assert deviation(got, exact) < 1e-5
 
 
 def deviation(ours: "torch.Tensor", expected: "torch.Tensor") -> float:
