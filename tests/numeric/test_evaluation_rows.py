@@ -7,7 +7,7 @@ np = pytest.importorskip("numpy", reason="the data plane needs the train extra")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from highwater.engine.data.epoch_rows import evaluation_rows
+from highwater.engine.data.step_plan import evaluation_rows
 
 ROW_TOKENS = 100
 
