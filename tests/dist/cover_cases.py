@@ -93,17 +93,8 @@ NOWHERE = ("-",)
 """The value of a factor that an objective does not have."""
 
 RANKS = (
-    "1",
-    "2",
-    "2 ulysses 2",
-    "2 ring 2",
-    "3 ring 3",
-    "4 ulysses 2",
-    "4 ring 2",
-    "4 ring 4",
-    "4 ulysses 2 ring 2",
-    "6 ulysses 2 ring 3",
-    "8 ulysses 2 ring 2",
+    *("1", "2", "2 ulysses 2", "2 ring 2", "3 ring 3", "4 ulysses 2", "4 ring 2", "4 ring 4"),
+    *("4 ulysses 2 ring 2", "6 ulysses 2 ring 3", "8 ulysses 2 ring 2"),
 )
 """Processes, and the degrees by which they share sequences."""
 COPIED = ("2 copies 2", "4 copies 2", "4 ulysses 2 copies 2", "8 ulysses 2 ring 2 copies 2")

@@ -22,12 +22,8 @@ TINY: dict[str, Any] = table("families", "tiny")
 """A value for each field of that name; a family without the field does not get it."""
 WINDOWS = (
     *(
-        "sliding_window",
-        "window_size",
-        "attention_window_size",
-        "local_attention",
-        "keep_window_size",
-        "sliding_window_size",
+        *("sliding_window", "window_size", "attention_window_size", "local_attention"),
+        *("keep_window_size", "sliding_window_size"),
     ),
     *("attention_chunk_size", "index_topk", "index_block_size"),
 )
