@@ -79,8 +79,7 @@ def test_a_terminal_of_any_width_has_every_figure_whole(highwater, tmp_path):
     from highwater.nouns.attention_bench import AttentionBench
     from highwater.nouns.codec import from_builtins
     from highwater.pages.attention_report import longest_table
-    from highwater.pages.terminal import terminal_table
-    from highwater.pages.text import plain_table
+    from highwater.pages.table import plain_table, terminal_table
     from highwater.recommendation.attention_summary import attention_summary
 
     done = highwater(*BENCH, "--lengths", "256", "--json")

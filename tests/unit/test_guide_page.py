@@ -14,8 +14,7 @@ from highwater.nouns.capacities import study_capacities
 from highwater.nouns.study import Study
 from highwater.pages.guide.answers import places
 from highwater.pages.guide.guide import Guide, guide_tables
-from highwater.pages.guide.guide_page import guide_markdown, guide_page
-from highwater.pages.guide.guide_rows import guide_rows
+from highwater.pages.guide.guide_page import guide_markdown, guide_page, guide_rows
 from places import question_of
 
 TABLE = Path(__file__).parents[1] / "data" / "published_capacity_a100_80gb.csv"
