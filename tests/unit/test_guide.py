@@ -30,8 +30,7 @@ from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, MemoryOnlyFit, Study
 from highwater.pages.guide.guide import Guide, cell_label, guide_tables
-from highwater.pages.guide.guide_page import guide_markdown
-from highwater.pages.guide.guide_rows import guide_rows
+from highwater.pages.guide.guide_page import guide_markdown, guide_rows
 from highwater.pages.text import escaped
 from places import question_of
 from tiny_models import write_model

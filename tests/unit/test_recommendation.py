@@ -20,7 +20,7 @@ from highwater.nouns.cells import simplicity
 from highwater.nouns.recommendation import Candidate
 from highwater.nouns.study import default_headroom_bytes
 from highwater.pages.recommendation_tables import next_rungs, recommendation_tables, rung_list
-from highwater.pages.text import plain_table
+from highwater.pages.table import plain_table
 from highwater.recommendation.candidates import Goal, first_fit, predicted_candidates
 from highwater.recommendation.recommend import recommend
 from highwater.trials.probe import gpus_meant

@@ -19,8 +19,8 @@ from highwater.nouns.trial import LogEnd, Outcome
 from highwater.pages.page import without_folders
 from highwater.pages.study.build import COLUMNS, study_csv, study_markdown, study_page
 from highwater.pages.study.study_answer import study_answer
-from highwater.pages.study.study_parts import HEADINGS, memory_table
 from highwater.pages.study.study_pictures import bracket_picture, memory_picture
+from highwater.pages.study.study_tables import HEADINGS, memory_table
 from highwater.units import GIB
 
 OUTCOMES = (
