@@ -14,7 +14,6 @@ from highwater.cli.config import to_yaml
 from highwater.cli.flags import request_of
 from highwater.cli.grammar import parse
 from highwater.errors import HighwaterError, UsageError
-from highwater.nouns.declared_settings import DECLARED
 from highwater.nouns.foreign_request import (
     PLACEHOLDERS,
     base_config,
@@ -25,7 +24,7 @@ from highwater.nouns.foreign_request import (
 )
 from highwater.nouns.foreign_trainer import FOREIGN, ForeignTrainer
 from highwater.nouns.plan import plan, plan_trial
-from highwater.nouns.request import Request, request_from
+from highwater.nouns.request import DECLARED, Request, request_from
 from highwater.nouns.study import Question
 from highwater.nouns.trial import TrialSpec
 from highwater.pages.study.study_commands import find_words, try_words
