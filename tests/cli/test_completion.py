@@ -11,12 +11,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from conftest import SIMULATED, Run, installed
 
-from highwater.cli.grammar import commands
-from highwater.cli.parser import COMMANDS, SHELLS
+from highwater.cli.flags import Shell
+from highwater.cli.grammar import COMMANDS, commands
 
 WITHIN_S = 60
 CASES = {
@@ -34,7 +35,7 @@ CASES = {
     "predict Qwen3-8B --json --lora-b": {"--lora-base"},
     "predict Qwen3-8B --lora-base ": {"bf16", "nf4"},
     "emit --for tr": {"trinity", "trl"},
-    "completion ": set(SHELLS),
+    "completion ": set(get_args(Shell)),
 }
 """What is typed after ``highwater``, and what is offered; the last word is not finished."""
 _OFFER = """
@@ -189,7 +190,7 @@ def test_no_other_command_imports_shtab():
     assert done.stdout.splitlines()[-1] == "False"
 
 
-@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("shell", get_args(Shell))
 def test_no_script_calls_python(highwater, shell):
     script = highwater("completion", shell).stdout
     assert "python" not in script.lower()

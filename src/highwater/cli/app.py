@@ -2,18 +2,19 @@
 code.
 """
 
-import argparse
 import errno
 import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
+from keyword import iskeyword
 from os.path import lexists
 from pathlib import Path
 
 from highwater.cli import console
 from highwater.cli.console import exit_code_of, heeding
-from highwater.cli.grammar import parse, usage
+from highwater.cli.grammar import COMMANDS, parse, usage
 from highwater.errors import EXIT_BUG, EXIT_USER, HighwaterError, MachineError, UsageError
 
 _OURS = (errno.EBADF, errno.ECHILD, errno.ESRCH, errno.EFAULT)
@@ -94,61 +95,10 @@ def _run(words: Sequence[str]) -> int:
     if arguments.command_name is None:
         sys.stderr.write(usage())
         return EXIT_USER
-    return _handler(arguments.command_name)(arguments)
-
-
-def _handler(name: str) -> Callable[[argparse.Namespace], int]:
-    """Import a command's handler: what other commands need stays out of this process."""
-    match name:
-        case "find" | "try" | "show" | "schema":
-            from highwater.cli import commands
-
-            of_studies = {"find": commands.find, "try": commands.try_, "show": commands.show}
-            return of_studies.get(name, commands.schema)
-        case "models" | "gpus":
-            from highwater.cli import catalog
-
-            return catalog.models if name == "models" else catalog.gpus
-        case "train":
-            from highwater.cli.train import train
-
-            return train
-        case "predict":
-            from highwater.cli.predict import predict
-
-            return predict
-        case "guide":
-            from highwater.cli.documents import guide
-
-            return guide
-        case "recommend":
-            from highwater.cli.recommend import recommend
-
-            return recommend
-        case "emit":
-            from highwater.cli.emit import emit
-
-            return emit
-        case "report":
-            from highwater.cli.documents import report
-
-            return report
-        case "profile":
-            from highwater.cli.documents import profile
-
-            return profile
-        case "doctor":
-            from highwater.cli.doctor import doctor
-
-            return doctor
-        case "completion":
-            from highwater.cli.completion import completion
-
-            return completion
-        case _:
-            from highwater.cli.bench import bench
-
-            return bench
+    name = arguments.command_name
+    # what other commands need stays out of this process
+    module = import_module(f"highwater.cli.{COMMANDS[name].module}")
+    return getattr(module, f"{name}_" if iskeyword(name) else name)(arguments)
 
 
 if __name__ == "__main__":
