@@ -2,19 +2,19 @@
 code.
 """
 
+import argparse
 import errno
 import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from keyword import iskeyword
 from os.path import lexists
 from pathlib import Path
 
 from highwater.cli import console
 from highwater.cli.console import exit_code_of, heeding
-from highwater.cli.grammar import COMMANDS, parse, usage
+from highwater.cli.grammar import parse, usage
 from highwater.errors import EXIT_BUG, EXIT_USER, HighwaterError, MachineError, UsageError
 
 _OURS = (errno.EBADF, errno.ECHILD, errno.ESRCH, errno.EFAULT)
@@ -95,10 +95,33 @@ def _run(words: Sequence[str]) -> int:
     if arguments.command_name is None:
         sys.stderr.write(usage())
         return EXIT_USER
-    name = arguments.command_name
-    # what other commands need stays out of this process
-    module = import_module(f"highwater.cli.{COMMANDS[name].module}")
-    return getattr(module, f"{name}_" if iskeyword(name) else name)(arguments)
+    return _handler(arguments.command_name)(arguments)
+
+
+def _handler(name: str) -> Callable[[argparse.Namespace], int]:
+    """Import a command's handler: what other commands need stays out of this process."""
+    match name:
+        case "find" | "try" | "show" | "schema":
+            from highwater.cli import commands as module
+        case "report" | "profile" | "guide":
+            from highwater.cli import documents as module
+        case "models" | "gpus":
+            from highwater.cli import catalog as module
+        case "train":
+            from highwater.cli import train as module
+        case "predict":
+            from highwater.cli import predict as module
+        case "recommend":
+            from highwater.cli import recommend as module
+        case "emit":
+            from highwater.cli import emit as module
+        case "doctor":
+            from highwater.cli import doctor as module
+        case "completion":
+            from highwater.cli import completion as module
+        case _:
+            from highwater.cli import bench as module
+    return getattr(module, f"{name}_" if iskeyword(name) else name)
 
 
 if __name__ == "__main__":

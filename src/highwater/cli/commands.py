@@ -41,13 +41,14 @@ from highwater.nouns.study import Cell, CellAnswer, Question, Study
 from highwater.nouns.trial import TrialResult, TrialSpec
 from highwater.pages.study.study_answer import outlook_lines, study_answer
 from highwater.pages.study.study_commands import resumed
-from highwater.pages.study.study_pictures import (
+from highwater.pages.study.tables import (
+    answer_table,
     published_line,
     published_notes,
     published_tables,
     published_text,
+    trial_table,
 )
-from highwater.pages.study.tables import answer_table, trial_table
 from highwater.search.predicted_study import completed_study
 from highwater.store.directory import newest_studies
 from highwater.store.journal import read_study

@@ -31,8 +31,8 @@ from highwater.nouns.training import TrainingRequest, training_request_from
 from highwater.nouns.trial import Device
 
 Shell = Literal["bash", "zsh", "fish"]
-_Words = tuple[str, ...]
-_Counts = tuple[int, ...]
+_Texts = tuple[str, ...]
+_WholeNumbers = tuple[int, ...]
 _KIND = "[[M x] N x]KIND"
 _TRAINING = "training_"
 """What the names of a training's flags begin with in a namespace: a trial has some of them too."""
@@ -158,14 +158,14 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         metavar="SHELL",
         commands=("completion",),
     )
-    words: _Words = setting(
+    words: _Texts = setting(
         (),
         "list those whose names have it; default: all",
         place="*",
         metavar="WORD",
         commands=("models", "gpus"),
     )
-    paths: _Words = setting(
+    paths: _Texts = setting(
         REQUIRED,
         "a snapshot that `torch.cuda.memory._dump_snapshot` wrote, a timeline of "
         "`highwater predict --exact`, or a folder of ranks' snapshots, of which the fullest is "
@@ -174,11 +174,11 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         metavar="PATH",
         commands=("profile",),
     )
-    shown: _Words = setting(
+    shown: _Texts = setting(
         (), _NEWEST, place="*", metavar="STUDY", rung_field="studies", commands=("show",)
     )
     study: str | None = setting(None, _NEWEST, place="?", metavar="STUDY", commands=("report",))
-    sources: _Words = setting(
+    sources: _Texts = setting(
         (),
         "a study's file, a CSV of known capacities (gpu, settings, gpus, sp, model, "
         "max_model_len; 0: nothing fits, empty: unknown), or the .json of `highwater predict "
@@ -212,7 +212,7 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         short="-o",
         commands=("emit",),
     )
-    predict: _Words = setting(
+    predict: _Texts = setting(
         (), "models whose capacities are predicted by formula", metavar="MODEL", **_GUIDE
     )
     output: str | None = setting(
@@ -262,7 +262,7 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
     cluster: str | None = setting(
         None, f"for example 4xA100-80GB, {_GPUS}", name="gpus", metavar=_KIND, commands=_ELSEWHERE
     )
-    clusters: _Words = setting(
+    clusters: _Texts = setting(
         (),
         f"for example 4xA100-80GB 8xH100-80GB, {_GPUS}",
         name="gpus",
@@ -313,7 +313,7 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         metavar="K",
         commands=("recommend", "emit"),
     )
-    studies: _Words = setting(
+    studies: _Texts = setting(
         (),
         "studies that `highwater find` wrote: what they measured is taken, the rest predicted",
         name="study",
@@ -340,7 +340,7 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         kinds.FILE,
         **_PREDICT,
     )
-    calibrate: _Words = setting(
+    calibrate: _Texts = setting(
         (),
         "studies that `highwater find` wrote: intervals are learned from their trials too",
         metavar="STUDY",
@@ -373,13 +373,13 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
     sequences_per_micro_batch: int | None = setting(
         None, "what is predicted is of so many; default: as `predict`", COUNT, **_GUIDE
     )
-    ulysses: _Counts = setting(
+    ulysses: _WholeNumbers = setting(
         (), "what is predicted has these ulysses degrees; default: as `predict`", COUNT, **_GUIDE
     )
-    ring: _Counts = setting(
+    ring: _WholeNumbers = setting(
         (), "what is predicted has these ring degrees; default: no ring", COUNT, **_GUIDE
     )
-    copies: _Counts = setting(
+    copies: _WholeNumbers = setting(
         (), "what is predicted has so many copies of the states; default: one", COUNT, **_GUIDE
     )
     device: Device | None = setting(None, "where; default: cuda where there is a GPU", **_BENCH)
@@ -405,7 +405,7 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         SWITCH,
         **_BENCH,
     )
-    lengths: _Words = setting(
+    lengths: _Texts = setting(
         (),
         "measure at these lengths alone; default: doubling, then bisection to the longest",
         LENGTH,
@@ -414,21 +414,21 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
     max_length: str | None = setting(
         None, "longest length to try; default: 16m tokens, on the CPU 4k", LENGTH, **_BENCH
     )
-    implementations: _Words = setting(
+    implementations: _Texts = setting(
         (),
         "who takes part, by name, family or published class: "
         f"{', '.join(IMPLEMENTATIONS)}; default: all",
         metavar="NAME",
         **_BENCH,
     )
-    segment_lengths: _Words = setting(
+    segment_lengths: _Texts = setting(
         (),
         "dilated and block_sparse_ring_dilated: tokens of a segment of each branch; default: "
         "half the length and all of it",
         LENGTH,
         **_BENCH,
     )
-    dilation_rates: _Counts = setting(
+    dilation_rates: _WholeNumbers = setting(
         (),
         "a rate for each of them, 2 for every second token; default: 1 2, and 4, 8, ... for "
         "more segments",

@@ -1,5 +1,5 @@
-"""The grammar of ``highwater``: its commands, what each is for and where it stands, and which
-settings it takes. cli/flags writes their flags.
+"""The grammar of ``highwater``: its commands, what each is for, and which settings it takes. Their
+flags are written by cli/flags.
 
 Each example is run by tests/cli/test_help.py, on names that it makes: ``study.jsonl``,
 ``snapshot.pickle``, ``capacities.csv``.
@@ -19,7 +19,7 @@ from highwater.nouns.secrets import hidden_words
 from highwater.version import __version__
 
 
-class Command(NamedTuple):
+class CommandHelp(NamedTuple):
     """One command, as the help has it."""
 
     group: str
@@ -27,8 +27,6 @@ class Command(NamedTuple):
     help: str
     examples: tuple[str, str, str]
     """The first one is the hint of a refusal, too."""
-    module: str
-    """The module of this folder whose function of the command's name answers it."""
     settings: Mapping[str, tuple[Topic, ...]] = {}
     """Headings of its help, with the topics of a request's settings that stand below each."""
 
@@ -45,8 +43,8 @@ _LOOK = "look at"
 _SET_UP = "set up"
 _DEVELOP = "developer tools"
 
-COMMANDS: dict[str, Command] = {
-    "predict": Command(
+COMMANDS: dict[str, CommandHelp] = {
+    "predict": CommandHelp(
         _ANSWER,
         "how long sequences can be, and with which settings, on GPUs that need not be here",
         (
@@ -54,10 +52,9 @@ COMMANDS: dict[str, Command] = {
             "highwater predict meta-llama/Llama-3.1-8B-Instruct --gpus RTX-4090 --lora 16",
             "highwater predict Qwen3-32B --gpus 2x8xH100-80GB --length 64k",
         ),
-        "predict",
         {"settings and lengths": _PREDICTED},
     ),
-    "recommend": Command(
+    "recommend": CommandHelp(
         _ANSWER,
         "the simplest settings that train a length on some GPUs, why simpler ones do not, what "
         "the next would buy",
@@ -67,10 +64,9 @@ COMMANDS: dict[str, Command] = {
             "highwater recommend Qwen/Qwen2.5-7B-Instruct --gpus 8xH100-80GB --objective grpo "
             "--length 128k",
         ),
-        "recommend",
         {"settings": _PREDICTED},
     ),
-    "find": Command(
+    "find": CommandHelp(
         _TRY,
         "the longest context that a model trains with here, by real trials",
         (
@@ -78,7 +74,6 @@ COMMANDS: dict[str, Command] = {
             "highwater find Llama-3.1-8B --gpus 4 --lora 32",
             "highwater find Qwen3-8B --device cuda --memory 80GiB --dry-run",
         ),
-        "commands",
         {
             "a trial": ("trial",),
             "the search": ("lengths", "search"),
@@ -86,7 +81,7 @@ COMMANDS: dict[str, Command] = {
             **_NUMBERS,
         },
     ),
-    "try": Command(
+    "try": CommandHelp(
         _TRY,
         "one trial of one length",
         (
@@ -94,10 +89,9 @@ COMMANDS: dict[str, Command] = {
             "highwater try Qwen3-8B --length 64k --gpus 4 --ulysses 4 --loss chunked",
             "highwater try tiny --length 4k --device cpu",
         ),
-        "commands",
         {"the trial": ("trial",), **_NUMBERS},
     ),
-    "train": Command(
+    "train": CommandHelp(
         _TRY,
         "train with what was found or is recommended, on your own data, to a model that loads",
         (
@@ -106,10 +100,9 @@ COMMANDS: dict[str, Command] = {
             "--settings study.jsonl",
             "highwater train tiny --data docs/ --length 1k --steps 20 --output ./run --device cpu",
         ),
-        "train",
         {"the step": ("trial",), "several machines": ("machines",), **_NUMBERS},
     ),
-    "guide": Command(
+    "guide": CommandHelp(
         _TAKE,
         "a page for the team: the simplest settings for each length, from studies, known "
         "capacities and predictions",
@@ -118,9 +111,8 @@ COMMANDS: dict[str, Command] = {
             "highwater guide --predict Qwen3-4B Qwen3-8B --gpus 4xA100-80GB 8xH100-80GB -o team.md",
             "highwater guide study.jsonl -o guide.html",
         ),
-        "documents",
     ),
-    "emit": Command(
+    "emit": CommandHelp(
         _TAKE,
         "the recommended settings as the configuration of another trainer",
         (
@@ -128,10 +120,9 @@ COMMANDS: dict[str, Command] = {
             "highwater emit --for trl Qwen/Qwen3-8B --gpus 8xH100-80GB --length 128k",
             "highwater emit --for verl Llama-3.1-8B --gpus 4xH100-80GB --length 32k --lora 32",
         ),
-        "emit",
         {"settings": _PREDICTED},
     ),
-    "show": Command(
+    "show": CommandHelp(
         _LOOK,
         "a study: as a table, in the published layout, as its final lines, or as JSON",
         (
@@ -139,9 +130,8 @@ COMMANDS: dict[str, Command] = {
             "highwater show study.jsonl --as published",
             "highwater show study.jsonl --as json",
         ),
-        "commands",
     ),
-    "report": Command(
+    "report": CommandHelp(
         _LOOK,
         "a page about one study: trials, brackets, memory, predictions, failures, commands; as "
         "HTML, Markdown, CSV or JSON",
@@ -150,9 +140,8 @@ COMMANDS: dict[str, Command] = {
             "highwater report study.jsonl -o report.html",
             "highwater report study.jsonl --json",
         ),
-        "documents",
     ),
-    "profile": Command(
+    "profile": CommandHelp(
         _LOOK,
         "what was alive in a PyTorch memory snapshot, at its peak or when memory ran out: of any "
         "program; two side by side",
@@ -161,21 +150,18 @@ COMMANDS: dict[str, Command] = {
             "highwater profile snapshot.pickle --html profile.html",
             "highwater profile before.pickle after.pickle",
         ),
-        "documents",
     ),
-    "models": Command(
+    "models": CommandHelp(
         _LOOK,
         "the models of the catalog: names, ids on the Hub, sizes, native lengths",
         ("highwater models qwen3", "highwater models", "highwater models llama --json"),
-        "catalog",
     ),
-    "gpus": Command(
+    "gpus": CommandHelp(
         _LOOK,
         "the kinds of GPUs of the catalog: memory, bf16 FLOP/s, and where each figure is from",
         ("highwater gpus h100", "highwater gpus", "highwater gpus rtx --json"),
-        "catalog",
     ),
-    "doctor": Command(
+    "doctor": CommandHelp(
         _SET_UP,
         "what works on this machine, and what to install for the rest",
         (
@@ -183,9 +169,8 @@ COMMANDS: dict[str, Command] = {
             "highwater doctor --json",
             "highwater doctor --measure --json > constants.json",
         ),
-        "doctor",
     ),
-    "completion": Command(
+    "completion": CommandHelp(
         _SET_UP,
         "the script by which a shell completes commands, flags, models and GPUs",
         (
@@ -193,9 +178,8 @@ COMMANDS: dict[str, Command] = {
             'highwater completion zsh > "${fpath[1]}/_highwater"',
             "highwater completion fish > ~/.config/fish/completions/highwater.fish",
         ),
-        "completion",
     ),
-    "bench": Command(
+    "bench": CommandHelp(
         _DEVELOP,
         "attention: the longest sequence that each attention holds here, what it costs there, "
         "and a report",
@@ -204,9 +188,8 @@ COMMANDS: dict[str, Command] = {
             "highwater bench attention --gpus 2 --memory 24GiB",
             "highwater bench attention --device cpu --max-length 1k --implementations dense",
         ),
-        "bench",
     ),
-    "schema": Command(
+    "schema": CommandHelp(
         _DEVELOP,
         "the JSON Schema of --config files",
         (
@@ -214,7 +197,6 @@ COMMANDS: dict[str, Command] = {
             "highwater schema > study.schema.json",
             "highwater schema | python -m json.tool --compact",
         ),
-        "commands",
     ),
 }
 """Every command by its name, in the order of the help."""
@@ -280,7 +262,7 @@ def grammar() -> Parser:
     return parser
 
 
-def _sections(name: str, command: Command) -> Iterator[tuple[str, list[Setting]]]:
+def _sections(name: str, command: CommandHelp) -> Iterator[tuple[str, list[Setting]]]:
     """The headings of a command's help, and the settings below each."""
     if name == "train":
         for heading in dict.fromkeys(row.topic for row in TRAINING):
