@@ -9,7 +9,7 @@ import pytest
 from conftest import SHOTS, WIDTHS, every_fold_open, serious
 
 from highwater.memory.snapshot.memory_profile import memory_profile
-from highwater.pages.profile.profile_page import profile_page
+from highwater.pages.profile import profile_page
 
 pytestmark = pytest.mark.pages
 SNAPSHOTS = sorted((Path(__file__).parents[1] / "data" / "snapshots").glob("*.pickle"))

@@ -11,7 +11,7 @@ import pytest
 from highwater.errors import SnapshotError
 from highwater.memory.snapshot.memory_profile import memory_profile
 from highwater.memory.snapshot.snapshot import MOST_FRAMES, read_snapshot
-from highwater.pages.profile.profile_page import profile_page
+from highwater.pages.profile import profile_page
 from highwater.units import MIB
 
 pytestmark = pytest.mark.timeout(60)

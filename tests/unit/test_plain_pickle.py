@@ -17,7 +17,7 @@ from highwater.errors import SnapshotError
 from highwater.memory.snapshot.memory_profile import MemoryProfile, memory_profile
 from highwater.memory.snapshot.plain_pickle import PlainPickleError, read_plain_pickle
 from highwater.nouns.codec import to_json
-from highwater.pages.profile.profile_page import profile_page
+from highwater.pages.profile import profile_page
 from highwater.units import MIB
 
 SNAPSHOTS = sorted((Path(__file__).parents[1] / "data" / "snapshots").glob("*.pickle"))

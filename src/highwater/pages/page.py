@@ -73,7 +73,6 @@ def drawn_page(name: str, *, form: Literal["html", "md"] = "html", **values: obj
         lstrip_blocks=True,
         finalize=harmless if is_html else _escaped_in_markdown,
     )
-    environment.globals.update({"form": form})
     filters: dict[str, Any] = {
         "plain": plain,
         "own": own if is_html else _on_one_line,
@@ -85,7 +84,7 @@ def drawn_page(name: str, *, form: Literal["html", "md"] = "html", **values: obj
         "tight": lambda text: _made_safe("\n".join(filter(str.strip, text.splitlines()))),
     }
     environment.filters.update(filters)
-    text = environment.get_template(name).render(values)
+    text = environment.get_template(name).render(values, form=form)
     if is_html:
         return text
     return re.sub(r"\n{3,}", "\n\n", text).strip("\n").replace(_LINE_END, "\n") + "\n"
