@@ -12,7 +12,7 @@ from markup import LARGEST_BYTES, Page
 from highwater import guide, write_guide
 from highwater.nouns.capacities import study_capacities
 from highwater.nouns.study import Study
-from highwater.pages.guide.answers import places
+from highwater.pages.guide.chooser import places
 from highwater.pages.guide.guide import Guide, guide_tables
 from highwater.pages.guide.guide_page import guide_markdown, guide_page, guide_rows
 from places import question_of
