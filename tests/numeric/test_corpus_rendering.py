@@ -129,14 +129,6 @@ def test_a_template_whose_turns_cannot_be_proven_is_refused_and_the_hint_works(t
     assert ids_of(corpus)[0] == opened(directory).apply_chat_template(CHAT)["input_ids"]
 
 
-def test_sharegpt_conversations_are_the_same_as_messages(chatml, tmp_path):
-    names = {"system": "system", "user": "human", "assistant": "gpt"}
-    told = [{"from": names[each["role"]], "value": each["content"]} for each in CHAT]
-    data = write_lines(tmp_path / "d.jsonl", [{"messages": CHAT}, {"conversations": told}])
-    first, second = ids_of(made(tmp_path, data, tokenizer=chatml))
-    assert first == second
-
-
 @pytest.mark.parametrize("name", ["completion", "response"])
 def test_of_a_prompt_and_its_completion_the_completion_is_trained(name, chatml, tmp_path):
     texts = {"prompt": "What is one and one?", name: " It is two."}

@@ -13,15 +13,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+import highwater
 from highwater.api.search import prepare_trial
 from highwater.engine import Quantity, Trainer, train_step
+from highwater.engine.activations.recompute import recompute_layers
 from highwater.engine.training.memory_profiler import TrialProfiler
+from highwater.engine.training.out_of_memory import LayerWatch
 from highwater.engine.training.statistics_log import past_budget
 from highwater.engine.training.trainer_keywords import KEYWORDS, trial_of
-from highwater.errors import HighwaterError, UsageError
+from highwater.errors import HighwaterError, MachineError, UsageError
 from highwater.nouns.profiling import Profiling, SnapshotOrder
 from highwater.nouns.request import request_from
 from highwater.nouns.trial import MemoryBudget, RankMemory
@@ -351,46 +354,6 @@ def test_only_what_a_loop_declared_is_added_to_and_to_one_step(model):
     assert not dist.is_initialized()
 
 
-def test_where_no_number_is_declared_an_addition_is_told_what_can_be(trainer):
-    for name in ("my_metric", "n_tokens", "", None, ["m"]):
-        with pytest.raises(UsageError, match="is no quantity") as refusal:
-            trainer.add(name, 3)  # pyright: ignore[reportArgumentType]
-        spelled, _, rest = refusal.value.hint.partition("`, ")
-        (own,) = eval(spelled.partition("quantities=")[2], {"Quantity": Quantity})  # noqa: S307
-        assert own == {"my_metric": "my_metric", "n_tokens": "my_n_tokens"}.get(
-            str(name), "my_metric"
-        )
-        for offered in ("sum", "min", "max", "mean", "n_tokens", "n_valid_tokens", "n_documents"):
-            assert offered in rest
-        assert "model_flops" not in rest
-
-
-@pytest.mark.parametrize("quantities", [["m"], [], {"m": "sum"}, {"": Quantity(how="sum")}])
-def test_what_is_no_declaration_leaves_no_trainer_behind(model, quantities):
-    with pytest.raises(UsageError, match=r"Quantity|mapping"):
-        Trainer(model, length=8, device="cpu", quantities=quantities)
-    assert not dist.is_initialized()
-
-
-def test_a_value_that_is_refused_is_in_no_statistic(model):
-    own = {
-        "mine": Quantity(how="sum", is_count=True),
-        "share": Quantity(how="mean", per="n_tokens"),
-    }
-    with Trainer(model, length=8, device="cpu", quantities=own) as trainer:
-        trainer.add("share", 12)
-        with pytest.raises(UsageError, match="nothing was added") as refusal:
-            trainer.statistics()
-        assert "step()" in refusal.value.hint
-        trainer.step(ROWS)
-        for value in (None, "3", 2.5, torch.tensor([3.0, 4.0])):
-            with pytest.raises(UsageError, match="mine"):
-                trainer.add("mine", value)  # pyright: ignore[reportArgumentType]
-        trainer.add("mine", torch.tensor([4]))
-        told = trainer.statistics()
-    assert (told["mine"], told["share"], told["n_tokens"]) == (4, 0, 12)
-
-
 @pytest.mark.parametrize(
     ("settings", "rows"),
     [
@@ -417,37 +380,6 @@ def test_every_objective_tells_its_statistics(model, settings, rows):
         count = told[name]
         assert told[f"over_{name}"] == (2 / count if count else None)
     assert told.get("critic_gradient_norm") == done.critic_gradient_norm
-
-
-def test_a_save_loads_and_replaces_nothing(trainer, model, tmp_path):
-    source = load_file(Path(model, "model.safetensors"))
-    trainer.step(ROWS)
-    trainer.save(tmp_path / "saved")
-    assert [path.name for path in tmp_path.iterdir()] == ["saved"], "nothing is left beside it"
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
-    row = torch.tensor([ROWS[0][0]])
-    expected = trainer.evaluate(ROWS[:1]).loss
-    assert float(loaded(row, labels=row).loss.detach()) == pytest.approx(expected, rel=1e-5)
-    for used in (tmp_path / "saved", Path(model)):
-        with pytest.raises(UsageError, match="holds something"):
-            trainer.save(used)
-    with pytest.raises(UsageError, match="no LoRA"):
-        trainer.save(tmp_path / "merged", merged=True)
-    after = load_file(Path(model, "model.safetensors"))
-    assert all(torch.equal(after[name], tensor) for name, tensor in source.items())
-
-
-def test_adapters_are_saved_for_peft_or_merged(model, tmp_path):
-    pytest.importorskip("peft", reason="LoRA needs the lora extra")
-    with Trainer(model, length=8, device="cpu", lora=4, learning_rate=0.01) as trainer:
-        trainer.step(ROWS)
-        trainer.save(tmp_path / "adapters")
-        trainer.save(tmp_path / "merged", merged=True)
-        expected = trainer.evaluate(ROWS[:1]).loss
-    assert (tmp_path / "adapters" / "adapter_config.json").exists()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    row = torch.tensor([ROWS[0][0]])
-    assert float(loaded(row, labels=row).loss.detach()) == pytest.approx(expected, rel=1e-5)
 
 
 def test_random_weights_are_told(model, tmp_path):
@@ -512,3 +444,73 @@ def test_a_trial_past_its_budget_says_who_took_it(reserved_mib, why):
     assert said is not None
     assert why in said
     assert "1000.0 MiB allowed" in said
+
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@without_gpu
+def test_without_a_gpu_it_is_refused_and_makes_nothing(tmp_path):
+    with pytest.raises(MachineError, match="without a GPU"):
+        highwater.MemoryProfiler(tmp_path / "snapshots")
+    order = SnapshotOrder(directory=str(tmp_path / "snapshots"), profiling=Profiling())
+    with pytest.raises(MachineError, match="without a GPU"):
+        TrialProfiler(order, rank=0, place="d0r0u0")
+    assert not (tmp_path / "snapshots").exists()
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What PyTorch was told to record, on a machine that seems to have a GPU."""
+    told: list[object] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    memory = torch.cuda.memory
+    monkeypatch.setattr(memory, "_record_memory_history", lambda what, **_: told.append(what))
+    monkeypatch.setattr(memory, "_set_memory_metadata", lambda _: None, raising=False)
+    return told
+
+
+def test_a_snapshot_that_cannot_be_written_hides_no_error_of_the_loop(tmp_path, recorder, capsys):
+    (tmp_path / "file").touch()
+    profiler = highwater.MemoryProfiler(tmp_path / "file")  # below which nothing can be written
+    with pytest.raises(torch.OutOfMemoryError, match="the loop's own"), profiler:
+        raise torch.OutOfMemoryError("the loop's own")
+    assert f"no memory snapshot was written to {profiler.path}: " in capsys.readouterr().err
+    with pytest.raises(OSError, match="file"), profiler:
+        pass
+    assert recorder == ["all", None, "all", None]
+
+
+class Layered(nn.Module):
+    """Three layers that allocate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden).relu()
+        return hidden.sum()
+
+
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_a_step_is_in_each_layer_of_both_passes_where_layers_are_recomputed(recomputes):
+    model = Layered()
+    if recomputes:
+        recompute_layers(model.layers)
+    heard: list[str] = []
+    watch = LayerWatch(heard.append)
+    watch.follow(model.layers)
+    watch.enter("forward")
+    loss = model(torch.ones(2, 4))
+    assert heard == [
+        "forward",
+        *(line for n in range(3) for line in (f"forward of layer {n}", "forward")),
+    ]
+    heard.clear()
+    watch.enter("backward")
+    loss.backward()
+    assert heard == ["backward", *(f"backward of layer {n}" for n in (2, 1, 0) if recomputes)]
+    watch.enter("optimizer")
+    assert watch.where == "optimizer"

@@ -1,0 +1,503 @@
+"""A table as a value, and how it is drawn: plain, as Markdown, or within the width of a terminal,
+every figure whole and every column there. A page draws the same value by its template.
+
+A table that is too wide for a terminal first says once, above, what all rows share. Then it takes
+the form that needs the fewest lines: *wrapped*, all columns side by side, names and sentences
+broken at blanks; *blocks*, the columns that have room side by side and the others below each row as
+``name: value``, aligned over all rows; or *groups*, where one name stands for several rows: that
+name on a line of its own, and its rows below. Tables in Markdown fold alike, and what is fenced
+stays as it is.
+"""
+
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TypeVar
+
+from rich.cells import cell_len
+
+from highwater.pages.text import INDENT, escaped, folded, hanging, pieces
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextTable:
+    """A table as text, before anybody decides how it is drawn."""
+
+    title: str
+    columns: tuple[str, ...]
+    """Headings; empty for a table without."""
+    rows: tuple[tuple[str, ...], ...]
+    footnotes: tuple[str, ...] = ()
+    left_columns: int = 3
+    """Columns that hold names: aligned left. The others hold figures."""
+
+
+def table_of(
+    title: str,
+    records: Iterable[Row],
+    *columns: tuple[str, Callable[[Row], str]] | None,
+    footnotes: Iterable[str] = (),
+    names: int = 3,
+) -> TextTable:
+    """A table with a row for each record. A column is its heading and what it says of a record; one
+    that is None is left out. The first ``names`` are aligned left.
+    """
+    shown = [column for column in columns if column is not None]
+    return TextTable(
+        title=title,
+        columns=tuple(heading for heading, _ in shown),
+        rows=tuple(tuple(cell(each) for _, cell in shown) for each in records),
+        footnotes=tuple(footnotes),
+        left_columns=names,
+    )
+
+
+def values_table(title: str, rows: Iterable[tuple[str, str]]) -> TextTable:
+    """A table of names and what each of them is."""
+    return TextTable(title=title, columns=("what", "value"), rows=tuple(rows), left_columns=2)
+
+
+def plain_table(table: TextTable, *, gap: str = "  ") -> str:
+    """The table in aligned columns, for a file or a pipe; never wrapped."""
+    grid = (table.columns, *table.rows) if table.columns else table.rows
+    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
+    lines = [
+        gap.join(
+            text.ljust(width) if column < table.left_columns else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in grid
+    ]
+    return "\n".join(
+        (table.title, "", *lines, *(("", *table.footnotes) if table.footnotes else ()))
+    )
+
+
+def markdown_table(table: TextTable) -> str:
+    """A table with figures aligned right, and of even widths for who reads the source."""
+    headings, *rows = [tuple(map(escaped, row)) for row in (table.columns, *table.rows)]
+    widths = [max(3, *map(len, column)) for column in zip(headings, *rows, strict=True)]
+    rules = [
+        "-" * width if at < table.left_columns else "-" * (width - 1) + ":"
+        for at, width in enumerate(widths)
+    ]
+    return "\n".join(
+        "| " + " | ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) + " |"
+        for row in (headings, rules, *rows)
+    )
+
+
+LEAST_WIDTH = 20
+"""Columns below which nothing is folded further."""
+_LINES_OF_A_CELL = 4
+"""Lines that a cell may take before its column goes below the row."""
+_LINES_OF_A_NAME = 2
+_PRICE_OF_BROKEN_NAMES = 1.2
+"""What a line counts where names are broken: ``Env + Offload`` and ``Env + Offload + chunked`` then
+begin alike, which only a much shorter table is worth."""
+_LINES_OF_A_HEADING = 2
+_WHOLE = 24
+"""Columns beside a name that are room enough for a longer value."""
+_GAP = "  "
+_GAP_OF_PAIRS = "   "
+_FIGURE = re.compile(r"[^\w`]*\d\S*(?<!:)(?: (?:[KMGT]iB|ms|s|%|GPUs?))?(?!\S)")
+"""How a cell of a column of figures begins."""
+
+
+def terminal_table(table: TextTable, *, width: int) -> str:
+    """The table for a terminal of ``width`` columns: title, rows, footnotes."""
+    width = max(width, LEAST_WIDTH)
+    shared: list[str] = []
+    if table.columns and _taken(map(_whole_width, _columns(table))) > width:
+        table, shared = _without_what_rows_share(table)
+    above = [line for text in (table.title, *shared) for line in folded(text, width)]
+    notes = [line for note in table.footnotes for line in folded(note, width)]
+    lines = table_lines(table, width)
+    return "\n".join((*above, "", *lines, *(("", *notes) if notes else ())))
+
+
+def table_lines(table: TextTable, width: int) -> list[str]:
+    """The rows, and their headings, in lines of at most ``width`` columns."""
+    if not table.columns:
+        return list(_names_and_values(table, width))
+    drawn = _drawn(_columns(table), width)
+    return [*drawn.headings, *(line for row in drawn.rows for line in row)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Drawn:
+    """A table in lines."""
+
+    headings: list[str]
+    rows: list[list[str]]
+
+    @property
+    def lines(self) -> int:
+        """Lines of it all."""
+        return len(self.headings) + sum(map(len, self.rows))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Column:
+    """A column of a table."""
+
+    heading: str
+    cells: tuple[str, ...]
+    is_left: bool
+    is_name: bool
+    """Whether it comes first and so names the rows."""
+
+    def lines(self, cell: str, width: int) -> list[str]:
+        """A cell in lines; those of a name are indented from the second on, so that each row is
+        seen to begin.
+        """
+        return hanging(cell, width) if self.is_name else folded(cell, width)
+
+
+def _columns(table: TextTable) -> list[_Column]:
+    cells = zip(*table.rows, strict=True) if table.rows else ((),) * len(table.columns)
+    return [
+        _Column(
+            heading=heading,
+            cells=texts,
+            is_left=index < table.left_columns or not _are_figures(texts),
+            is_name=index == 0,
+        )
+        for index, (heading, texts) in enumerate(zip(table.columns, cells, strict=True))
+    ]
+
+
+def _are_figures(cells: Sequence[str]) -> bool:
+    """Whether a column holds figures, ranges of them, and single words that stand for none."""
+    are_figures = [bool(_FIGURE.match(cell)) for cell in cells]
+    return any(are_figures) and all(
+        is_figure or " " not in cell for cell, is_figure in zip(cells, are_figures, strict=True)
+    )
+
+
+def _drawn(columns: Sequence[_Column], width: int) -> _Drawn:
+    """Draw the table in the form that takes the fewest lines, with whole names if they do not take
+    many more.
+    """
+    whole = [_whole_width(column) for column in columns]
+    if _taken(whole) <= width:
+        return _side_by_side(columns, whole)
+    names, *others = [_narrowest_by_height(column) for column in columns]
+    forms: list[tuple[float, _Drawn]] = []
+    for name_width in names:
+        price = 1 if name_width == names[0] else _PRICE_OF_BROKEN_NAMES
+        wrapped = _wrapped_widths(columns, [[name_width], *others], width)
+        needed = [name_width, *(each[0] for each in others)]
+        drawn = [_side_by_side(columns, wrapped)] if wrapped else []
+        drawn.append(_blocks(columns, needed, width))
+        forms += [(price * each.lines, each) for each in drawn]
+    if len(columns) > 1 and "" in columns[0].cells and width > LEAST_WIDTH:
+        groups = _groups(columns, width)
+        forms.append((groups.lines, groups))
+    return min(forms, key=lambda form: form[0])[1]
+
+
+def _taken(widths: Iterable[int]) -> int:
+    widths = list(widths)
+    return sum(widths) + len(_GAP) * (len(widths) - 1)
+
+
+def _whole_width(column: _Column) -> int:
+    """Width with every text on one line."""
+    return max(map(cell_len, (column.heading, *column.cells)))
+
+
+def _narrowest_by_height(column: _Column) -> list[int]:
+    """The narrowest that cells of one line, of two lines, and so on allow, the heading broken as
+    well.
+    """
+    texts = (column.heading, *column.cells)
+    least = max((cell_len(piece) for text in texts for piece in pieces(text)), default=0)
+    whole = _whole_width(column)
+    widths: list[int] = []
+    for height in range(1, (_LINES_OF_A_NAME if column.is_name else _LINES_OF_A_CELL) + 1):
+
+        def is_enough(width: int, height: int = height) -> bool:
+            cells = [column.lines(cell, width) for cell in column.cells]
+            return len(folded(column.heading, width)) <= _LINES_OF_A_HEADING and all(
+                len(lines) <= height and max(map(cell_len, lines)) <= width for lines in cells
+            )
+
+        widths.append(least + bisect_left(range(least, whole), True, key=is_enough))
+    return widths
+
+
+def _without_what_rows_share(table: TextTable) -> tuple[TextTable, list[str]]:
+    """Say columns after the first whose text is the same in every row in a line of their own. ``in
+    every row: GPUs 4; by predicted``.
+    """
+    cells = list(zip(*table.rows, strict=True))
+    shared = [index for index in range(1, len(cells)) if len(set(cells[index])) == 1]
+    if not shared or len(table.rows) <= 1:
+        return table, []
+    kept = [index for index in range(len(cells)) if index not in shared]
+    said = [
+        f"{table.columns[index]} {cells[index][0]}".strip() for index in shared if cells[index][0]
+    ]
+    rest = replace(
+        table,
+        columns=tuple(table.columns[index] for index in kept),
+        rows=tuple(tuple(row[index] for index in kept) for row in table.rows),
+        left_columns=sum(index < table.left_columns for index in kept),
+    )
+    return rest, [f"in every row: {'; '.join(said)}"] if said else []
+
+
+def _wrapped_widths(
+    columns: Sequence[_Column], options: Sequence[Sequence[int]], width: int
+) -> list[int] | None:
+    """Widths with which all columns have room beside each other, or None where none have. From
+    whole cells on, that column is broken next which adds the fewest lines for the room that it
+    gives.
+    """
+    widths = [each[0] for each in options]
+    while (excess := _taken(widths) - width) > 0:
+        lines = _lines_in_all(columns, widths)
+        costs: list[tuple[float, int, int]] = []
+        for index, each in enumerate(options):
+            narrower = max((option for option in each if option < widths[index]), default=None)
+            if narrower is not None:
+                tried = [*widths[:index], narrower, *widths[index + 1 :]]
+                saved = widths[index] - narrower
+                added = _lines_in_all(columns, tried) - lines
+                costs.append((added / min(saved, excess), -index, narrower))
+        if not costs:
+            return None
+        _, index, narrower = min(costs)
+        widths[-index] = narrower
+    return _widened(columns, widths, width)
+
+
+def _widened(columns: Sequence[_Column], widths: list[int], width: int) -> list[int]:
+    """Give the room that is left to columns that need fewer lines with it."""
+    for index, column in enumerate(columns):
+        room = width - _taken(widths)
+        wider = [*widths]
+        wider[index] = min(widths[index] + room, _whole_width(column))
+        if _lines_in_all(columns, wider) < _lines_in_all(columns, widths):
+            widths = wider
+    return widths
+
+
+def _lines_in_all(columns: Sequence[_Column], widths: Sequence[int]) -> int:
+    """Lines of all rows together."""
+    heights = (
+        [len(column.lines(cell, width)) for cell in column.cells]
+        for column, width in zip(columns, widths, strict=True)
+    )
+    return sum(map(max, zip(*heights, strict=True)))
+
+
+def _side_by_side(columns: Sequence[_Column], widths: Sequence[int]) -> _Drawn:
+    """The headings, broken where a column is narrower, above a rule; each row in as many lines as
+    its highest cell has.
+    """
+    are_left = [column.is_left for column in columns]
+    paired = list(zip(columns, widths, strict=True))
+    headings = [folded(column.heading, width) for column, width in paired]
+    height = max(map(len, headings))
+    raised = [[""] * (height - len(heading)) + heading for heading in headings]
+    rule = _GAP.join("-" * width for width in widths).rstrip()
+    cells = (
+        [
+            column.lines(column.cells[row], width)
+            for column, width in zip(columns, widths, strict=True)
+        ]
+        for row in range(len(columns[0].cells))
+    )
+    return _Drawn(
+        headings=[*_joined(raised, widths, are_left), rule],
+        rows=[list(_joined(row, widths, are_left)) for row in cells],
+    )
+
+
+def _joined(
+    cells: Sequence[Sequence[str]], widths: Sequence[int], are_left: Sequence[bool]
+) -> Iterator[str]:
+    """Cells of several lines beside each other."""
+    for line in range(max(map(len, cells))):
+        texts = [
+            _aligned(cell[line] if line < len(cell) else "", width, is_left=is_left)
+            for cell, width, is_left in zip(cells, widths, are_left, strict=True)
+        ]
+        text = _GAP.join(texts).rstrip()
+        if text:
+            yield text
+
+
+def _aligned(text: str, width: int, *, is_left: bool) -> str:
+    blanks = " " * (width - cell_len(text))
+    return text + blanks if is_left else blanks + text
+
+
+def _blocks(columns: Sequence[_Column], needed: Sequence[int], width: int) -> _Drawn:
+    """Rows of the columns that have room beside the first; below each row the others."""
+    widths = {0: min(needed[0], width)}
+    for index in range(1, len(columns)):
+        if _taken((*widths.values(), needed[index])) <= width:
+            widths[index] = needed[index]
+    beside = _side_by_side([columns[index] for index in widths], list(widths.values()))
+    below = [column for index, column in enumerate(columns) if index not in widths]
+    lines_of_pairs = _lines_of_pairs(below, width)
+    rows = [
+        [*row, *(line for pairs in lines_of_pairs for line in _pairs(pairs, number, width))]
+        for number, row in enumerate(beside.rows)
+    ]
+    return replace(beside, rows=rows)
+
+
+def _groups(columns: Sequence[_Column], width: int) -> _Drawn:
+    """Each name on a line of its own, and below it, indented, the other columns of its rows and of
+    those after it that have none.
+    """
+    first, second, *others = columns
+    rest = _drawn([replace(second, is_name=True), *others], width - len(INDENT))
+    rows = [
+        [*(hanging(name, width) if name else ()), *(INDENT + line for line in row)]
+        for name, row in zip(first.cells, rest.rows, strict=True)
+    ]
+    headings = [INDENT + line for line in rest.headings]
+    return _Drawn(headings=[*folded(first.heading, width), *headings], rows=rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pair:
+    """A column below its rows: where its name and its value stand in their line."""
+
+    column: _Column
+    name_width: int
+    """Of the name with its colon and a blank."""
+    value_width: int
+
+    @property
+    def width(self) -> int:
+        return self.name_width + self.value_width
+
+
+def _lines_of_pairs(columns: Sequence[_Column], width: int) -> list[list[_Pair]]:
+    """Which columns share a line below a row: as many as have room, for all rows the same."""
+    lines: list[list[_Pair]] = []
+    for column in columns:
+        name_width = cell_len(column.heading) + len(": ") if column.heading else 0
+        value_width = max(map(cell_len, column.cells), default=0)
+        pair = _Pair(column=column, name_width=name_width, value_width=value_width)
+        if lines and _taken_by_pairs([*lines[-1], pair]) <= width:
+            lines[-1].append(pair)
+        else:
+            lines.append([pair])
+    in_stops = _in_stops(lines)
+    return in_stops if all(_taken_by_pairs(line) <= width for line in in_stops) else lines
+
+
+def _in_stops(lines: Sequence[Sequence[_Pair]]) -> list[list[_Pair]]:
+    """The same lines with names below names, and values below values."""
+    lined: list[list[_Pair]] = [[] for _ in lines]
+    for stop in range(max(map(len, lines), default=0)):
+        name_width = max(line[stop].name_width for line in lines if stop < len(line))
+        followed = (line[stop].value_width for line in lines if stop + 1 < len(line))
+        least = max(followed, default=0)
+        for line, own in zip(lines, lined, strict=True):
+            for pair in line[stop : stop + 1]:
+                value_width = max(least, pair.value_width)
+                own.append(replace(pair, name_width=name_width, value_width=value_width))
+    return lined
+
+
+def _taken_by_pairs(pairs: Collection[_Pair]) -> int:
+    gaps = len(_GAP_OF_PAIRS) * (len(pairs) - 1)
+    return len(INDENT) + sum(pair.width for pair in pairs) + gaps
+
+
+def _pairs(pairs: Sequence[_Pair], row: int, width: int) -> Iterator[str]:
+    """One line of what stands below a row; a value that is longer goes on below itself."""
+    texts: list[str] = []
+    for pair in pairs:
+        value = pair.column.cells[row]
+        name = f"{pair.column.heading}:" if pair.column.heading and value else ""
+        texts.append(
+            _aligned(name, pair.name_width, is_left=True)
+            + _aligned(value, pair.value_width, is_left=True)
+        )
+    line = INDENT + _GAP_OF_PAIRS.join(texts).rstrip()
+    if cell_len(line) <= width:
+        if line.strip():
+            yield line
+        return
+    for text in hanging(line.strip(), width - len(INDENT)):
+        yield INDENT + text
+
+
+def _names_and_values(table: TextTable, width: int) -> Iterator[str]:
+    """A table without headings: a name and what it says, which goes on below itself."""
+    names = max((cell_len(row[0]) for row in table.rows), default=0)
+    for name, *values in table.rows:
+        value = _GAP.join(values)
+        room = width - names - len(_GAP)
+        if room >= min(_WHOLE, cell_len(value)):
+            yield from _joined([[name], folded(value, room)], (names, room), (True, True))
+        else:
+            yield from folded(name, width)
+            yield from (INDENT + line for line in folded(value, width - len(INDENT)))
+
+
+_FENCE = "```"
+_ITEM = re.compile(r"(?:[-|>]|\d+\.) ")
+"""How a line begins whose further lines are indented."""
+_RULE = re.compile(r"\|(?: *:?-+:? *\|)+")
+"""The line between a Markdown table's headings and its rows."""
+
+
+def terminal_text(text: str, *, width: int) -> str:
+    """Fold text of several lines for a terminal; fenced lines stay as they are."""
+    width = max(width, LEAST_WIDTH)
+    lines: list[str] = []
+    is_fenced = False
+    for is_of_a_table, group in groupby(text.split("\n"), lambda line: line.startswith("|")):
+        block = list(group)
+        if is_of_a_table and not is_fenced:
+            lines += _markdown_table(block, width)
+            continue
+        for line in block:
+            is_fence = line.startswith(_FENCE)
+            is_fenced ^= is_fence
+            lines += [line] if is_fence or is_fenced else _folded_line(line, width)
+    return "\n".join(lines)
+
+
+def _folded_line(line: str, width: int) -> list[str]:
+    """Fold one line of a text: what belongs to an item, or to a row, is indented below it."""
+    text = line.lstrip()
+    before = line[: len(line) - len(text)]
+    item = _ITEM.match(text)
+    below = before + " " * len(item[0] if item else "")
+    if cell_len(line) <= width or len(below) >= width:
+        return [line]
+    first, *rest = folded(text, width - len(below))
+    return [before + first, *(below + more for more in rest)]
+
+
+def _markdown_table(lines: list[str], width: int) -> list[str]:
+    """Fold the rows of a Markdown table that is wider than the terminal; leave any other."""
+    is_table = len(lines) > 2 and bool(_RULE.fullmatch(lines[1]))
+    rows = [_markdown_cells(line) for line in lines] if is_table else []
+    if not is_table or max(map(cell_len, lines)) <= width or len({len(row) for row in rows}) > 1:
+        return [part for line in lines for part in _folded_line(line, width)]
+    headings, rule, *cells = rows
+    lefts = [not end.endswith(":") for end in rule]
+    left_columns = lefts.index(False) if False in lefts else len(lefts)
+    table = TextTable(title="", columns=headings, rows=tuple(cells), left_columns=left_columns)
+    return table_lines(table, width)
+
+
+def _markdown_cells(line: str) -> tuple[str, ...]:
+    cells = re.split(r"(?<!\\)\|", line.strip())[1:-1]
+    return tuple(re.sub(r"\\([^\w\s])", r"\1", cell.strip()) for cell in cells)
