@@ -54,7 +54,7 @@ from highwater.nouns.events import (
 )
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
-from highwater.trials.tracing import fullest_rank
+from highwater.trials.traced import fullest_rank
 
 LAYERS = 2
 MORE = 4

@@ -19,7 +19,7 @@ from highwater.model.model import load_model
 from highwater.nouns.events import TraceOrder
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
-from highwater.trials.tracing import fullest_rank
+from highwater.trials.traced import fullest_rank
 from learn_moments import SHARED_SIZE, UNGROUPED
 from tables import deep
 
