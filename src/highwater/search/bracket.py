@@ -20,7 +20,7 @@ That is for ``bisect``, and for ``linear`` from a start that does not fit. From 
 from collections.abc import Callable
 
 from highwater.nouns.study import Method
-from highwater.nouns.support import Contradiction, contradictions
+from highwater.store.trial_evidence import Contradiction, contradictions
 
 HINT_COST = 3
 """Trials that a hint can cost (``_around_the_hint``), before the search starts from the bottom."""
