@@ -31,11 +31,7 @@ from highwater.recommendation.recommend import recommend
 from highwater.store.journal import read_study
 from highwater.units import MIB, format_bytes, format_tokens
 
-_OF_WHAT_IS_TRAINED = (
-    *("objective", "critic", "entropy", "optimizer", "parameters", "rope"),
-    *("lora", "lora_alpha", "lora_targets", "lora_base", "lora_merged"),
-    *("sequences_per_micro_batch", "token_budget", "save_hf"),
-)
+_OF_WHAT_IS_TRAINED = tuple(row.name for row in TOPICS["trial"] if row.says_what)
 """Settings that say what is trained, not how: those that are named beside ``--settings``."""
 
 

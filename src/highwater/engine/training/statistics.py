@@ -1,7 +1,7 @@
 """Statistics of a step: numbers that read the same however it is split over micro-batches and
 ranks.
 
-A quantity (nouns/quantities.py) says what it is over and which ranks it is put together from; each
+A quantity (step_quantities.py) says what it is over and which ranks it is put together from; each
 rank adds its parts. One sum over all ranks carries everything, scalars and two numbers for each
 document alone: a number has a slot for each of its groups of ranks, smallest and largest ones a
 slot for each rank, and nothing is averaged or exponentiated before it arrived. It comes after the
@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.training.step_quantities import DOCUMENT, QUANTITIES, Group, How, Quantity
 from highwater.errors import UsageError
-from highwater.nouns.quantities import DOCUMENT, QUANTITIES, Group, How, Quantity
 
 Reduced = float | int | tuple[float | int | None, ...] | None
 """A number, NaN where NaN was added; of ``each`` one for every rank; None where there is nothing to

@@ -23,11 +23,11 @@ from highwater.engine.models.decoder import LanguageModel
 from highwater.engine.models.loss import LogitRange
 from highwater.engine.training.statistics import Reduced, Statistics
 from highwater.engine.training.step import Training
+from highwater.engine.training.step_quantities import QUANTITIES
 from highwater.errors import MachineError, UsageError
 from highwater.model.footprint import step_flops
 from highwater.model.model import load_model
 from highwater.nouns.hardware import kind_of
-from highwater.nouns.quantities import QUANTITIES
 from highwater.nouns.trial import MemoryBudget, RankMemory, StatisticsFiles, TrialSpec
 from highwater.units import GIB, format_bytes
 

@@ -44,11 +44,11 @@ from highwater.engine.training.statistics_log import (
     follow_logits,
 )
 from highwater.engine.training.step import train_step
+from highwater.engine.training.step_quantities import QUANTITIES, Quantity
 from highwater.engine.training.trainer_keywords import in_keywords, trial_of
 from highwater.errors import HighwaterError, UsageError
 from highwater.model.model import load_model
 from highwater.nouns.environment import ALLOCATOR_MODES, ALLOCATOR_VARIABLES
-from highwater.nouns.quantities import QUANTITIES, Quantity
 from highwater.nouns.request import Request
 from highwater.units import counted, parse_tokens
 
