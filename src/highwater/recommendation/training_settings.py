@@ -386,13 +386,23 @@ def training_notes(
 ) -> tuple[str, ...]:
     """All that is said of a training's settings, weights and data, a sentence each."""
     trial = chosen.spec
+    trained = [Path(path).resolve() for path in asked.data]
+    both = [
+        path
+        for path in asked.eval_data
+        for own in (Path(path).resolve(),)
+        if any(own.is_relative_to(each) or each.is_relative_to(own) for each in trained)
+    ]
+    said = (
+        f"{', '.join(both)} of `--eval-data` is in `--data`, too: its loss is not held out"
+    )
     return (
         *chosen.notes,
         *data_notes(chosen, corpus),
         *weights_notes(model, trial.settings, simulated=False),
         *adapter_notes(trial),
         *corpus.notes,
-        *_overlap_notes(asked),
+        *((said,) if both else ()),
     )
 
 
@@ -450,21 +460,3 @@ def adapter_notes(trial: TrialSpec) -> tuple[str, ...]:
             "one that does"
         )
     return tuple(notes)
-
-
-def _overlap_notes(asked: TrainingRequest) -> tuple[str, ...]:
-    """What is evaluated though it is trained on."""
-    trained = [Path(path).resolve() for path in asked.data]
-    both = [
-        path
-        for path in asked.eval_data
-        if any(_is_within(Path(path).resolve(), each) for each in trained)
-    ]
-    if not both:
-        return ()
-    return (f"{', '.join(both)} of `--eval-data` is in `--data`, too: its loss is not held out",)
-
-
-def _is_within(path: Path, other: Path) -> bool:
-    """Whether one of two paths is, or holds, the other."""
-    return path.is_relative_to(other) or other.is_relative_to(path)
