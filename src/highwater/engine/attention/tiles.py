@@ -86,8 +86,8 @@ class TilePairs:
     queries: Tiles
     keys: Tiles
     starts: Tensor
-    """Where the pairs of each tile of queries begin, int64, and where the last one's end; R + 1, on
-    the host."""
+    """Index of each query tile's first pair, then the number of pairs; R + 1, int64, on the
+    host."""
     columns: Tensor
     """Tile of keys of each pair, int32; ME."""
     is_causal: bool = True

@@ -105,7 +105,7 @@ def _document_lengths(
 
 
 def _lengths(begins: Tensor) -> tuple[int, ...]:
-    """Tokens of each document of a sequence, of whether one begins at each token but the first."""
+    """Count each document's tokens, from where documents begin (for all tokens but the first)."""
     first = [0, *(begins.nonzero()[:, 0] + 1).tolist(), len(begins) + 1]
     return tuple(stop - start for start, stop in pairwise(first))
 
