@@ -24,6 +24,7 @@ from highwater.store.journal import read_study
 from highwater.trials.simulated import SimulatedRunner
 from highwater.units import format_bytes, format_tokens
 from places import question_of
+from tables import table
 
 
 def test_the_longest_length_comes_first_with_its_settings_and_what_is_left():
@@ -63,18 +64,7 @@ def test_where_nothing_fits_it_is_no_and_what_the_nearest_lacks():
 
 @pytest.mark.parametrize(
     ("asked", "words"),
-    [
-        ({}, "nothing set"),
-        ({"lora": 16, "lora_base": "nf4"}, "LoRA of rank 16 beside a model in NF4"),
-        (
-            {"optimizer": "adamw-8bit", "parameters": "bf16", "micro_batches": 1},
-            "AdamW with moments of 8 bits, parameters in bf16",
-        ),
-        ({"recompute": "all-but-attention"}, "attention's outputs kept"),
-        ({"recompute": "none"}, "no recomputation"),
-        ({"offload": "states"}, "the optimizer's moments in host memory"),
-        ({"offload": True}, "all states in host memory"),
-    ],
+    table("answer_sentence", "settings_are_said_in_words"),
 )
 def test_settings_are_said_in_words(asked, words):
     plain = {"loss": "full", "allocator": "native"}

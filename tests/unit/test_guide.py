@@ -82,28 +82,6 @@ def test_offload_is_the_best_of_saving_weights_and_not(tmp_path):
         }
 
 
-@pytest.mark.parametrize(
-    ("unknown", "expected"),
-    [
-        ("vanilla", {4096: "Env", 8192: "Env + Offload", 12288: "?"}),
-        ("env", {4096: "vanilla", 8192: "Env + Offload", 12288: "?"}),
-        ("env+offload", {4096: "vanilla", 8192: "Env", 12288: "?"}),
-        (None, {4096: "vanilla", 8192: "Env + Offload", 12288: "-"}),
-    ],
-)
-def test_an_unknown_cell_never_becomes_nothing_fits(unknown, expected, tmp_path):
-    known = {
-        "vanilla": 4096,
-        "env": 8192 if unknown == "env+offload" else 4096,
-        "env+offload": 8192,
-    }
-    rows = (
-        f"A100-80GB,{name},1,1,Qwen3-0.6B,{'' if name == unknown else tokens}"
-        for name, tokens in known.items()
-    )
-    assert labels(of_rows(*rows, folder=tmp_path)) == expected
-
-
 def test_what_is_named_although_something_simpler_is_unknown_is_marked(tmp_path):
     made = of_rows(
         "A100-80GB,vanilla,1,1,Qwen3-0.6B,", "A100-80GB,env,1,1,Qwen3-0.6B,4096", folder=tmp_path
