@@ -135,7 +135,7 @@ def _trial_notes(request: Request, spec: TrialSpec) -> tuple[str, ...]:
         *lossy_notes(spec.settings),
         *offload_notes(spec.settings, spec.device),
         *own_code_notes(model),
-        *yarn_notes(model, spec.length_tokens, request.rope),
+        *yarn_notes(model, spec.length_tokens, request.settings.rope),
         *weights_notes(model, spec.settings, simulated=request.dry_run),
     )
 
