@@ -25,7 +25,8 @@ from highwater.memory.capacity import (
     MemoryLimit,
     Prediction,
 )
-from highwater.memory.predictor import Predictor, longest
+from highwater.memory.formula.layers import Step
+from highwater.memory.predictor import FormulaPredictor, longest
 from highwater.memory.trainers import predictor_of
 from highwater.model.footprint import device_state_bytes, layer_input_bytes
 from highwater.nouns.files import record_in
@@ -62,12 +63,14 @@ MemoryLineOf = Callable[[Question, Cell, int], MemoryLine]
 
 
 def predicted_line(
-    question: Question, cell: Cell, usable_bytes: int, predictor: Predictor
+    question: Question, cell: Cell, usable_bytes: int, predictor: FormulaPredictor
 ) -> MemoryLine:
     """Fit a line to a trainer's formula at the predicted capacity and at twice that length."""
     length_tokens = question.grid.length(longest(predictor, usable_bytes) or 1)
+    shape, settings, layout = question.model.shape, cell.settings, cell.layout
     at, beyond = (
-        predictor.at(length, None).needed_bytes for length in (length_tokens, 2 * length_tokens)
+        predictor.closed_form(Step(shape, settings, layout, length, question.device)).needed_bytes
+        for length in (length_tokens, 2 * length_tokens)
     )
     tokens = _tokens_per_gpu(cell, length_tokens)
     bytes_per_token = (beyond - at) / tokens
