@@ -27,7 +27,7 @@ from highwater.nouns.plan import plan, plan_trial
 from highwater.nouns.request import DECLARED, Request, request_from
 from highwater.nouns.study import Question
 from highwater.nouns.trial import TrialSpec
-from highwater.pages.study.study_commands import find_words, try_words
+from highwater.pages.study_commands import find_words, try_words
 from places import machine_with, question_of
 
 COMMAND = "torchrun --nproc-per-node {gpus} train.py --len {length} --sp {ulysses} --steps {steps}"

@@ -9,8 +9,8 @@ from markdown_it import MarkdownIt
 from markup import markdown_rows
 
 from highwater import guide
-from highwater.pages.guide import guide_page as guide_parts
-from highwater.pages.guide.guide_page import guide_markdown, guide_rows
+from highwater.pages import guide_page as guide_parts
+from highwater.pages.guide_page import guide_markdown, guide_rows
 from highwater.pages.text import escaped, markdown_list
 
 DATA = Path(__file__).parents[1] / "data"

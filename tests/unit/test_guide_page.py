@@ -7,9 +7,9 @@ import pytest
 from markup import Page
 
 from highwater import guide, write_guide
-from highwater.pages.guide.chooser import places
-from highwater.pages.guide.guide import Guide
-from highwater.pages.guide.guide_page import guide_markdown, guide_page, guide_rows
+from highwater.pages.chooser import places
+from highwater.pages.guide import Guide
+from highwater.pages.guide_page import guide_markdown, guide_page, guide_rows
 
 TABLE = Path(__file__).parents[1] / "data" / "published_capacity_a100_80gb.csv"
 STUDIES = Path(__file__).parents[2] / "docs" / "results" / "find"

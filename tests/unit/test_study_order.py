@@ -7,8 +7,8 @@ from studies import QUESTION, REAL, report_of, study_of, trial
 from highwater import study_report
 from highwater.nouns.study import Expectation, RecordedTrial
 from highwater.nouns.trial import Outcome
-from highwater.pages.study.build import study_markdown
-from highwater.pages.study.study_tables import predicted_cells, question_table
+from highwater.pages.study_page import study_markdown
+from highwater.pages.study_tables import predicted_cells, question_table
 from places import question_of
 
 BUDGETED = question_of(token_budget="16k").cells

@@ -1,6 +1,6 @@
 """What follows from a benchmark of attentions: the longest lengths, the fit of memory, other GPUs,
 what sharing brings, and what to use for which lengths. Pure: figures in, figures out;
-``pages/attention_report`` shows them.
+``pages/attention`` shows them.
 """
 
 from collections.abc import Iterator, Sequence

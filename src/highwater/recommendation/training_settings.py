@@ -399,9 +399,7 @@ def training_notes(
         for own in (Path(path).resolve(),)
         if any(own.is_relative_to(each) or each.is_relative_to(own) for each in trained)
     ]
-    said = (
-        f"{', '.join(both)} of `--eval-data` is in `--data`, too: its loss is not held out"
-    )
+    said = f"{', '.join(both)} of `--eval-data` is in `--data`, too: its loss is not held out"
     return (
         *chosen.notes,
         *data_notes(chosen, corpus),

@@ -17,7 +17,7 @@ from highwater.nouns.study import (
     counted_ranks,
 )
 from highwater.nouns.trial import Device, MemoryBudget, Outcome, RankReport, TrialResult, TrialSpec
-from highwater.pages.study.study_commands import alive_rows, brief, request_line
+from highwater.pages.study_commands import alive_rows, brief, request_line
 from highwater.pages.table import TextTable, plain_table
 from highwater.pages.text import plain
 from highwater.units import (

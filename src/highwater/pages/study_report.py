@@ -16,7 +16,7 @@ from highwater.nouns.secrets import without_secrets
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import Cell, CellAnswer, RecordedTrial, Study, UnprovenAnswer
 from highwater.nouns.trial import LogEnd, Outcome, RankReport, TrialResult
-from highwater.pages.study.study_commands import Command, commands, request_line, requested_bytes
+from highwater.pages.study_commands import Command, commands, request_line, requested_bytes
 from highwater.search.predicted_study import PredictedCell, PredictedTrial, Predictions
 from highwater.version import __version__
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from highwater.nouns.environment import ALLOCATOR_VARIABLES, Environment
 from highwater.nouns.study import Question, Study, counted_ranks
 from highwater.nouns.trial import Outcome
+from highwater.pages.answer_tables import answer_table, place, provenance
 from highwater.pages.prediction_tables import learned
-from highwater.pages.study.study_report import (
+from highwater.pages.study_report import (
     BracketStep,
     CellReport,
     FailedTrial,
@@ -21,7 +22,6 @@ from highwater.pages.study.study_report import (
     StudyReport,
     TrialReport,
 )
-from highwater.pages.study.tables import answer_table, place, provenance
 from highwater.pages.table import TextTable, table_of, values_table
 from highwater.units import (
     format_bytes,

@@ -26,8 +26,7 @@ from highwater.nouns.recommendation import Candidate, Query, Recommendation
 from highwater.nouns.request import trial_flags
 from highwater.nouns.study import counted_ranks
 from highwater.nouns.trainer import OURS, TRAINERS, predicted_traits, trainer_title
-from highwater.pages.answer_sentence import recommendation_answer
-from highwater.pages.guide.guide import (
+from highwater.pages.guide import (
     NOTHING_FITS,
     ORIGINS,
     UNKNOWN,
@@ -39,6 +38,7 @@ from highwater.pages.guide.guide import (
 )
 from highwater.pages.page import paths_shortened, script_text, without_folders
 from highwater.pages.recommendation_tables import recommendation_tables
+from highwater.pages.sentence import recommendation_answer
 from highwater.pages.text import plain_lines
 from highwater.recommendation.candidates import token_budget
 from highwater.recommendation.recommend import recommend
