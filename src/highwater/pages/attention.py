@@ -145,7 +145,7 @@ def _held(each: LongestLength) -> str:
 
 
 def _labels(bench: AttentionBench) -> Iterator[str]:
-    """What a reader has to know of these figures."""
+    """Notes that a reader of these figures needs."""
     order, machine = bench.order, bench.machine
     if not bench.is_whole:
         yield "interrupted: these are the cases that had ended."
@@ -229,7 +229,7 @@ def _name(entry: Entry) -> str:
 
 
 def _use_case_line(case: UseCase) -> str:
-    """What to use for a range of lengths."""
+    """A line that says what to use for a range of lengths."""
     start, end = format_tokens(case.from_tokens), format_tokens(case.to_tokens)
     lengths = f"beyond {start} tokens" if case.to_tokens is None else f"{start} to {end} tokens"
     exact, sparse = (each or "none measured holds them" for each in (case.exact, case.sparse))
@@ -253,7 +253,7 @@ def _machine_table(bench: AttentionBench) -> TextTable:
 
 
 def _check_table(bench: AttentionBench) -> TextTable:
-    """Each beside the reference, and the verdict."""
+    """Each implementation beside the reference, and the verdict."""
 
     def difference(name: str) -> Column[Any]:
         def cell(check: BenchCheck) -> str:
@@ -320,7 +320,7 @@ def _estimate_table(summary: AttentionSummary) -> TextTable:
 
 
 def _efficiency_table(summary: AttentionSummary) -> TextTable:
-    """What several GPUs bring."""
+    """Speed and reach of several GPUs, compared with one."""
     return _table(
         "tokens/s and longest length of several GPUs, of one GPU's",
         summary.efficiencies,

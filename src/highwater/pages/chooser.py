@@ -48,7 +48,7 @@ from highwater.trainers.targets import TARGETS, configured_choice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What is recommended for one length."""
+    """The recommendation for one length."""
 
     found: Recommendation
     command: str
@@ -379,13 +379,13 @@ class _Values:
         self.numbers = dict[str, int]()
 
     def __call__(self, value: object) -> str:
-        """What stands for a value; texts are on one line, and name no folder."""
+        """Return the text that stands for a value; texts are on one line, and name no folder."""
         if isinstance(value, str):
             value = plain_lines(without_folders(value))
         return self.of_json(_json(value))
 
     def of_json(self, text: str) -> str:
-        """What stands for a value whose JSON this is."""
+        """Return the text that stands for a value whose JSON this is."""
         self.counts[text] += 1
         return f"\0{self.numbers.setdefault(text, len(self.numbers))}"
 

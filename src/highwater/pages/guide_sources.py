@@ -34,7 +34,7 @@ _PREDICTION = "prediction.json"
 
 
 class _Found(NamedTuple):
-    """What one source knows."""
+    """Capacities, notes and queries from one source."""
 
     capacities: tuple[Capacity, ...]
     notes: tuple[str, ...]
@@ -151,7 +151,7 @@ def _check_models(
 
 
 def _read(path: Path) -> _Found:
-    """What one file knows."""
+    """Read one file."""
     words = shlex.quote(str(path))
     if path.suffix == ".csv":
         capacities = table_capacities(path)
@@ -206,7 +206,7 @@ def _asked(
 
 
 def _assumed(memory_limit: MemoryLimit) -> dict[str, str]:
-    """What a prediction takes for granted that others do not, by its flag. What is reserved of a
+    """Assumptions of a prediction that others do not make, by flag. Memory that is reserved on a
     GPU is in the GPU's name.
     """
     host = memory_limit.host_bytes

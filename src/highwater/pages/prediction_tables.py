@@ -269,7 +269,7 @@ def _constants(own: MachineConstants, gpus: int) -> str:
 
 
 def learned(calibration: Calibration) -> list[str]:
-    """What the intervals promise, what they were learned from, and for what they were not."""
+    """Say what the intervals promise, what they were learned from, and for what they were not."""
     notes: list[str] = []
     what = "edges" if calibration.edges else "trials"
     each = [

@@ -77,7 +77,7 @@ def recommendation_tables(
 
 
 def _tried_table(found: Recommendation) -> TextTable:
-    """What studies of a foreign trainer say of a length: all that was tried, the simplest first."""
+    """All that studies of a foreign trainer tried at a length, the simplest first."""
     return table_of(
         f"{_title(found)}: measured",
         found.candidates,
@@ -119,7 +119,7 @@ def next_rungs(found: Recommendation) -> tuple[Candidate, ...]:
 
 
 def costs(candidate: Candidate, found: Recommendation) -> tuple[str, ...]:
-    """What a rung costs, against the first of the ladder."""
+    """Costs of a rung, compared with the first of the ladder."""
     settings, layout = candidate.cell.settings, candidate.cell.layout
     said: list[str] = []
     if settings.allocator == "expandable":
@@ -149,7 +149,7 @@ def costs(candidate: Candidate, found: Recommendation) -> tuple[str, ...]:
 
 
 def reason(candidate: Candidate) -> str:
-    """Why a rung does not do: what it lacks, or, where trials say so, that memory ran out."""
+    """Say why a rung does not do: what it lacks, or, where trials say so, that memory ran out."""
     if candidate.source not in ("measured", "predicted"):
         return "does not fit"
     left_bytes, is_predicted = candidate.headroom_bytes, candidate.source == "predicted"

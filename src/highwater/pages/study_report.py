@@ -71,7 +71,7 @@ class TrialReport(Record, frozen=True, kw_only=True):
 
 
 class BracketStep(Record, frozen=True, kw_only=True):
-    """What was known of a cell after one of its trials."""
+    """The bracket of a cell after one of its trials."""
 
     trial: int
     fits_tokens: int | None
@@ -123,7 +123,7 @@ class FailedTrial(Record, frozen=True, kw_only=True):
 
 
 class Beginning(Record, frozen=True, kw_only=True):
-    """What the search was given to order its trials by; a linear one heeds its method alone."""
+    """The predictions that a search was given to order its trials; a linear one heeds none."""
 
     predictions: tuple[str, ...]
     """Each prediction that was named: ``trace``, or a file."""

@@ -47,7 +47,7 @@ def trainer_question(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """What is recommended for: a model and a length on some GPUs."""
+    """The goal of a recommendation: a model and a length on some GPUs."""
 
     model: str
     where: Cluster
@@ -82,7 +82,7 @@ class Goal:
         return trainer_question(self.model, self.where, self.trainer, length_tokens, settings)
 
     def known(self, question: Question) -> Calibration | None:
-        """What the intervals of predictions are learned from."""
+        """The calibration that the intervals of predictions are learned from."""
         return calibration_of(question, self.trainer)
 
 
