@@ -2,8 +2,10 @@
 their questions.
 """
 
+import ast
 import shlex
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -14,6 +16,7 @@ from highwater.cli.config import to_yaml
 from highwater.cli.flags import request_of
 from highwater.cli.grammar import parse
 from highwater.errors import HighwaterError, UsageError
+from highwater.memory.trainers import MEMORY
 from highwater.nouns.foreign_request import (
     PLACEHOLDERS,
     base_config,
@@ -23,11 +26,15 @@ from highwater.nouns.foreign_request import (
     split_command,
 )
 from highwater.nouns.foreign_trainer import FOREIGN, ForeignTrainer
+from highwater.nouns.layout import Layout
 from highwater.nouns.plan import plan, plan_trial
 from highwater.nouns.request import DECLARED, Request, request_from
+from highwater.nouns.settings import Settings
 from highwater.nouns.study import Question
+from highwater.nouns.trainer import TRAINERS, Target, TrainerName
 from highwater.nouns.trial import TrialSpec
 from highwater.pages.study_commands import find_words, try_words
+from highwater.trainers.targets import TARGETS
 from places import machine_with, question_of
 
 COMMAND = "torchrun --nproc-per-node {gpus} train.py --len {length} --sp {ulysses} --steps {steps}"
@@ -225,3 +232,49 @@ def test_the_configuration_that_is_printed_asks_the_same(tmp_path):
     path.write_text(to_yaml(asked(gpus=[2])))
     again = request_of(parse(["find", "--config", str(path)]))
     assert plan(again, MACHINE).question.key == question(gpus=[2]).key
+
+
+SRC = Path(__file__).parents[2] / "src" / "highwater"
+
+
+def test_every_room_has_a_row_of_every_trainer():
+    tree = ast.parse((SRC / "engine/tracer/trainers.py").read_text())  # torch stays outside
+    (traced,) = (
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "TRACED"
+    )
+    assert isinstance(traced, ast.Dict)
+    assert set(TRAINERS) == set(MEMORY) == set(get_args(TrainerName))
+    assert {ast.literal_eval(key) for key in traced.keys if key} == {
+        name for name, traits in TRAINERS.items() if traits.traces != "none"
+    }
+    assert {name for name, traits in TRAINERS.items() if traits.is_watched} <= set(FOREIGN)
+
+
+def test_every_target_has_a_row_whose_step_some_trainer_has():
+    assert tuple(TARGETS) == get_args(Target)
+    assert {row.predicted_for for row in TARGETS.values()} <= set(TRAINERS)
+    assert {target for row in TRAINERS.values() for target in row.targets} <= set(TARGETS)
+
+
+def test_nobody_compares_a_trainer_with_a_name():
+    names = set(get_args(TrainerName))
+    compared = [
+        f"{path.relative_to(SRC)}:{node.lineno}"
+        for path in SRC.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Compare)
+        and any(
+            isinstance(each, ast.Constant) and each.value in names
+            for each in (node.left, *node.comparators)
+        )
+    ]
+    assert compared == []
+
+
+def test_every_setting_of_a_rung_has_a_name_that_a_target_may_know():
+    fields = {row.rung_field for row in DECLARED.values()}
+    assert set(Settings.__struct_fields__) <= fields
+    names = {*DECLARED, *Layout().degree_settings}
+    assert all(row.knows <= names for row in TARGETS.values())

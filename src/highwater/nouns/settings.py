@@ -59,16 +59,9 @@ PATTERN_FIELDS = (
 class Settings(DeclaredRecord, frozen=True, kw_only=True):
     """One rung of the ladder."""
 
-    loss: Loss = setting(
-        "full",
-        "keep only rungs with this loss; default: the whole ladder",
-        helps={
-            "train": "logits of all tokens at once, or of a chunk at a time; default: full, or "
-            "what is recommended where no setting is named"
-        },
-        labels={"chunked": "chunked"},
+    strategy: Strategy = setting(
+        "fsdp2", "how parameters, gradients and optimizer states are sharded"
     )
-    """``full`` keeps the logits of a whole micro-batch; ``chunked`` never more than one chunk."""
     allocator: Allocator = setting(
         "native",
         "keep only rungs with this allocator; default: the whole ladder",
@@ -77,12 +70,141 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
             "recommended where no setting is named"
         },
         labels={"expandable": "Env"},
+        told={"expandable": ("expandable", "expandable segments")},
     )
+    loss: Loss = setting(
+        "full",
+        "keep only rungs with this loss; default: the whole ladder",
+        helps={
+            "train": "logits of all tokens at once, or of a chunk at a time; default: full, or "
+            "what is recommended where no setting is named"
+        },
+        labels={"chunked": "chunked"},
+        told={"chunked": ("chunked loss", "a chunked loss")},
+    )
+    """``full`` keeps the logits of a whole micro-batch; ``chunked`` never more than one chunk."""
+    entropy: Entropy = setting(
+        "none",
+        "entropy in the loss of grpo and ppo: none, full, or chunked (recomputed)",
+        labels={"chunked": "entropy-saving"},
+        says_what=True,
+        told={"chunked": ("chunked entropy", "a chunked entropy")},
+    )
+    """``full``: from the logits as the loss has them; ``chunked``: recomputed, and the
+    log-probability from the same chunks: the logits are never whole, whatever ``loss`` says."""
+    optimizer: OptimizerName = setting(
+        "adamw",
+        "adamw: 16 bytes of states a parameter; adamw-8bit: 10, moments of 8 bits; adamw-bf16: "
+        "12, moments in bfloat16; the last two are torchao's, and lossy: moments are rounded",
+        other_label="{}",
+        says_what=True,
+        moves_loss=True,
+    )
+    """What each keeps and needs is in nouns/optimizer.py."""
+    parameters: Parameters = setting(
+        "float32",
+        "float32, or bf16 with adamw-8bit and adamw-bf16 (6 and 8 bytes of states a parameter) "
+        "and --micro-batches 1; lossy: each update is rounded at random",
+        labels={"bf16": "bf16-parameters"},
+        says_what=True,
+        moves_loss=True,
+    )
+    """``bf16``: an update rounds each parameter to one of its two neighbours at random
+    (engine/training/low_bit.py)."""
+    offload: Offload = setting(
+        False,
+        "keep parameters, gradients and optimizer states in host memory; states: the "
+        "optimizer's moments alone, and the GPU updates, bit by bit as without",
+        kinds.OFFLOAD,
+        labels={True: "Offload", "states": "Offload-states"},
+        told={
+            True: ("states on host", "all states in host memory"),
+            "states": ("moments on host", "the optimizer's moments in host memory"),
+        },
+    )
+    """Read by ``offloads_model`` and ``offloads_states``: both values are true
+    (engine/training/host_states.py)."""
+    lora: int | None = setting(
+        None,
+        "train LoRA adapters of this rank; the model is frozen, in bf16",
+        kinds.COUNT,
+        metavar="RANK",
+        example=32,
+        other_label="LoRA-{}",
+        says_what=True,
+    )
+    """None: all of the model is trained."""
+    lora_alpha: float | None = setting(
+        None,
+        "adapters are multiplied by this over their rank; default: twice the rank",
+        kinds.NUMBER,
+        metavar="ALPHA",
+        example=32,
+        other_label="alpha-{:g}",
+        says_what=True,
+    )
+    lora_targets: str = setting(
+        ALL_LINEAR,
+        "linear layers with an adapter: all-linear, or names with commas between them",
+        kinds.NAMES,
+        other_label="on-{}",
+        says_what=True,
+    )
+    lora_base: LoraBase = setting(
+        "bf16",
+        "what LoRA's frozen model is in: bf16, or its linear layers in nf4, 4 bits a number, "
+        "which is QLoRA, by bitsandbytes, and lossy",
+        labels={"nf4": "NF4"},
+        says_what=True,
+    )
+    lora_merged: bool = setting(
+        False,
+        "what is saved is the model with its adapters in it, and not the adapters",
+        kinds.SWITCH,
+        commands=TRAINED,
+        says_what=True,
+    )
+    objective: Objective = setting(
+        "sft",
+        "what is minimised, as the mean over all trained tokens of a step (TRL's dapo, verl's "
+        "token-mean)",
+        says_what=True,
+        moves_loss=True,
+    )
+    """The negative log-likelihood, GRPO's or PPO's clip loss, or over pairs a reward model's loss
+    or DPO's. What each needs is in nouns/objective.py."""
+    critic: bool = setting(
+        False,
+        "ppo: train a model of token values along",
+        kinds.SWITCH,
+        says_what=True,
+        moves_loss=True,
+    )
+    sequences_per_micro_batch: int = setting(
+        1,
+        "sequences packed into one micro-batch",
+        kinds.COUNT,
+        says_what=True,
+    )
+    """Packed without padding."""
+    token_budget_tokens: int | None = setting(
+        None,
+        "tokens of a micro-batch for each GPU: packs as many sequences as they hold",
+        kinds.TOKENS,
+        name="token_budget",
+        commands=PREDICTED,
+        says_what=True,
+    )
+    """None: the number of sequences is given."""
     recompute: Recompute = setting(
         "layer",
         "activations recomputed in the backward pass",
         labels={"none": "no-recompute", "all-but-attention": "attention-kept"},
         other_label="recompute-{}",
+        told={
+            "all-but-attention": ("attention's outputs kept",) * 2,
+            "none": ("no recomputation",) * 2,
+        },
     )
     """None, each decoder layer's, or all of a layer's but what its attention kernel returns:
     faster, the more so the longer the sequence, and one more number per token, layer and query
@@ -96,144 +218,19 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
     )
     """1 is all at once. None: with recomputation, where they cost no time, tiles of a fixed size;
     without it no tiles."""
-    attention: AttentionMethod = setting(
-        "dense",
-        "dense, or block_sparse: each block of tokens reads the blocks that a pattern keeps, "
-        "which changes the model",
-        labels={"block_sparse": "block-sparse"},
-    )
-    pattern_type: PatternType = setting(
-        _PATTERN.pattern_type,
-        "block_sparse: which blocks are kept",
-        labels={"dilated_sparse": ""},
-        other_label="{}",
-    )
-    sparsity_ratio: SparsityRatio = setting(
-        _PATTERN.sparsity_ratio,
-        "block_sparse: share of earlier blocks that is KEPT, or adaptive (5 % to 64k tokens, "
-        "2 % to 128k, 1 % above); default: 0.1, or what the window gives",
-        kinds.SHARE,
-        other_label="kept-{}",
-    )
-    block_size: int = setting(
-        _PATTERN.block_size,
-        "block_sparse: tokens of a block",
-        kinds.COUNT,
-        example=128,
-        other_label="block-{}",
-    )
-    local_window_size: int = setting(
-        _PATTERN.local_window_size,
-        "block_sparse: tokens that local_window and global_local read, back from each",
-        kinds.COUNT,
-        example=512,
-        other_label="window-{}",
-    )
-    global_tokens: int = setting(
-        _PATTERN.global_tokens,
-        "block_sparse: first tokens of a document, which global_local reads from everywhere",
-        kinds.COUNT,
-        example=64,
-        other_label="global-{}",
-    )
-    strategy: Strategy = setting(
-        "fsdp2", "how parameters, gradients and optimizer states are sharded"
-    )
-    offload: Offload = setting(
-        False,
-        "keep parameters, gradients and optimizer states in host memory; states: the "
-        "optimizer's moments alone, and the GPU updates, bit by bit as without",
-        kinds.OFFLOAD,
-        labels={True: "Offload", "states": "Offload-states"},
-    )
-    """Read by ``offloads_model`` and ``offloads_states``: both values are true
-    (engine/training/host_states.py)."""
-    lora: int | None = setting(
-        None,
-        "train LoRA adapters of this rank; the model is frozen, in bf16",
-        kinds.COUNT,
-        metavar="RANK",
-        example=32,
-        other_label="LoRA-{}",
-    )
-    """None: all of the model is trained."""
-    lora_alpha: float | None = setting(
-        None,
-        "adapters are multiplied by this over their rank; default: twice the rank",
-        kinds.NUMBER,
-        metavar="ALPHA",
-        example=32,
-        other_label="alpha-{:g}",
-    )
-    lora_targets: str = setting(
-        ALL_LINEAR,
-        "linear layers with an adapter: all-linear, or names with commas between them",
-        kinds.NAMES,
-        other_label="on-{}",
-    )
-    lora_base: LoraBase = setting(
-        "bf16",
-        "what LoRA's frozen model is in: bf16, or its linear layers in nf4, 4 bits a number, "
-        "which is QLoRA, by bitsandbytes, and lossy",
-        labels={"nf4": "NF4"},
-    )
-    optimizer: OptimizerName = setting(
-        "adamw",
-        "adamw: 16 bytes of states a parameter; adamw-8bit: 10, moments of 8 bits; adamw-bf16: "
-        "12, moments in bfloat16; the last two are torchao's, and lossy: moments are rounded",
-        other_label="{}",
-    )
-    """What each keeps and needs is in nouns/optimizer.py."""
-    parameters: Parameters = setting(
-        "float32",
-        "float32, or bf16 with adamw-8bit and adamw-bf16 (6 and 8 bytes of states a parameter) "
-        "and --micro-batches 1; lossy: each update is rounded at random",
-        labels={"bf16": "bf16-parameters"},
-    )
-    """``bf16``: an update rounds each parameter to one of its two neighbours at random
-    (engine/training/low_bit.py)."""
-    objective: Objective = setting(
-        "sft",
-        "what is minimised, as the mean over all trained tokens of a step (TRL's dapo, verl's "
-        "token-mean)",
-    )
-    """The negative log-likelihood, GRPO's or PPO's clip loss, or over pairs a reward model's loss
-    or DPO's. What each needs is in nouns/objective.py."""
-    critic: bool = setting(False, "ppo: train a model of token values along", kinds.SWITCH)
-    entropy: Entropy = setting(
-        "none",
-        "entropy in the loss of grpo and ppo: none, full, or chunked (recomputed)",
-        labels={"chunked": "entropy-saving"},
-    )
-    """``full``: from the logits as the loss has them; ``chunked``: recomputed, and the
-    log-probability from the same chunks: the logits are never whole, whatever ``loss`` says."""
-    checkpoint: Checkpoint = setting(
-        "none", "sharded: write model and optimizer after the last step", commands=TRIED
-    )
-    save_hf: SaveHf = setting("never", "when Hugging Face weights are written", commands=TRIED)
-    """After all steps (``always``), none (``never``) or the ``last``."""
-    lora_merged: bool = setting(
-        False,
-        "what is saved is the model with its adapters in it, and not the adapters",
-        kinds.SWITCH,
-        commands=TRAINED,
-    )
     rope: Rope = setting(
         "auto",
         "auto: YaRN past the native length, unless the model scales itself; yarn: all the same",
+        says_what=True,
+        moves_loss=True,
     )
-    sequences_per_micro_batch: int = setting(
-        1, "sequences packed into one micro-batch", kinds.COUNT
+    save_hf: SaveHf = setting(
+        "never", "when Hugging Face weights are written", commands=TRIED, says_what=True
     )
-    """Packed without padding."""
-    token_budget_tokens: int | None = setting(
-        None,
-        "tokens of a micro-batch for each GPU: packs as many sequences as they hold",
-        kinds.TOKENS,
-        name="token_budget",
-        commands=PREDICTED,
+    """After all steps (``always``), none (``never``) or the ``last``."""
+    checkpoint: Checkpoint = setting(
+        "none", "sharded: write model and optimizer after the last step", commands=TRIED
     )
-    """None: the number of sequences is given."""
     accumulates: bool = setting(
         True,
         "micro-batches of a step; 1: gradients are made in its backward pass, and take no "
@@ -245,6 +242,52 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         labels={False: "one-micro-batch"},
     )
     """Gradients of two or more micro-batches are added up in a step. False: a step has one."""
+    attention: AttentionMethod = setting(
+        "dense",
+        "dense, or block_sparse: each block of tokens reads the blocks that a pattern keeps, "
+        "which changes the model",
+        labels={"block_sparse": "block-sparse"},
+        moves_loss=True,
+    )
+    pattern_type: PatternType = setting(
+        _PATTERN.pattern_type,
+        "block_sparse: which blocks are kept",
+        labels={"dilated_sparse": ""},
+        other_label="{}",
+        moves_loss=True,
+    )
+    sparsity_ratio: SparsityRatio = setting(
+        _PATTERN.sparsity_ratio,
+        "block_sparse: share of earlier blocks that is KEPT, or adaptive (5 % to 64k tokens, "
+        "2 % to 128k, 1 % above); default: 0.1, or what the window gives",
+        kinds.SHARE,
+        other_label="kept-{}",
+        moves_loss=True,
+    )
+    block_size: int = setting(
+        _PATTERN.block_size,
+        "block_sparse: tokens of a block",
+        kinds.COUNT,
+        example=128,
+        other_label="block-{}",
+        moves_loss=True,
+    )
+    local_window_size: int = setting(
+        _PATTERN.local_window_size,
+        "block_sparse: tokens that local_window and global_local read, back from each",
+        kinds.COUNT,
+        example=512,
+        other_label="window-{}",
+        moves_loss=True,
+    )
+    global_tokens: int = setting(
+        _PATTERN.global_tokens,
+        "block_sparse: first tokens of a document, which global_local reads from everywhere",
+        kinds.COUNT,
+        example=64,
+        other_label="global-{}",
+        moves_loss=True,
+    )
 
     def __post_init__(self) -> None:
         """Raise UsageError for counts that cannot be, and for settings that exclude each other."""
@@ -341,8 +384,11 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
 
 RUNG_ROWS = {row.rung_field: row for row in Settings.declared}
 """The settings of a rung, by field."""
-_FIRST_IN_A_LABEL = ("allocator", "offload", "loss", "entropy")
-"""Settings that a label tells first, as in the published guides: "Env + Offload"."""
+_FIRST_IN_A_LABEL = (
+    *("allocator", "offload", "loss", "entropy", "recompute", "mlp_tiles", "attention"),
+    *(*PATTERN_FIELDS, "lora", "lora_alpha", "lora_targets", "lora_base"),
+)
+"""Settings that a label tells first; the first two as in the published guides: "Env + Offload"."""
 _IN_A_LABEL: tuple[Setting, ...] = (
     *(RUNG_ROWS[name] for name in _FIRST_IN_A_LABEL),
     *(
@@ -519,27 +565,16 @@ def _check_parameters(settings: Settings) -> None:
 
 
 NOTHING_SET = "nothing set"
-_IN_WORDS = {
-    *("allocator", "loss", "entropy", "offload", "recompute"),
-    *("lora", "lora_targets", "lora_base", "optimizer", "parameters"),
-}
-_RECOMPUTE = {"all-but-attention": "attention's outputs kept", "none": "no recomputation"}
-_BY_LABEL = tuple(row for row in _IN_A_LABEL if row.name not in _IN_WORDS)
-_CHUNKED_LOSS, _HOST_STATES, _HOST_MOMENTS = "chunked loss", "states on host", "moments on host"
+_IN_A_TABLE, _IN_A_SENTENCE = 0, 1
 
 
 def short_settings(settings: Settings) -> str:
     """What tells one row of a table from another: ``expandable, chunked loss, states on host``;
     ``nothing set`` where nothing is.
     """
-    said = other_training(settings)
-    said += ["expandable"] if settings.allocator == "expandable" else []
-    said += [_CHUNKED_LOSS] if settings.loss == "chunked" else []
-    said += ["chunked entropy"] if settings.entropy == "chunked" else []
-    said += [_HOST_STATES] if settings.offloads_model else []
-    said += [_HOST_MOMENTS] if settings.offloads_states else []
-    said += _others(settings)
-    return ", ".join(said) or NOTHING_SET
+    told = _told(settings, _IN_A_TABLE)
+    first = [told.pop(name) for name in ("allocator", "loss", "entropy", "offload") if name in told]
+    return ", ".join((*other_training(settings), *first, *told.values())) or NOTHING_SET
 
 
 def settings_in_words(
@@ -555,19 +590,30 @@ def settings_in_words(
     takes of the host's memory; ``is_lowered`` says that a micro-batch holds fewer sequences than by
     default, ``is_scaled`` that YaRN scales the positions.
     """
-    said = other_training(settings)
-    said += ["expandable segments"] if settings.allocator == "expandable" else []
-    said += [f"a {_CHUNKED_LOSS}"] if settings.loss == "chunked" else []
-    said += ["a chunked entropy"] if settings.entropy == "chunked" else []
-    said += _others(settings)
+    told = _told(settings, _IN_A_SENTENCE)
+    first = [told.pop(name) for name in ("allocator", "loss", "entropy") if name in told]
+    host = [told.pop("offload")] if "offload" in told else []
     takes = "" if host_bytes is None else f" ({format_bytes(host_bytes)} of it)"
-    said += [f"all states in host memory{takes}"] if settings.offloads_model else []
-    said += [f"the optimizer's moments in host memory{takes}"] if settings.offloads_states else []
+    said = [*other_training(settings), *first, *told.values(), *(f"{each}{takes}" for each in host)]
     said += [] if layout is None else _of_layout(layout)
     if is_lowered:
         said.append(f"{counted(settings.sequences_per_micro_batch, 'sequence')} a micro-batch")
     said += ["YaRN"] if is_scaled else []
     return listed(said) or NOTHING_SET
+
+
+def _told(settings: Settings, where: int) -> dict[str, str]:
+    """What is said of each setting that is not the default, but for those of ``other_training``."""
+    told: dict[str, str] = {}
+    for row in _IN_A_LABEL:
+        value = getattr(settings, row.rung_field)
+        words = row.told[value][where] if value in row.told else row.label_of(value)
+        if words and row.name not in _OF_ANOTHER_TRAINING:
+            told[row.name] = words
+    return told
+
+
+_OF_ANOTHER_TRAINING = ("lora", "lora_targets", "lora_base", "optimizer", "parameters")
 
 
 def other_training(settings: Settings) -> list[str]:
@@ -592,14 +638,6 @@ def listed(words: Sequence[str]) -> str:
     """``a, b and c``."""
     *first, last = words or ("",)
     return f"{', '.join(first)} and {last}" if first else last
-
-
-def _others(settings: Settings) -> list[str]:
-    """What is recomputed, where that is not all of a layer; and by its label what else is set."""
-    label = RUNG_ROWS["recompute"].label_of(settings.recompute)
-    said = [_RECOMPUTE.get(settings.recompute, label)] if label else []
-    labels = (row.label_of(getattr(settings, row.rung_field)) for row in _BY_LABEL)
-    return said + [label for label in labels if label]
 
 
 def _of_layout(layout: Layout) -> list[str]:

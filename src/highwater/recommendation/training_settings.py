@@ -11,9 +11,8 @@ from typing import NamedTuple
 import msgspec
 
 from highwater.errors import MachineError, UsageError
-from highwater.memory.capacity import CellPrediction, MemoryLimit, predict_cells
-from highwater.memory.formula.formula import likely_footprint
-from highwater.memory.trainers import calibration_of, with_steps
+from highwater.memory.capacity import CellPrediction, MemoryLimit
+from highwater.memory.trainers import calibration_of, predict_by_formula
 from highwater.model.model import Model, load_model
 from highwater.model.rope import yarn
 from highwater.nouns.cells import simplicity
@@ -32,11 +31,7 @@ from highwater.recommendation.recommend import recommend
 from highwater.store.journal import read_study
 from highwater.units import MIB, format_bytes, format_tokens
 
-_OF_WHAT_IS_TRAINED = (
-    *("objective", "critic", "entropy", "optimizer", "parameters", "rope"),
-    *("lora", "lora_alpha", "lora_targets", "lora_base", "lora_merged"),
-    *("sequences_per_micro_batch", "token_budget", "save_hf"),
-)
+_OF_WHAT_IS_TRAINED = tuple(row.name for row in TOPICS["trial"] if row.says_what)
 """Settings that say what is trained, not how: those that are named beside ``--settings``."""
 
 
@@ -185,8 +180,7 @@ class _Training:
             host_bytes=self.machine.host_memory_total_bytes if is_gpu else None,
         )
         known = calibration_of(question, OURS) if is_gpu else None
-        cells = predict_cells(question, limit, likely_footprint, known)
-        return with_steps(question, cells)[0] if is_gpu else cells[0]
+        return predict_by_formula(question, limit, OURS, known)[0]
 
     def rows_bytes(self, question: Question) -> int:
         """Bytes of rows beyond a trial's: on the CPU all rows of a step lie there."""
