@@ -344,9 +344,7 @@ def test_the_question_with_the_most_cells_takes_no_replay_twice(monkeypatch):
         replays.append((id(trace), tokens, *asked.items()))
         return replay_scaled(trace, tokens, **asked)
 
-    for memory in (trinity._replayed, trinity._needed):
-        memory.cache_clear()
-    monkeypatch.setattr(trinity, "_ROOMY", {})
+    trinity._replays.cache_clear()
     monkeypatch.setattr(trinity, "replay_scaled", counted)
     found = recommend("Qwen3-8B", gpus="4xA100-80GB", length="64k", trainer="trinity")
     assert len(set(replays)) == len(replays) <= MOST_REPLAYS

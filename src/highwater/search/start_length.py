@@ -24,12 +24,9 @@ from highwater.memory.capacity import (
     CellPrediction,
     MemoryLimit,
     Prediction,
-    predict_cell,
 )
-from highwater.memory.formula.formula import Formula
-from highwater.memory.formula.layers import Step
-from highwater.memory.trace.exact import predict_exactly
-from highwater.memory.trainers import formula_of
+from highwater.memory.predictor import Predictor, longest
+from highwater.memory.trainers import predictor_of
 from highwater.model.footprint import device_state_bytes, layer_input_bytes
 from highwater.nouns.files import record_in
 from highwater.nouns.hardware import SAME_MEMORY, kernels
@@ -38,7 +35,7 @@ from highwater.nouns.study import Cell, CellAnswer, Expectation, Grid, Question
 from highwater.nouns.trainer import OURS
 from highwater.search.predicted_study import unlike_trials
 from highwater.trials.probe import probe
-from highwater.trials.tracing import CachedTracer
+from highwater.trials.traced import CachedTracer, predict_traced
 from highwater.trials.trial_process import cache_directory
 from highwater.units import format_bytes
 
@@ -65,16 +62,12 @@ MemoryLineOf = Callable[[Question, Cell, int], MemoryLine]
 
 
 def predicted_line(
-    question: Question, cell: Cell, usable_bytes: int, formula: Formula
+    question: Question, cell: Cell, usable_bytes: int, predictor: Predictor
 ) -> MemoryLine:
     """Fit a line to a trainer's formula at the predicted capacity and at twice that length."""
-    memory_limit = MemoryLimit(device_bytes=usable_bytes)
-    predicted = predict_cell(question, cell, memory_limit, formula)
-    length_tokens = predicted.likely_edge_tokens or question.grid.length(1)
-    shape, settings, layout = question.model.shape, cell.settings, cell.layout
+    length_tokens = question.grid.length(longest(predictor, usable_bytes) or 1)
     at, beyond = (
-        formula(Step(shape, settings, layout, length, question.device)).needed_bytes
-        for length in (length_tokens, 2 * length_tokens)
+        predictor.at(length, None).needed_bytes for length in (length_tokens, 2 * length_tokens)
     )
     tokens = _tokens_per_gpu(cell, length_tokens)
     bytes_per_token = (beyond - at) / tokens
@@ -84,9 +77,10 @@ def predicted_line(
 
 def trainer_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLine:
     """Return the memory line of the question's trainer."""
-    formula, foreign = formula_of(question), question.foreign
-    if formula is not None:
-        return predicted_line(question, cell, usable_bytes, formula)
+    predictor = predictor_of(question, cell, MemoryLimit(device_bytes=usable_bytes))
+    if predictor is not None:
+        return predicted_line(question, cell, usable_bytes, predictor)
+    foreign = question.foreign
     assert foreign is not None, "our engine has a formula"  # noqa: S101
     return _LINES[foreign.trainer](question, cell, usable_bytes)
 
@@ -303,12 +297,15 @@ def expectation(
     """Return the predicted length of a cell before its first trial, or None if there is none."""
     if told_tokens is not None:
         return Expectation(cell=cell, likely_tokens=told_tokens, prediction=request.prediction)
-    memory_bytes, formula = question.memory_bytes, formula_of(question)
-    if memory_bytes is None or formula is None or unlike_trials(question) is not None:
+    if question.memory_bytes is None or unlike_trials(question) is not None:
         return None
-    limit = MemoryLimit(device_bytes=memory_bytes - question.margin_bytes)
-    likely = predict_cell(question, cell, limit, formula)
-    return Expectation(cell=cell, likely_tokens=likely.likely_edge_tokens, prediction="formula")
+    limit = MemoryLimit(device_bytes=question.memory_bytes - question.margin_bytes)
+    predictor = predictor_of(question, cell, limit)
+    if predictor is None:
+        return None
+    index = longest(predictor, limit.device_bytes)
+    likely_tokens = question.grid.length(index) if index else 0
+    return Expectation(cell=cell, likely_tokens=likely_tokens, prediction="formula")
 
 
 @contextmanager
@@ -323,7 +320,7 @@ def _traced(question: Question) -> Generator[Expected]:
 
         def predicted(cell: Cell) -> CellPrediction:
             of_one = msgspec.structs.replace(question, cells=(cell,))
-            return predict_exactly(of_one, memory_limit, tracer)[0]
+            return predict_traced(of_one, memory_limit, tracer)[0]
 
         pool = ThreadPoolExecutor(max_workers=1)
         futures: dict[Cell, Future[CellPrediction]] = {
