@@ -103,7 +103,7 @@ def fill_missing_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
-    """The trained parameters: those that decay, then norms and biases, as transformers has them."""
+    """Split the trained parameters like transformers: those that decay, then norms and biases."""
     norms = {
         parameter
         for module in model.modules()

@@ -196,7 +196,7 @@ class OutOfMemoryWatch:
         )
 
     def _note(self, device: int, requested: int, _limit: int, device_free: int) -> None:
-        """Hear from the allocator that a request had no room; an error here would hide that one."""
+        """Note a request without room. The allocator raises after this, so this must not raise."""
         try:
             callers = list(_callers(_INTERPRETER._getframe()))
             frames = [

@@ -32,7 +32,7 @@ _DECLARATION = "`quantities={'my_metric': Quantity(how='sum')}`"
 _OF_ONES_OWN = ("sum", "mean", "min", "max")
 """Ways in which a user's own quantity may be combined."""
 _PER_DOCUMENT = 2
-"""Numbers of a document: the sum of its trained tokens' log-probabilities, and their count."""
+"""Numbers sent for a document: the sum of its tokens' log-probabilities, and their count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

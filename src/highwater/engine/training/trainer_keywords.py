@@ -132,7 +132,7 @@ def _refuse_unsavable(request: Request, length_tokens: int) -> None:
 
 
 def _machine(device: Device, ranks: int) -> Machine:
-    """What trials would count on: a GPU like this process's own for every rank, and this host."""
+    """Describe the machine to plan with: this host, and a GPU like this process's for each rank."""
     memory, gpus = psutil.virtual_memory(), ()
     if device == "cuda" and torch.cuda.is_available():
         own = device_of(device)

@@ -95,7 +95,7 @@ class TrainingRows:
 
 
 def _opened(spec: TrainingSpec, directory: str) -> OpenCorpus:
-    """An open corpus; UsageError for foreign ids, and documents that a ring cannot share."""
+    """Open a corpus; UsageError for ids past the vocabulary, or documents a ring cannot share."""
     corpus = open_corpus(Path(directory))
     shape = load_model(spec.trial.model_directory).shape
     if corpus.largest_id >= shape.vocab_size:
