@@ -1,7 +1,7 @@
-"""RMS norm of every head and its rotation by position (RoPE) in one pass, or the rotation alone.
+"""Rotary: RMS norm of every head and its rotation by position (RoPE) in one pass, or no norm.
 
-On a GPU two Triton kernels that read and write every element once; elsewhere PyTorch in blocks of
-tokens. Both compute in float32 (float64 for float64) and round once.
+A GPU runs two Triton kernels that read and write every element once; otherwise PyTorch runs in
+blocks of tokens. Both compute in float32 (float64 for float64) and round once.
 
 Shapes:  T tokens  H heads  D head size
 Source: Su et al., RoFormer, https://arxiv.org/abs/2104.09864, with the halves of a head rotated

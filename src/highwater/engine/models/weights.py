@@ -144,7 +144,7 @@ class SavedWeights:
                 buffer.copy_(self._where[name].get_tensor(name))
 
     def _names(self, name: str, shape: tuple[int, ...]) -> list[str]:
-        """The tensors that a parameter is made of; ModelError where one is missing or misshapen."""
+        """Return the tensors that make up a parameter; ModelError for a wrong shape or a lack."""
         blocks, scales = name + MXFP4_BLOCKS, name + MXFP4_SCALES
         fused = _FUSED_EXPERTS.fullmatch(name)
         if name in self._where:

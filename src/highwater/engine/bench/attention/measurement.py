@@ -204,7 +204,7 @@ def _synchronise(devices: Sequence[torch.device]) -> None:
 
 
 def _in_data_parallel(compute: Compute, devices: Sequence[torch.device], share: float) -> Compute:
-    """The same by PyTorch's DataParallel: the batch cut over GPUs, the output on the first."""
+    """Wrap an attention in PyTorch's DataParallel: batch cut over GPUs, output on the first."""
 
     class Module(nn.Module):
         def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
