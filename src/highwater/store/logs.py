@@ -89,7 +89,7 @@ def _last_lines(text: str, said: str) -> list[str]:
 
 
 def _without_launcher(lines: list[str]) -> list[str]:
-    """The workers' lines, without torchrun's traceback and summary; all, where it wrote all."""
+    """Return the lines without torchrun's traceback and summary, or all if nothing else is left."""
     end = next((index for index, line in enumerate(lines) if _LAUNCHER_ERROR.match(line)), None)
     if end is None:
         return lines
@@ -115,7 +115,7 @@ def recorded_snapshots(log_path: Path) -> tuple[Path, ...]:
 
 
 def ranks_snapshots(folder: Path) -> tuple[Path, ...]:
-    """Snapshots of one step's ranks: here, of the last step below, or whatever is ``.pickle``."""
+    """Return one step's snapshots: those in the folder, of its last step, or any ``.pickle``."""
     for pattern in ("", "*/", "memory_snapshots/*/"):
         found = sorted(folder.glob(f"{pattern}snapshot_rank*.pickle"))
         if found:
