@@ -95,7 +95,7 @@ class Bracket:
     def contradictions(
         self, packed_tokens: Callable[[int], int] = lambda index: index
     ) -> tuple[Contradiction, ...]:
-        """Pair each failed index with the nearest longer one that fit and packs no less."""
+        """Pair each failed index with the nearest fit, from there on, that packs no less."""
         return contradictions(self._fit, self._failed, packed_tokens)
 
     @property

@@ -1,5 +1,5 @@
-"""What the memory formula predicts for a study: an interval for each trial, a capacity for each
-cell. Also: return a study that already has every answer, on a machine without GPUs to search again.
+"""Predicted study: what the memory formula says of each trial (an interval) and cell (a capacity).
+Also: return a study that already has every answer, on a machine without GPUs to search again.
 """
 
 import shlex

@@ -38,8 +38,8 @@ _COLOUR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 
 def log_end(log_path: str | None, study_path: str | None, *, said: str = "") -> LogEnd:
-    """The last lines of a log, as recorded or beside the study; never raises. They end with what
-    was ``said`` by the rank that failed first, if it is there: its peers write after it.
+    """Return the last lines of a log, as recorded or beside the study; never raises. They end with
+    what the rank that failed first ``said``, if that is there: other ranks write after it.
     """
     if log_path is None:
         return LogEnd(reason="no log is recorded")
@@ -104,7 +104,7 @@ def snapshot_folder(log_path: Path) -> Path:
 
 
 def recorded_snapshots(log_path: Path) -> tuple[Path, ...]:
-    """Snapshots of every launch of a trial, by the log of one: those of the last step come last."""
+    """Return the snapshots of all launches of a trial, by one launch's log; latest step last."""
     stem = log_path.stem.partition(".attempt-")[0]
     found = [
         path

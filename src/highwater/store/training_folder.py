@@ -45,7 +45,7 @@ class TrainingFolder:
         return f"`--output {shlex.quote(f'{self.path}-2')}`"
 
     def spec(self) -> TrainingSpec | None:
-        """Return the folder's run, None without one; UsageError if it has something else."""
+        """Return the run's specification, None without one; UsageError if it is unreadable."""
         if not self._spec.exists():
             if self.statistics.exists() or self._checkpoints.exists():
                 raise UsageError(

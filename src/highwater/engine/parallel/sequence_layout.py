@@ -120,7 +120,7 @@ class SequenceLayout:
         return ranks_PX[places_S.to(ranks_PX.device)]
 
     def _parts(self, numbers_T: Integers) -> tuple[Part, ...]:
-        """Return runs of held tokens that are of one document each."""
+        """Split held tokens into runs, each of a single document."""
         starts = np.flatnonzero(np.diff(numbers_T, prepend=-1))
         counts = np.diff(starts, append=len(numbers_T))
         lengths = (*self.document_lengths, self.padded_lengths[-1])

@@ -77,7 +77,7 @@ class Stream:
         self.device = torch.device("cuda", 0)
         self.device_index = 0
         self.before: dict[int, int] = {}
-        """Moment, by other stream's number, up to which that stream's work is done before what is
+        """For each other stream, by number: the moment up to which its work is done before what is
         launched here."""
 
     @staticmethod

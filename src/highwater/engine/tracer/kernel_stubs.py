@@ -100,7 +100,7 @@ def put_low_bit() -> None:
     """Replace the compiled update of low-bit moments by a stub that allocates what the program
     compiled for the CPU does: dequantised float32 copies of 8-bit moments.
 
-    What Triton's program allocates on a GPU is not recorded; pieces bound both.
+    Allocations of Triton's program on a GPU are not recorded; cutting into pieces bounds both.
     """
     from torchao.optim import subclass_8bit  # only these optimizers need it
 

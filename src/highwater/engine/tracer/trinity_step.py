@@ -1,7 +1,7 @@
 """Trinity step: the models of Trinity-RFT's trainer (verl's actor on FSDP1), built for what they
 allocate, because the published tables are of that trainer.
 
-What differs from our own: Hugging Face's layers as they are; logits of every token, prompts too,
+Differences from our own: Hugging Face's layers unchanged; logits of every token, prompts too,
 divided by the temperature in place through a view; log-probabilities and entropies whose gradients
 are two more tensors of logits; optimizer states made by the first update; gradients dropped after
 each; a host that is never far ahead of its GPU. The step around them is our ``grpo``. It has run on

@@ -21,8 +21,8 @@ _NEVER_DECAYS = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?
 
 
 def optimizer_of(model: nn.Module, spec: TrialSpec) -> torch.optim.Optimizer:
-    """Return the optimizer of one of a trial's models, chosen by its settings; nothing else depends
-    on them.
+    """Return the optimizer for one of a trial's models; only here do the trial's settings choose
+    it.
     """
     settings = spec.settings
     return make_optimizer(

@@ -182,7 +182,7 @@ class OutOfMemoryWatch:
         return self._parameters_bytes + self._gradients_bytes + self._optimizer_bytes
 
     def _without_moment(self, error: BaseException) -> AliveMemory:
-        """Return what is known if the allocator did not call: on the CPU, or in a library."""
+        """Return the known bytes if the allocator did not call: on the CPU, or in a library."""
         asked = _ASKED_ON_CPU.search(str(error))
         every = list(_frames_of(error.__traceback__))
         frames = [frame for frame in every if _HOLDS_LOGITS.search(frame.f_code.co_filename)]

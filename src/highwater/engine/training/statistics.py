@@ -372,7 +372,7 @@ def summed(row: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _numbers_of(quantity: Quantity) -> int:
-    """Number of values in a slot: numerator, denominator and missing ranks of a mean; presence."""
+    """Values in a slot: 3 of a mean (numerator, denominator, ranks without one), 2 of min, max."""
     return {"mean": 3, "min": 2, "max": 2}.get(quantity.how, 1)
 
 

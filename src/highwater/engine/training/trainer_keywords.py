@@ -156,8 +156,8 @@ def _machine(device: Device, ranks: int) -> Machine:
 
 
 def prepare(order: PreparationOrder, scratch: Path) -> Prepared:
-    """Copy the model to a directory that can be opened, via ``scratch``, if its own cannot; write
-    the documents that were ordered.
+    """Make a model directory that can be opened, in ``scratch`` first, if the model's own cannot
+    be; write the documents that were ordered.
 
     Raises HighwaterError if it cannot be prepared.
     """

@@ -22,11 +22,11 @@ _EVALUATED = 16
 
 
 class OwnRow(NamedTuple):
-    """A rank's share of one micro-batch, and the names of the documents in the whole."""
+    """A rank's share of one micro-batch, and the names of all its documents."""
 
     batch: Batch
     names: tuple[str, ...]
-    """Names of its documents for messages, like ``data.jsonl:17``."""
+    """Names of the micro-batch's documents for messages, like ``data.jsonl:17``."""
 
 
 class TrainingRows:

@@ -27,7 +27,7 @@ class WeightGradient:
         self.sum_OI = torch.zeros_like(weight_OI, dtype=self.wide)
 
     def add(self, gradient_TO: Tensor, input_TI: Tensor) -> None:
-        """Add one part's share."""
+        """Add the product for one part of the tokens."""
         if self.dtype == self.wide:
             self.sum_OI.addmm_(gradient_TO.T, input_TI)
         elif gradient_TO.is_cuda:
@@ -140,8 +140,8 @@ class AdapterGradient:
         self._a, self._b = WeightGradient(adapter.a_RI), WeightGradient(adapter.b_OR)
 
     def add(self, gradient_TO: Tensor, x_TI: Tensor) -> Tensor:
-        """Add one part's share; returns the gradient of ``x A^T``, from which the input gets a
-        share too.
+        """Add the gradients of one part of the tokens; returns the gradient of ``x A^T``, from
+        which the input gets a share too.
         """
         a_RI, b_OR, scale = self.adapter
         of_product_TR = (gradient_TO @ b_OR).mul_(scale)

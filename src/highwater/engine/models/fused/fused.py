@@ -83,7 +83,7 @@ def _computes_rms_norm(kind: type[nn.Module], eps: float) -> bool:
 
 
 class RmsNorm(nn.RMSNorm):
-    """PyTorch's RMS norm on a GPU, and one that works in blocks on the CPU.
+    """PyTorch's RMS norm on a GPU; on the CPU an own implementation that works in blocks.
 
     On the CPU PyTorch's is a dozen operators with copies in float32.
     """
