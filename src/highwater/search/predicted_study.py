@@ -150,7 +150,7 @@ def completed_study(request: Request) -> Study | None:
     if study is None or study.question.device != "cuda" or study.question.simulated:
         return None
     asked = None
-    with suppress(HighwaterError):  # what it asks on a machine with the study's GPUs
+    with suppress(HighwaterError):  # its question on a machine with the study's GPUs
         asked = plan(gone_on(request)[0], _machine_of(study.question)).question
     if asked is None or asked.key != study.question.key:
         return None

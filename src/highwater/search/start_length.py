@@ -139,7 +139,7 @@ def first_index(
     """
     memory_bytes = question.memory_bytes
     if cell.settings.token_budget_tokens is not None:
-        return question.size_of(cell)  # whatever the length, a micro-batch has about as many tokens
+        return question.size_of(cell)  # a micro-batch has about as many tokens at any length
     if memory_bytes is None:
         return None
     usable_bytes = memory_bytes - question.margin_bytes

@@ -303,7 +303,7 @@ def parse(full_lines: bytes, *, path: Path) -> JournalContent:
             if record.checksum is not None:
                 text, record.checksum = _unsealed(line, after=record.checksum)
             record.add(decoder.decode(text))
-        # RecursionError: nested without end, in a line that no highwater wrote.
+        # RecursionError: a line nested too deeply, which highwater never writes.
         except (ValueError, RecursionError, HighwaterError) as error:
             raise _damaged(path, number, error) from error
     return record

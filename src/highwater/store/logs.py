@@ -48,7 +48,7 @@ def log_end(log_path: str | None, study_path: str | None, *, said: str = "") -> 
     for path in _places(Path(log_path), study_path):
         try:
             return LogEnd(lines=tuple(_last_lines(_end_of(path), said)))
-        except (OSError, ValueError):  # not there, no file, or no path at all
+        except (OSError, ValueError):  # missing, not a regular file, or not even a path
             continue
     return LogEnd(reason="it is not there any more")
 

@@ -68,7 +68,7 @@ def attend_sparsely(
             attend_table=attend_by_gather if is_on_cpu else attend_by_flex,
         )
     else:
-        # the padding at the end is a document to those that have no Ulysses around them
+        # without Ulysses around the ring, the padding at the end is a document of its own
         behind = layout.padded_lengths[len(layout.document_lengths) :]
         lengths = (*layout.document_lengths, *behind)
         sharing = Sharing(

@@ -124,7 +124,7 @@ def _precision(compute_dtype: torch.dtype, *, master: torch.dtype) -> MixedPreci
 
 def _sum_to_shard(group: dist.ProcessGroup, whole: Tensor, own: Tensor) -> None:
     """Sum one unit's gradient over the ranks; each rank gets its part."""
-    # Under the name that torch 2.11 knows too.
+    # A deprecated name, because torch 2.11 has no other.
     dist.reduce_scatter_tensor(own, whole, group=group)  # pyright: ignore[reportDeprecated]
 
 

@@ -238,7 +238,7 @@ class AllocationRecorder(TorchDispatchMode):
 
         def watched(
             storage: torch.UntypedStorage, size: int
-        ) -> Any:  # FSDP2 frees and allocates memory again by this
+        ) -> Any:  # FSDP2 frees and reallocates memory by resizing
             resized = resize(storage, size)
             self._resized(storage)
             return resized
@@ -267,7 +267,7 @@ class AllocationRecorder(TorchDispatchMode):
                 self.wait()
             return (
                 True if args[0].dtype is torch.bool else 1
-            )  # nobody knows the number, and no memory depends on it
+            )  # the number is unknown, and no memory depends on it
         if func in _QUADRATIC and args[0].ndim > 2:  # a router's is tokens x experts
             raise RuntimeError(
                 f"{func} would hold tokens x tokens numbers: a fused attention runs on the GPUs "
@@ -331,7 +331,7 @@ class AllocationRecorder(TorchDispatchMode):
         self._ids.pop(key, None)
         if record[0] and not self.is_closed:
             self._end(key, record[0])
-        self._lent.pop(key, None)  # another storage may come to the same place
+        self._lent.pop(key, None)  # another storage may get the same address
 
     def _end(self, key: int, number: int) -> None:
         lent = self._lent.pop(key, None)

@@ -347,7 +347,7 @@ class QuickFakeMode(FakeTensorMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing here is compiled: no frame has to be kept from it at every call
+        return False  # nothing here is compiled, so that Dynamo need not be disabled at every call
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _WRITE_OVER and type(kwargs["out"]) is FakeTensor:

@@ -81,7 +81,7 @@ def put(kernel: Kernel) -> None:
     values.fill_random = in_place
     values.fill_adapter = in_place
     models.build_on_meta = _outside(models.build_on_meta)  # its proofs compare numbers
-    models.prove_rows = in_place  # and so does this one
+    models.prove_rows = in_place  # this compares numbers too
     models.tile_mlps = _outside(models.tile_mlps)
     models.add_adapters = _outside(models.add_adapters)
     actors.actor_on_meta = _outside(actors.actor_on_meta)

@@ -149,7 +149,7 @@ def _settle(partial: Path, directory: Path) -> None:
                 os.fsync(file.fileno())
     for folder in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
         make_durable(folder)
-    partial.rename(directory)  # over an empty directory, too
+    partial.rename(directory)  # this also replaces an empty directory
     make_durable(directory.parent)
 
 

@@ -242,7 +242,7 @@ class OutOfMemoryWatch:
         for frame in frames:
             if _LOSS.search(frame.f_code.co_filename):
                 for value in list(frame.f_locals.values()):
-                    kept = getattr(value, "logits_NV", None)  # of autograd's context
+                    kept = getattr(value, "logits_NV", None)  # the value may be an autograd context
                     found = kept if isinstance(kept, Tensor) else value
                     if (
                         isinstance(found, Tensor)

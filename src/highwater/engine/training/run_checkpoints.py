@@ -170,7 +170,7 @@ class RunCheckpoints:
     def _write(self, training: Training, state: RunState, partial: Path, needed: int) -> None:
         """Write everything to the disk, the manifest last."""
         mesh, rank, failure = training.mesh, dist.get_rank(), None
-        try:  # the same error on all ranks
+        try:  # save_sharded raises the same error on all ranks
             for name, (model, optimizer) in zip(MODEL_FOLDERS, training.trained, strict=False):
                 save_sharded(model, optimizer, partial / name, mesh=mesh)
         except OSError as error:

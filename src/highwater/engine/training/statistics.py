@@ -202,7 +202,7 @@ class Statistics:
                 return part, self._part(quantity.per), is_there and quantity.per not in self._parts
             case "min" | "max":
                 return part, is_there
-            case "each":  # counts alone, of which none is NaN
+            case "each":  # these are counts, so NaN can mean "nothing added"
                 return (part if is_there else math.nan,)
             case _:
                 return (part,)
@@ -383,7 +383,7 @@ def _number(name: str, value: object, quantity: Quantity) -> float:
         number = value.item() if hasattr(value, "item") else value  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
         if isinstance(number, Real):
             part = float(number)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # of many elements; past float64
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # several elements; past float64
         pass
     if part is None:
         raise UsageError(
@@ -410,7 +410,7 @@ def _perplexity(how: How, documents: Sequence[tuple[float, float]]) -> Reduced:
     if not documents:
         return None
     sums, counts = torch.tensor(documents, dtype=torch.float64).T
-    perplexities_D = (-sums / counts).exp()  # infinite rather than an error
+    perplexities_D = (-sums / counts).exp()  # math.exp would raise where this is infinite
     of = {"mean": torch.mean, "min": torch.min, "max": torch.max}[how]
     return float(of(perplexities_D))
 

@@ -114,7 +114,7 @@ class CaseProcesses:
             process = _FORK.Process(target=self._serve, args=(theirs, rank, folder))
             process.start()
             assert process.pid is not None, "it has started"
-            with suppress(OSError):  # it does so too, and may have done it or be gone
+            with suppress(OSError):  # the process does so itself too, or may be gone
                 os.setpgid(process.pid, process.pid)
             theirs.close()
             self._processes.append(process)

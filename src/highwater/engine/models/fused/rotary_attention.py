@@ -101,7 +101,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x_THD, weight_D, scales_TH, cosines_TD, sines_TD = ctx.saved_tensors
-        # The kernels ask for a dense last dimension; an attention's gradient may lie otherwise.
+        # The kernels need a dense last dimension; an attention's gradient may have other strides.
         gradient_THD = gradients[0] if gradients[0].stride(-1) == 1 else gradients[0].contiguous()
         x_THD = gradient_THD if x_THD is None else x_THD
         gradient, weight_gradient = rotary_kernels.backward(
