@@ -359,7 +359,7 @@ class AttentionContender(NamedTuple):
 
     build: Build
     obstacle: Callable[[Conditions], str | None] = _in_replicas
-    """Says why it does not run under these conditions; None if it does."""
+    """Says why the attention does not run under these conditions; None if it does."""
 
 
 CONTENDERS: Mapping[str, AttentionContender] = {
