@@ -67,7 +67,7 @@ MemoryLineOf = Callable[[Question, Cell, int], MemoryLine]
 def predicted_line(
     question: Question, cell: Cell, usable_bytes: int, formula: Formula
 ) -> MemoryLine:
-    """Fit a memory line to a trainer's formula at the predicted capacity and twice that length."""
+    """Fit a line to a trainer's formula at the predicted capacity and at twice that length."""
     memory_limit = MemoryLimit(device_bytes=usable_bytes)
     predicted = predict_cell(question, cell, memory_limit, formula)
     length_tokens = predicted.likely_edge_tokens or question.grid.length(1)
