@@ -6,7 +6,6 @@ import pytest
 import highwater
 from highwater.api.prediction import predict_against
 from highwater.errors import MachineError, ModelError, UsageError
-from highwater.memory import trinity
 from highwater.memory.capacity import MemoryLimit, predict_cell, predict_cells
 from highwater.memory.formula.formula import likely_footprint
 from highwater.memory.interval.calibration import calibrate
@@ -14,6 +13,7 @@ from highwater.memory.interval.residuals import bundled_residuals
 from highwater.memory.trace.scaled_trace import ScaledTrace
 from highwater.nouns.cluster import cluster
 from highwater.nouns.hardware import gpu_catalog
+from highwater.trainers.trinity import law as trinity
 from highwater.units import GIB
 
 PUBLISHED_A100 = Path(__file__).parents[1] / "data" / "published_capacity_a100_80gb.csv"

@@ -20,10 +20,10 @@ from highwater.errors import UsageError
 from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.recommendation.recommend import recommend
-from highwater.trainers import trinity as trinity_file
 from highwater.trainers import verl as verl_file
 from highwater.trainers.emitted import Emitted, nested
-from highwater.trainers.trinity import trinity
+from highwater.trainers.trinity import words as trinity_file
+from highwater.trainers.trinity.words import trinity
 from highwater.trainers.verl import verl
 from places import examples
 

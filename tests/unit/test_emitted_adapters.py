@@ -11,10 +11,10 @@ from trainers import recorded
 from highwater.errors import UsageError
 from highwater.trainers import areal as areal_file
 from highwater.trainers import torchtitan as torchtitan_file
-from highwater.trainers import trinity as trinity_file
-from highwater.trainers import trl as trl_file
 from highwater.trainers import verl as verl_file
 from highwater.trainers.targets import TARGETS, configured, refuse_unknown_settings
+from highwater.trainers.trinity import words as trinity_file
+from highwater.trainers.trl import words as trl_file
 
 MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
 EXPECTED = {

@@ -27,13 +27,13 @@ from highwater.recommendation.recommend import recommend
 from highwater.trainers import accelerate as accelerate_file
 from highwater.trainers import areal as areal_file
 from highwater.trainers import torchtitan as torchtitan_file
-from highwater.trainers import trl as trl_file
 from highwater.trainers.accelerate import accelerate
 from highwater.trainers.areal import areal
 from highwater.trainers.emitted import Emitted, nested
 from highwater.trainers.targets import TARGETS, configured
 from highwater.trainers.torchtitan import FLAVORS, torchtitan
-from highwater.trainers.trl import trl
+from highwater.trainers.trl import words as trl_file
+from highwater.trainers.trl.words import trl
 
 ROOT = Path(__file__).parents[2]
 FILES = {

@@ -10,12 +10,12 @@ from test_scaled_trace import STEPS, WORKSPACES, log
 
 from highwater.memory.trace.replay import Replayed, alive_at, replay
 from highwater.memory.trace.scaled_trace import ScaledTrace, replay_scaled, scaled_trace
-from highwater.memory.trinity import bundled_trace
 from highwater.model.model import load_model
 from highwater.nouns.events import Allocate, EventLog, Free, GiveBack, TraceEvent
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
+from highwater.trainers.trinity.law import bundled_trace
 from highwater.units import GIB, MIB
 
 ALLOCATORS = pytest.mark.parametrize("allocator", ["native", "expandable"])

@@ -14,7 +14,6 @@ from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES
 from highwater.memory.formula.layers import Step
 from highwater.memory.trace.replay import replay, timeline
 from highwater.memory.trace.scaled_trace import scaled_trace
-from highwater.memory.trinity import bundled_trace
 from highwater.model.model import load_model
 from highwater.nouns.events import (
     Allocate,
@@ -28,6 +27,7 @@ from highwater.nouns.events import (
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
+from highwater.trainers.trinity.law import bundled_trace
 from highwater.units import GIB, MIB
 
 STEPS = st.lists(

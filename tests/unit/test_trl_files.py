@@ -11,7 +11,8 @@ from highwater.errors import UsageError
 from highwater.model.model import load_model
 from highwater.model.rope import yarn
 from highwater.nouns.trial import TrialSpec
-from highwater.trainers.trl_files import (
+from highwater.trainers.logs import steps_of
+from highwater.trainers.trl.trial import (
     Base,
     Launched,
     TrialFiles,
@@ -20,7 +21,6 @@ from highwater.trainers.trl_files import (
     refuse_untried,
     trial_files,
 )
-from highwater.trials.foreign_log import steps_of
 from trial_specs import trial_of
 
 LENGTH = 16384

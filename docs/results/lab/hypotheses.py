@@ -20,7 +20,7 @@ from highwater.memory.formula.layers import Step
 from highwater.memory.trace.allocator import CachingAllocator, CapacityError
 from highwater.memory.trace.exact import edge
 from highwater.memory.trace.replay import replay
-from highwater.memory.trinity import OUTSIDE_BYTES, bundled_trace
+from highwater.trainers.trinity.law import OUTSIDE_BYTES, bundled_trace
 from highwater.nouns.capacities import CapacityTable, read_capacity_table
 from highwater.nouns.events import (
     Allocate,

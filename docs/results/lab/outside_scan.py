@@ -18,7 +18,7 @@ import hypotheses
 
 from highwater.memory.trace.exact import edge
 from highwater.memory.trace.replay import Replayed, replay
-from highwater.memory.trinity import OUTSIDE_BYTES
+from highwater.trainers.trinity.law import OUTSIDE_BYTES
 from highwater.nouns.capacities import read_capacity_table
 from highwater.nouns.events import EventLog
 from highwater.nouns.study import Cell, Question

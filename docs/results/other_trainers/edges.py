@@ -2,12 +2,12 @@
 
     python docs/results/other_trainers/edges.py
 
-writes them beside the formula, as ``highwater/memory/trl_edges.json``.
+writes them beside the formula, as ``highwater/trainers/trl/trl_edges.json``.
 """
 
 from pathlib import Path
 
-from highwater.memory.trl import study_edges
+from highwater.trainers.trl.law import study_edges
 from highwater.nouns.codec import to_json
 from highwater.store.journal import read_study
 

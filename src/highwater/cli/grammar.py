@@ -23,7 +23,7 @@ from highwater.nouns.declared_settings import DECLARED
 from highwater.nouns.foreign_trainer import FOREIGN
 from highwater.nouns.secrets import hidden_words
 from highwater.nouns.settings import TRAINED_OTHERWISE
-from highwater.nouns.trainer import OURS, TRAINERS, Target, TrainerName
+from highwater.nouns.trainer import OURS, TRAINERS, Target, TrainerName, trainer_title
 from highwater.version import __version__
 
 
@@ -288,10 +288,10 @@ def _predicted(name: str) -> TrainerName:
     for known in TRAINERS:
         if name == known:
             return known
-    for tried, traits in FOREIGN.items():
+    for tried in FOREIGN:
         if name == tried:
             raise UsageError(
-                f"the memory of {traits.title} is not predicted: `highwater find --trainer "
+                f"the memory of {trainer_title(tried)} is not predicted: `highwater find --trainer "
                 f"{name}` finds its capacity by trials",
                 hint=f"leave `--trainer {name}` out",
             )

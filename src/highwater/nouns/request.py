@@ -30,7 +30,6 @@ from highwater.nouns.foreign_trainer import (
     FOREIGN,
     PAGE,
     ForeignName,
-    TriedTrainer,
     foreign_name,
     refuse_inexpressible,
 )
@@ -55,6 +54,7 @@ from highwater.nouns.settings import (
 )
 from highwater.nouns.sparse_pattern import PatternType, SparsityRatio
 from highwater.nouns.study import Cell, Method, Proof
+from highwater.nouns.trainer import TriedTrainer
 from highwater.nouns.trial import Device
 from highwater.units import (
     MIB,

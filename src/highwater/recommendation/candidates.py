@@ -10,10 +10,11 @@ from typing import Any
 
 import msgspec
 
+from highwater.errors import UsageError
 from highwater.memory.capacity import CellPrediction, MemoryLimit
 from highwater.memory.interval.calibration import Calibration
 from highwater.memory.question import default_fields, predicted_question
-from highwater.memory.trainers import calibration_of, predict_by_formula
+from highwater.memory.trainers import MEMORY, calibration_of, predict_by_formula
 from highwater.nouns.cluster import Cluster
 from highwater.nouns.declared_settings import DECLARED
 from highwater.nouns.hardware import kind_of
@@ -21,9 +22,9 @@ from highwater.nouns.objective import TRAITS
 from highwater.nouns.recommendation import Candidate, StepTime, order
 from highwater.nouns.request import setting_flags
 from highwater.nouns.settings import Settings
-from highwater.nouns.study import Cell, Question
+from highwater.nouns.study import Cell, Question, counted_ranks
 from highwater.nouns.trainer import TRAINERS, TrainerName
-from highwater.trainers.trl_files import expressible
+from highwater.trainers.emitted import refuse_several_machines
 
 
 def trainer_question(
@@ -37,7 +38,7 @@ def trainer_question(
     for, which the notes say; raises UsageError, as a trial does, where nothing is left.
     """
     question, notes = predicted_question(model, where, trainer, length_tokens, settings)
-    question, skipped = expressible(question, trainer)
+    question, skipped = _expressible(question, trainer)
     return question, (*notes, *skipped)
 
 
@@ -204,3 +205,32 @@ def _command(goal: Goal, question: Question, cell: Cell) -> str:
         words += ["--prompt-tokens", str(question.prompt_tokens)]
     words += ["--length", str(goal.length_tokens), *cell.layout.degree_flags]
     return shlex.join(words)
+
+
+def _expressible(question: Question, trainer: TrainerName) -> tuple[Question, tuple[str, ...]]:
+    """The question with those of its cells that a predicted trainer can be told, and a note for
+    each that it cannot.
+
+    Raises the UsageError of the first where it can be told none.
+    """
+    refuse = MEMORY[trainer].refuse
+    if refuse is None:
+        return question, ()
+    for cell in question.cells:
+        refuse_several_machines(cell.layout, question.device_name)
+    kept: list[Cell] = []
+    refused: list[UsageError] = []
+    notes: list[str] = []
+    for cell in question.cells:
+        try:
+            spec = question.trial(cell, question.grid.start_tokens)
+            refuse(spec, question.model.shape)
+        except UsageError as error:
+            refused.append(error)
+            where = f"{counted_ranks(cell.layout.gpus, question.device)}{cell.layout.suffix}"
+            notes.append(f"{where} is skipped: {error.problem}")
+        else:
+            kept.append(cell)
+    if not kept:
+        raise refused[0]
+    return msgspec.structs.replace(question, cells=tuple(kept)), tuple(dict.fromkeys(notes))

@@ -284,9 +284,9 @@ class _HeldTrial:
             return TrialEnd()
         bundle, spec = self._trial.bundle, self._trial.launch.spec
         made = ray.remote(TrialOnNode).options(
-            num_cpus=bundle["CPU"],
+            num_cpus=bundle.get("CPU", 0),
             num_gpus=bundle.get("GPU", 0),
-            memory=bundle["memory"],
+            memory=bundle.get("memory"),
             max_concurrency=4,  # it runs, tells, and is told to end
             max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(

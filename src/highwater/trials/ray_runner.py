@@ -289,7 +289,8 @@ class Placement:
 
     def leave(self, wanted: Wanted) -> None:
         """Note that a trial has ended."""
-        self._taken.remove(wanted)
+        if wanted in self._taken:
+            self._taken.remove(wanted)
 
     def _able(self, demand: Demand) -> list[Node]:
         """The nodes that could hold a trial if nothing else ran there."""
