@@ -14,7 +14,7 @@ from highwater.units import GIB
 
 
 def trial_of(model: str | Path, **fields: Any) -> TrialSpec:
-    """A trial of a model on one GPU; ``fields`` are the trial's own, or of its settings."""
+    """A trial of a model on one GPU; ``fields`` are its own, or of its layout or settings."""
     known = load_model(str(model))
     named = {"model_name": known.name, "config_digest": known.config_digest}
     return _trial({**named, "model_directory": known.directory, "device": "cuda"}, fields)
@@ -29,8 +29,11 @@ def trial_in(folder: str | Path, **fields: Any) -> TrialSpec:
 
 def _trial(usual: Mapping[str, Any], fields: Mapping[str, Any]) -> TrialSpec:
     own = {name: fields[name] for name in fields if name in TrialSpec.__struct_fields__}
-    settings = Settings(**{name: fields[name] for name in fields if name not in own})
-    layout = own.pop("layout", Layout())
+    degrees = {name: fields[name] for name in fields if name in Layout.__struct_fields__}
+    settings = Settings(
+        **{name: fields[name] for name in fields.keys() - own.keys() - degrees.keys()}
+    )
+    layout = own.pop("layout", degrees)
     if not isinstance(layout, Layout):
         layout = Layout(**layout)
     usual = {"length_tokens": 4096, **usual, "layout": layout, "settings": settings}

@@ -13,15 +13,7 @@ ROOT = Path(__file__).parents[2]
 def test_pytest_enters_every_folder_that_has_tests(pytestconfig):
     folders = {path.parent.name for path in (ROOT / "tests").rglob("test_*.py")}
     assert {
-        "arch",
-        "cli",
-        "dist",
-        "emit",
-        "faults",
-        "gpu",
-        "numeric",
-        "pages",
-        "references",
+        *("arch", "cli", "dist", "emit", "faults", "gpu", "numeric", "pages", "references"),
         "unit",
     } <= folders
     assert not [

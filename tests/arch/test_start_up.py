@@ -41,13 +41,9 @@ def run(code: str, *words: str, cwd: Path | None = None) -> subprocess.Completed
 @pytest.mark.parametrize(
     "module",
     [
-        "highwater",
-        "highwater.api.search",
-        "highwater.cli.commands",
-        "highwater.cli.search_context_length_capacity",
-        "highwater.trials.local",
-        "highwater.engine",
-        "highwater.engine.ranks",
+        *("highwater", "highwater.api.search", "highwater.cli.commands"),
+        *("highwater.cli.search_context_length_capacity", "highwater.trials.local"),
+        *("highwater.engine", "highwater.engine.ranks"),
     ],
 )
 def test_importing_the_control_plane_imports_nothing_heavy(module):
@@ -112,19 +108,9 @@ def test_a_command_that_trains_nothing_answers_at_once(words, tmp_path):
 def test_the_public_names_are_these():
     assert highwater.__all__ == [
         *(
-            "BlockSparseAttention",
-            "BlockSparseRingDilatedAttention",
-            "DilatedAttention",
-            "HighwaterError",
-            "MemoryProfiler",
-            "SparsePatternConfig",
-            "__version__",
-            "find",
-            "guide",
-            "open_study",
-            "predict",
-            "recommend",
-            "register_block_sparse",
+            *("BlockSparseAttention", "BlockSparseRingDilatedAttention", "DilatedAttention"),
+            *("HighwaterError", "MemoryProfiler", "SparsePatternConfig", "__version__", "find"),
+            *("guide", "open_study", "predict", "recommend", "register_block_sparse"),
             "run_trial",
         ),
         *("study_report", "train", "write_guide", "write_report"),

@@ -69,18 +69,8 @@ def test_a_study_that_cannot_be_read_hides_no_other(highwater, tmp_path):
 def test_the_search_after_a_trial_has_the_flags_of_the_trial(highwater, tmp_path):
     (tmp_path / "t.yaml").write_text("memory: 80GiB\n")
     flags = (
-        "--config",
-        "t.yaml",
-        "--device",
-        "cuda",
-        "--gpus",
-        "2",
-        "--loss",
-        "full",
-        "--rope",
-        "yarn",
-        "--log-dir",
-        "my logs",
+        *("--config", "t.yaml", "--device", "cuda", "--gpus", "2", "--loss", "full", "--rope"),
+        *("yarn", "--log-dir", "my logs"),
     )
     done = highwater("try", "--length", "8k", "Qwen3-0.6B", *flags, "--dry-run")
     assert following(done) == ["find", "Qwen3-0.6B", *flags]

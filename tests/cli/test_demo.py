@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from highwater import study_report
@@ -51,42 +50,6 @@ def test_the_demo_answers_with_pairs_of_real_trials_and_leaves_what_is_there_alo
     assert all("memory" in failed.log.lines[-1] for failed in found.failures), "the logs' own words"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["demo", "examples"]
     assert list((tmp_path / "demo" / "1").iterdir()) == []
-
-
-def test_the_demo_believes_no_answer_that_real_trials_do_not_prove(highwater, tmp_path):
-    words = (
-        "--device",
-        "cpu",
-        "--memory",
-        "1GiB",
-        "--dry-run",
-        "--start-length",
-        "256",
-        "--resolution",
-        "256",
-    )
-    assert (
-        highwater(
-            "find", str(EXAMPLES / "tiny"), *words, "--loss", "full", "--study", "s.jsonl"
-        ).returncode
-        == 0
-    )
-    simulated = open_study(tmp_path / "s.jsonl")
-    assert "ended in None" in demo_doubts(simulated)[0]
-    real = [
-        msgspec.structs.replace(t, result=msgspec.structs.replace(t.result, simulated=False))
-        for t in simulated.trials
-        if t.result
-    ]
-    assert demo_doubts(msgspec.structs.replace(simulated, trials=tuple(real))) == []
-    for missing in range(len(real)):
-        pair = {simulated.answers[0].capacity_tokens, simulated.answers[0].does_not_fit_tokens}
-        fewer = msgspec.structs.replace(
-            simulated, trials=tuple(real[:missing] + real[missing + 1 :])
-        )
-        assert bool(demo_doubts(fewer)) == (real[missing].spec.length_tokens in pair)
-    (doubt,) = demo_doubts(msgspec.structs.replace(simulated, answers=()))
-    assert doubt.startswith("nothing set, 1 process ")
 
 
 def demo_doubts(study: Study) -> list[str]:

@@ -35,8 +35,8 @@ def words_of(writer: str, path: str) -> list[str]:
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-@pytest.mark.parametrize("folder", ["missing", "missing/deep down"])
-def test_a_missing_folder_is_refused_and_the_hint_makes_it(highwater, tmp_path, writer, folder):
+def test_a_missing_folder_is_refused_and_the_hint_makes_it(highwater, tmp_path, writer):
+    folder = "missing/deep down"
     words = words_of(writer, f"{folder}/page")
     problem, hint = refusal(highwater(*words), 2)
     assert f"there is no folder {folder}" in problem

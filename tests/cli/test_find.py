@@ -58,12 +58,6 @@ def test_nothing_that_fits_is_an_answer_of_no(highwater):
     assert "none" in done.stdout
 
 
-def test_the_model_may_come_last(highwater):
-    first = highwater("find", "Qwen3-0.6B", *SIMULATED, "--gpus", "1", "2")
-    last = highwater("find", *SIMULATED, "--gpus", "1", "2", "Qwen3-0.6B")
-    assert (last.returncode, last.stdout) == (0, first.stdout)
-
-
 def test_the_next_command_of_every_answer_works(highwater):
     done = highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "my study.jsonl")
     for _ in range(3):
@@ -103,17 +97,8 @@ def test_a_study_of_another_question_is_refused_and_the_hint_works(highwater):
 
 def test_another_question_to_the_cpu_is_told_in_processes(highwater):
     words = (
-        "find",
-        "tiny",
-        "--device",
-        "cpu",
-        "--memory",
-        "1GiB",
-        "--loss",
-        "full",
-        "--dry-run",
-        "--study",
-        "s.jsonl",
+        *("find", "tiny", "--device", "cpu", "--memory", "1GiB", "--loss", "full", "--dry-run"),
+        *("--study", "s.jsonl"),
     )
     highwater(*words)
     problem, _ = refusal(highwater(*words, "--gpus", "2"), 2)
@@ -195,19 +180,6 @@ def test_the_next_command_with_any_name_in_it_can_be_pasted_into_a_shell(highwat
     assert list(tmp_path.rglob("pwned")) == []
 
 
-def test_the_json_answer_cannot_drive_a_terminal_and_means_the_same(highwater, tiny):
-    name = "evil\x9b31m\u202e\u200b\U000e0001\x7f 模型"
-    model = tiny.rename(tiny.with_name(name))
-    done = highwater(
-        "find", str(model), *SIMULATED, "--max-length", "8192", "--json", PYTHONUTF8="1"
-    )
-    assert done.returncode == 0
-    assert json.loads(done.stdout)["question"]["model"]["name"] == name
-    assert not set(done.stdout) & set("\x9b\u202e\u200b\U000e0001\x7f")
-    assert "\\u009b31m\\u202e" in done.stdout
-    assert "模型" in done.stdout
-
-
 def test_flags_override_the_file_and_the_printed_configuration_asks_the_same(highwater, tmp_path):
     (tmp_path / "study.yaml").write_text(
         "model: Qwen3-0.6B\ndevice: cuda\nmemory: 80GiB\ndry_run: true\ngpus: [1, 2]\nloss: full\n"
@@ -229,13 +201,6 @@ def test_flags_override_the_file_and_the_printed_configuration_asks_the_same(hig
     assert "chunked" not in answers[0]
 
 
-def test_a_model_on_the_command_line_overrides_the_files(highwater, tmp_path):
-    (tmp_path / "study.yaml").write_text("memory: 80GiB\ndevice: cuda\ndry_run: true\n")
-    assert highwater("find", "Qwen3-1.7B", "--config", "study.yaml").stdout.startswith(
-        "Qwen3-1.7B "
-    )
-
-
 def test_a_dry_run_traces_nothing_and_the_hint_works(highwater):
     words = ("find", "Qwen3-0.6B", "--max-length", "8k", *SIMULATED)
     hint = refusal(highwater(*words, "--prediction", "trace"), 2)[1]
@@ -243,30 +208,6 @@ def test_a_dry_run_traces_nothing_and_the_hint_works(highwater):
     assert highwater(*words).returncode == 0
     on_a_gpu = [word for word in words if word != "--dry-run"]
     assert "no GPU" in refusal(highwater(*on_a_gpu, "--prediction", "trace"), 3)[0]
-
-
-@pytest.mark.parametrize(
-    ("text", "said", "hint"),
-    [
-        ("memoryy: 80GiB", "'memoryy'", "`memory`"),
-        ("loss: ful", "loss 'ful'", "`loss: full`"),
-        ("confirm: often", "confirm 'often'", "`confirm: 2`"),
-        ("- a list", "is not a list", "--print-config > study.yaml"),
-        ("a: [", "is not YAML", "--print-config > study.yaml"),
-        (
-            "!!python/object/apply:os.system ['touch pwned']",
-            "is not YAML",
-            "--print-config > study.yaml",
-        ),
-    ],
-)
-def test_mistakes_in_a_file_are_told_with_the_file(highwater, tmp_path, text, said, hint):
-    (tmp_path / "study.yaml").write_text(text)
-    problem, told = refusal(highwater("find", "Qwen3-0.6B", "--config", "study.yaml"), 2)
-    assert problem.startswith("study.yaml")
-    assert said in problem
-    assert hint in told
-    assert not (tmp_path / "pwned").exists()
 
 
 def test_a_token_budget_of_the_flags_overrides_a_files_number_of_sequences_and_is_printed_alone(
@@ -295,14 +236,6 @@ def test_a_file_that_is_not_there_is_told_and_the_hint_makes_one(highwater, tmp_
     assert to == ">"
     (tmp_path / path).write_text(highwater(*command).stdout)
     assert highwater("find", "--config", path, *SIMULATED).returncode == 0
-
-
-def test_a_models_name_cannot_drive_the_terminal(highwater, tiny):
-    evil = tiny.rename(tiny.with_name("evil[red]\x1b[31m"))
-    done = highwater("find", str(evil), *SIMULATED, "--max-length", "8192")
-    assert done.returncode == 0
-    assert "\x1b" not in done.stdout + done.stderr
-    assert "evil[red]\\x1b[31m" in done.stdout
 
 
 def test_a_reader_that_goes_away_is_no_crash(highwater, tmp_path):

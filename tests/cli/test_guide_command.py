@@ -1,11 +1,9 @@
 """``highwater guide`` as a user runs it."""
 
-import csv
 import errno
 import json
 import os
 import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -20,18 +18,6 @@ TABLE = str(DATA / "published_capacity_a100_80gb.csv")
 FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
 A100S = ("--gpus", "2xA100-80GB")
 H200S = ("--gpus", "2xH200-141GB")
-
-
-def test_the_rows_of_a_guide_are_the_published_ones(highwater):
-    done = highwater("guide", TABLE, "--json")
-    assert (done.returncode, done.stderr) == (0, "")
-    with (DATA / "published_guide_a100_80gb.csv").open(encoding="utf-8", newline="") as file:
-        published = list(csv.DictReader(file))
-    rows = json.loads(done.stdout)
-    assert [{column: str(row[column]) for column in published[0]} for row in rows] == published
-    assert {(row["source"], type(row["gpus"]), type(row["max_model_len"])) for row in rows} == {
-        ("published", int, int)
-    }
 
 
 def test_a_guide_is_printed_or_written_and_the_next_command_works(highwater, tmp_path):
@@ -97,23 +83,6 @@ def test_models_are_predicted_on_several_kinds_of_gpus_beside_a_table(highwater)
     assert {row["source"] for row in json.loads(ahead.stdout)} == {"published", "predicted"}
 
 
-def test_the_trainer_that_is_predicted_can_be_named(highwater):
-    done = highwater("guide", "--predict", "Qwen3-8B", *A100S, "--trainer", "trinity", "--json")
-    note = re.escape(shlex.join(("predict", "Qwen3-8B", *A100S, "--trainer", "trinity")))
-    assert re.search(rf"^note: highwater {note}: 4 of 6 cells", done.stderr, re.MULTILINE)
-    rows = json.loads(done.stdout)
-    assert {row["settings"] for row in rows} <= {
-        "vanilla",
-        "Env",
-        "SP=2",
-        "Env + SP=2",
-        "Env + Offload",
-        "Env + Offload + SP=2",
-        "-",
-    }
-    assert {row["training"].partition(",")[0] for row in rows} == {"Trinity-RFT"}
-
-
 def test_a_prediction_in_a_file_is_a_source_too(highwater, tmp_path):
     words = ("--gpus", "2xA100-80GB")
     (tmp_path / "p.json").write_text(highwater("predict", "Qwen3-8B", *words, "--json").stdout)
@@ -145,21 +114,6 @@ def test_a_prediction_that_assumes_more_is_refused_with_one_that_does_not(
     assert (to, path) == (">", "prediction-2.json"), "what a user has is not written over"
     (tmp_path / path).write_text(highwater(*predicted).stdout)
     assert highwater("guide", path).returncode == 0
-
-
-def test_a_study_is_measured_and_one_that_was_simulated_says_so(highwater, tmp_path):
-    measured = highwater("guide", str(FOUND / "qwen3-0.6b-79gib-full.jsonl"), "--json")
-    ((gpu, source),) = {(row["gpu"], row["source"]) for row in json.loads(measured.stdout)}
-    assert gpu.startswith("H200-141GB ")
-    assert gpu.endswith(" 79.15 GiB")
-    assert source == "measured"
-    highwater("find", "Qwen3-0.6B", *SIMULATED, "--max-length", "64k", "--study", "s.jsonl")
-    simulated = highwater("guide", "s.jsonl")
-    assert "measured" not in simulated.stdout
-    assert "simulated from" in simulated.stdout
-    assert re.search(r"^\| 71,680 +\| \?", simulated.stdout, re.MULTILINE), (
-        "longer lengths were not tried"
-    )
 
 
 def test_what_a_study_says_of_itself_is_said_again(highwater, tmp_path):
@@ -198,18 +152,6 @@ def test_the_exit_code_says_whether_anything_fits(highwater, tmp_path, tokens, c
     }
 
 
-def test_a_file_that_is_there_is_not_overwritten(highwater, tmp_path):
-    (tmp_path / "guide.md").write_text("mine")
-    problem, hint = refusal(highwater("guide", TABLE, "-o", "guide.md"), 2)
-    assert problem.startswith("guide.md ")
-    assert offered(hint) == [["-o", "guide-2.md"]]
-    assert (tmp_path / "guide.md").read_text() == "mine"
-    assert highwater("guide", TABLE, *offered(hint)[0]).returncode == 0
-    problem, hint = refusal(highwater("guide", TABLE, "-o", "no/where.md"), 2)
-    assert problem.startswith("no/where.md ")
-    assert offered(hint) == [["mkdir", "-p", "no"], ["-o", "guide-3.md"]]
-
-
 def test_what_cannot_be_read_is_refused(highwater, tmp_path):
     for name, kind in (("none.jsonl", ""), ("none.csv", "the table "), ("none.json", "")):
         problem, hint = refusal(highwater("guide", name), 2)
@@ -237,35 +179,6 @@ def test_a_file_that_is_no_source_is_refused_with_what_is_read(highwater, tmp_pa
     *_, predicted, made = offered(hint)
     assert predicted == ["highwater", "predict", "--json"]
     assert highwater(*made[1:]).returncode == 0
-
-
-def test_a_number_of_a_table_that_is_none_is_named_with_its_line_and_column(highwater, tmp_path):
-    good = "H20-96GB,vanilla,1,1,Qwen3-8B,4096\n"
-    for column, line in (
-        ("gpus 'one'", "H20-96GB,vanilla,one,1,Qwen3-8B,1"),
-        ("sp '1.5'", "H20-96GB,vanilla,1,1.5,Qwen3-8B,1"),
-        ("max_model_len '4k'", "H20-96GB,vanilla,1,1,Qwen3-8B,4k"),
-    ):
-        (tmp_path / "t.csv").write_text(f"gpu,settings,gpus,sp,model,max_model_len\n{good}{line}\n")
-        problem = refusal(highwater("guide", "t.csv"), 2)[0]
-        assert problem.startswith("t.csv ")
-        assert f" line 3: {column} " in problem
-
-
-def test_the_memory_of_gpus_is_that_of_all_that_are_named(highwater):
-    words = (
-        "guide",
-        "--predict",
-        "Qwen3-0.6B",
-        "--gpus",
-        "1xA100-80GB",
-        "2xH20-96GB",
-        "--gpu-memory",
-        "60GiB",
-        "--json",
-    )
-    rows = json.loads(highwater(*words).stdout)
-    assert {row["gpu"] for row in rows} == {"A100-80GB with 60.00 GiB", "H20-96GB with 60.00 GiB"}
 
 
 def test_a_search_on_the_cpu_is_refused(highwater):

@@ -4,9 +4,6 @@ CPU, and refusals.
 
 import json
 
-import pytest
-from conftest import refusal
-
 CPU = ("--device", "cpu", "--memory", "1GiB")
 
 
@@ -32,13 +29,7 @@ def test_a_memory_only_trial_says_what_it_is_and_shows_no_figure_of_a_training(h
 
 def test_a_search_that_proves_by_memory_trains_in_full_what_time_allows(highwater, tiny):
     grid = (
-        "--start-length",
-        "512",
-        "--resolution",
-        "512",
-        "--max-length",
-        "1024",
-        "--loss",
+        *("--start-length", "512", "--resolution", "512", "--max-length", "1024", "--loss"),
         "full",
     )
     done = highwater("find", str(tiny), *CPU, *grid, "--proof", "memory", "--json")
@@ -54,13 +45,7 @@ def test_a_search_that_proves_by_memory_trains_in_full_what_time_allows(highwate
 
 def test_a_study_goes_on_with_more_time_and_less_changes_nothing(highwater, tiny, tmp_path):
     grid = (
-        "--start-length",
-        "512",
-        "--resolution",
-        "512",
-        "--max-length",
-        "1024",
-        "--loss",
+        *("--start-length", "512", "--resolution", "512", "--max-length", "1024", "--loss"),
         "full",
     )
     words = (
@@ -99,22 +84,3 @@ def test_a_study_goes_on_with_more_time_and_less_changes_nothing(highwater, tiny
     assert document["answers"][0]["capacity_tokens"] == 1024
     assert document["question"]["timeout_s"] == 600
     assert {trial["timeout_s"] for trial in document["trials"]} == {120, 600}
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("try", "tiny", "--length", "4k", *CPU, "--attention-depth", "2"), "tiny has 2 layers"),
-        (
-            ("try", "tiny", "--length", "4k", *CPU, "--attention-depth", "none"),
-            "is not a whole number",
-        ),
-        (("try", "tiny", "--length", "4093", *CPU, "--attention-depth", "1"), "cannot be cut"),
-        (("find", "tiny", *CPU, "--proof", "memory", "--dry-run"), "exclude each other"),
-        (("find", "tiny", *CPU, "--proof", "memry"), "proof 'memry' is not one of full, memory"),
-        (("find", "tiny", *CPU, "--attention-depth", "1"), "unknown flag --attention-depth"),
-    ],
-)
-def test_what_cannot_be_proven_in_that_way_is_refused(highwater, words, said):
-    problem, _ = refusal(highwater(*words), 2)
-    assert said in problem

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import following, offered, refusal
+from conftest import following, refusal
 
 SCRIPT = """
 import sys
@@ -108,28 +108,6 @@ def test_one_trial_says_what_it_was_and_offers_the_search(highwater, command):
     assert "2 steps seen in the log" in done.stdout
     assert "train.py {length} {steps}" in done.stdout
     assert following(done) == ["find", "Qwen3-0.6B", *command, *CPU]
-
-
-@pytest.mark.parametrize(
-    ("words", "what"),
-    [
-        (("--command", "train {length}"), "is this package's engine"),
-        (("--trainer", "command"), "without a command"),
-        (("--trainer", "command", "--command", "train {len}"), "{len}"),
-        (("--trainer", "command", "--command", "train"), "has no {length}"),
-        (("--trainer", "command", "--command", "no-such-program {length}"), "is not found"),
-        (("--trainer", "command", "--command", "ls {length}", "--recompute", "none"), "recompute"),
-        (("--trainer", "command", "--command", "ls {length}", "--dry-run"), "dry run"),
-        (("--trainer", "command", "--command", "ls {length}", "--gpus", "1", "2"), "{gpus}"),
-        (("--trainer", "commands", "--command", "ls {length}"), "command"),
-    ],
-)
-def test_what_cannot_be_tried_is_refused_before_anything_starts(highwater, tmp_path, words, what):
-    done = highwater("find", "Qwen3-0.6B", *CPU, *words)
-    problem, hint = refusal(done, 2)
-    assert what in problem
-    assert offered(hint)
-    assert not list(tmp_path.rglob("*.log"))
 
 
 def test_a_prediction_of_a_command_is_refused_with_what_works(highwater):

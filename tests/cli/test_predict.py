@@ -150,14 +150,6 @@ def test_each_prediction_is_an_interval_and_says_what_it_promises(highwater):
         assert cell["capacity_tokens"] <= cell["likely_tokens"]
 
 
-def test_another_trainers_prediction_has_no_interval_and_says_so(highwater):
-    done = highwater("predict", "Qwen3-8B", *A100S, "--trainer", "trinity")
-    assert "for Trinity-RFT's trainer" in done.stdout.splitlines()[0]
-    explained = highwater("predict", "Qwen3-8B", *A100S, "--trainer", "trinity", "--explain")
-    assert "without an interval" in explained.stdout
-    assert not re.search(r"GiB to|learned", explained.stdout)
-
-
 def test_own_trials_are_learned_from(highwater):
     shipped = str(FOUND / "qwen3-0.6b-79gib-full.jsonl")
     alone = highwater("predict", "Qwen3-0.6B", "--gpus", "H200-141GB")
@@ -169,62 +161,6 @@ def test_own_trials_are_learned_from(highwater):
         assert again.returncode == 0, again.stderr
         assert again.stdout == alone.stdout, "these trials come along: they count once"
     assert highwater(*following(again)).returncode == 0
-
-
-def test_what_no_prediction_learns_from_is_refused_with_a_hint_that_works(highwater, tmp_path):
-    real, simulated = str(FOUND / "qwen3-0.6b-79gib-full.jsonl"), str(tmp_path / "simulated.jsonl")
-    search = (
-        "find",
-        "tiny",
-        "--device",
-        "cuda",
-        "--memory",
-        "80GiB",
-        "--dry-run",
-        "--max-length",
-        "8k",
-        "--study",
-        simulated,
-    )
-    assert highwater(*search).returncode == 0
-    asked = ("predict", "Qwen3-8B", *A100S)
-    problem, hint = refusal(highwater(*asked, "--calibrate", simulated), 2)
-    assert problem.startswith(f"{simulated} ")
-    assert "simulated" in problem.removeprefix(simulated)
-    assert offered(hint)[0] == ["--calibrate", simulated]
-    assert refusal(highwater(*asked, "--exact", "--calibrate", simulated), 2)[0] == problem
-    problem, hint = refusal(highwater(*asked, "--trainer", "trinity", "--calibrate", real), 2)
-    assert offered(hint) == [["--trainer"]]
-    problem, hint = refusal(
-        highwater("predict", "--against", str(PUBLISHED_A100), "--calibrate", real), 2
-    )
-    assert offered(hint) == [["--calibrate"]]
-    assert highwater(*asked, "--calibrate", real).returncode == 0
-
-
-def test_own_constants_are_named_in_the_answer_and_kept_in_the_next_command(highwater, tmp_path):
-    constants = str(FOUND.parent / "predict" / "constants-h200.json")
-    words = ("predict", "Qwen3-8B", "--gpus", "2xH200-141GB", "--constants", constants)
-    done = highwater(*words)
-    assert done.returncode == 0, done.stderr
-    assert following(done) == [*words, "--explain"]
-    taken = json.loads(highwater(*words, "--json").stdout)["room"]["constants"]
-    explained = highwater(*following(done)).stdout
-    (said,) = (line for line in explained.splitlines() if "as measured on" in line)
-    assert taken["device_name"] == "NVIDIA H200"
-    assert taken["device_name"] in said
-    assert "torch 2.11.0" in said
-    (tmp_path / "printed.json").write_text(highwater("doctor", "--json").stdout)
-    for file, said in (("printed.json", "`--measure`"), ("none.json", "cannot be read")):
-        problem, hint = refusal(
-            highwater("predict", "Qwen3-8B", *A100S, "--constants", str(tmp_path / file)), 2
-        )
-        assert said in problem
-        left_out, made = offered(hint)
-        assert left_out == ["--constants"]
-        assert made[:4] == ["highwater", "doctor", "--measure", "--json"]
-    against = ("predict", "--against", str(PUBLISHED_A100), "--constants", constants)
-    assert offered(refusal(highwater(*against), 2)[1]) == [["--constants"]]
 
 
 def test_predictions_are_scored_against_a_table(highwater, tmp_path):
@@ -292,40 +228,6 @@ def test_a_table_of_a_gpu_that_no_catalog_has_is_compared_by_its_memory(highwate
 def test_what_a_tables_rows_say_cannot_be_said_beside_it(highwater, flags):
     _, hint = refusal(highwater("predict", "--against", str(PUBLISHED_A100), *flags.split()), 2)
     assert offered(hint) == [[flags.split()[0]]]
-
-
-@pytest.mark.parametrize("gpus", ["2x8xH100-80GB", "4x8xH100-80GB", "2x8 --gpu-memory 40GiB"])
-def test_machines_are_named_for_every_question_and_the_next_command_works(highwater, gpus):
-    for words in (
-        ("predict", "Qwen3-8B", "--length", "64k"),
-        ("recommend", "Qwen3-8B", "--length", "64k"),
-        ("guide", "--predict", "Qwen3-8B"),
-    ):
-        done = highwater(*words, "--gpus", *gpus.split())
-        assert done.returncode == 0, done.stderr
-        assert gpus.split()[0] in done.stderr
-        if words[0] != "guide":
-            assert highwater(*following(done)).returncode == 0
-
-
-def test_the_next_command_keeps_the_settings_that_were_typed_word_by_word(highwater):
-    words = (
-        "predict",
-        "Qwen3-0.6B",
-        "--gpus",
-        "1xA100-80GB",
-        "--ulysses",
-        "1",
-        "--sequences-per-micro-batch",
-        "1",
-    )
-    first = following(highwater(*words))
-    assert first == [*words, "--explain"]
-    then = following(highwater(*first))
-    of_the_mark = ("--gpus", "1", "--ulysses", "1", "--allocator", "expandable", "--offload")
-    sequences = ("--sequences-per-micro-batch", "1")
-    assert then == ["find", "Qwen3-0.6B", *of_the_mark, *sequences]
-    assert highwater(*then, *SIMULATED).returncode == 0
 
 
 @pytest.mark.parametrize(

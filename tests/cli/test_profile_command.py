@@ -1,8 +1,6 @@
 """``highwater profile`` as a user runs it."""
 
 import json
-import os
-import pickle
 from pathlib import Path
 
 import pytest
@@ -52,33 +50,6 @@ def test_two_snapshots_are_side_by_side_in_every_form(highwater, tmp_path):
     assert highwater(*offered(hint)[0][1:]).returncode == 0
 
 
-class Calls:
-    """An object that runs a command where it is unpickled."""
-
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.system, ("touch ran",)
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (pickle.dumps({"device_traces": [[Calls()]], "segments": []}), "would run code"),
-        (pickle.dumps({"a": 1}), "no device_traces"),
-        (pickle.dumps({"device_traces": [[]], "segments": []}), "neither events nor segments"),
-        (pickle.dumps({"device_traces": [[{"action": "alloc", "size": -1}]]}), "a size is -1"),
-        (b"PK\x03\x04 a zip, as torch.save writes", "does not begin as a pickle"),
-        (Path(MEGATRON).read_bytes()[:-100], "middle"),
-    ],
-)
-def test_what_is_no_snapshot_is_refused_by_what_it_is(highwater, tmp_path, content, said):
-    (tmp_path / "s.pickle").write_bytes(content)
-    problem, hint = refusal(highwater("profile", "s.pickle", "--html", "p.html"), 2)
-    assert said in problem
-    assert hint
-    assert not (tmp_path / "ran").exists()
-    assert not (tmp_path / "p.html").exists()
-
-
 def test_a_snapshot_that_is_not_there_is_refused_with_the_one_that_was_meant(highwater, tmp_path):
     (tmp_path / "snapshot_rank0.pickle").write_bytes(Path(TRAINER).read_bytes())
     problem, hint = refusal(highwater("profile", "snapshot_rank00.pickle"), 2)
@@ -120,12 +91,3 @@ def test_a_folder_of_ranks_is_shown_by_its_fullest_and_the_others_are_named(high
         assert following(printed)[:2] == ["profile", shown]
     only = highwater("profile", str(snapshots / "step_2"), MEGATRON, "--json")
     assert [each["rank"] for each in json.loads(only.stdout)["profiles"]] == [1, 0]
-
-
-def test_a_trial_on_the_cpu_refuses_to_record_what_pytorch_does_not_keep(highwater, tiny):
-    words = ("try", "tiny", "--device", "cpu", "--memory", "4GiB", "--length", "64")
-    problem, hint = refusal(highwater(*words, "--memory-profiler", "0,1"), 2)
-    assert problem.startswith("memory_profiler ")
-    assert "CPU" in problem
-    assert offered(hint)[0] == ["--memory-profiler"]
-    assert highwater(*words).returncode == 0

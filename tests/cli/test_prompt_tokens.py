@@ -37,14 +37,6 @@ def test_a_full_loss_is_predicted_with_the_logits_of_every_token(highwater, mode
     assert prompted == of_a_token * (tokens - min(2048, tokens // 2))
 
 
-def test_several_sequences_have_a_prompt_each(highwater):
-    words = ("Qwen3-8B", "--gpus", "1xH200-141GB", "--length", "8k", "--loss", "full", "--offload")
-    words = (*words, "--allocator", "native", "--sequences-per-micro-batch", "3")
-    every = logits_bytes(highwater, *words)
-    prompted = logits_bytes(highwater, *words, "--prompt-tokens", "100")
-    assert every - prompted == 2 * VOCABULARY["Qwen3-8B"] * 300
-
-
 def data_segment(highwater: Run, *words: str) -> int:
     asked = ("tiny", "--device", "cpu", "--memory", "6GiB", "--length", str(LENGTH), "--json")
     done = highwater("try", *asked, *words)
@@ -58,15 +50,6 @@ def test_a_trial_trains_every_token_and_takes_their_logits(highwater):
     prompted = data_segment(highwater, "--loss", "full", "--prompt-tokens", "1024")
     logits = 4 * 151_936 * 1024
     assert every - prompted == pytest.approx(logits, abs=64 * MIB)
-
-
-@pytest.mark.parametrize("objective", ["grpo", "dpo", "ppo"])
-def test_every_objective_trains_sequences_without_a_prompt(highwater, objective):
-    words = ("tiny", "--device", "cpu", "--memory", "4GiB", "--length", "128")
-    several = ("--sequences-per-micro-batch", "2")
-    done = highwater("try", *words, *several, "--objective", objective, "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["result"]["outcome"] == "FIT"
 
 
 def prompt_of(**fields: Any) -> int:

@@ -5,20 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import following, offered, refusal
-
-from tiny_models import write_model
+from conftest import following, offered
 
 STUDY = str(Path(__file__).parents[2] / "docs" / "results" / "find" / "qwen3-0.6b-79gib-full.jsonl")
 ASKED = ("recommend", "Qwen3-8B", "--gpus", "4xH20-96GB", "--length", "96k")
 MEASURED = (
-    "recommend",
-    "Qwen3-0.6B",
-    "--gpus",
-    "H200-141GB",
-    "--gpu-memory",
-    "79.15GiB",
-    "--length",
+    *("recommend", "Qwen3-0.6B", "--gpus", "H200-141GB", "--gpu-memory", "79.15GiB", "--length"),
     "150k",
 )
 DRY = ("--device", "cuda", "--memory", "95GiB", "--dry-run")
@@ -61,22 +53,6 @@ def test_the_next_command_is_one_trial_of_it(highwater):
     assert "98,304 tokens, expandable, " in done.stdout
 
 
-def test_the_list_has_every_rung_that_fits_and_what_each_costs(highwater):
-    done = highwater(*ASKED, "--list")
-    document = json.loads(highwater(*ASKED, "--json").stdout)
-    rows = done.stdout.split("\n\n")[2].splitlines()[1:]
-    assert len(rows) == sum(each["fits"] for each in document["candidates"]) > 1
-    assert done.stdout.splitlines()[4].split("  ")[0] == "settings"
-    fits = [each for each in document["candidates"] if each["fits"]]
-    for row, each in zip(rows, fits, strict=True):
-        offload = each["cell"]["settings"]["offload"]
-        assert ("states in host memory, 144.88 GiB" in row) == (offload is True)
-        assert ("moments in host memory, " in row) == (offload == "states")
-        shares = each["cell"]["layout"]["ulysses_degree"] > 1
-        assert ("exchange in every layer" in row) == shares
-    assert following(done) == list(ASKED)
-
-
 def test_a_recommendation_is_one_document(highwater):
     done = highwater(*ASKED, "--json")
     document = json.loads(done.stdout)
@@ -106,23 +82,6 @@ def test_a_study_is_taken_where_it_has_an_answer(highwater, where):
     assert "tokens/s, measured at" in done.stdout
     explained = highwater("recommend", *words, *MEASURED[1:], "--explain")
     assert f"measured: {STUDY}" in explained.stdout
-
-
-def test_a_study_of_something_else_is_said_not_to_be_used(highwater):
-    done = highwater(*ASKED, "--study", STUDY)
-    assert done.returncode == 0
-    assert re.match(rf"note: {re.escape(STUDY)} .*Qwen3-0\.6B", done.stderr)
-
-
-def test_gpus_for_rollout_are_set_aside(highwater):
-    done = highwater(
-        "recommend", "Qwen3-4B", "--gpus", "4xH20-96GB", "--length", "32k", "--rollout-gpus", "2"
-    )
-    first = done.stdout.splitlines()[0]
-    assert " 2 x H20-96GB and 2 for rollout with " in first
-    problem, hint = refusal(highwater(*ASKED, "--rollout-gpus", "4"), 2)
-    assert problem.startswith("4 GPUs, 4 for rollout")
-    assert highwater(*ASKED, *offered(hint)[0]).returncode in (0, 1)
 
 
 def test_nothing_that_fits_is_answered_no_with_what_would_do(highwater):
@@ -156,40 +115,6 @@ def test_where_heads_do_not_share_among_all_gpus_a_ring_is_named_and_the_command
     assert "`--ulysses 2 --ring 3` shares it among all" in guided.stderr
 
 
-def test_without_a_remedy_to_type_the_longest_is_asked_for(highwater):
-    done = highwater(
-        "recommend", "Qwen3-32B", "--gpus", "16xRTX-3090", "--length", "1m", "--allocator", "native"
-    )
-    assert done.returncode == 1
-    assert highwater(*following(done)).returncode in (0, 1)
-
-
-def test_another_trainer_is_recommended_for_without_a_trial_of_ours(highwater):
-    done = highwater(
-        "recommend",
-        "Qwen3-0.6B",
-        "--gpus",
-        "1xA100-80GB",
-        "--length",
-        "16k",
-        "--trainer",
-        "trinity",
-    )
-    assert done.returncode == 0, done.stderr
-    assert "for Trinity-RFT's trainer" in done.stdout.splitlines()[0]
-    assert "highwater try" not in done.stderr
-
-
-def test_a_length_past_the_native_one_is_refused_without_a_flag_that_nobody_typed(highwater, tiny):
-    write_model(tiny, rope_scaling={"rope_type": "linear", "factor": 2.0})
-    for command in ("recommend", "predict"):
-        problem, hint = refusal(
-            highwater(command, str(tiny), "--gpus", "A100-80GB", "--length", "8k"), 2
-        )
-        assert problem.endswith("8,192 is past it")
-        assert "--start-length" not in hint
-
-
 def test_help_names_the_defaults_of_this_command(highwater):
     text = highwater("recommend", "--help").stdout
     defaults = {
@@ -198,11 +123,3 @@ def test_help_names_the_defaults_of_this_command(highwater):
     }
     assert defaults["sequences-per-micro-batch"] == "1"
     assert defaults["ulysses"].startswith("every degree ")
-
-
-def test_what_is_asked_next_is_about_the_trainers_gpus(highwater):
-    done = highwater(
-        "recommend", "Qwen3-32B", "--gpus", "16xRTX-3090", "--rollout-gpus", "15", "--length", "1m"
-    )
-    assert done.returncode == 1
-    assert following(done) == ["predict", "Qwen3-32B", "--gpus", "1xRTX-3090"]

@@ -5,7 +5,6 @@ is refused by name.
 import os
 import re
 import resource
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -102,44 +101,6 @@ def test_allocator_options_that_no_trial_gets_are_named():
     assert ignored_options({}, "cpu") == ()
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [
-        {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
-        {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
-        {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64, expandable_segments: true"},
-        {
-            "PYTORCH_ALLOC_CONF": "expandable_segments:False",
-            "PYTORCH_CUDA_ALLOC_CONF": "garbage_collection_threshold:0.8,expandable_segments:True",
-        },
-    ],
-)
-def test_expandable_segments_in_the_environment_are_ignored_with_a_note_without_a_gpu(
-    tiny, tmp_path, environment
-):
-    """The search is interrupted as soon as it tries a length: it has begun."""
-    words = ("--model_path", str(tiny), "--test_gpu_num", "1")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "highwater.cli.search_context_length_capacity", *words],
-        cwd=tmp_path,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environment,
-        stderr=subprocess.PIPE,
-        text=True,
-        # a shell's background job ignores it, and so would what it starts
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    assert process.stderr is not None
-    said = ""
-    while "trying" not in said:
-        line = process.stderr.readline()
-        assert line, said
-        said += line
-    process.send_signal(signal.SIGINT)
-    _, rest = process.communicate(timeout=60)
-    assert process.returncode == 130, said + rest
-    assert re.search(r"ignored in the environment: .*expandable_segments:true", said, re.IGNORECASE)
-
-
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 @pytest.mark.parametrize("words", [("find", "--max-length", "512"), ("try", "--length", "128")])
 def test_find_and_try_ignore_them_with_the_same_note(highwater, tiny, words, name):
@@ -151,25 +112,6 @@ def test_find_and_try_ignore_them_with_the_same_note(highwater, tiny, words, nam
     )
     assert done.returncode == 0, done.stderr
     assert "ignored in the environment: expandable_segments:True" in done.stderr
-
-
-def test_no_flag_is_refused_any_more(search):
-    words = (
-        "--offload",
-        "--entropy_saving",
-        "--save_hf_checkpoint",
-        "always",
-        "--trainer_strategy",
-        "fsdp",
-    )
-    assert _is_past_the_refusal(search(*MODEL))
-    assert _is_past_the_refusal(search(*MODEL, *words))
-
-
-def test_an_sp_that_divides_no_gpu_count_is_never_tried(search):
-    assert _is_past_the_refusal(
-        search(*MODEL, *SUPPORTED, "--test_gpu_num", "1", "--test_sp_num", "1", "2")
-    )
 
 
 @pytest.fixture
@@ -219,11 +161,6 @@ def test_hints_about_a_full_disk_name_the_flags_that_there_are_here():
     assert ways[:2] == [["--checkpoint_path", "/y"], ["--save_hf_checkpoint", "never"]]
     arguments = parse((*MODEL, *ways[0], *ways[1]))
     assert (arguments.checkpoint_path, arguments.save_hf_checkpoint) == ("/y", "never")
-
-
-def test_what_no_flag_can_mend_is_told_before_the_flags(search):
-    assert refusal(search("--model_path", "Qwen3-0.7B"), 2)[0].startswith("no model 'Qwen3-0.7B'")
-    assert "1 token" in refusal(search(*MODEL, "--start_length", "1"), 2)[0]
 
 
 @pytest.mark.usefixtures("no_cluster")
@@ -314,31 +251,11 @@ def followed(hint: str, words: tuple[str, ...], more: str) -> list[tuple[tuple[s
 @pytest.mark.parametrize(
     ("words", "more"),
     [
-        (("--timeout", "0"), ""),
-        (("--timeout", "30"), ""),
-        (("--timeout", "soon"), ""),
-        (("--timeout", "400d"), ""),
-        (("--start_length", "0"), ""),
-        (("--start_length", "1"), ""),
-        (("--start_length", "4x"), ""),
-        (("--start_length", "2000000000"), ""),
-        (("--memory", "30MiB"), ""),
-        (("--memory", "16"), ""),
-        ((), "memory: 16MiB\n"),
-        ((), "memory: 63.9MiB\n"),
-        ((), "steps: 1\n"),
-        ((), "ring: [3]\n"),
-        (("--test_sp_num", "3"), "ring: 2\n"),
-        ((), "max_length: 2048\n"),
-        ((), "proof: memory\n"),
-        ((), "optimizer: adamw-8bit\n"),
-        ((), "copies: 3\n"),
-        ((), "lora_base: nf4\nstrategy: fsdp2\n"),
-        ((), "token_budget: 2k\n"),
-        ((), "mlp_tiles: 0\n"),
-        ((), "resolution: 1\nmax_length: 16m\n"),
-        ((), "objective: reward\n"),
-        ((), "parameters: bf16\nstrategy: fsdp2\n"),
+        *((("--timeout", "0"), ""), (("--start_length", "0"), ""), (("--memory", "30MiB"), "")),
+        *(((), "memory: 16MiB\n"), ((), "steps: 1\n"), ((), "ring: [3]\n")),
+        *((("--test_sp_num", "3"), "ring: 2\n"), ((), "proof: memory\n")),
+        *(((), "optimizer: adamw-8bit\n"), ((), "lora_base: nf4\nstrategy: fsdp2\n")),
+        *(((), "token_budget: 2k\n"), ((), "objective: reward\n")),
     ],
 )
 def test_every_hint_can_be_typed_here_or_written_into_the_file(simulated, words, more):
@@ -393,9 +310,6 @@ def test_a_switch_that_was_typed_and_no_file_takes_back_is_to_be_left_out():
         (("--start_length", "32k"), "", 32768),
         (("--start_length", "8192"), "start_length: 512\n", 8192),
         ((), "start_length: 256\n", 256),
-        ((), "start_length: 4096\n", 4096),
-        ((), "start_length: 12k\n", 12288),
-        (("--timeout", "40m", "--start_length", "1024"), "", 1024),
     ],
 )
 def test_a_start_length_of_either_spelling_and_place_is_tried_first(
@@ -412,8 +326,6 @@ def test_a_start_length_of_either_spelling_and_place_is_tried_first(
     [
         ("", True),
         ("max_length: 512\n", False),
-        ("max_length: 8k\n", False),
-        ("max_length: 12k\n", False),
         ("start_length: 256\n", False),
     ],
 )
@@ -441,7 +353,7 @@ def test_a_device_in_the_file_has_its_own_lengths(search, tiny, tmp_path, more):
 
 
 @pytest.mark.parametrize("method", ["bisect", "linear"])
-@pytest.mark.parametrize("start", ["110000", "262144", "400000"])
+@pytest.mark.parametrize("start", ["110000"])
 def test_where_the_start_length_itself_does_not_fit_0_is_said_to_be_no_search_below(
     simulated, highwater, tmp_path, start, method
 ):
@@ -514,22 +426,6 @@ def test_typed_flags_are_above_a_file_and_a_file_is_above_the_usual_settings(sim
     assert {cell.settings.strategy for cell in question.cells} == {"fsdp2"}
     assert {cell.settings.token_budget_tokens for cell in question.cells} == {65_536}
     assert (question.method, question.micro_batches) == ("bisect", 4)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("mode: explore\n", "unknown setting 'mode'"),
-        ("token_bugdet: 4k\n", "unknown setting 'token_bugdet'"),
-        ("gpus: many\n", "gpus 'many'"),
-        ("- 1\n", "bad.yaml"),
-    ],
-)
-def test_a_file_that_is_not_settings_is_refused_by_name(search, tmp_path, text, said):
-    (tmp_path / "bad.yaml").write_text(text)
-    problem, _ = refusal(search(*MODEL, "--config", "bad.yaml"), 2)
-    assert "bad.yaml" in problem
-    assert said in problem
 
 
 @pytest.mark.parametrize("sp", [("3", "1"), ("5", "1"), ("64", "7", "1")])
@@ -674,22 +570,6 @@ def test_sequences_of_a_users_own_are_trained(on_the_cpu, tmp_path):
     assert "≥256: " in done.stderr
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("find", "--max-length", "512", "--start-length", "256"),
-        ("find", "--max-length", "512", "--start-length", "256", "--gpus", "2"),
-        ("try", "--length", "128"),
-    ],
-)
-def test_find_and_try_have_the_same_limit_on_the_cpu_and_say_so(highwater, tiny, words):
-    command, *more = words
-    done = highwater(command, str(tiny), "--device", "cpu", "--dry-run", *more)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"share of half of the free memory.*`--memory \d+MiB`", done.stderr)
-    assert re.search(r"^next: .*--memory \d+MiB", done.stderr, re.MULTILINE)
-
-
 @pytest.mark.timeout(1200)
 def test_the_documented_example_finds_capacities_on_a_laptop_in_two_minutes(tmp_path):
     """The time is that of its processors, as this machine may have other work."""
@@ -714,12 +594,6 @@ def test_the_documented_example_finds_capacities_on_a_laptop_in_two_minutes(tmp_
     assert taken_s / len(os.sched_getaffinity(0)) < 120
 
 
-def test_it_runs_as_a_module_too(run):
-    done = run("python", "-m", "highwater.cli.search_context_length_capacity", "--help")
-    assert done.returncode == 0
-    assert "--test_sp_num" in done.stdout
-
-
 @pytest.mark.timeout(900)
 def test_every_flag_of_the_published_search_runs_a_small_model_on_the_cpu(tmp_path):
     small = write_model(tmp_path / "small", vocab_size=1024, max_position_embeddings=2048)
@@ -727,14 +601,8 @@ def test_every_flag_of_the_published_search_runs_a_small_model_on_the_cpu(tmp_pa
     checkpoints.mkdir()
     (checkpoints / "mine").write_text("not the search's")
     words = [
-        "--model_path",
-        str(small),
-        "--log_dir",
-        str(logs),
-        "--checkpoint_path",
-        str(checkpoints),
-        "--start_length",
-        "512",
+        *("--model_path", str(small), "--log_dir", str(logs), "--checkpoint_path"),
+        *(str(checkpoints), "--start_length", "512"),
     ]
     words += ["--test_gpu_num", "1", "2", "--test_sp_num", "1", "2", "--trainer_strategy", "fsdp2"]
     words += ["--offload", "--entropy_saving", "--save_hf_checkpoint", "last"]

@@ -79,20 +79,10 @@ def test_a_search_with_secrets_shows_them_nowhere_and_its_study_goes_on(highwate
     assert json.loads(highwater("show", str(study), "--as", "json").stdout)["trials"] == before
 
 
-def test_a_trial_with_secrets_shows_them_nowhere(highwater, place):
-    words = [word for word in words_with(SECRET) if word not in LENGTHS]
-    done = highwater("try", *words[1:], "--length", "64")
-    assert done.returncode == 0, done.stderr
-    json_too = highwater("try", *words[1:], "--length", "64", "--json")
-    check_nothing_shows(place, done.stdout, done.stderr, json_too.stdout, json_too.stderr)
-
-
 @pytest.mark.parametrize(
     "typed",
     [
         f"--password='correct {SECRET} battery'",
-        f"--password -{SECRET}",
-        f"'--password two {SECRET}'",
         f"--gh-pat {SECRET} -u me:{KEY}",
     ],
 )
@@ -122,22 +112,6 @@ def test_another_secret_is_another_question_and_a_hidden_one_is_asked_for(highwa
     problem, hint = refusal(highwater(*words_with("[hidden]", "--study", "study.jsonl")), 2)
     assert "[hidden]" in problem
     assert "type the secret itself" in hint
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        f"train {{length}} --password '{SECRET}",
-        f"train {{length}} --password {SECRET}{{a",
-        f"train {{len}} --password {SECRET}",
-        f"no-such-program {{length}} --password {SECRET} --api-key={KEY}",
-        f"train --password {SECRET} HF_TOKEN={KEY}",
-    ],
-)
-def test_an_error_that_quotes_a_command_shows_no_secret(command, highwater, place):
-    done = highwater("find", "Qwen3-0.6B", "--trainer", "command", "--command", command, *CPU)
-    refusal(done, 2)
-    check_nothing_shows(place, done.stdout, done.stderr)
 
 
 def as_recorded_before(study: Path) -> None:

@@ -3,7 +3,6 @@ figure is cut, at any width.
 """
 
 import fcntl
-import json
 import os
 import pty
 import re
@@ -20,7 +19,6 @@ import pytest
 from conftest import FORKED, SIMULATED, Run
 
 from fork_server import ForkServer
-from highwater.units import format_bytes, format_tokens
 from tables import deep
 
 DATA = Path(__file__).parents[1] / "data"
@@ -31,8 +29,6 @@ WIDTHS = (60, 80, 100, 120, 200)
 PREDICT = ("predict", "Llama-3.1-8B", "--gpus", "4xA100-80GB")
 LAYOUTS = ("find", "Qwen3-0.6B", *SIMULATED, "--gpus", "1", "2", "4", "--ulysses", "1", "2")
 RECOMMEND = ("recommend", "Qwen3-8B", "--gpus", "4xA100-80GB", "--length", "64k")
-ROW = re.compile(r"(nothing set|expandable(, [a-z ]+)*)  ")
-"""The beginning of a row: its settings, then at least two blanks."""
 PAGES: dict[str, tuple[str, ...]] = {
     "predict": PREDICT,
     "predict, one length": (*PREDICT, "--length", "64k"),
@@ -217,90 +213,6 @@ def test_a_terminal_has_every_figure_of_the_page_whole(check_page, page, columns
     check_page(PAGES[page], columns)
 
 
-@pytest.mark.parametrize("columns", WIDTHS)
-def test_every_figure_of_a_predictions_document_is_in_its_table_beside_what_tells_rows_apart(
-    directory, on_a_terminal, in_a_pipe, columns
-):
-    shown = on_a_terminal(directory, *PREDICT, "--explain", columns=columns)
-    lines = lines_of(shown)
-    assert max(map(len, lines)) <= columns
-    document = json.loads(in_a_pipe(directory, *PREDICT, "--json").stdout)
-    rows = [index for index, line in enumerate(lines) if ROW.match(line)]
-    assert len(rows) == len(document["cells"]) == 21
-    for predicted, start, end in zip(
-        document["cells"], rows, [*rows[1:], lines.index("", rows[-1])], strict=True
-    ):
-        head, block = lines[start], read(lines, start, end)
-        assert re.search(rf" {predicted['cell']['layout']['ulysses_degree']}  ", head), "SP"
-        assert f" {format_tokens(predicted['capacity_tokens'])} " in f"{head} ", "capacity"
-        assert re.search(rf" {format_tokens(predicted['likely_tokens'])} ", f"{block} "), (
-            "may reach"
-        )
-        sizes = (
-            predicted["interval"]["low_bytes"],
-            predicted["interval"]["high_bytes"],
-            predicted["headroom_bytes"],
-        )
-        assert all(format_bytes(size) in block for size in sizes)
-        if predicted["does_not_fit_tokens"] is not None:
-            assert f"{format_tokens(predicted['does_not_fit_tokens'])}: GPU memory" in block
-
-
-@pytest.mark.parametrize("columns", WIDTHS)
-def test_every_figure_of_a_recommendations_document_is_in_its_list_beside_what_tells_rows_apart(
-    directory, on_a_terminal, in_a_pipe, columns
-):
-    words = (*RECOMMEND, "--list")
-    lines = lines_of(on_a_terminal(directory, *words, columns=columns))
-    assert max(map(len, lines)) <= columns
-    document = json.loads(in_a_pipe(directory, *words, "--json").stdout)
-    fitting = [each for each in document["candidates"] if each["fits"]]
-    rows = [index for index, line in enumerate(lines) if ROW.match(line)]
-    assert len(rows) == len(fitting) >= 20
-    for candidate, start, end in zip(
-        fitting, rows, [*rows[1:], lines.index("", rows[-1])], strict=True
-    ):
-        cell, block = candidate["cell"], read(lines, start, end)
-        degree = cell["layout"]["ulysses_degree"]
-        assert re.search(rf" {degree}  ", lines[start]), "SP"
-        assert cell["settings"]["sequences_per_micro_batch"] == 1
-        budget = format_tokens(candidate["token_budget_tokens"])
-        assert f" {budget} " in f"{block} "
-        assert re.search(rf" {format_tokens(candidate['capacity_tokens'])}\*? ", f"{block} ")
-        assert format_bytes(candidate["headroom_bytes"]) in block
-        if cell["settings"]["offload"]:
-            assert format_bytes(candidate["host_bytes"]) in block
-
-
-@pytest.mark.parametrize("columns", WIDTHS)
-def test_every_figure_of_a_study_is_in_its_table_beside_what_tells_rows_apart(
-    directory, on_a_terminal, in_a_pipe, columns
-):
-    shown = on_a_terminal(directory, *LAYOUTS, columns=columns)
-    document = json.loads(in_a_pipe(directory, *LAYOUTS, "--json").stdout)
-    lines = lines_of(REDRAWN.split(shown)[-1])  # what stands when the live table is gone
-    assert max(map(len, lines)) <= columns
-    rows = [
-        index
-        for index, line in enumerate(lines)
-        if re.match(r"(nothing set|expandable(, chunked loss)?)  ", line)
-    ]
-    assert len(rows) == len(document["answers"]) == 15
-    for answer, start, end in zip(
-        document["answers"], rows, [*rows[1:], lines.index("", rows[-1])], strict=True
-    ):
-        layout = answer["cell"]["layout"]
-        figure = re.escape(format_tokens(answer["capacity_tokens"]))
-        assert re.search(
-            rf"  {layout['gpus']} +{layout['ulysses_degree']} +{figure}\*?(  |$)", lines[start]
-        )
-        block = read(lines, start, end)
-        for size in (answer["peak_reserved_bytes"], answer["headroom_bytes"]):
-            assert format_bytes(size) in block
-        if answer["does_not_fit_tokens"] is not None:
-            assert f"{format_tokens(answer['does_not_fit_tokens'])}: out of memory" in block
-
-
 def test_a_live_table_is_as_narrow_as_the_terminal(on_a_terminal, tmp_path):
     shown = on_a_terminal(tmp_path, *LAYOUTS, columns=60)
     live = [line for frame in REDRAWN.split(shown)[:-1] for line in lines_of(frame)]
@@ -313,33 +225,6 @@ def test_a_live_table_is_as_narrow_as_the_terminal(on_a_terminal, tmp_path):
         ["", "chunked loss", "≥1,044,480*"],
     ]
     assert max(map(len, live)) <= 60
-
-
-def test_a_trial_that_runs_shows_for_how_long_and_what_it_does(on_a_terminal, tmp_path, tiny):
-    pytest.importorskip("torch", reason="trials need the train extra")
-    (tmp_path / "slow_batches.py").write_text(
-        "import time\n\n\ndef slow(*, length_tokens, **_):\n"
-        "    while True:\n        time.sleep(2)\n        yield [[1] * length_tokens]\n"
-    )
-    grid = ("--start-length", "512", "--max-length", "512", "--resolution", "512", "--loss", "full")
-    shown = on_a_terminal(
-        tmp_path,
-        *("find", str(tiny), "--device", "cpu", "--memory", "1GiB", *grid),
-        *("--data", "slow_batches:slow"),
-        columns=100,
-        PYTHONPATH=str(tmp_path),
-    )
-    lines = plainly(shown)
-    running = [
-        found for line in lines if (found := re.match(r"512 tokens: (\d+) s, (.*)", line.strip()))
-    ]
-    assert {"step 1 of 2", "step 2 of 2"} <= {found[2] for found in running}
-    seconds = [int(found[1]) for found in running]
-    assert seconds == sorted(seconds)
-    assert len(set(seconds)) >= 4, "it moves while the trial runs"
-    ended = REDRAWN.split(shown)[-1]
-    assert "512 tokens: " not in ended, "and is gone with it"
-    assert re.search(r"tiny trains up to 512 tokens on 1 process on the CPU", ended)
 
 
 @pytest.mark.parametrize(
@@ -378,16 +263,8 @@ def test_a_refusal_ends_its_lines_between_words_and_leaves_what_is_typed_whole(
 def test_what_a_program_reads_is_never_folded(on_a_terminal, tmp_path, highwater):
     for words in (
         (
-            "emit",
-            "--for",
-            "trl",
-            "Qwen3-8B",
-            "--gpus",
-            "8xH20-96GB",
-            "--rollout-gpus",
-            "2",
-            "--length",
-            "32k",
+            *("emit", "--for", "trl", "Qwen3-8B", "--gpus", "8xH20-96GB", "--rollout-gpus", "2"),
+            *("--length", "32k"),
         ),
         (
             "find",

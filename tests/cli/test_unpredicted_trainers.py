@@ -103,10 +103,8 @@ def test_a_family_that_liger_does_not_know_has_axolotls_other_loss(highwater, mo
     ("target", "words", "tokens"),
     [
         ("axolotl", ("--length", "32k", "--loss", "full"), 32_768),
-        ("llamafactory", ("--length", "16k", "--loss", "full"), 16_384),
         ("torchtitan", ("--length", "40k", "--loss", "full", "--ulysses", "2"), 20_480),
         ("accelerate", ("--length", "32k", "--loss", "full", "--ring", "4"), 8_192),
-        ("ms-swift", ("--length", "32k", "--ulysses", "4"), 8_192),
         ("ms-swift", ("--length", "32k", "--ulysses", "2"), 16_384),
     ],
 )
@@ -122,7 +120,6 @@ def test_whole_logits_are_counted_at_ten_bytes_a_token_and_word(highwater, targe
     ("target", "words"),
     [
         ("llamafactory", ("Qwen3-8B", "--gpus", "1xH100-80GB", "--length", "80k", "--lora", "16")),
-        ("axolotl", ("Llama-3.1-8B", "--gpus", "1xH100-80GB", "--length", "72k", "--lora", "8")),
         ("accelerate", ("Qwen3-8B", "--gpus", "8xH100-80GB", "--ulysses", "1", "--length", "64k")),
         ("torchtitan", ("Qwen3-8B", "--gpus", "8xH100-80GB", "--ulysses", "1", "--length", "64k")),
     ],
@@ -137,7 +134,7 @@ def test_logits_that_are_larger_than_a_gpu_do_not_fit(highwater, target, words):
     assert json.loads(document.stdout)["fits"] is False
 
 
-@pytest.mark.parametrize("length", ["51974", "32k", "100000", "12345"])
+@pytest.mark.parametrize("length", ["51974", "32k"])
 def test_torchtitans_chunks_divide_a_sequence(highwater, length):
     words = ("Qwen3-8B", "--gpus", "4xH200-141GB", "--length", length, "--ulysses", "1")
     done = highwater("emit", "--for", "torchtitan", *words, "--json")

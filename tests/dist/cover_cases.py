@@ -31,11 +31,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from rank_steps import built, each, of_all, place_of, results_in
 
+from highwater.engine.attention.registry import register
 from highwater.engine.data import batches as data
+from highwater.engine.models.build import read_config
 from highwater.engine.models.decoder import Decoder
 from highwater.engine.models.weights import name_in_files
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.parallel.fsdp2 import local_shard
+from highwater.engine.tracer import trinity_step
 from highwater.engine.training.step import Training, backward_of
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
@@ -90,17 +93,8 @@ NOWHERE = ("-",)
 """The value of a factor that an objective does not have."""
 
 RANKS = (
-    "1",
-    "2",
-    "2 ulysses 2",
-    "2 ring 2",
-    "3 ring 3",
-    "4 ulysses 2",
-    "4 ring 2",
-    "4 ring 4",
-    "4 ulysses 2 ring 2",
-    "6 ulysses 2 ring 3",
-    "8 ulysses 2 ring 2",
+    *("1", "2", "2 ulysses 2", "2 ring 2", "3 ring 3", "4 ulysses 2", "4 ring 2", "4 ring 4"),
+    *("4 ulysses 2 ring 2", "6 ulysses 2 ring 3", "8 ulysses 2 ring 2"),
 )
 """Processes, and the degrees by which they share sequences."""
 COPIED = ("2 copies 2", "4 copies 2", "4 ulysses 2 copies 2", "8 ulysses 2 ring 2 copies 2")
@@ -136,6 +130,17 @@ _RW: Box = {**_ABSENT, "objective": ("rw",)}
 _DPO: Box = {**_ABSENT, **_LOGITS, "objective": ("dpo",), "numbers": ("default", "changed")}
 _PPO: Box = {**_ABSENT, **_LOGITS, **_RATIOS, "objective": ("ppo", "ppo critic")}
 _GRPO: Box = {**_ABSENT, **_LOGITS, **_RATIOS, **_GROUPS, "objective": ("grpo",)}
+_TRINITY: Box = {
+    **_GRPO,
+    "strategy": ("trinity",),
+    "ranks": ("1", "2", "2 ulysses 2"),
+    "offload": ("no",),
+    "recompute": ("layer",),
+    "model": ("dense",),
+    "loss": ("full",),
+    "entropy": ("full",),
+}
+"""The reference system's model, by FSDP1."""
 _SPLIT: Box = {**_GRPO, "ranks": ("2", "4 ulysses 2", "4 ring 2"), "groups": ("split",)}
 _OBJECTIVES = (_SFT, _RW, _DPO, _PPO, _GRPO)
 _HEAVY: Box = {
@@ -162,6 +167,7 @@ def _shared(box: Box, *ranks: str) -> Box:
 PAIRED: tuple[Box, ...] = (
     *_OBJECTIVES,
     _SPLIT,
+    _TRINITY,
     _shared(_SFT, *COPIED[:-1]),
     _shared({**_RW, **_HEAVY}, "4 ring 4 copies 4"),
     _shared({**_DPO, **_HEAVY}, "4 ring 4 copies 4", "6 ring 3 copies 2"),
@@ -216,7 +222,7 @@ class Case:
     def settings(self) -> Settings:
         """What a user would ask for."""
         given = {
-            "strategy": self["strategy"],
+            "strategy": self["strategy"].replace("trinity", "fsdp"),
             "offload": self["offload"] == "offload",
             "recompute": self["recompute"],
             "objective": self.objective,
@@ -311,26 +317,16 @@ def run(
     """Norm-relative deviations of one case: loss, and the worst gradient of policy and critic; of
     rank 0, which knows them.
     """
-    rank = dist.get_rank()
-    step = [
-        [documents(case, data_rank, m) for m in range(int(case["micro-batches"]))]
-        for data_rank in range(case.layout.data_parallel_degree)
-    ]
-    own = [
-        data.share_of(data.pack([_ours(one) for one in micro_batch]), shared)
-        for micro_batch in step[rank // case.layout.context_degree]
-    ]
+    own, every = batches(case, shared)
     training = train(case, weights, mesh, shared)
     loss = float(process_mesh.total(backward_of(training, own), mesh))
     ours = {
         "policy": gradients(training.policy, case.layout),
         "critic": gradients(training.critic, case.layout) if training.critic is not None else {},
     }
-    if rank > 0:
+    if dist.get_rank() > 0:
         return {}
-    expected_loss, expected = reference(
-        case, weights, [one for of_rank in step for micro_batch in of_rank for one in micro_batch]
-    )
+    expected_loss, expected = reference(case, weights, every)
     found: dict[str, float | str] = {
         "loss": abs(loss - expected_loss) / max(abs(expected_loss), LOSS_SCALE)
     }
@@ -346,6 +342,19 @@ def run(
             off[f"{kind} {name}"] = float((gradient - wanted[name].flatten()).norm() / scale)
     worst = max(off, key=lambda name: inf if isnan(off[name]) else off[name])
     return found | {"gradient": off[worst], "worst": worst, "ours": loss, "expected": expected_loss}
+
+
+def batches(
+    case: Case, shared: process_mesh.SequenceGroups | None
+) -> tuple[list[data.Batch], list[Document]]:
+    """A step's micro-batches of this rank, and the documents of all."""
+    step = [
+        [documents(case, data_rank, m) for m in range(int(case["micro-batches"]))]
+        for data_rank in range(case.layout.data_parallel_degree)
+    ]
+    own = step[dist.get_rank() // case.layout.context_degree]
+    packed = [data.share_of(data.pack([_ours(one) for one in of]), shared) for of in own]
+    return packed, [one for of_rank in step for of in of_rank for one in of]
 
 
 def train(
@@ -367,11 +376,12 @@ def train(
     trained = partial(
         model, strategy=settings.strategy, offload=settings.offload, recompute=settings.recompute
     )
-    policy = (
-        trained(f"scalar {case['model']}", loss=None)
-        if case.objective == "rw"
-        else trained(case["model"], loss=loss)
-    )
+    if case.objective == "rw":
+        policy = trained(f"scalar {case['model']}", loss=None)
+    elif case["strategy"] == "trinity":
+        policy = trinity_actor(weights / case["model"], mesh, shared)
+    else:
+        policy = trained(case["model"], loss=loss)
     critic = trained("critic", loss=None) if settings.critic else None
     frozen = {"loss": "chunked", "recompute": "none", "offload": True}
     return Training(
@@ -388,6 +398,17 @@ def train(
         else None,
         hyperparameters=case.hyperparameters,
     )
+
+
+def trinity_actor(folder: Path, mesh: dist.DeviceMesh, shared: Any) -> Decoder:
+    """Its parameters keep their names, so that they can be compared."""
+    config = read_config(str(folder), length_tokens=LENGTH_TOKENS, rope="auto")
+    actor = trinity_step.actor_on_meta(
+        config, attention=register("flash", shared=shared), dtype=torch.float64
+    )
+    lift_float32_casts(actor)
+    how = {"compute_dtype": torch.float64, "use_orig_params": True}
+    return trinity_step.on_fsdp1(actor, directory=str(folder), mesh=mesh, **how)
 
 
 def gradients(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
@@ -409,8 +430,9 @@ def gradients(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
         ), "copies differ"
     parts = zip(*one, strict=True)
     return {
-        name: torch.cat([p for p in of_ranks if p is not None])
+        name: torch.cat(there)
         for name, of_ranks in zip(names, parts, strict=True)
+        if (there := [part for part in of_ranks if part is not None])
     }
 
 

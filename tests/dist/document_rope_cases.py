@@ -10,24 +10,25 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_steps import Fields, built, deviations, each, first_step, place_of, results_in
-from reference import load_textbook
-from torch import Tensor, nn
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Olmo3Config,
-    Olmo3ForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedModel,
+from rank_steps import (
+    Fields,
+    Step,
+    built,
+    deviations,
+    each,
+    first_step,
+    micro_batches,
+    place_of,
+    plain_step,
+    results_in,
 )
+from reference import load_textbook
+from transformers import LlamaForCausalLM, Olmo3ForCausalLM, Phi3ForCausalLM, PreTrainedModel
 
-from highwater.engine.data.batches import Document, pack, share_of
-from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
 
 VOCABULARY = 97
@@ -113,82 +114,67 @@ def cases_for(processes: int, extent: str) -> list[Case]:
     ]
 
 
-def phi3() -> PreTrainedModel:
-    rope = {**LONGROPE, "rope_theta": 1e4}
-    longest = {"max_position_embeddings": 64, "original_max_position_embeddings": BORDER_TOKENS}
-    return Phi3ForCausalLM(Phi3Config(**SHAPE, **longest, rope_parameters=rope))
-
-
-def llama() -> PreTrainedModel:
-    rope = {
-        **LONGROPE,
-        "rope_theta": 1e4,
-        "original_max_position_embeddings": BORDER_TOKENS,
-        "attention_factor": 1.3,
-    }
-    return LlamaForCausalLM(LlamaConfig(**SHAPE, max_position_embeddings=64, rope_parameters=rope))
-
-
-def dynamic() -> PreTrainedModel:
-    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0}
-    return LlamaForCausalLM(
-        LlamaConfig(**SHAPE, max_position_embeddings=BORDER_TOKENS, rope_parameters=rope)
-    )
-
-
-def olmo3() -> PreTrainedModel:
-    """One kind of RoPE for each kind of layer; the window holds every document."""
-    own = {
-        "full_attention": {
-            **LONGROPE,
-            "rope_theta": 1e4,
+_BORDER = {"rope_theta": 1e4, "original_max_position_embeddings": BORDER_TOKENS}
+_LONG = {"max_position_embeddings": 64}
+_OF_LAYERS = {
+    "full_attention": {**LONGROPE, **_BORDER},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+}
+MODELS: dict[str, tuple[type[PreTrainedModel], dict[str, Any]]] = {
+    "phi3": (
+        Phi3ForCausalLM,
+        {
+            **_LONG,
             "original_max_position_embeddings": BORDER_TOKENS,
-        }
-    }
-    rope = {**own, "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}}
-    kinds = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64}
-    return Olmo3ForCausalLM(
-        Olmo3Config(**SHAPE, **kinds, max_position_embeddings=64, rope_parameters=rope)
-    )
-
-
-def llama3() -> PreTrainedModel:
-    borders = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    rope = {
-        **borders,
-        "rope_type": "llama3",
-        "rope_theta": 1e4,
-        "factor": 8.0,
-        "original_max_position_embeddings": BORDER_TOKENS,
-    }
-    return LlamaForCausalLM(LlamaConfig(**SHAPE, max_position_embeddings=64, rope_parameters=rope))
-
-
-def yarn() -> PreTrainedModel:
-    rope = {
-        "rope_type": "yarn",
-        "rope_theta": 1e4,
-        "factor": 4.0,
-        "original_max_position_embeddings": BORDER_TOKENS,
-    }
-    return LlamaForCausalLM(LlamaConfig(**SHAPE, max_position_embeddings=64, rope_parameters=rope))
-
-
-MODELS = {
-    "phi3": phi3,
-    "llama": llama,
-    "dynamic": dynamic,
-    "olmo3": olmo3,
-    "llama3": llama3,
-    "yarn": yarn,
+            "rope_parameters": {**LONGROPE, "rope_theta": 1e4},
+        },
+    ),
+    "llama": (
+        LlamaForCausalLM,
+        {**_LONG, "rope_parameters": {**LONGROPE, **_BORDER, "attention_factor": 1.3}},
+    ),
+    "dynamic": (
+        LlamaForCausalLM,
+        {
+            "max_position_embeddings": BORDER_TOKENS,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0},
+        },
+    ),
+    # one kind of RoPE for each kind of layer; the window holds every document
+    "olmo3": (
+        Olmo3ForCausalLM,
+        {
+            **_LONG,
+            "layer_types": list(_OF_LAYERS),
+            "sliding_window": 64,
+            "rope_parameters": _OF_LAYERS,
+        },
+    ),
+    "llama3": (
+        LlamaForCausalLM,
+        {
+            **_LONG,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                **_BORDER,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+        },
+    ),
+    "yarn": (
+        LlamaForCausalLM,
+        {**_LONG, "rope_parameters": {"rope_type": "yarn", "factor": 4.0, **_BORDER}},
+    ),
 }
 
 
 def save_models(folder: Path) -> None:
     """Each model with random float64 weights, as safetensors."""
     torch.manual_seed(0)
-    for name, make in MODELS.items():
-        make().double().save_pretrained(folder / name)
+    for name, (kind, own) in MODELS.items():
+        kind(kind.config_class(**SHAPE, **own)).double().save_pretrained(folder / name)
 
 
 def main() -> None:
@@ -207,11 +193,8 @@ def run(case: Case, directory: Path) -> dict[str, float | str]:
         replicate_degree=case.copies,
     )
     mesh, shared = place_of(layout)
-    dtype, data_rank = getattr(torch, case.dtype), dist.get_rank() // layout.context_degree
-    own = [
-        share_of(pack([Document(ids, ids) for ids in documents(lengths, data_rank)]), shared)
-        for lengths in BATCHES[case.batch]
-    ]
+    dtype = getattr(torch, case.dtype)
+    own = micro_batches(BATCHES[case.batch], layout, shared)
     model = built(
         directory, mesh, dtype, shared=shared, strategy=case.strategy, recompute=case.recompute
     )
@@ -221,34 +204,16 @@ def run(case: Case, directory: Path) -> dict[str, float | str]:
     )
 
 
-def documents(lengths: tuple[int, ...], data_rank: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(100 * data_rank + sum(lengths))
-    return [torch.randint(1, VOCABULARY, (length,), generator=generator) for length in lengths]
-
-
 @cache
-def alone(
-    directory: Path, dtype: torch.dtype, batch: str, data_ranks: int
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The mean loss over all documents, each through a plain model that has seen no other one;
-    norm; clipped gradients.
-    """
+def alone(directory: Path, dtype: torch.dtype, batch: str, data_ranks: int) -> Step:
+    """By a plain model whose RoPE has seen no other document."""
     model = load_textbook(directory, dtype)
-    everything = [
-        ids
-        for rank in range(data_ranks)
-        for lengths in BATCHES[batch]
-        for ids in documents(lengths, rank)
-    ]
-    trained = sum(len(ids) - 1 for ids in everything)
-    loss = torch.zeros((), dtype=dtype)
-    for ids in everything:
-        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
-        loss = loss + nn.functional.cross_entropy(logits, ids[1:], reduction="sum") / trained
-    loss.backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), Hyperparameters().max_grad_norm)
-    return loss.detach(), norm, {name: p.grad for name, p in model.named_parameters()}
+    rotary = type(model.model.rotary_emb)
+
+    def anew() -> None:
+        model.model.rotary_emb = rotary(model.config)
+
+    return plain_step(model, BATCHES[batch], data_ranks, before=anew)
 
 
 if __name__ == "__main__":

@@ -22,25 +22,12 @@ TINY: dict[str, Any] = table("families", "tiny")
 """A value for each field of that name; a family without the field does not get it."""
 WINDOWS = (
     *(
-        "sliding_window",
-        "window_size",
-        "attention_window_size",
-        "local_attention",
-        "keep_window_size",
-        "sliding_window_size",
+        *("sliding_window", "window_size", "attention_window_size", "local_attention"),
+        *("keep_window_size", "sliding_window_size"),
     ),
     *("attention_chunk_size", "index_topk", "index_block_size"),
 )
 """Fields that say how many tokens a layer attends to."""
-_LATENT = {"num_key_value_heads": 4, "head_dim": None}
-_MULTIPLIERS = {
-    "logits_scaling": 8.0,
-    "embedding_multiplier": 12.0,
-    "residual_multiplier": 0.22,
-    "attention_multiplier": 0.125,
-}
-"""As Granite 3's checkpoints have them, but for attention's, which follows from the head's size."""
-_SWITCHED = {"use_sliding_window": True}
 OWN: dict[str, dict[str, Any]] = table("families", "own")
 """Fields of one family that the generic way gets wrong; None leaves a field at its default."""
 

@@ -21,15 +21,24 @@ import torch.distributed as dist
 import transformers
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from float64 import Lifted
-from rank_steps import Fields, Step, built, deviations, each, first_step, place_of, results_in
+from rank_steps import (
+    Fields,
+    Step,
+    built,
+    deviations,
+    each,
+    first_step,
+    micro_batches,
+    place_of,
+    plain_step,
+    results_in,
+)
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from highwater.engine.data.batches import Document, pack, share_of
 from highwater.engine.models.adapters import is_adapter, name_for_peft
 from highwater.engine.models.weights import name_in_files
 from highwater.engine.parallel.fsdp2 import local_shard, own_rows
-from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
 from highwater.nouns.lora import Lora
 from tables import deep
@@ -197,11 +206,7 @@ def ours(case: Case, directory: Path, dtype: torch.dtype, layout: Layout, *, off
         lora=LORAS[case.lora],
     )
     fill_adapters(model, lambda name: name_for_peft(name_in_files(name)))
-    data_rank = dist.get_rank() // layout.context_degree
-    own = [
-        share_of(pack([Document(ids, ids) for ids in documents(lengths, data_rank)]), shared)
-        for lengths in LENGTHS
-    ]
+    own = micro_batches(LENGTHS, layout, shared)
     loss, norm, found = first_step(model, (mesh, shared), own, copies=layout.replicate_degree)
     frozen = [
         name for name, p in model.named_parameters() if not p.requires_grad and p.grad is not None
@@ -217,11 +222,6 @@ def fill_adapters(model: nn.Module, name_of: Callable[[str], str]) -> None:
             start, stop = own_rows(parameter)
             values = adapter_values(name_of(name), tuple(parameter.shape))
             local_shard(parameter).detach().copy_(values[start:stop])
-
-
-def documents(lengths: tuple[int, ...], data_rank: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(100 * data_rank + sum(lengths))
-    return [torch.randint(1, 97, (length,), generator=generator) for length in lengths]
 
 
 def adapter_values(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -252,23 +252,13 @@ def theirs(
         task_type="CAUSAL_LM",
     )
     model = peft.get_peft_model(base, config).to(dtype).train()
-    trained = {
-        name.replace(".default.", "."): p for name, p in model.named_parameters() if p.requires_grad
-    }
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    names = {name.replace(".default.", "."): name for name in trained}
     with torch.no_grad():
-        for name, parameter in trained.items():
-            parameter.copy_(adapter_values(name, tuple(parameter.shape)))
-    everything = [
-        ids for rank in range(data_ranks) for lengths in LENGTHS for ids in documents(lengths, rank)
-    ]
-    tokens = sum(len(ids) - 1 for ids in everything)
-    loss = torch.zeros((), dtype=dtype)
-    for ids in everything:
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
-        loss = loss + nn.functional.cross_entropy(logits, ids[1:], reduction="sum") / tokens
-    loss.backward()
-    norm = nn.utils.clip_grad_norm_(trained.values(), Hyperparameters().max_grad_norm)
-    return loss.detach(), norm, {name: p.grad for name, p in trained.items() if p.grad is not None}
+        for name, of in names.items():
+            trained[of].copy_(adapter_values(name, tuple(trained[of].shape)))
+    loss, norm, found = plain_step(model, LENGTHS, data_ranks)
+    return loss, norm, {name: found[of] for name, of in names.items() if of in found}
 
 
 @cache

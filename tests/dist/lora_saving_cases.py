@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from lora_cases import documents, fill_adapters
-from rank_steps import built
+from lora_cases import fill_adapters
+from rank_steps import built, documents
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,

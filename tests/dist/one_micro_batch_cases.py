@@ -151,7 +151,7 @@ def training(
         )
 
     policy = model("dense", "chunked")
-    critic = model("scalar", None) if case.critic else None
+    critic = model("critic", None) if case.critic else None
     keeps = keeps_gradients
     return Training(
         policy=policy,

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from highwater.engine.attention.registry import register
-from highwater.engine.data.batches import Batch
+from highwater.engine.data.batches import Batch, Document, pack, share_of
 from highwater.engine.models.build import build, read_config
 from highwater.engine.models.decoder import Decoder
 from highwater.engine.models.weights import name_in_files
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.parallel.fsdp2 import local_shard
 from highwater.engine.training.step import Training, train_step
+from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
 from highwater.nouns.sparse_pattern import SparsePatternConfig
 
@@ -133,6 +134,49 @@ def first_step(
     )
     loss, (norm, *_) = train_step(training, micro_batches)
     return loss, norm, whole(optimizer.gradients, copies=copies)
+
+
+Lengths = tuple[tuple[int, ...], ...]
+"""Of the documents of each micro-batch."""
+
+
+def documents(lengths: tuple[int, ...], data_rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 * data_rank + sum(lengths))
+    return [torch.randint(1, 97, (length,), generator=generator) for length in lengths]
+
+
+def micro_batches(
+    lengths: Lengths, layout: Layout, shared: process_mesh.SequenceGroups | None
+) -> list[Batch]:
+    """This rank's, every token of which is trained."""
+    data_rank = dist.get_rank() // layout.context_degree
+    return [
+        share_of(pack([Document(ids, ids) for ids in documents(of, data_rank)]), shared)
+        for of in lengths
+    ]
+
+
+def plain_step(
+    model: nn.Module,
+    lengths: Lengths,
+    data_ranks: int,
+    *,
+    before: Callable[[], object] = lambda: None,
+) -> Step:
+    """The mean loss over the documents of all ranks, each alone through a plain model, after
+    ``before``; norm; clipped gradients.
+    """
+    texts = [ids for rank in range(data_ranks) for of in lengths for ids in documents(of, rank)]
+    trained = sum(len(ids) - 1 for ids in texts)
+    loss = torch.zeros((), dtype=next(model.parameters()).dtype)
+    for ids in texts:
+        before()
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+        loss = loss + nn.functional.cross_entropy(logits, ids[1:], reduction="sum") / trained
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), Hyperparameters().max_grad_norm)
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), norm, found
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -15,13 +15,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_steps import Fields, built, deviations, each, first_step, place_of, results_in
+from rank_steps import (
+    Fields,
+    Step,
+    built,
+    deviations,
+    each,
+    first_step,
+    micro_batches,
+    place_of,
+    plain_step,
+    results_in,
+)
 from reference import SHAPE, load_textbook
 from torch import Tensor, nn
 from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
-from highwater.engine.data.batches import Document, pack, share_of
-from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.sparse_pattern import PatternType, SparsePatternConfig
@@ -86,46 +95,26 @@ def main() -> None:
 def run(case: Case, directory: Path) -> dict[str, float | str]:
     layout = Layout(gpus=dist.get_world_size(), ulysses_degree=case.ulysses, ring_degree=case.ring)
     mesh, shared = place_of(layout)
-    dtype, data_rank = getattr(torch, case.dtype), dist.get_rank() // layout.context_degree
+    dtype = getattr(torch, case.dtype)
     model = built(
         directory, mesh, dtype, shared=shared, sparse=case.pattern, recompute=case.recompute
     )
-    own = [
-        share_of(pack([Document(ids, ids) for ids in documents(lengths, data_rank)]), shared)
-        for lengths in LENGTHS
-    ]
+    own = micro_batches(LENGTHS, layout, shared)
     return deviations(
         first_step(model, (mesh, shared), own),
         alone(directory, dtype, case.pattern, layout.data_parallel_degree),
     )
 
 
-def documents(lengths: tuple[int, ...], data_rank: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(100 * data_rank + sum(lengths))
-    return [torch.randint(1, 97, (length,), generator=generator) for length in lengths]
-
-
 @cache
 def alone(
     directory: Path, dtype: torch.dtype, pattern: SparsePatternConfig, data_ranks: int
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The mean loss over all documents, each through a plain model with a mask of its own; norm;
-    clipped gradients.
-    """
+) -> Step:
+    """By a plain model with a mask of its own for each document."""
     model = load_textbook(directory, dtype)
     AttentionInterface.register("masked", partial(masked, pattern=pattern))
     model.set_attn_implementation("masked")
-    everything = [
-        ids for rank in range(data_ranks) for lengths in LENGTHS for ids in documents(lengths, rank)
-    ]
-    trained = sum(len(ids) - 1 for ids in everything)
-    loss = torch.zeros((), dtype=dtype)
-    for ids in everything:
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
-        loss = loss + nn.functional.cross_entropy(logits, ids[1:], reduction="sum") / trained
-    loss.backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), Hyperparameters().max_grad_norm)
-    return loss.detach(), norm, {name: p.grad for name, p in model.named_parameters()}
+    return plain_step(model, LENGTHS, data_ranks)
 
 
 def masked(

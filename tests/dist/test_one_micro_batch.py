@@ -3,9 +3,8 @@ of gradients that lie there from the start, in every way to shard and to share s
 """
 
 import pytest
+from cover_cases import save_models
 from one_micro_batch_cases import STEPS, cases_for
-from plain_objectives import save_judges
-from reference import save_models
 
 
 @pytest.mark.timeout(600)
@@ -14,7 +13,6 @@ def test_one_micro_batch_trains_as_with_gradients_from_the_start_and_leaves_none
     processes, ranks, tmp_path
 ):
     save_models(tmp_path / "weights")
-    save_judges(tmp_path / "weights")
     found = ranks.results("one_micro_batch_cases.py", processes, tmp_path / "weights")
     cases = cases_for(processes)
     assert set(found) == {case.name for case in cases}

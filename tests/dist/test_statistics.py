@@ -15,14 +15,8 @@ from tables import deep
 TOLERANCE = 1e-10
 """Relative, or of 1 where a number is smaller: summation order alone differs, all is float64."""
 COUNTS = (
-    "n_tokens",
-    "n_valid_tokens",
-    "prompt_tokens",
-    "n_documents",
-    "n_valid_documents",
-    "evaluated",
-    "label_sum",
-    "rewarded",
+    *("n_tokens", "n_valid_tokens", "prompt_tokens", "n_documents", "n_valid_documents"),
+    *("evaluated", "label_sum", "rewarded"),
 )
 
 

@@ -192,17 +192,8 @@ def test_a_disk_that_is_too_small_is_refused_first_and_each_hint_works(
     stay free, on 72.
     """
     trial = [
-        "highwater",
-        "try",
-        "wide",
-        "--length",
-        "32",
-        "--device",
-        "cpu",
-        "--memory",
-        "1GiB",
-        "--loss",
-        "chunked",
+        *("highwater", "try", "wide", "--length", "32", "--device", "cpu", "--memory", "1GiB"),
+        *("--loss", "chunked"),
     ]
     trial += ["--checkpoint", "sharded", "--save-hf", "last", "--log-dir", "disk"]
     refused = on_a_small_disk(*trial)

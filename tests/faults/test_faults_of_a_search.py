@@ -30,17 +30,8 @@ ENDS_S = 240
 LENGTHS = (32, 64)
 FIND = (
     *(
-        "highwater",
-        "find",
-        "tiny",
-        "--device",
-        "cpu",
-        "--memory",
-        "1GiB",
-        "--loss",
-        "full",
-        "--method",
-        "linear",
+        *("highwater", "find", "tiny", "--device", "cpu", "--memory", "1GiB", "--loss", "full"),
+        *("--method", "linear"),
     ),
     *("--start-length", "32", "--resolution", "32", "--max-length", "64", "--study", "study.jsonl"),
 )

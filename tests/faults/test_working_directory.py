@@ -11,29 +11,13 @@ import pytest
 pytestmark = pytest.mark.timeout(600)
 
 TRAPS = (
-    "psutil",
-    "msgspec",
-    "random",
-    "signal",
-    "torch",
-    "transformers",
-    "triton",
-    "flash_attn",
+    *("psutil", "msgspec", "random", "signal", "torch", "transformers", "triton", "flash_attn"),
     "sitecustomize",
 )
 """Modules that our processes import, or would if they were there."""
 TRIAL = (
-    "highwater",
-    "try",
-    "tiny",
-    "--length",
-    "32",
-    "--device",
-    "cpu",
-    "--memory",
-    "1GiB",
-    "--log-dir",
-    "logs",
+    *("highwater", "try", "tiny", "--length", "32", "--device", "cpu", "--memory", "1GiB"),
+    *("--log-dir", "logs"),
 )
 OWN = """
 import random
@@ -95,11 +79,5 @@ def test_batches_of_the_working_directory_are_found_after_every_library(sprung):
     assert tried.returncode == 0, tried.stderr
     ran = sprung.read_text().split() if sprung.exists() else []
     assert not set(ran) & {
-        "psutil",
-        "msgspec",
-        "random",
-        "signal",
-        "torch",
-        "transformers",
-        "highwater",
+        *("psutil", "msgspec", "random", "signal", "torch", "transformers", "highwater"),
     }

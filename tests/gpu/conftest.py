@@ -7,13 +7,8 @@ import os
 import pytest
 
 TRIALS = (
-    "test_trials.py",
-    "test_saves.py",
-    "test_strategies.py",
-    "test_machine_constants.py",
-    "test_traces.py",
-    "test_recorded_memory.py",
-    "test_ranks_on_one_gpu.py",
+    *("test_trials.py", "test_saves.py", "test_strategies.py", "test_machine_constants.py"),
+    *("test_traces.py", "test_recorded_memory.py", "test_ranks_on_one_gpu.py"),
     "test_attention_bench_on_gpu.py",
 )
 """All their tests launch trials, or other processes that want a GPU of their own."""

@@ -35,16 +35,8 @@ def longest(document: dict[str, Any], name: str) -> dict[str, Any]:
 
 def test_every_attention_of_one_gpu_is_right_and_fits(tmp_path):
     words = (
-        "--lengths",
-        "4k",
-        "--only",
-        "forward+backward",
-        "--dtype",
-        "bf16",
-        "--heads",
-        "8",
-        "--kv-heads",
-        "2",
+        *("--lengths", "4k", "--only", "forward+backward", "--dtype", "bf16", "--heads", "8"),
+        *("--kv-heads", "2"),
     )
     document = bench(tmp_path, *words, "--head-dim", "64")
     assert [check["reason"] for check in document["checks"]] == [""] * len(document["checks"])

@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import curve
 import pytest
 import torch
-
-pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
-
 from accelerate.state import AcceleratorState
+from curve import hugging_face_curve, our_curve, save_model
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -27,7 +26,11 @@ from transformers import (
 from transformers import Trainer as HuggingFaceTrainer
 
 from highwater.engine import Trainer
+from highwater.engine.parallel.mesh import alone
+from highwater.nouns.settings import Settings
 from highwater.nouns.training import Schedule
+
+pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
 
 STEPS, MICRO_BATCHES, WARMUP_STEPS = 36, 2, 6
 LENGTHS = (64, 33, 95)
@@ -192,3 +195,53 @@ def _save_model(config: PreTrainedConfig, folder: Path) -> dict[str, Tensor]:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     return {name: weight.clone() for name, weight in model.state_dict().items()}
+
+
+TOLERANCE = 1e-6
+"""Norm-relative, in float32: 200 updates have rounded in another order of summation."""
+LOSSY = [
+    Settings(optimizer="adamw-8bit"),
+    Settings(optimizer="adamw-bf16"),
+    Settings(optimizer="adamw-8bit", parameters="bf16", accumulates=False),
+    Settings(optimizer="adamw-bf16", parameters="bf16", accumulates=False),
+]
+NEAR = 0.014
+"""Norm-relative, of curves that are lossy: four times the furthest that was recorded
+(docs/results/optimizers)."""
+
+
+@pytest.mark.timeout(240)
+def test_two_hundred_steps_on_real_text_have_hugging_faces_loss_curve(tmp_path):
+    cpu = torch.device("cpu")
+    directory = save_model(tmp_path / "model")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # products this small are slower on several
+    try:
+        with alone(cpu):
+            ours = our_curve(directory, cpu, torch.float32)
+        theirs = hugging_face_curve(directory, cpu, torch.float32)
+    finally:
+        torch.set_num_threads(threads)
+    assert len(ours) == curve.STEPS
+    assert ours[-1] < 0.9 * ours[0], "it learns"
+    assert float((ours - theirs).norm() / theirs.norm()) < TOLERANCE
+
+
+@pytest.mark.timeout(240)
+def test_two_hundred_steps_with_few_bits_stay_near_the_curve_of_adamw(tmp_path):
+    pytest.importorskip("torchao", reason="moments of few bits need the low-bit extra")
+    cpu = torch.device("cpu")
+    directory = save_model(tmp_path / "model")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with alone(cpu):
+            exact, *lossy = (
+                our_curve(directory, cpu, torch.float32, settings)
+                for settings in (Settings(), *LOSSY)
+            )
+    finally:
+        torch.set_num_threads(threads)
+    for settings, losses in zip(LOSSY, lossy, strict=True):
+        off = float((losses - exact).norm() / exact.norm())
+        assert 0 < off < NEAR, f"{settings.label}: {off}"

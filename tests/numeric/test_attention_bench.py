@@ -4,12 +4,10 @@ wrong one has no number, memory that runs out is told, and no fault of one takes
 Each benchmark runs in a process of its own, as it does for a user: it forks.
 """
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 import pytest
 import torch
@@ -17,7 +15,7 @@ from forked_python import forked
 from test_attention_modules import BLOCK, meetings
 
 from highwater.engine.attention.reference import reference_attention
-from highwater.engine.bench.attention.contenders import CONTENDERS, Conditions, counts, fused_kernel
+from highwater.engine.bench.attention.contenders import CONTENDERS, Conditions, counts
 from highwater.engine.bench.attention.correctness import (
     OFF_AT_THE_MOST,
     differences,
@@ -69,37 +67,6 @@ def spoilt(conditions, length):
 
 contenders["dense"] = own._replace(build=spoilt)
 """
-IN_A_RING = """
-import json
-import sys
-from dataclasses import replace
-from pathlib import Path
-
-import torch
-
-from highwater.engine.bench.attention.case_processes import CaseProcesses
-from highwater.engine.bench.attention.contenders import CONTENDERS
-from highwater.engine.bench.attention.correctness import differences
-from highwater.nouns.attention_bench import BenchOrder
-from highwater.nouns.codec import from_json
-
-order = from_json(Path(sys.argv[1]).read_bytes(), BenchOrder)
-
-
-def work(length, conditions, rank):
-    in_float64 = replace(conditions, dtype=torch.float64)
-    return differences(CONTENDERS[name].build, in_float64, rank, length=length)
-
-
-(name,) = order.implementations
-with CaseProcesses(order, name, "ring", work, folder=Path(sys.argv[1]).parent) as processes:
-    for length in map(int, sys.argv[2:]):
-        ends = processes(length, limit_s=120)
-        print(json.dumps([(end.ending, end.result) for end in ends]))
-"""
-"""What ranks of a ring differ by from the formula, in float64, at some lengths."""
-TIGHT = 1e-10
-"""Norm-relative in float64."""
 
 
 def conditions_of(name: str, **order: Any) -> Conditions:
@@ -111,8 +78,6 @@ def conditions_of(name: str, **order: Any) -> Conditions:
 
 
 CPU = conditions_of("dense")
-
-PATTERN = SparsePatternConfig(pattern_type="random", sparsity_ratio=0.4, block_size=16)
 
 
 def run(tmp_path: Path, *, how: str = "", **order: object) -> list[BenchLine]:
@@ -199,63 +164,6 @@ def test_the_benchmarks_headline_attention_has_blocks_of_256():
     assert pattern is not None
     assert (pattern.block_size, pattern.sparsity_ratio) == (256, "adaptive")
     assert SparsePatternConfig().block_size == 128
-
-
-@pytest.mark.parametrize("branches", BRANCHES)
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        None,
-        SparsePatternConfig("strided", 0.3, 16),
-        SparsePatternConfig("random", 0.5, 20),
-        SparsePatternConfig("local_window", block_size=16, local_window_size=40),
-        SparsePatternConfig("global_local", block_size=16, local_window_size=40, global_tokens=5),
-    ],
-)
-def test_sparse_blocks_in_dilated_segments_equal_the_formula_in_float64(pattern, branches):
-    name = "block_sparse_ring_dilated"
-    conditions = conditions_of(
-        name,
-        patterns={} if pattern is None else {name: pattern},
-        segment_lengths=branches[0],
-        dilation_rates=branches[1],
-    )
-    conditions = replace(conditions, dtype=torch.float64)
-    for length in (7, 101, 515):
-        found = differences(CONTENDERS[name].build, conditions, length=length)
-        assert max(found.values()) < TIGHT
-
-
-@pytest.mark.parametrize("is_typed", [False, True])
-def test_a_ring_of_two_equals_the_formula_in_float64(tmp_path, is_typed):
-    path, name = tmp_path / "order.json", "block_sparse_ring_dilated"
-    order = BenchOrder(device="cpu", implementations=(name,), gpus=2, heads=4, head_dim=8)
-    if is_typed:
-        typed = {"patterns": {name: PATTERN}, "segment_lengths": (48, 200), "heads": 3}
-        order = msgspec.structs.replace(order, kv_heads=1, **typed)
-    path.write_text(to_json(order), encoding="utf-8")
-    done = forked(IN_A_RING, str(path), "101", "300", "515")
-    assert done.returncode == 0, done.stderr
-    for line in done.stdout.splitlines():
-        for ending, found in json.loads(line):
-            assert ending == "done", found
-            assert max(found.values()) < TIGHT
-    assert len(done.stdout.splitlines()) == 3
-
-
-def test_the_share_that_is_kept_is_what_the_formula_counts():
-    """Of what several heads meet, as often as they meet it."""
-    name, length = "block_sparse_ring_dilated", 301
-    for each in (name, "dilated"):
-        conditions = conditions_of(each, heads=3, kv_heads=3, patterns={name: PATTERN})
-        inputs = [torch.randn(1, 3, length, 8) for _ in range(3)]
-        _, share = CONTENDERS[each].build(conditions, length)(*inputs)
-        pairs = 3 * length * (length + 1) / 2
-        assert share == pytest.approx(float(counts(conditions, length).sum()) / pairs)
-
-
-def test_a_fused_kernel_runs_on_the_cpu():
-    assert fused_kernel(CPU) == "flash"
 
 
 @pytest.mark.parametrize(
@@ -364,14 +272,6 @@ def test_memory_is_a_limit_that_binds_and_the_longest_within_it_is_found(tmp_pat
         assert row.peak_reserved_bytes[0] <= machine.outside_bytes + 160 * MIB
 
 
-def test_memory_too_small_for_anything_is_refused_with_what_would_do(tmp_path):
-    (line,) = run(tmp_path, memory_bytes=64 * MIB)
-    assert line.refusal is not None
-    assert "PyTorch itself takes" in line.refusal.problem
-    size = int(line.refusal.hint.split()[-1].removesuffix("MiB`"))
-    assert all(row[2] == "fits" for row in rows(run(tmp_path, memory_bytes=size * MIB)))
-
-
 def test_bytes_are_those_of_the_tensors_and_a_peak_is_above_what_it_is_made_of(tmp_path):
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 16}
     lines = run(tmp_path, lengths=(512,), implementations=("dense", "block_sparse_5"), **sizes)
@@ -445,13 +345,6 @@ def test_what_threads_cannot_compile_is_not_measured_in_data_parallel(name):
     assert CONTENDERS["dense"].obstacle(parallel) is None
 
 
-def test_heads_that_ulysses_cannot_share_are_told_and_the_ring_runs(tmp_path):
-    lines = run(tmp_path, gpus=2, heads=3, kv_heads=3, implementations=("ring", "ulysses"))
-    (not_run,) = [line.not_run for line in lines if line.not_run is not None]
-    assert (not_run.implementation, not_run.reason) == ("ulysses", "2 GPUs do not divide 3 heads")
-    assert {row[0] for row in rows(lines)} == {"ring"}
-
-
 def test_a_rank_that_fails_ends_the_others_at_once(tmp_path):
     how = (
         "import torch.distributed as dist\n"
@@ -465,19 +358,3 @@ def test_a_rank_that_fails_ends_the_others_at_once(tmp_path):
     assert [line.row.reason for line in lines if line.row and line.row.reason] == [
         "ValueError: rank one"
     ]
-
-
-def test_several_sequences_are_measured_where_lengths_have_them(tmp_path):
-    lines = run(
-        tmp_path,
-        lengths=(16_384,),
-        most_tokens=16_384,
-        implementations=("block_sparse_1",),
-        directions=("forward",),
-        heads=1,
-        kv_heads=1,
-    )
-    found = [line.row for line in lines if line.row is not None]
-    assert [(row.batch, row.result) for row in found] == [(1, "fits"), (2, "fits"), (4, "fits")]
-    after = found[0].after_qkv_bytes[0]
-    assert [row.after_qkv_bytes for row in found] == [(after,), (2 * after,), (4 * after,)]

@@ -96,15 +96,6 @@ def test_dilated_and_block_sparse_are_one_softmax_over_the_keys_that_both_keep(
     assert_equal(module, tensors(length, heads), meetings(length, heads[0], branches, 0.4))
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("length", [64, 61])
-@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (4, 1)])
-def test_one_sequence_of_whole_blocks_is_trained_as_any_other(heads, length, batch):
-    module = BlockSparseAttention(SparsePatternConfig(sparsity_ratio=0.4, block_size=BLOCK))
-    count = kept_blocks(length, 0.4).double().expand(heads[0], length, length)
-    assert_equal(module, tensors(length, heads, batch), count)
-
-
 @pytest.mark.parametrize("is_fused", [True, False])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_dilated_attention_has_no_pattern_whether_a_kernel_is_fused_or_not(
@@ -116,12 +107,6 @@ def test_dilated_attention_has_no_pattern_whether_a_kernel_is_fused_or_not(
     count = count if is_causal else count.tril(-1).mT + count
     module = DilatedAttention(*branches)
     assert_equal(module, tensors(37, (4, 2)), count, is_causal=is_causal)
-
-
-def test_block_sparse_attention_keeps_what_its_pattern_keeps():
-    module = BlockSparseAttention(SparsePatternConfig(sparsity_ratio=0.4, block_size=BLOCK))
-    count = kept_blocks(37, 0.4).double()
-    assert_equal(module, tensors(37, (4, 2)), count.expand(4, 37, 37))
 
 
 @pytest.mark.parametrize(

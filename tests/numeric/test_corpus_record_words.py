@@ -64,34 +64,10 @@ NULL_CALLS = TOOLED.replace(
     "{% for call in (message.tool_calls or []) if message.content is none %}",
 ).replace("{{ message.content | trim }}", "{{ message.content or '' }}")
 """Writes calls only where the content is null, as DeepSeek's older one does."""
-FOUR_ROLES = (
-    "{% for message in messages %}"
-    "{% if message.role in ['system', 'user', 'assistant'] %}"
-    "{{ message.role + ': ' + (message.content or '') + '\n' }}"
-    "{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-)
-"""Passes over tools, what they return and calls of them without a word."""
-LATE_SYSTEM = (
-    "{% for message in messages %}"
-    "{% if message.role == 'system' %}{% set system = message.content %}"
-    "{% elif message.role == 'user' and loop.last %}{{ messages[0].content + '\n' }}{% endif %}"
-    "{% if message.role != 'system' %}{{ message.role + ': ' + message.content + '\n' }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-)
-"""Writes the system's message before the last one, where that is the user's, as Mistral's does."""
-CALL_ALONE = TOOLED.replace(
-    "{{ message.content | trim }}",
-    "{% if not message.tool_calls %}{{ message.content | trim }}{% endif %}",
-)
-"""Writes nothing that is said beside a call, as Llama 3.1's does."""
 
 ASKED = {"role": "user", "content": "Weather in Oslo?"}
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
 CITY = {"city": "Oslo"}
-CITED = {"name": "weather", "parameters": json.dumps(CITY), "id": "a"}
 CALLED = {"role": "assistant", "tool_calls": [CALL]}
 RETURNED = {"role": "tool", "content": "3"}
 ANSWERED = {"role": "assistant", "content": "It is 3."}
@@ -393,15 +369,8 @@ def test_what_says_again_what_was_read_is_no_other_text(tell):
 
 
 MASKS: list[dict[str, Any]] = [
-    {"weight": 0},
-    {"weight": 0.0},
-    {"train": False},
-    {"training": False},
-    {"trained": 0},
-    {"loss": False},
-    {"masked": True},
-    {"weight": 0, "train": True},
-    {"Weight": 0},
+    *({"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}, {"trained": 0}),
+    *({"loss": False}, {"masked": True}, {"weight": 0, "train": True}, {"Weight": 0}),
 ]
 
 
@@ -414,11 +383,6 @@ def test_a_turn_that_is_masked_is_not_trained(mask, template, tell):
     assert trained == f"It is 3.{END_TURN}" + ("\n" if template == TOOLED else "")
     ((_, everything),) = tell({"messages": messages}, template, trained="all")
     assert everything == text.replace(f"It is 3.{END_TURN}\n", "", 1)
-
-
-def test_the_wrong_answer_of_openais_example_is_not_trained(tell):
-    ((_, trained),) = tell(DATA / "weight0.jsonl")
-    assert trained == f"Four.{END_TURN}\n"
 
 
 def test_a_masked_user_is_not_trained_with_everything_else(tell):
@@ -498,12 +462,6 @@ def test_a_null_in_a_text_of_json_is_the_makers_own(tell):
         assert f"<call>weather {written}</call>" in tell(record)[0][1]
 
 
-def test_arguments_that_are_text_are_not_encoded_twice(tell):
-    ((text, trained),) = tell(DATA / "openai_args.jsonl")
-    assert '<call>get_weather {"city": "Oslo"}</call>' in trained
-    assert "\\" not in text
-
-
 @pytest.mark.parametrize("arguments", ['["Oslo"]', "Oslo", '"Oslo"', 3])
 def test_arguments_that_are_no_object_are_refused(arguments, tell):
     call = {"function": {"name": "weather", "arguments": arguments}}
@@ -524,17 +482,6 @@ def test_contents_in_parts_are_their_texts(tell):
 def test_a_part_that_is_no_text_is_refused(part, tell):
     error = tell.refusal({"messages": [{**ASKED, "content": [part]}, ANSWERED]}, TOOLED)
     assert "message 1 of `messages`: `content`" in error.problem
-
-
-def test_roles_of_sharegpt_by_any_name_are_trained(tell):
-    first, second = tell(DATA / "sharegpt_roles.jsonl")
-    assert first[1] == f"Hi there{END_TURN}\nGoodbye{END_TURN}\n"
-    assert second[1] == f"Two{END_TURN}\n"
-    for human, assistant in (("Human", "GPT"), ("user", "model"), ("human", "bot")):
-        turns = [{"from": human, "value": "Hi"}, {"from": assistant, "value": "Yes"}]
-        assert tell({"conversations": turns}) == [
-            (TURN("user", "Hi") + TURN("assistant", "Yes"), f"Yes{END_TURN}\n")
-        ]
 
 
 def test_a_file_that_is_one_list_is_read(tell, tmp_path):

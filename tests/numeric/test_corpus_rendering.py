@@ -2,6 +2,7 @@
 is what the assistant says, exactly, or it is refused.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from corpora import (
 from transformers import AutoTokenizer
 
 from highwater.engine.data.data_files import data_files, records
-from highwater.engine.data.rendering import PlacedRecord, Rendering, rendered, supervised
+from highwater.engine.data.rendering import Rendering, rendered, supervised
 from highwater.engine.data.text_tokens import Tokenizer
 from highwater.errors import UsageError
 from tables import table
@@ -126,14 +127,6 @@ def test_a_template_whose_turns_cannot_be_proven_is_refused_and_the_hint_works(t
     corpus = made(tmp_path, data, tokenizer=directory, trained="all")
     assert ids_of(corpus) == trained_of(corpus)
     assert ids_of(corpus)[0] == opened(directory).apply_chat_template(CHAT)["input_ids"]
-
-
-def test_sharegpt_conversations_are_the_same_as_messages(chatml, tmp_path):
-    names = {"system": "system", "user": "human", "assistant": "gpt"}
-    told = [{"from": names[each["role"]], "value": each["content"]} for each in CHAT]
-    data = write_lines(tmp_path / "d.jsonl", [{"messages": CHAT}, {"conversations": told}])
-    first, second = ids_of(made(tmp_path, data, tokenizer=chatml))
-    assert first == second
 
 
 @pytest.mark.parametrize("name", ["completion", "response"])
@@ -377,14 +370,13 @@ def test_a_users_function_that_gives_no_reward_is_refused_by_its_name(
 def rendered_by(processes: int, data: Path, tokenizer: Path) -> list[tuple[str, list[list[int]]]]:
     rendering = Rendering(Tokenizer(tokenizer), vocab_size=512)
     (file,) = data_files([str(data)]).files
-    placed = (PlacedRecord(0, record) for record in records(file))
-    render = supervised(rendering, trained="responses")
+    render = partial(supervised, rendering, everything=False)
     return [
         (
-            each.record.name,
+            record.name,
             [document.ids_L.tolist() for unit in units for document in unit.documents],
         )
-        for each, units in rendered(placed, render, processes=processes)
+        for record, units in rendered(records(file), render, processes=processes)
     ]
 
 

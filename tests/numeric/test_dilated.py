@@ -81,43 +81,6 @@ def test_the_published_branches_are_the_default():
     assert torch.equal(default, named)
 
 
-@pytest.mark.parametrize("heads", [4, 5, 7])
-def test_groups_of_heads_are_normalised_over_the_sequence(heads):
-    """Written from the package's code, dilated-attention-pytorch 0.2.0."""
-    q, k, v = tensors(64, (heads, heads))
-    branches = ((16, 32, 64), (1, 2, 4))
-    ours, _ = dilated_attention(
-        q,
-        k,
-        v,
-        segment_lengths=branches[0],
-        dilation_rates=branches[1],
-        scaling=0.3,
-        normalisation="groups",
-    )
-    expected = torch.zeros_like(q)
-    sizes = [heads // 3 + (number < heads % 3) for number in range(3)]
-    for number, (size, segment, rate) in enumerate(zip(sizes, *branches, strict=True)):
-        own = slice(number * size, (number + 1) * size)
-        offset = number % rate
-        branch = torch.zeros_like(q[:, own])
-        for start in range(0, 64, segment):
-            at = slice(start + offset, start + segment, rate)
-            scores = q[:, own, at] @ k[:, own, at].transpose(-1, -2) * 0.3
-            ahead = torch.ones_like(scores, dtype=torch.bool).triu(1)
-            branch[:, :, at] = scores.masked_fill(ahead, -torch.inf).softmax(-1) @ v[:, own, at]
-        expected[:, own] += branch / branch.sum(dim=2, keepdim=True)
-    expected = expected / 3
-    upstream = torch.randn_like(q)
-    assert (ours - expected).norm() < TOLERANCE * expected.norm()
-    for mine, theirs in zip(
-        torch.autograd.grad(ours, (q, k, v), upstream),
-        torch.autograd.grad(expected, (q, k, v), upstream),
-        strict=True,
-    ):
-        assert (mine - theirs).norm() < TOLERANCE * theirs.norm()
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

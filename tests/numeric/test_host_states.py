@@ -4,7 +4,6 @@ bit, and either's state goes on in the other.
 
 import json
 from copy import deepcopy
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from traces import alive_at, requested_bytes, traced, trial
+from traces import SHARED, alive_at, formula_bytes, peak_bytes, requested_bytes, shape_of
 
 from highwater.engine.training.host_states import MOMENTS, VECTOR, HostStateAdamW
 from highwater.engine.training.optimizers import make_optimizer
-from highwater.memory.formula.formula import footprint
-from highwater.memory.formula.layers import Step
-from highwater.memory.trace.replay import replay
 from highwater.model.footprint import device_state_bytes, gradient_bytes, update_bytes
 from highwater.model.model import load_model
-from highwater.nouns.events import EventLog
 from highwater.nouns.hyperparameters import Hyperparameters
-from highwater.nouns.layout import Layout
-from highwater.nouns.settings import Settings
-from highwater.nouns.trial import TrialSpec
 
 NUMBERS = Hyperparameters(learning_rate=0.01, weight_decay=0.1)
 DTYPES = (torch.float32, torch.float64)
@@ -83,28 +75,6 @@ def test_pieces_of_any_size_give_adamws_numbers(dtype, vectors, rows, columns, s
     assert same(one, other, resident, streamed)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("loads_on_host", [False, True])
-@pytest.mark.parametrize("saves_on_host", [False, True])
-def test_either_goes_on_from_what_the_other_saved(dtype, saves_on_host, loads_on_host):
-    went_on, resumed = model_of(1, dtype), model_of(2, dtype)
-    optimizer = make_optimizer(went_on, NUMBERS, on_host=saves_on_host)
-    for number in range(3):
-        step(went_on, optimizer, number)
-    file = BytesIO()
-    torch.save([went_on.state_dict(), optimizer.state_dict()], file)
-    file.seek(0)
-    of_model, of_optimizer = torch.load(file)
-    resumed.load_state_dict(of_model)
-    fresh = make_optimizer(resumed, NUMBERS, on_host=loads_on_host)
-    fresh.load_state_dict(of_optimizer)
-    assert same(went_on, resumed, optimizer, fresh)
-    for number in range(3, 5):
-        step(went_on, optimizer, number)
-        step(resumed, fresh, number)
-    assert same(went_on, resumed, optimizer, fresh)
-
-
 def test_what_is_loaded_is_a_copy_in_the_memory_that_was_there():
     model = model_of(1, torch.float32)
     optimizer = make_optimizer(model, NUMBERS, on_host=True)
@@ -158,61 +128,39 @@ DEEP = SHAPE | {"num_hidden_layers": 24}
 """States of few tokens are most of it, and the update is the peak."""
 WIDE = SHAPE | {"vocab_size": 120_000, "tie_word_embeddings": False, "num_hidden_layers": 2}
 """Of whose embedding a piece is a part."""
-STATES: dict[str, Any] = {"offload": "states", "loss": "chunked"}
-ONE: dict[str, Any] = {"settings": Settings(**STATES, accumulates=False), "micro_batches": 1}
+USUAL = {"config": SHAPE, "offload": "states", "loss": "chunked", "length_tokens": 16_384}
+TWO = {"gpus": 2}
+ONE = {"accumulates": False, "micro_batches": 1}
 SHORT: dict[str, Any] = {"config": DEEP, "length_tokens": 64}
 TRIALS: dict[str, dict[str, Any]] = {
     "alone": {},
     "one micro-batch": ONE,
-    "no recompute": {"settings": Settings(**STATES, recompute="none")},
-    "whole logits": {"settings": Settings(offload="states")},
-    "reference": {"settings": Settings(**STATES, objective="grpo")},
-    "critic": {"settings": Settings(**STATES, objective="ppo", critic=True)},
-    "two": {"layout": Layout(gpus=2)},
-    "two, shared": {"layout": Layout(gpus=2, ulysses_degree=2)},
-    "copies": {"layout": Layout(gpus=2, replicate_degree=2)},
+    "no recompute": {"recompute": "none"},
+    "whole logits": {"loss": "full"},
+    "reference": {"objective": "grpo"},
+    "critic": {"objective": "ppo", "critic": True},
+    "two": TWO,
+    "two, shared": SHARED,
+    "copies": {"gpus": 2, "replicate_degree": 2},
     "short": SHORT,
     "short, one micro-batch": {**SHORT, **ONE},
-    "short, two": {**SHORT, "layout": Layout(gpus=2)},
+    "short, two": {**SHORT, **TWO},
     "wide": {"config": WIDE, "length_tokens": 64},
-    "wide, two, one micro-batch": {
-        **ONE,
-        "config": WIDE,
-        "length_tokens": 64,
-        "layout": Layout(gpus=2),
-    },
+    "wide, two, one micro-batch": {**ONE, **TWO, "config": WIDE, "length_tokens": 64},
 }
 TOLERANCE = 0.01
 """Relative: what is no larger than one row of numbers per token is no term of the formula."""
 
 
-@pytest.fixture(scope="module")
-def specs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrialSpec]:
-    root = tmp_path_factory.mktemp("trials")
-    usual = {"config": SHAPE, "settings": Settings(**STATES), "length_tokens": 16_384}
-    return {name: trial(root / name, **{**usual, **asked}) for name, asked in TRIALS.items()}
-
-
-@pytest.fixture(scope="module")
-def logs(
-    specs: dict[str, TrialSpec], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, EventLog]:
-    return traced(specs, tmp_path_factory.mktemp("traces"))
-
-
 @pytest.mark.parametrize("name", TRIALS)
 def test_a_step_peaks_where_the_formula_says(specs, logs, name):
-    spec = specs[name]
-    shape = load_model(spec.model_directory).shape
-    predicted = footprint(Step(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens))
-    traced_bytes = replay(logs[name], allocator="expandable").peak_allocated_bytes
-    assert predicted.allocated_bytes == pytest.approx(traced_bytes, rel=TOLERANCE)
+    assert formula_bytes(specs[name]) == pytest.approx(peak_bytes(logs[name]), rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", TRIALS)
 def test_what_lasts_on_the_gpu_has_no_moments(specs, logs, name):
     spec = specs[name]
-    shape, shards = load_model(spec.model_directory).shape, spec.layout.shard_degree
+    shape, shards = shape_of(spec), spec.layout.shard_degree
     expected = device_state_bytes(shape, spec.settings, device="cuda", shards=shards)
     if not spec.settings.keeps_gradients:
         expected -= gradient_bytes(shape, spec.settings)
@@ -224,7 +172,7 @@ def test_what_lasts_on_the_gpu_has_no_moments(specs, logs, name):
 @pytest.mark.parametrize("name", TRIALS)
 def test_an_update_takes_its_buffers_and_leaves_nothing(specs, logs, name):
     spec = specs[name]
-    shape, shards = load_model(spec.model_directory).shape, spec.layout.shard_degree
+    shape, shards = shape_of(spec), spec.layout.shard_degree
     buffers = update_bytes(shape, spec.settings, shards=shards)
     states = device_state_bytes(shape, spec.settings, device="cuda", shards=shards) // shards
     found = requested_bytes(logs[name])["optimizer"]

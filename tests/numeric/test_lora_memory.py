@@ -11,18 +11,11 @@ import pytest
 pytest.importorskip("peft", reason="LoRA needs the lora extra")
 pytest.importorskip("bitsandbytes", reason="a model in NF4 needs the qlora extra")
 
-from traces import alive_at, traced, trial
+from traces import RING, SHARED, alive_at, formula_bytes, peak_bytes, shape_of
 
-from highwater.memory.formula.formula import footprint
-from highwater.memory.formula.layers import Step
-from highwater.memory.trace.replay import replay
 from highwater.model.footprint import device_state_bytes
 from highwater.model.model import load_model
-from highwater.nouns.events import EventLog
-from highwater.nouns.layout import Layout
 from highwater.nouns.lora import adapter_parameters
-from highwater.nouns.settings import Settings
-from highwater.nouns.trial import TrialSpec
 
 SHAPE = json.loads(Path(load_model("tiny").directory, "config.json").read_text()) | {
     "vocab_size": 2048,
@@ -46,65 +39,42 @@ PHI = SHAPE | {
 }
 WIDE = LLAMA | {"vocab_size": 120_000, "tie_word_embeddings": False, "num_hidden_layers": 2}
 """Most of its parameters are those of embedding and head, which are gathered first."""
-LORA = {"lora": 16, "loss": "chunked"}
-QLORA = LORA | {"lora_base": "nf4"}
+TWO = {"gpus": 2}
+USUAL = {"config": LLAMA, "lora": 16, "loss": "chunked", "length_tokens": 16_384}
+QLORA = {"lora_base": "nf4"}
+BROAD = PHI | {"num_hidden_layers": 2, "hidden_size": 2048, "intermediate_size": 8192}
 TRIALS: dict[str, dict[str, Any]] = {
     "alone": {},
     "fused projections": {"config": PHI},
     "norms of heads": {"config": SHAPE},
-    "attention kept": {"settings": Settings(**LORA, recompute="all-but-attention")},
-    "no recompute": {"settings": Settings(**LORA, recompute="none")},
-    "some": {"settings": Settings(**LORA, lora_targets="q_proj,down_proj")},
-    "one micro-batch": {"settings": Settings(**LORA, accumulates=False), "micro_batches": 1},
-    "reference": {"settings": Settings(**LORA, objective="grpo")},
-    "pairs": {"settings": Settings(lora=16, objective="rw", sequences_per_micro_batch=2)},
-    "whole logits": {"settings": Settings(lora=16), "config": WIDE},
-    "nf4": {"settings": Settings(**QLORA)},
-    "nf4, fused projections": {"settings": Settings(**QLORA), "config": PHI},
-    "nf4, wide and fused": {
-        "settings": Settings(**QLORA),
-        "config": PHI | {"num_hidden_layers": 2, "hidden_size": 2048, "intermediate_size": 8192},
-        "length_tokens": 512,
-    },
-    "nf4, no recompute": {"settings": Settings(**QLORA, recompute="none")},
-    "nf4, two copies": {
-        "settings": Settings(**QLORA),
-        "layout": Layout(gpus=2, ulysses_degree=2, replicate_degree=2),
-    },
-    "two": {"layout": Layout(gpus=2)},
-    "two, shared": {"layout": Layout(gpus=2, ulysses_degree=2)},
-    "two, ring": {"layout": Layout(gpus=2, ring_degree=2)},
-    "two, gathered": {"layout": Layout(gpus=2), "config": WIDE, "length_tokens": 64},
-    "offload": {"settings": Settings(**LORA, offload=True)},
-    "two, offload": {"settings": Settings(**LORA, offload=True), "layout": Layout(gpus=2)},
-    "moments": {"settings": Settings(**LORA, offload="states")},
-    "two, moments": {"settings": Settings(**LORA, offload="states"), "layout": Layout(gpus=2)},
+    "attention kept": {"recompute": "all-but-attention"},
+    "no recompute": {"recompute": "none"},
+    "some": {"lora_targets": "q_proj,down_proj"},
+    "one micro-batch": {"accumulates": False, "micro_batches": 1},
+    "reference": {"objective": "grpo"},
+    "pairs": {"loss": "full", "objective": "rw", "sequences_per_micro_batch": 2},
+    "whole logits": {"loss": "full", "config": WIDE},
+    "nf4": QLORA,
+    "nf4, fused projections": {**QLORA, "config": PHI},
+    "nf4, wide and fused": {**QLORA, "config": BROAD, "length_tokens": 512},
+    "nf4, no recompute": {**QLORA, "recompute": "none"},
+    "nf4, two copies": {**QLORA, **SHARED, "replicate_degree": 2},
+    "two": TWO,
+    "two, shared": SHARED,
+    "two, ring": RING,
+    "two, gathered": {**TWO, "config": WIDE, "length_tokens": 64},
+    "offload": {"offload": True},
+    "two, offload": {"offload": True, **TWO},
+    "moments": {"offload": "states"},
+    "two, moments": {"offload": "states", **TWO},
 }
 TOLERANCE = 0.01
 """Relative: what is no larger than one row of numbers per token is no term of the formula."""
 
 
-@pytest.fixture(scope="module")
-def specs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrialSpec]:
-    root = tmp_path_factory.mktemp("trials")
-    usual = {"config": LLAMA, "settings": Settings(**LORA), "length_tokens": 16_384}
-    return {name: trial(root / name, **{**usual, **asked}) for name, asked in TRIALS.items()}
-
-
-@pytest.fixture(scope="module")
-def logs(
-    specs: dict[str, TrialSpec], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, EventLog]:
-    return traced(specs, tmp_path_factory.mktemp("traces"))
-
-
 @pytest.mark.parametrize("name", TRIALS)
 def test_a_step_peaks_where_the_formula_says(specs, logs, name):
-    spec = specs[name]
-    shape = load_model(spec.model_directory).shape
-    predicted = footprint(Step(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens))
-    traced_bytes = replay(logs[name], allocator="expandable").peak_allocated_bytes
-    assert predicted.allocated_bytes == pytest.approx(traced_bytes, rel=TOLERANCE)
+    assert formula_bytes(specs[name]) == pytest.approx(peak_bytes(logs[name]), rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +83,7 @@ def test_a_step_peaks_where_the_formula_says(specs, logs, name):
 )
 def test_what_lasts_is_the_frozen_model_and_the_adapters(specs, logs, name):
     spec = specs[name]
-    shape = load_model(spec.model_directory).shape
+    shape = shape_of(spec)
     lasting = sum(alive_at(logs[name], "experience").values())
     expected = device_state_bytes(shape, spec.settings, device="cuda") // spec.layout.shard_degree
     assert lasting == pytest.approx(expected, rel=0.005, abs=2**20)

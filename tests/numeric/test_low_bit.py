@@ -17,23 +17,36 @@ largest of its block, which torchao takes to be 1e-12 at the least: e_m = 0.9 / 
 """
 
 from collections.abc import Iterator
-from io import BytesIO
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-
-pytest.importorskip("torchao", reason="moments of few bits need the low-bit extra")
-
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from torch import Tensor, nn
 from torchao.optim import AdamW8bit
 from torchao.optim.subclass_8bit import OptimState8bit
+from transformers import (
+    LlamaConfig,
+    OlmoConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+    Starcoder2Config,
+    Trainer,
+)
 
+from highwater.engine.attention.registry import register
+from highwater.engine.models.build import build_on_meta
+from highwater.engine.models.fused.nf4 import Nf4Linear, Nf4Weight, halves, packed, scale_table
+from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.training import low_bit
 from highwater.engine.training.optimizers import make_optimizer
 from highwater.engine.training.out_of_memory import _stored
+from highwater.engine.training.step import clip
 from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.layout import Layout
 from highwater.nouns.optimizer import OPTIMIZERS, QUANTIZED_BLOCK
+
+pytest.importorskip("torchao", reason="moments of few bits need the low-bit extra")
 
 LOSSY = ("adamw-8bit", "adamw-bf16")
 RATE, DECAY = 1e-3, 0.1
@@ -242,25 +255,97 @@ def test_what_was_alive_counts_codes_and_scales(name):
         assert sum(own) == OPTIMIZERS[name].moments_bytes(parameter.numel())
 
 
-@pytest.mark.parametrize("name", LOSSY)
+_SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+}
+FAMILIES = [
+    LlamaConfig(**_SIZES, attention_bias=True, mlp_bias=True),
+    Qwen2Config(**_SIZES, tie_word_embeddings=True),
+    Qwen3MoeConfig(**_SIZES, head_dim=8, moe_intermediate_size=24, num_experts=4),
+    Starcoder2Config(**_SIZES, use_bias=True),
+    OlmoConfig(**_SIZES),
+]
+
+
+@pytest.mark.parametrize("config", FAMILIES, ids=[config.model_type for config in FAMILIES])
+def test_what_decays_is_what_transformers_trainer_lets_decay(config):
+    model = build_on_meta(
+        config, attention=register("flash"), loss="full", master_dtype=torch.float32
+    ).to_empty(device="cpu")
+    decays = set(Trainer.get_decay_parameter_names(cast(Trainer, None), model))
+    optimizer = make_optimizer(model, Hyperparameters(weight_decay=0.3))
+    found = {
+        id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]
+    }
+    wanted = {name: 0.3 if name in decays else 0.0 for name, _ in model.named_parameters()}
+    assert {name: found[id(p)] for name, p in model.named_parameters()} == wanted
+    assert len(found) == sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def test_adamw_is_set_as_it_is_asked_for():
+    asked = Hyperparameters(learning_rate=3e-4, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-6)
+    for group in make_optimizer(torch.nn.Linear(2, 2), asked).param_groups:
+        assert (group["lr"], group["betas"], group["eps"]) == (3e-4, (0.8, 0.95), 1e-6)
+
+
+@pytest.mark.parametrize(("most", "factor"), [(10.0, 1.0), (1.0, 0.2), (0.25, 0.05), (0.0, 1.0)])
+def test_a_gradient_is_clipped_to_the_norm_that_is_asked_for(most, factor, alone):
+    model = torch.nn.Linear(2, 1, bias=False)
+    model.weight.grad = torch.tensor([[3.0, 4.0]])
+    norm = clip(model, mesh=process_mesh.shard_mesh(Layout(), torch.device("cpu")), max_norm=most)
+    assert norm.item() == 5
+    assert model.weight.grad.tolist()[0] == pytest.approx([3 * factor, 4 * factor], rel=1e-6)
+
+
+def test_the_norm_of_gradients_in_bf16_is_in_float32(alone):
+    """In bfloat16, of 8 bits, it would be 64."""
+    model = torch.nn.Linear(64, 65, bias=False, dtype=torch.bfloat16)
+    model.weight.grad = torch.ones_like(model.weight)
+    mesh = process_mesh.shard_mesh(Layout(), torch.device("cpu"))
+    assert clip(model, mesh=mesh, max_norm=0).item() == pytest.approx(4160**0.5, rel=1e-6)
+
+
+pytest.importorskip("bitsandbytes", reason="a model in NF4 needs the qlora extra")
+
+CPU = torch.device("cpu")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_state_that_is_loaded_goes_on_bit_by_bit(name, dtype):
-    went_on, resumed = weights(bias=True, dtype=dtype), weights(bias=True, dtype=dtype)
-    optimizer = optimizer_of(went_on, name)
-    for _ in range(3):
-        step(went_on, optimizer, gradients_of(went_on))
-    file = BytesIO()
-    torch.save([went_on.state_dict(), optimizer.state_dict()], file)
-    file.seek(0)
-    of_model, of_optimizer = torch.load(file)
-    resumed.load_state_dict(of_model)
-    fresh = optimizer_of(resumed, name)
-    fresh.load_state_dict(of_optimizer)
-    for moment in MEANS:
-        own, other = fresh.state[resumed.weight][moment], optimizer.state[went_on.weight][moment]
-        assert type(own) is type(other)
-        assert own.dtype == other.dtype
-    gradients = gradients_of(went_on)
-    step(went_on, optimizer, gradients)
-    step(resumed, fresh, gradients)
-    assert all(map(torch.equal, went_on.parameters(), resumed.parameters()))
+@pytest.mark.parametrize("shape", [(512, 256), (96, 40), (43, 45), (2, 3), (1, 64)])
+def test_a_packed_weight_is_bitsandbytes(shape, dtype):
+    weight = torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    codes, state = quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
+    ours = packed(weight, scale_table(CPU))
+    assert torch.equal(ours.codes, codes)
+    assert torch.equal(ours.whole(), dequantize_4bit(codes, state))
+    assert ours.whole().dtype is dtype
+
+
+@pytest.mark.parametrize("shape", [(512, 256), (256, 128), (96, 40), (6, 5)])
+def test_halves_are_those_of_the_whole_and_as_small_where_blocks_allow(shape):
+    ours = packed(torch.randn(*shape), scale_table(CPU))
+    for half, rows in zip(halves(ours), ours.whole().chunk(2), strict=True):
+        assert isinstance(half, Nf4Weight)
+        assert torch.equal(half.whole(), rows)
+        is_cut = shape[0] * shape[1] // 2 % (64 * 256) == 0
+        assert half.codes.numel() == ours.codes.numel() // (2 if is_cut else 1)
+
+
+def test_a_packed_layer_has_the_gradient_of_its_input_and_keeps_nothing_whole():
+    plain = nn.Linear(48, 32).requires_grad_(requires_grad=False)
+    layer = Nf4Linear(plain)
+    x = torch.randn(2, 5, 48, requires_grad=True)
+    assert torch.equal(layer(x), plain(x)), "until it is packed it is what it was"
+    layer.pack(scale_table(CPU))
+    assert not [name for name, _ in layer.named_parameters() if name == "weight"]
+    assert layer.nf4 is not None
+    whole = layer.nf4.whole()
+    out = layer(x)
+    torch.testing.assert_close(out, nn.functional.linear(x, whole, plain.bias))
+    (gradient,) = torch.autograd.grad(out.square().sum(), x)
+    torch.testing.assert_close(gradient, 2 * out.detach() @ whole)

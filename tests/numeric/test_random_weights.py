@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from highwater.engine.models.fill import fill_buffers
 from highwater.engine.models.random_weights import CHUNK_NUMBERS, draw, fill_random
 
 CPU = torch.device("cpu")
@@ -68,3 +69,25 @@ def test_a_vector_of_another_name_is_drawn():
     parameter = nn.Parameter(torch.full((64,), torch.nan))
     fill_random("self_attn.lambda_q1", parameter, std=0.02, seed=0, device=CPU)
     assert 0 < float(parameter.detach().abs().max()) < 0.2
+
+
+transformers = pytest.importorskip("transformers")
+
+
+def test_the_activation_of_apertus_has_the_numbers_that_its_class_gives_it():
+    config = transformers.ApertusConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    theirs = transformers.AutoModelForCausalLM.from_config(config).model.layers[0].mlp.act_fn
+    ours = model.model.layers[0].mlp.act_fn
+    assert fill_buffers(model, ours, device=torch.device("cpu")) == []
+    found = {name: float(buffer) for name, buffer in ours.named_buffers()}
+    assert found == {name: float(buffer) for name, buffer in theirs.named_buffers()}
+    assert found["beta"] == 0.5

@@ -1,19 +1,26 @@
-"""Recomputation: what runs again in the backward pass, what is kept, and that nothing else
-changes.
+"""Recomputation: what runs again in the backward pass, what is kept, what it costs, and that
+dropout is drawn again as it was.
 """
 
+import json
 from collections import Counter
 
 import pytest
 import torch
+from forked_python import forked
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Phi3Config, PreTrainedConfig, Qwen3Config, Qwen3ForCausalLM, SeedOssConfig
 
-from highwater.engine.activations.recompute import recompute_layers
+from highwater.engine.activations.recompute import draws_in_training, recompute_layers, seeded
 from highwater.engine.attention.registry import register
+from highwater.engine.data.batches import Document, pack
+from highwater.engine.models.build import build_on_meta
+from highwater.engine.models.decoder import Decoder
+from highwater.engine.models.fill import Fill
 from highwater.engine.models.fused.fused import fuse_attentions, fuse_mlps, fuse_norms
 from highwater.engine.parallel.sequence_layout import SequenceLayout
+from highwater.engine.training.experience import forward_batch
 
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 LAYERS, TOKENS, HEADS, SIZE = 3, 24, 4, 8
@@ -80,3 +87,128 @@ def test_the_kernel_runs_again_only_where_its_output_is_not_kept_and_the_gradien
     assert torch.equal(ours[0], plain[0])
     for mine, wanted in zip(ours[1], plain[1], strict=True):
         assert torch.equal(mine, wanted)
+
+
+CPU = torch.device("cpu")
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+}
+HEADS_DROPOUT = {"num_attention_heads": 4, "num_key_value_heads": 2}
+FUNCTIONAL = SeedOssConfig(
+    **SHAPE,
+    **HEADS_DROPOUT,
+    head_dim=8,
+    attention_dropout=0.0,
+    residual_dropout=0.3,
+    initializer_range=0.2,
+)
+"""Its layers keep a rate, and have no module of dropout."""
+MODULES = Phi3Config(
+    **SHAPE, **HEADS_DROPOUT, resid_pdrop=0.3, initializer_range=0.2, pad_token_id=0
+)
+NONE = Qwen3Config(**SHAPE, **HEADS_DROPOUT, head_dim=8)
+
+
+def built(config: PreTrainedConfig, *, recompute: str = "none") -> Decoder:
+    attention = register("flash")
+    model = build_on_meta(config, attention=attention, loss="full", master_dtype=torch.float32)
+    if recompute != "none":
+        recompute_layers(
+            model.layers,
+            keeping=attention.kept_in_recompute if recompute == "all-but-attention" else None,
+        )
+    Fill(model, None, device=CPU, seed=3).one_unit(model)
+    return model.train()
+
+
+def batch():
+    ids = torch.arange(24) % 64
+    return pack([Document(ids, ids), Document(ids[:9], ids[:9])])
+
+
+def trained(
+    model: Decoder, *, seed: int = 0, rank: int = 0, step: int = 1
+) -> tuple[float, list["torch.Tensor"]]:
+    """Loss and every gradient of one step's draws."""
+    one = batch()
+    model.zero_grad()
+    with seeded(seed=seed, rank=rank, step=step, device=CPU):
+        statistics = model(
+            one.input_ids_T,
+            one.position_ids_T,
+            one.trained_positions_N,
+            one.labels_N,
+            one.document_lengths,
+        )
+        loss = -statistics.logprobs_N.mean()
+        loss.backward()
+    return float(loss.detach()), [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("config", [FUNCTIONAL, MODULES])
+@pytest.mark.parametrize("recompute", ["layer", "all-but-attention"])
+def test_a_recomputed_layer_drops_what_it_dropped(config, recompute):
+    plain_loss, plain = trained(built(config))
+    loss, ours = trained(built(config, recompute=recompute))
+    assert loss == plain_loss
+    for mine, wanted in zip(ours, plain, strict=True):
+        assert torch.equal(mine, wanted)
+
+
+def test_a_step_draws_the_same_again_and_another_rank_step_or_seed_something_else():
+    model = built(FUNCTIONAL)
+    before = torch.get_rng_state()
+    losses = [
+        trained(model, **which)[0] for which in ({}, {}, {"rank": 1}, {"step": 2}, {"seed": 1})
+    ]
+    assert losses[0] == losses[1]
+    assert len(set(losses)) == 4
+    assert torch.equal(torch.get_rng_state(), before), (
+        "a user's data source draws as if there were no dropout"
+    )
+
+
+@pytest.mark.parametrize("config", [FUNCTIONAL, MODULES])
+def test_passes_without_a_gradient_drop_nothing_and_leave_the_model_in_training(config):
+    model = built(config)
+    first, second = (forward_batch(model, [batch()], device=CPU)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    assert all(module.training for module in model.modules())
+    assert trained(model)[0] != pytest.approx(-float(first.mean())), "which it does drop things in"
+
+
+def test_only_what_draws_is_drawn_again():
+    assert not draws_in_training(built(NONE))
+    assert not draws_in_training(nn.Dropout(0.0))
+    assert draws_in_training(built(FUNCTIONAL).layers)
+    assert draws_in_training(built(MODULES).layers)
+
+
+MEASURE = (
+    "import json; from layer import measure; print(json.dumps(measure({model!r}, device='cpu')))"
+)
+"""In a process of its own: it joins a process group."""
+
+
+def test_one_layers_backward_pass_holds_no_product_of_the_mlp_and_no_copy_of_the_attention():
+    row = measured("Qwen3-0.6B")
+    hidden, queries, keys = 2 * 1024, 2 * 16 * 128, 2 * 8 * 128
+    # q before and after its norm and rotation, the output, its gradient and q's; k and v, k before,
+    # and their gradients; the layer's normed input and the residual's gradient; cosines and sines,
+    # which all layers share.
+    floor = 5 * queries + 5 * keys + 2 * hidden + 2 * 2 * 128
+    assert floor <= row["layer_bytes_per_token"] < 1.01 * floor
+    assert "attention" in row["during"]
+    assert sum(item["bytes_per_token"] for item in row["alive"]) == pytest.approx(
+        row["bytes_per_token"]
+    )
+
+
+def measured(model: str) -> dict:
+    done = forked(MEASURE.format(model=model))
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])

@@ -21,8 +21,6 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -163,16 +161,6 @@ def test_what_follows_from_the_config_may_be_in_old_files(tmp_path):
     assert_as_transformers_loads_it(tmp_path)
     change(tmp_path, **{"model.rotary_emb.inv_freq": torch.full((4,), 7.0)})
     assert_as_transformers_loads_it(tmp_path)
-
-
-def test_a_tensor_that_the_files_hold_under_two_names_is_refused(tmp_path):
-    Qwen3ForCausalLM(Qwen3Config(**SHAPE)).save_pretrained(tmp_path)
-    change(tmp_path, **{"embed_tokens.weight": torch.randn(64, 32)})
-    with pytest.raises(ModelError, match=r"embed_tokens\.weight"):
-        filled(tmp_path)
-    twice = SavedWeights(str(tmp_path), {EMBEDDING: None, "embed_tokens.weight": None})
-    with pytest.raises(ModelError, match=rf"{EMBEDDING} twice, .* embed_tokens\.weight"):
-        twice.renamed({EMBEDDING: EMBEDDING, "embed_tokens.weight": EMBEDDING})
 
 
 @pytest.mark.parametrize("rows", [63, 65])

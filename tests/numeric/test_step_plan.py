@@ -3,19 +3,25 @@ them.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain, pairwise
+from pathlib import Path
 
 import pytest
-
-np = pytest.importorskip("numpy", reason="the data plane needs the train extra")
-
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_training import trained
 
-from highwater.engine.data.step_plan import StepPlan
+from highwater.engine.data.batches import Document, pack
+from highwater.engine.data.step_plan import StepPlan, evaluation_rows
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.training.evaluation import evaluate
+from highwater.engine.training.step import Training
 from highwater.errors import UsageError
 
+np = pytest.importorskip("numpy", reason="the data plane needs the train extra")
 ROW = 64
 SIZES = st.lists(st.integers(1, ROW), min_size=1, max_size=60)
 PAIRS = st.lists(st.integers(1, ROW // 2), min_size=1, max_size=30).map(
@@ -185,3 +191,34 @@ def test_what_cannot_be_planned_is_refused_with_what_can(lengths, units, choices
 def test_with_the_rows_of_the_hint_it_is_planned(lengths, units, rows):
     made = plan(lengths, units, micro_batches=rows, spread_units=True)
     assert sorted(chain(*made.step(1))) == list(range(len(lengths)))
+
+
+@pytest.fixture(params=["sft", "dpo", "rw"])
+def training(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Training]:
+    with process_mesh.alone(torch.device("cpu")):
+        yield trained(tmp_path, request.param)
+
+
+def test_no_micro_batches_are_refused_with_a_hint_that_works(training):
+    with pytest.raises(UsageError, match="no micro-batches") as refused:
+        evaluate(training, [])
+    assert "`evaluate(training, [batch])`" in refused.value.hint
+    documents = [Document(torch.arange(n), torch.arange(n), reward=float(n)) for n in (9, 7)]
+    found = evaluate(training, [pack(documents)])
+    assert found.counted == (1 if training.traits.pairs else 14)
+    assert found.loss is not None
+
+
+ROW_TOKENS = 100
+
+
+@given(lengths=st.lists(st.integers(2, 50), min_size=1, max_size=40), paired=st.booleans())
+def test_every_document_is_evaluated_once_and_beside_the_other_of_its_pair(lengths, paired):
+    lengths = [*lengths, *lengths] if paired else lengths
+    units = [number // (2 if paired else 1) for number in range(len(lengths))]
+    together = np.array(units) if paired else None
+    rows = evaluation_rows(np.array(lengths), together, row_tokens=ROW_TOKENS)
+    assert [document for row in rows for document in row] == list(range(len(lengths)))
+    for row in rows:
+        assert sum(lengths[document] for document in row) <= ROW_TOKENS
+        assert len({units[document] for document in row}) * (2 if paired else 1) == len(row)

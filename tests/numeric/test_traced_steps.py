@@ -12,15 +12,26 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("torchao", reason="moments of few bits need the low-bit extra")
+
 from torch._subclasses.fake_tensor import FakeTensorMode
-from traces import alive_at, requested_bytes, traced, trial
+from traces import (
+    RING,
+    SHARED,
+    alive_at,
+    formula_bytes,
+    peak_bytes,
+    requested_bytes,
+    shape_of,
+    traced,
+    trial,
+)
 
 from highwater.engine.tracer.allocation_recorder import AllocationRecorder
-from highwater.memory.formula.formula import footprint
-from highwater.memory.formula.layers import Step
 from highwater.memory.trace.replay import replay
 from highwater.model.footprint import device_state_bytes, gradient_bytes
-from highwater.model.model import ModelShape, load_model
+from highwater.model.model import load_model
 from highwater.nouns.events import Allocate, Enter, EventLog, Free, GiveBack
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
@@ -66,142 +77,78 @@ WINDOWS = WIDE_HEADS | {
     "layer_types": ["sliding_attention", "full_attention"] * 4,
 }
 """Layers of two kinds in turn, of which one reads a part of each document."""
+CHUNKED = {"loss": "chunked"}
+TWO = {"gpus": 2}
 PAIRS = {"objective": "rw", "sequences_per_micro_batch": 2}
 PREFERENCES = {"objective": "dpo", "sequences_per_micro_batch": 2}
-ONE = {"accumulates": False, "loss": "chunked"}
+CRITIC = {"objective": "ppo", "critic": True}
+ONE = {**CHUNKED, "accumulates": False, "micro_batches": 1}
+SHORT = {"config": DEEP, "length_tokens": 64}
+FSDP = {**SHORT, "strategy": "fsdp", "offload": True}
+HEAD = {
+    "config": TINY | {"vocab_size": 80_000, "tie_word_embeddings": False},
+    "length_tokens": 32,
+    **TWO,
+}
+"""Most of its parameters are the head's."""
+KEPT = {"recompute": "all-but-attention"}
 LOSSY = ("adamw-8bit", "adamw-bf16")
 """Optimizers that need torchao."""
+BF16 = {**ONE, "parameters": "bf16"}
 TRIALS: dict[str, dict[str, Any]] = {
-    "rw": {"settings": Settings(**PAIRS)},
-    "dpo": {"settings": Settings(**PREFERENCES)},
-    "dpo, shared": {
-        "settings": Settings(**PREFERENCES, loss="chunked"),
-        "layout": Layout(gpus=2, ulysses_degree=2),
-    },
-    "ring": {
-        "settings": Settings(loss="chunked", offload=True),
-        "config": WIDE_HEADS,
-        "layout": Layout(gpus=2, ring_degree=2),
-    },
+    "rw": PAIRS,
+    "dpo": PREFERENCES,
+    "dpo, shared": {**PREFERENCES, **CHUNKED, **SHARED},
+    "ring": {**CHUNKED, "offload": True, "config": WIDE_HEADS, **RING},
     "ring, copies": {
-        "settings": Settings(loss="chunked"),
+        **CHUNKED,
         "config": WIDE_HEADS,
-        "layout": Layout(gpus=4, ring_degree=2, replicate_degree=2),
+        "gpus": 4,
+        "ring_degree": 2,
+        "replicate_degree": 2,
     },
-    "windows": {"settings": Settings(loss="chunked"), "config": WINDOWS},
-    "windows, output norms": {
-        "settings": Settings(loss="chunked"),
-        "config": WINDOWS | {"model_type": "olmo3"},
-    },
-    "windows, shared": {
-        "settings": Settings(loss="chunked", recompute="all-but-attention"),
-        "config": WINDOWS,
-        "layout": Layout(gpus=2, ulysses_degree=2),
-    },
-    "ppo": {"settings": Settings(objective="ppo")},
-    "ppo, critic": {"settings": Settings(objective="ppo", critic=True)},
-    "ppo, critic, shared": {
-        "settings": Settings(objective="ppo", critic=True),
-        "layout": Layout(gpus=2, ulysses_degree=2),
-    },
-    "fsdp, offload": {
-        "settings": Settings(strategy="fsdp", offload=True),
-        "config": DEEP,
-        "length_tokens": 64,
-        "micro_batches": 2,
-    },
-    "fsdp, offload, 2 shards": {
-        "settings": Settings(strategy="fsdp", offload=True),
-        "config": DEEP,
-        "length_tokens": 64,
-        "layout": Layout(gpus=2),
-    },
-    "fsdp2, offload": {"settings": Settings(offload=True), "config": DEEP, "length_tokens": 64},
-    "one micro-batch": {
-        "settings": Settings(**ONE),
-        "config": DEEP,
-        "length_tokens": 64,
-        "micro_batches": 1,
-    },
-    "one micro-batch, 2 shards": {
-        "settings": Settings(**ONE),
-        "config": DEEP,
-        "length_tokens": 64,
-        "micro_batches": 1,
-        "layout": Layout(gpus=2),
-    },
-    "one micro-batch, longer": {
-        "settings": Settings(**ONE),
-        "config": DEEP,
-        "micro_batches": 1,
-        "layout": Layout(gpus=2, ulysses_degree=2),
-    },
-    "one micro-batch, fsdp": {
-        "settings": Settings(**ONE, strategy="fsdp"),
-        "config": DEEP,
-        "micro_batches": 1,
-        "layout": Layout(gpus=2),
-    },
-    "one micro-batch, critic": {
-        "settings": Settings(**ONE, objective="ppo", critic=True),
-        "micro_batches": 1,
-    },
-    "one micro-batch, head alone": {
-        "settings": Settings(**ONE),
-        "config": TINY | {"vocab_size": 80_000, "tie_word_embeddings": False},
-        "length_tokens": 32,
-        "micro_batches": 1,
-        "layout": Layout(gpus=2),
-    },
-    "scaled, logits": {"settings": Settings(), "config": TINY | SCALED | {"vocab_size": 80_000}},
-    "scaled, layers": {"settings": Settings(loss="chunked"), "config": DEEP | SCALED},
-    "scaled, heads": {"settings": Settings(loss="chunked"), "config": WIDE_HEADS | SCALED},
-    "scaled, no recompute": {"settings": Settings(recompute="none"), "config": DEEP | SCALED},
-    "scaled, shared": {
-        "settings": Settings(loss="chunked"),
-        "config": DEEP | SCALED,
-        "layout": Layout(gpus=2, ulysses_degree=2),
+    "windows": {**CHUNKED, "config": WINDOWS},
+    "windows, output norms": {**CHUNKED, "config": WINDOWS | {"model_type": "olmo3"}},
+    "windows, shared": {**CHUNKED, **KEPT, "config": WINDOWS, **SHARED},
+    "ppo": {"objective": "ppo"},
+    "ppo, critic": CRITIC,
+    "ppo, critic, shared": {**CRITIC, **SHARED},
+    "fsdp, offload": {**FSDP, "micro_batches": 2},
+    "fsdp, offload, 2 shards": {**FSDP, **TWO},
+    "fsdp2, offload": {**SHORT, "offload": True},
+    "one micro-batch": {**ONE, **SHORT},
+    "one micro-batch, 2 shards": {**ONE, **SHORT, **TWO},
+    "one micro-batch, longer": {**ONE, "config": DEEP, **SHARED},
+    "one micro-batch, fsdp": {**ONE, "strategy": "fsdp", "config": DEEP, **TWO},
+    "one micro-batch, critic": {**ONE, **CRITIC},
+    "one micro-batch, head alone": {**ONE, **HEAD},
+    "scaled, logits": {"config": TINY | SCALED | {"vocab_size": 80_000}},
+    "scaled, layers": {**CHUNKED, "config": DEEP | SCALED},
+    "scaled, heads": {**CHUNKED, "config": WIDE_HEADS | SCALED},
+    "scaled, no recompute": {"recompute": "none", "config": DEEP | SCALED},
+    "scaled, shared": {**CHUNKED, "config": DEEP | SCALED, **SHARED},
+    **{
+        f"{name}, {gpus} shards": {**CHUNKED, **SHORT, "optimizer": name, "gpus": gpus}
+        for name in LOSSY
+        for gpus in (1, 2)
     },
     **{
-        f"{optimizer}, {shards} shards": {
-            "settings": Settings(loss="chunked", optimizer=optimizer),
-            "config": DEEP,
-            "length_tokens": 64,
-            "layout": Layout(gpus=shards),
+        f"adamw-8bit, bf16 parameters, {gpus} shards": {
+            **BF16,
+            **SHORT,
+            "optimizer": "adamw-8bit",
+            "gpus": gpus,
         }
-        for optimizer in LOSSY
-        for shards in (1, 2)
+        for gpus in (1, 2)
     },
-    **{
-        f"adamw-8bit, bf16 parameters, {shards} shards": {
-            "settings": Settings(**ONE, optimizer="adamw-8bit", parameters="bf16"),
-            "config": DEEP,
-            "length_tokens": 64,
-            "micro_batches": 1,
-            "layout": Layout(gpus=shards),
-        }
-        for shards in (1, 2)
-    },
-    "adamw-bf16, bf16 parameters, head alone": {
-        "settings": Settings(**ONE, optimizer="adamw-bf16", parameters="bf16"),
-        "config": TINY | {"vocab_size": 80_000, "tie_word_embeddings": False},
-        "length_tokens": 32,
-        "micro_batches": 1,
-        "layout": Layout(gpus=2),
-    },
+    "adamw-bf16, bf16 parameters, head alone": {**BF16, **HEAD, "optimizer": "adamw-bf16"},
     "adamw-8bit, update": {
-        "settings": Settings(**ONE, optimizer="adamw-8bit"),
-        "config": TINY | {"vocab_size": 80_000},
+        **ONE,
+        "optimizer": "adamw-8bit",
         "length_tokens": 32,
-        "micro_batches": 1,
+        "config": TINY | {"vocab_size": 80_000},
     },
-    "adamw-8bit, one micro-batch": {
-        "settings": Settings(**ONE, optimizer="adamw-8bit"),
-        "config": DEEP,
-        "length_tokens": 64,
-        "micro_batches": 1,
-        "layout": Layout(gpus=2),
-    },
+    "adamw-8bit, one micro-batch": {**ONE, **SHORT, "optimizer": "adamw-8bit", **TWO},
     "experts": {"config": EXPERTS},
     "experts, longer": {"config": EXPERTS, "length_tokens": 32_768},
     "balanced experts": {"config": EXPERTS | {"output_router_logits": True}},
@@ -209,6 +156,7 @@ TRIALS: dict[str, dict[str, Any]] = {
     "wide experts, longer": {"config": WIDE, "length_tokens": 32_768},
 }
 LENGTH = 16_384
+USUAL = {"config": TINY, "length_tokens": LENGTH}
 FORMULA_TOLERANCE = 0.01
 """Relative: what is no larger than one row of numbers per token is no term of the formula."""
 CPU_TOLERANCE = 0.005
@@ -266,23 +214,6 @@ print((peaks[2] - peaks[1]) / 1024)
 """
 """Bytes per token at the peak, by what the CPU's allocator tells the profiler: nothing watches the
 operators."""
-
-
-@pytest.fixture(scope="module")
-def specs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrialSpec]:
-    root = tmp_path_factory.mktemp("trials")
-    return {
-        name: trial(root / name, **{"config": TINY, "length_tokens": LENGTH} | asked)
-        for name, asked in TRIALS.items()
-    }
-
-
-@pytest.fixture(scope="module")
-def logs(
-    specs: dict[str, TrialSpec], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, EventLog]:
-    pytest.importorskip("torchao", reason="moments of few bits need the low-bit extra")
-    return traced(specs, tmp_path_factory.mktemp("traces"))
 
 
 @pytest.mark.parametrize(
@@ -524,23 +455,9 @@ def test_real_models_peak_where_the_formula_says(tmp_path, model, length, settin
     assert peak_bytes(log) == pytest.approx(formula_bytes(spec), rel=REAL_TOLERANCE)
 
 
-def peak_bytes(log: EventLog) -> int:
-    return replay(log, allocator="expandable").peak_allocated_bytes
-
-
 def experts_bytes_per_token(logs: dict[str, EventLog], name: str = "experts") -> float:
     one, other = (peak_bytes(logs[each]) for each in (name, f"{name}, longer"))
     return (other - one) / (32_768 - LENGTH)
-
-
-def formula_bytes(spec: TrialSpec) -> int:
-    return footprint(
-        Step(shape_of(spec), spec.settings, spec.layout, length_tokens=spec.length_tokens)
-    ).allocated_bytes
-
-
-def shape_of(spec: TrialSpec) -> ModelShape:
-    return load_model(spec.model_directory).shape
 
 
 def measured_on_the_cpu(spec: TrialSpec, router_factor: float) -> float:

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 from tiny_training import trained
-from transformers import GPT2Config, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import GPT2Config, Qwen3Config, Qwen3ForCausalLM
 
 from highwater.engine.attention.registry import register
 from highwater.engine.data.batches import UNTRAINED, Batch, Document, pack
@@ -27,15 +27,6 @@ from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
 from trial_specs import trial_in
-
-LLAMA_3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-    "rope_theta": 500_000.0,
-}
 
 SMALL = {
     "hidden_size": 32,
@@ -58,13 +49,6 @@ def test_master_parameters_are_float32_whatever_the_config_says():
     assert {p.device.type for p in model.parameters()} == {"meta"}
 
 
-def test_nothing_is_scaled_up_to_the_native_length():
-    config = Qwen3Config(max_position_embeddings=40_960)
-    before = dict(config.rope_parameters)
-    scale_rope(config, length_tokens=40_960, rope="auto")
-    assert config.rope_parameters == before
-
-
 def test_past_the_native_length_yarn_has_the_factor_of_the_lengths_and_keeps_theta():
     config = Qwen3Config(
         max_position_embeddings=40_960, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
@@ -76,31 +60,6 @@ def test_past_the_native_length_yarn_has_the_factor_of_the_lengths_and_keeps_the
         "factor": 131_072 / 40_960,
         "original_max_position_embeddings": 40_960,
     }
-
-
-def test_a_model_keeps_its_own_scaling_up_to_its_maximum():
-    config = LlamaConfig(max_position_embeddings=131_072, rope_parameters=dict(LLAMA_3))
-    scale_rope(config, length_tokens=131_072, rope="auto")
-    assert config.rope_parameters["rope_type"] == "llama3"
-
-
-def test_past_its_maximum_a_model_with_its_own_scaling_is_refused_unless_yarn_is_asked_for():
-    config = LlamaConfig(max_position_embeddings=131_072, rope_parameters=dict(LLAMA_3))
-    with pytest.raises(UsageError) as refused:
-        scale_rope(config, length_tokens=262_144, rope="auto")
-    assert "--rope yarn" in refused.value.hint
-    scale_rope(config, length_tokens=262_144, rope="yarn")
-    assert config.rope_parameters["factor"] == 262_144 / 8192
-    assert config.rope_parameters["rope_theta"] == 500_000.0
-
-
-def test_yarn_asked_for_within_the_native_length_changes_nothing():
-    config = GPT2Config(n_positions=1024)
-    scale_rope(config, length_tokens=1024, rope="yarn")
-    qwen = Qwen3Config(max_position_embeddings=4096)
-    before = dict(qwen.rope_parameters)
-    scale_rope(qwen, length_tokens=4096, rope="yarn")
-    assert qwen.rope_parameters == before
 
 
 def test_a_model_without_rope_is_refused_past_its_positions():

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from highwater.api.search import prepare_trial
@@ -351,46 +350,6 @@ def test_only_what_a_loop_declared_is_added_to_and_to_one_step(model):
     assert not dist.is_initialized()
 
 
-def test_where_no_number_is_declared_an_addition_is_told_what_can_be(trainer):
-    for name in ("my_metric", "n_tokens", "", None, ["m"]):
-        with pytest.raises(UsageError, match="is no quantity") as refusal:
-            trainer.add(name, 3)  # pyright: ignore[reportArgumentType]
-        spelled, _, rest = refusal.value.hint.partition("`, ")
-        (own,) = eval(spelled.partition("quantities=")[2], {"Quantity": Quantity})  # noqa: S307
-        assert own == {"my_metric": "my_metric", "n_tokens": "my_n_tokens"}.get(
-            str(name), "my_metric"
-        )
-        for offered in ("sum", "min", "max", "mean", "n_tokens", "n_valid_tokens", "n_documents"):
-            assert offered in rest
-        assert "model_flops" not in rest
-
-
-@pytest.mark.parametrize("quantities", [["m"], [], {"m": "sum"}, {"": Quantity(how="sum")}])
-def test_what_is_no_declaration_leaves_no_trainer_behind(model, quantities):
-    with pytest.raises(UsageError, match=r"Quantity|mapping"):
-        Trainer(model, length=8, device="cpu", quantities=quantities)
-    assert not dist.is_initialized()
-
-
-def test_a_value_that_is_refused_is_in_no_statistic(model):
-    own = {
-        "mine": Quantity(how="sum", is_count=True),
-        "share": Quantity(how="mean", per="n_tokens"),
-    }
-    with Trainer(model, length=8, device="cpu", quantities=own) as trainer:
-        trainer.add("share", 12)
-        with pytest.raises(UsageError, match="nothing was added") as refusal:
-            trainer.statistics()
-        assert "step()" in refusal.value.hint
-        trainer.step(ROWS)
-        for value in (None, "3", 2.5, torch.tensor([3.0, 4.0])):
-            with pytest.raises(UsageError, match="mine"):
-                trainer.add("mine", value)  # pyright: ignore[reportArgumentType]
-        trainer.add("mine", torch.tensor([4]))
-        told = trainer.statistics()
-    assert (told["mine"], told["share"], told["n_tokens"]) == (4, 0, 12)
-
-
 @pytest.mark.parametrize(
     ("settings", "rows"),
     [
@@ -417,37 +376,6 @@ def test_every_objective_tells_its_statistics(model, settings, rows):
         count = told[name]
         assert told[f"over_{name}"] == (2 / count if count else None)
     assert told.get("critic_gradient_norm") == done.critic_gradient_norm
-
-
-def test_a_save_loads_and_replaces_nothing(trainer, model, tmp_path):
-    source = load_file(Path(model, "model.safetensors"))
-    trainer.step(ROWS)
-    trainer.save(tmp_path / "saved")
-    assert [path.name for path in tmp_path.iterdir()] == ["saved"], "nothing is left beside it"
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
-    row = torch.tensor([ROWS[0][0]])
-    expected = trainer.evaluate(ROWS[:1]).loss
-    assert float(loaded(row, labels=row).loss.detach()) == pytest.approx(expected, rel=1e-5)
-    for used in (tmp_path / "saved", Path(model)):
-        with pytest.raises(UsageError, match="holds something"):
-            trainer.save(used)
-    with pytest.raises(UsageError, match="no LoRA"):
-        trainer.save(tmp_path / "merged", merged=True)
-    after = load_file(Path(model, "model.safetensors"))
-    assert all(torch.equal(after[name], tensor) for name, tensor in source.items())
-
-
-def test_adapters_are_saved_for_peft_or_merged(model, tmp_path):
-    pytest.importorskip("peft", reason="LoRA needs the lora extra")
-    with Trainer(model, length=8, device="cpu", lora=4, learning_rate=0.01) as trainer:
-        trainer.step(ROWS)
-        trainer.save(tmp_path / "adapters")
-        trainer.save(tmp_path / "merged", merged=True)
-        expected = trainer.evaluate(ROWS[:1]).loss
-    assert (tmp_path / "adapters" / "adapter_config.json").exists()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    row = torch.tensor([ROWS[0][0]])
-    assert float(loaded(row, labels=row).loss.detach()) == pytest.approx(expected, rel=1e-5)
 
 
 def test_random_weights_are_told(model, tmp_path):

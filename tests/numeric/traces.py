@@ -6,6 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from fork_server import ForkServer
+from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.layers import Step
+from highwater.memory.trace.replay import replay
+from highwater.model.model import ModelShape, load_model
 from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.events import Allocate, Enter, EventLog, Free, GiveBack, TraceOrder
 from highwater.nouns.trial import TrialSpec
@@ -14,6 +18,8 @@ from tiny_models import write_model
 from trial_specs import trial_of
 
 Kind = tuple[str, str, str]
+SHARED = {"gpus": 2, "ulysses_degree": 2}
+RING = {"gpus": 2, "ring_degree": 2}
 SERVER = ForkServer(
     *("highwater.engine.tracer.tracer", "highwater.engine.tracer.trinity_step"),
     *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen3", "qwen3_moe")),
@@ -47,6 +53,19 @@ class Traces(dict[str, EventLog]):
 def traced(trials: Mapping[str, TrialSpec], folder: Path) -> Traces:
     """The traces of these trials, each made once."""
     return Traces(trials, folder)
+
+
+def shape_of(spec: TrialSpec) -> ModelShape:
+    return load_model(spec.model_directory).shape
+
+
+def peak_bytes(log: EventLog) -> int:
+    return replay(log, allocator="expandable").peak_allocated_bytes
+
+
+def formula_bytes(spec: TrialSpec) -> int:
+    step = Step(shape_of(spec), spec.settings, spec.layout, length_tokens=spec.length_tokens)
+    return footprint(step).allocated_bytes
 
 
 def trace(order: TraceOrder, path: Path) -> EventLog:

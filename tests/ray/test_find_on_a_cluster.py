@@ -23,17 +23,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures
 
 FIND = (
     *(
-        sys.executable,
-        "-m",
-        "highwater",
-        "find",
-        "tiny",
-        "--device",
-        "cpu",
-        "--memory",
-        "1GiB",
-        "--loss",
-        "full",
+        *(sys.executable, "-m", "highwater", "find", "tiny", "--device", "cpu", "--memory"),
+        *("1GiB", "--loss", "full"),
     ),
     *("--start-length", "32", "--resolution", "32", "--max-length", "32", "--gpus", "1", "2"),
     *("--study", "study.jsonl", "--data", "faulty_batches:paused"),

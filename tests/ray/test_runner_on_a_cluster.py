@@ -32,7 +32,6 @@ from highwater.units import GIB
 from runner_contract import ENDS_S, RunnerContract
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("trials")]
-
 _HOLD_ALL_NODES = """
 import ray, sys
 ray.init(address=sys.argv[1], log_to_driver=False)
@@ -117,3 +116,29 @@ def test_when_the_process_that_drives_ray_dies_the_trial_ends_and_the_search_hea
     with pytest.raises(MachineError, match="connection to the Ray cluster was lost"):
         future.result(timeout=GONE_S)
     assert wait_until(lambda: processes_of_trials(mark) == [], within_s=GONE_S)
+
+
+LOST_S = 90
+"""Bound on the time until Ray knows that a node is gone."""
+
+
+def test_a_trial_whose_node_is_killed_says_nothing_and_is_tried_on_another(
+    runner: RayRunner, nodes: LocalCluster, model: Path, pause: Path, mark: str
+) -> None:
+    spec = paused(model, pause)
+    future = runner.submit(Launch(spec=spec))
+    assert wait_until(pause.with_name("hangs").exists, within_s=ENDS_S)
+    node = node_of(holder_of_the_trial(mark))
+    node.kill()
+    result = future.result(timeout=LOST_S)
+    assert result.outcome is Outcome.CRASHED
+    assert not result.outcome.tells
+    assert result.reason.endswith("of the Ray cluster was lost")
+    assert result.log_path is not None
+    assert result.reason in Path(result.log_path).read_text()
+    assert wait_until(lambda: processes_of_trials(mark) == [], within_s=GONE_S)
+    pause.unlink()
+    again = runner.submit(Launch(spec=spec, attempt=2)).result(timeout=ENDS_S)
+    assert (again.outcome, again.attempt) == (Outcome.FIT, 2)
+    assert again.log_path != result.log_path
+    nodes.add("1")

@@ -85,17 +85,8 @@ def hostile_study() -> Study:
     it is.
     """
     texts = (
-        "name",
-        "model_name",
-        "directory",
-        "model_directory",
-        "device_name",
-        "reason",
-        "text",
-        "phase",
-        "log_path",
-        "path",
-        "hint",
+        *("name", "model_name", "directory", "model_directory", "device_name", "reason", "text"),
+        *("phase", "log_path", "path", "hint"),
     )
 
     def change(value: object, key: str) -> object:

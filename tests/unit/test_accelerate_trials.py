@@ -11,18 +11,15 @@ import msgspec
 import pytest
 import yaml
 
-from highwater.cli.flags import request_of
-from highwater.cli.grammar import parse
 from highwater.errors import HighwaterError, UsageError
 from highwater.model.model import load_model
 from highwater.nouns.foreign_request import launched_command, program_of
-from highwater.nouns.plan import plan, plan_trial
+from highwater.nouns.plan import plan
 from highwater.nouns.protocols import unheard
 from highwater.nouns.request import Request, request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Question
 from highwater.nouns.trial import Device, TrialSpec
-from highwater.pages.study.study_commands import find_words, try_words
 from highwater.trainers.accelerate import LauncherFile, launcher_file
 from highwater.trainers.foreign import TRIALS, TrialHome
 from highwater.trials.foreign_trial import check_foreign
@@ -94,12 +91,8 @@ def test_what_is_no_launch_is_refused(typed, said):
 @pytest.mark.parametrize(
     "named",
     [
-        {"loss": "chunked"},
-        {"objective": "grpo"},
-        {"optimizer": "adamw-8bit"},
-        {"lora": 16},
-        {"rope": "yarn"},
-        {"mlp_tiles": 4},
+        *({"loss": "chunked"}, {"objective": "grpo"}, {"optimizer": "adamw-8bit"}, {"lora": 16}),
+        *({"rope": "yarn"}, {"mlp_tiles": 4}),
     ],
 )
 def test_what_belongs_in_the_script_is_refused_by_name(named):
@@ -115,16 +108,6 @@ def test_the_layout_need_not_be_in_the_command():
         *((2, 2), (4, 2)),
     }
     assert {cell.layout.gpus for cell in question().cells} == {1, 2, 4}
-
-
-def test_a_report_asks_the_same_again():
-    found = question(gpus=[2], ring=[2], offload=True, recompute="none")
-    again = request_of(parse(list(find_words(found))[1:]))
-    assert plan(again, MACHINE).question.key == found.key
-    for cell in found.cells:
-        spec = found.trial(cell, 8192)
-        tried = request_of(parse(list(try_words(spec, found.model))[1:]))
-        assert plan_trial(tried, MACHINE, 8192).key == spec.key
 
 
 def test_a_file_says_processes_shards_and_a_free_port():

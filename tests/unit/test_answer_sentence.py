@@ -4,7 +4,6 @@ are those of its settings.
 
 import re
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -13,14 +12,12 @@ from studies import CELL, QUESTION, REAL, trial
 import highwater
 from highwater import recommend
 from highwater.nouns.capacities import simplest, study_capacities
-from highwater.nouns.hardware import THIS_MACHINE
 from highwater.nouns.study import CellAnswer, MemoryOnlyFit, RecordedTrial, Study
 from highwater.nouns.trial import Outcome
-from highwater.pages.answer_sentence import assumed_host, prediction_answer, recommendation_answer
+from highwater.pages.answer_sentence import prediction_answer, recommendation_answer
 from highwater.pages.prediction_tables import prediction_table
 from highwater.pages.study.study_answer import study_answer
 from highwater.pages.study.tables import answer_table
-from highwater.recommendation.recommend import what_would_fit
 from highwater.search.cell_outcomes import CellAnswered, TrialFinished
 from highwater.search.scheduler import search_cells
 from highwater.store.journal import read_study
@@ -85,28 +82,6 @@ def test_settings_are_said_in_words(asked, words):
     assert words in prediction_answer(found)
 
 
-def test_degrees_are_said_in_words():
-    asked = {"ulysses": [2], "ring": [2], "copies": [2], "length": 8192}
-    said = prediction_answer(highwater.predict("Qwen3-4B", gpus="4xH200-141GB", **asked))
-    assert (
-        "each sequence shared by 2 GPUs (Ulysses), a ring of 2 and 2 copies of the states" in said
-    )
-
-
-def test_the_longest_that_may_fit_has_its_own_figures():
-    """Where no length leaves the headroom, what is told is not of the shortest."""
-    one: dict[str, Any] = {"loss": "full", "allocator": "native", "host_memory": "8GiB"}
-    gpu: dict[str, Any] = {"gpus": 1, "gpu_memory": "12964MiB"}
-    found = highwater.predict("Qwen3-0.6B", **gpu, **one, start_length=256, resolution=256)
-    answer = found.answer
-    assert answer is not None
-    assert answer.capacity_tokens == 0 < answer.likely_edge_tokens
-    (alone,) = highwater.predict("Qwen3-0.6B", **gpu, **one, length=answer.likely_edge_tokens).cells
-    assert (answer.risk, answer.headroom_bytes) == (alone.risk, alone.headroom_bytes)
-    assert answer.risk in ("likely", "tight")
-    assert " may train up to " in prediction_answer(found)
-
-
 def test_nothing_is_called_safe_that_leaves_less_than_was_asked_for():
     found = highwater.predict(
         "Qwen3-8B", gpus="4xA100-80GB", length="150k", headroom="30GiB", offload=False
@@ -115,48 +90,6 @@ def test_nothing_is_called_safe_that_leaves_less_than_was_asked_for():
     for cell, said in zip(found.cells, fits, strict=True):
         assert (said == "safe") == bool(cell.capacity_tokens)
     assert prediction_answer(found).startswith("No: ") == ("safe" not in fits)
-
-
-def test_what_would_fit_has_the_micro_batch_that_was_asked_for():
-    asked: dict[str, Any] = {"gpus": "1xA100-80GB", "sequences_per_micro_batch": 4}
-    would = what_would_fit("Qwen3-8B", length_tokens=102_400, **asked)
-    assert would
-    for each in would:
-        if each.cell is not None:
-            assert each.cell.settings.sequences_per_micro_batch == 4
-    lowered = recommend("Qwen3-8B", length=102_400, **asked)
-    assert lowered.chosen is not None
-    assert lowered.chosen.is_lowered
-    assert "1 sequence a micro-batch" in recommendation_answer(lowered)
-
-
-def test_host_memory_that_was_read_or_named_is_not_called_assumed():
-    usual = highwater.predict("Qwen3-8B", gpus="1xA100-80GB", offload=True)
-    named = highwater.predict("Qwen3-8B", gpus="1xA100-80GB", offload=True, host_memory="144GiB")
-    assert usual.memory_limit.usual_host is not None
-    assert usual.memory_limit.host_bytes == named.memory_limit.host_bytes
-    assert ", assumed)" in prediction_answer(usual)
-    assert ", assumed)" not in prediction_answer(named)
-    own = msgspec.structs.replace(usual.memory_limit, usual_host=THIS_MACHINE)
-    read = msgspec.structs.replace(usual, memory_limit=own)
-    assert ", assumed)" not in prediction_answer(read)
-    (said,) = assumed_host(own.host_bytes, own.usual_host)
-    assert "this machine's" in said
-
-
-def test_gpus_for_rollout_stand_beside_those_that_train():
-    for length in ("16k", "300k"):
-        said = recommendation_answer(
-            recommend("Qwen3-8B", gpus="4xA100-80GB", length=length, rollout_gpus=3)
-        )
-        assert " on 1 x A100-80GB and 3 for rollout" in said
-
-
-def test_host_memory_that_nobody_said_is_named_as_such_where_states_live_there():
-    said = prediction_answer(highwater.predict("Qwen3-235B-A22B", gpus="8xH20-96GB"))
-    assert "of host memory (how much there is nobody said: `--host-memory`)" in said
-    named = highwater.predict("Qwen3-235B-A22B", gpus="8xH20-96GB", host_memory="4TiB")
-    assert "nobody said" not in prediction_answer(named)
 
 
 def test_what_trials_measured_is_neither_safe_nor_tight():

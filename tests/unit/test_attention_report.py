@@ -7,10 +7,9 @@ import re
 from collections.abc import Callable
 
 import pytest
-from attention_figures import BOTH, bench, card, measured, row
+from attention_figures import BOTH, bench, measured, row
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from highwater.errors import UsageError
 from highwater.nouns.attention_bench import (
@@ -22,7 +21,6 @@ from highwater.nouns.attention_bench import (
     implementations_named,
 )
 from highwater.nouns.codec import to_json
-from highwater.nouns.sparse_pattern import SparsePatternConfig
 from highwater.nouns.trial import Device
 from highwater.pages.attention_report import (
     attention_markdown,
@@ -31,8 +29,8 @@ from highwater.pages.attention_report import (
     predicted_table,
     report_sections,
 )
-from highwater.pages.text import TextTable
-from highwater.recommendation.attention_summary import attention_summary
+from highwater.pages.table import TextTable
+from highwater.recommendation.attention_summary import attention_summary, memory_fit
 from highwater.units import GIB, KIB, MIB
 
 LENGTHS = (16_384, 32_768, 65_536, 131_072)
@@ -77,17 +75,6 @@ def test_the_answer_is_the_longest_of_all_and_that_of_dense_attention():
     assert answer(compared(sparse_s=4e-6, sparse_longest=32_768)) == (
         "dense holds 65,536 tokens, forward, in 65.54 ms"
     )
-
-
-def test_of_two_at_the_longest_that_was_tried_the_faster_is_named_and_neither_is_an_end():
-    found = bench(
-        [
-            *measured("dense", LENGTHS, token_s=2e-6, token_bytes=1024),
-            *measured("block_sparse_5", LENGTHS, token_s=1e-6, token_bytes=1024),
-        ]
-    )
-    assert answer(found).startswith("block_sparse_5 holds ≥ 131,072 tokens")
-    assert "; dense ≥ 131,072 in " in answer(found)
 
 
 def test_nothing_that_fits_is_said_so():
@@ -139,18 +126,6 @@ def test_a_red_attention_is_told_and_has_no_number_anywhere():
     assert re.findall(r"\d", told) == []
 
 
-def test_a_crash_is_no_answer_about_memory():
-    found = bench(
-        [
-            *measured("dense", LENGTHS[:2], token_s=1e-6, token_bytes=1024),
-            row("dense", 65_536, result="crashed", reason="RuntimeError: illegal address"),
-        ]
-    )
-    assert attention_summary(found).longest[0].why == "crashed"
-    (cases,) = tables(found, "Every implementation and mode")
-    assert cases.footnotes == ("65,536: RuntimeError: illegal address",)
-
-
 def parallel(gain: float, *, ends: bool = False, token_bytes: int = 1024) -> AttentionBench:
     """Two GPUs, of which DataParallel makes so much, and a ring."""
     alone = measured("dense", LENGTHS, token_s=1e-6, token_bytes=token_bytes)
@@ -184,16 +159,6 @@ def test_dataparallel_cannot_lengthen_a_sequence_whatever_it_brings(gain):
     assert "a single sequence leaves all other GPUs idle" in note
     assert "`--implementations ring` shares each sequence" in note
     assert answer(parallel(gain)).startswith("ring over 2 GPUs holds ")
-
-
-def test_efficiency_is_the_speed_up_for_each_gpu():
-    by_mode = {each.mode: each for each in attention_summary(parallel(1.8)).efficiencies}
-    assert by_mode["data parallel"].speedup == pytest.approx(1.8)
-    assert by_mode["data parallel"].efficiency == pytest.approx(0.9)
-    assert by_mode["ring"].speedup == pytest.approx(1 / 0.6)
-    assert by_mode["ring"].length_ratio is None, "nothing longer was tried of either"
-    ended = attention_summary(parallel(1.8, ends=True)).efficiencies[-1]
-    assert (ended.mode, ended.length_ratio) == ("ring", 2)
 
 
 def test_what_to_use_is_what_was_measured_to_hold_it_and_the_faster_of_two():
@@ -269,47 +234,6 @@ def test_where_too_little_was_measured_a_report_says_so_and_has_no_row_of_least_
     assert "| ≥" not in attention_markdown(found).partition("## Other GPUs")[2]
 
 
-def test_an_8_gb_card_is_predicted_with_what_it_cannot_do():
-    found = bench(measured("dense", LENGTHS, token_s=1e-6, token_bytes=16 * KIB))
-    summary = attention_summary(found)
-    (card,) = [each for each in summary.predicted if each.gpu == "GTX-1080"]
-    assert 7.5 * GIB < card.memory_bytes < 8 * GIB
-    assert card.lacking == ("bf16", "flash attention")
-    assert not [each for each in summary.predicted if each.lacking and each is not card]
-    notes = predicted_table(found, summary, "forward").footnotes
-    assert [note for note in notes if note.startswith("GTX-1080 has no bf16 and no flash")]
-
-
-def test_other_gpus_have_a_column_of_dataparallel_which_lengthens_nothing():
-    alone = bench(measured("dense", LENGTHS, token_s=1e-6, token_bytes=16 * KIB))
-    on_gpus = parallel(1.8)
-    on_the_cpu = replace(on_gpus, order=replace(on_gpus.order, device="cpu"))
-    for found, is_measured in ((alone, False), (on_gpus, True), (on_the_cpu, False)):
-        table = predicted_table(found, attention_summary(found), "forward")
-        assert table.columns[-1] == "DataParallel"
-        told = "1.8 times tokens/s on 2 (dense)" if is_measured else "tokens/s not measured on GPUs"
-        assert {row[-1] for row in table.rows} == {f"whole sequences, {told}"}
-        (line,) = [note for note in table.footnotes if note.startswith("DataParallel: ")]
-        assert "whole sequences on each GPU, none longer than one holds" in line
-
-
-def test_a_table_says_the_pattern_and_the_segments_that_were_measured():
-    name = "block_sparse_ring_dilated"
-    found = bench(measured(name, LENGTHS, token_s=1e-6, token_bytes=16 * KIB))
-    assert "block_size=256" in found.order.what(name)
-    assert "half the length and all of it" in found.order.what(name)
-    typed = replace(
-        found.order,
-        implementations=(name,),
-        patterns={name: SparsePatternConfig(block_size=32)},
-        segment_lengths=(64, 128),
-    )
-    assert "block_size=32" in typed.what(name)
-    assert "[64, 128]" in typed.what(name)
-    notes = longest_table(replace(found, order=typed), attention_summary(found)).footnotes
-    assert any("counts twice" in note for note in notes)
-
-
 @pytest.mark.parametrize(
     ("word", "near"), [("ring_dilated", "block_sparse_ring_dilated"), ("dens", "dense")]
 )
@@ -317,27 +241,6 @@ def test_a_name_that_there_is_not_is_met_with_one_that_contains_it(word, near):
     with pytest.raises(UsageError, match="there is no implementation") as refused:
         implementations_named([word])
     assert refused.value.hint == f"use `--implementations {near}`"
-
-
-def test_a_ring_that_was_measured_is_predicted_beside_one_gpu():
-    """Half the bytes a token on each of two GPUs: twice the length, but for its rounding."""
-    tokens = {
-        (each.implementation, each.gpus): each.tokens
-        for each in attention_summary(parallel(1.8, token_bytes=64 * KIB)).predicted
-        if each.gpu == "A100-80GB"
-    }
-    assert set(tokens) == {("dense", 1), ("ring", 2)}
-    assert tokens["ring", 2] == pytest.approx(2 * tokens["dense", 1], rel=0.125)
-
-
-def test_a_big_card_that_stands_in_for_a_small_one_is_labelled():
-    rows = measured("dense", LENGTHS, token_s=1e-6, token_bytes=1024)
-    (line,) = labels(bench(rows, memory_bytes=8 * GIB, machine=card("NVIDIA H200", 139 * GIB)))
-    assert line == (
-        "NVIDIA H200 with 8.00 GiB of its 139.00 GiB: it stands in for a card with so much; times "
-        "are its own, not that card's."
-    )
-    assert labels(bench(rows)) == ()
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
@@ -379,13 +282,6 @@ def test_every_measured_figure_is_in_the_tables():
     }
 
 
-def test_gpus_that_differ_are_told_each():
-    sizes = (3 * GIB, 2 * GIB)
-    rows = [row("ring", 512, 0.1, GIB, mode="ring", gpus=2, peak_allocated_bytes=sizes)]
-    (table,) = tables(bench(rows, gpus=2), "Every implementation and mode")
-    assert table.rows[0][table.columns.index("peak allocated")] == "3.00 GiB / 2.00 GiB"
-
-
 def test_the_document_has_rows_and_what_follows_from_them_with_units_in_its_keys():
     document = json.loads(to_json(bench_document(parallel(1.8))))
     assert document["schema_version"] == 1
@@ -397,12 +293,6 @@ def test_the_document_has_rows_and_what_follows_from_them_with_units_in_its_keys
     assert {"longest", "estimates", "predicted", "efficiencies", "use_cases"} == set(
         document["summary"]
     )
-
-
-def test_a_devices_name_stays_text():
-    evil = card("<script>alert(1)</script> | `x`", 80 * GIB)
-    found = bench(measured("dense", LENGTHS, token_s=1e-6, token_bytes=1024), machine=evil)
-    assert "<script>" not in attention_markdown(found)
 
 
 LONGEST = 1 << 24
@@ -435,29 +325,63 @@ def test_what_memory_holds_is_found_to_an_eighth_of_its_doubling(longest, device
     assert len(tried) <= doublings + 1 + 3, "three cuts of the last doubling"
 
 
-def test_lengths_double_first_and_are_then_halved_between():
-    tried = searched("cpu", 65_536, lambda length: length <= 5000)
-    assert list(tried) == [512, 1024, 2048, 4096, 8192, 6144, 5120, 4608]
-
-
-def test_a_search_without_a_limit_ends_at_the_longest_that_may_be_tried():
-    assert list(searched("cpu", 3000, lambda _: True)) == [512, 1024, 2048, 3000]
-
-
-def test_the_longest_that_may_be_tried_bounds_the_first_too():
-    assert list(searched("cpu", 200, lambda _: True)) == [200]
-
-
-def test_where_nothing_fits_lengths_are_halved_down_to_the_least():
-    assert list(searched("cpu", 4096, lambda _: False)) == [512, 256, 128]
-
-
-def test_a_length_below_the_start_is_found_too():
-    tried = searched("cuda", 65_536, lambda length: length <= 700)
-    assert (tried[640], tried[704]) == (True, False)
-
-
 @pytest.mark.parametrize("fits", [True, False])
 def test_named_lengths_are_all_tried_once_whatever_becomes_of_them(fits):
     tried = searched("cpu", 512, lambda _: fits, named=(300, 100, 300, 200))
     assert list(tried) == [100, 200, 300]
+
+
+LENGTHS_ATTENTION_FIT = (4096, 8192, 16_384, 32_768, 49_152)
+
+
+@given(overhead=st.integers(0, 512 * MIB), token=st.integers(64, 64 * KIB), cut=st.integers(3, 5))
+def test_a_linear_memory_is_found_again_with_its_overhead(overhead, token, cut):
+    fit = memory_fit(
+        [(length, overhead + token * length) for length in LENGTHS_ATTENTION_FIT[:cut]]
+    )
+    assert fit is not None
+    assert fit.bytes_per_token == pytest.approx(token, rel=1e-3)
+    assert fit.overhead_bytes == pytest.approx(overhead, rel=1e-3, abs=KIB)
+    assert fit.bytes_per_pair == 0
+    assert fit.largest_error < 1e-6
+    assert (fit.points, fit.longest_tokens) == (cut, LENGTHS_ATTENTION_FIT[cut - 1])
+
+
+def test_a_square_is_only_there_where_a_line_does_not_do():
+    square = memory_fit(
+        [(length, 8 * length**2 + 1000 * length) for length in LENGTHS_ATTENTION_FIT]
+    )
+    assert square is not None
+    assert square.bytes_per_pair == pytest.approx(8, rel=1e-3)
+    assert square.bytes_per_token == pytest.approx(1000, rel=1e-2)
+    nearly = memory_fit(
+        [(length, 1000 * length + (length % 3) * 4096) for length in LENGTHS_ATTENTION_FIT]
+    )
+    assert nearly is not None
+    assert nearly.bytes_per_pair == 0
+
+
+def test_no_term_is_below_zero_where_peaks_bend_the_other_way():
+    fit = memory_fit([(1000, 5000), (2000, 7000), (4000, 9000), (8000, 10_000)])
+    assert fit is not None
+    assert min(fit.overhead_bytes, fit.bytes_per_token, fit.bytes_per_pair) >= 0
+    assert fit.largest_error > 0.05, "it says how far off it is"
+
+
+@given(free=st.integers(MIB, 200 * GIB))
+def test_a_predicted_length_fits_and_an_eighth_of_its_doubling_more_does_not(free):
+    fit = memory_fit([(length, 100 * KIB + 768 * length) for length in LENGTHS_ATTENTION_FIT])
+    assert fit is not None
+    longest = fit.longest_within(free)
+    step = max(1, (1 << (longest.bit_length() - 1)) // 8)
+    assert fit.peak_bytes(longest) <= free < fit.peak_bytes(longest + step)
+    assert longest % step == 0
+
+
+def test_what_short_sequences_take_at_once_is_no_square_of_the_length():
+    """A window's scores, all of them at hand up to some length: from there on memory is linear."""
+    peaks = [(length, min(4 * length**2, 2**23) + 768 * length) for length in LENGTHS_ATTENTION_FIT]
+    fit = memory_fit(peaks)
+    assert fit is not None
+    assert fit.bytes_per_pair == 0
+    assert fit.peak_bytes(2**20) == pytest.approx(768 * 2**20 + 2**23, rel=0.05)

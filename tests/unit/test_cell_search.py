@@ -184,15 +184,6 @@ def test_each_trial_is_announced_then_finished_and_the_answer_comes_last():
         assert started.repeat == finished.repeat
 
 
-def test_the_estimate_of_trials_left_ends_at_zero():
-    cells = tuple(Cell(layout=Layout(gpus=n), settings=Settings()) for n in (1, 2, 4))
-    started = [
-        e for e in events_of(ask(cells=cells), fits_up_to(20 * STEP)) if isinstance(e, TrialStarted)
-    ]
-    assert started[0].trials_left > 0
-    assert started[-1].trials_left == 0
-
-
 @given(
     budget=st.integers(6 * STEP, 3 * GRID_SIZE * STEP),
     held=st.integers(1, 2 * GRID_SIZE * STEP),
@@ -288,18 +279,6 @@ def test_a_length_that_fits_and_packs_no_fewer_tokens_than_a_shorter_one_that_di
     )
     (contradiction,) = answer.contradictions
     assert re.findall(r"[\d,]+\d", contradiction) == ["1,000", "59,000"]
-
-
-@pytest.mark.parametrize(("budget", "capacity"), [(20, 20), (30, 30), (59, 30), (60, 0)])
-def test_a_larger_token_budget_may_end_in_a_shorter_length_or_in_none(budget, capacity):
-    """Memory holds 30 thousand tokens; of a budget of twice that, every length is packed twice at
-    least, or is too long itself.
-    """
-    settings = Settings(token_budget_tokens=budget * STEP)
-    [answer] = answers_of(
-        ask(cells=(Cell(layout=Layout(), settings=settings),)), packs_up_to(30 * STEP)
-    )
-    assert answer.capacity_tokens == capacity * STEP
 
 
 def test_a_ceiling_that_fits_ends_the_search_without_a_failure():

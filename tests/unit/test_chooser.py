@@ -23,8 +23,7 @@ from highwater.nouns.study import Study
 from highwater.pages.answer_sentence import recommendation_answer
 from highwater.pages.guide.answers import places
 from highwater.pages.guide.guide import Guide, Place, chooser_json, guide_tables
-from highwater.pages.guide.guide_page import guide_page
-from highwater.pages.guide.guide_rows import guide_rows
+from highwater.pages.guide.guide_page import guide_page, guide_rows
 from highwater.pages.recommendation_tables import recommendation_tables
 from highwater.search.scheduler import recorded_search
 from highwater.store.journal import open_journal
@@ -167,40 +166,6 @@ def test_every_answer_of_a_study_is_what_recommend_says_with_that_study():
     assert bases == {budgeted: "measured, else predicted", "H200-141GB": "predicted"}
 
 
-@pytest.mark.parametrize(
-    ("asked", "flags"),
-    [
-        (
-            {"predict": ["Qwen3-0.6B"], "gpus": ["2"], "gpu_memory": "80GiB"},
-            f"--gpus 2 --gpu-memory {80 * GIB}",
-        ),
-        (
-            {"predict": ["Qwen3-0.6B"], "gpus": ["2xA100-80GB"], "gpu_memory": "60GiB"},
-            "--gpus 2xA100-80GB --gpu-memory",
-        ),
-    ],
-)
-def test_gpus_that_are_named_by_their_memory_are_asked_about_by_it(asked, flags):
-    (place,) = places(guide(**asked))
-    assert place.answers
-    assert all(flags in answer.command for answer in place.answers)
-
-
-def test_a_study_and_a_prediction_of_the_same_gpus_are_answered_together():
-    full = STUDY.with_name("qwen3-0.6b-card-full.jsonl")
-    page = embedded(guide(full, predict=["Qwen3-0.6B"], gpus=["1xH200-141GB"]))
-    (place,) = page.places
-    assert place["basis"].endswith(": measured, else predicted")
-    answer = next(answer for answer in place["answers"] if answer["length"] == 65536)
-    assert answer["entries"] == [], (
-        "a power of two is no row of the tables, and an answer all the same"
-    )
-    rows = [answer for answer in place["answers"] if len(answer["entries"]) == 2]
-    assert rows, "lengths that both tables have"
-    for answer in place["answers"]:
-        assert_says_what_was_found(page, answer, as_typed(page.values[answer["command"]]))
-
-
 def test_settings_that_a_study_had_are_asked_for():
     page = embedded(guide(STUDY.with_name("grpo-0.6b-1.jsonl")))
     measured = 0
@@ -296,13 +261,6 @@ def test_where_nothing_published_fits_the_fewest_gpus_that_do_are_named_and_what
     assert two.answers[0].found.chosen is not None
 
 
-def test_a_search_from_a_memory_law_is_never_taken_for_a_measurement():
-    question = question_of(gpus=[1])
-    study = Study(question=question, path="s.jsonl")
-    page = embedded(Guide(tables=guide_tables(study_capacities(study))))
-    assert {place["basis"].rpartition(": ")[2] for place in page.places} == {"simulated"}
-
-
 def test_the_chooser_opens_with_the_longest_length_that_fits(tmp_path):
     made = guide(TABLE, STUDY, predict=["Qwen3-8B"], gpus=["4xH200-141GB"])
     page = embedded(made)
@@ -316,13 +274,6 @@ def test_the_chooser_opens_with_the_longest_length_that_fits(tmp_path):
     assert [place.longest_tokens for place in places(guide(path))] == [None]
     (refused,) = places(guide(predict=["Llama-3.1-8B"], gpus=["8xH200-141GB"]))
     assert refused.longest_tokens == 131072, "longer ones fit by memory, and recommend refuses them"
-
-
-def test_a_length_that_recommend_refuses_is_not_offered():
-    made = guide(predict=["Llama-3.1-8B"], gpus=["8xH200-141GB"])
-    rows = [tokens for table in made.tables for tokens, _ in table.rows]
-    offered = [answer["length"] for _, answer in embedded(made).answers()]
-    assert max(rows) > 131072 == max(offered), "the model scales its positions itself, up to there"
 
 
 def test_a_model_that_no_formula_knows_is_answered_by_its_table(tmp_path, monkeypatch):

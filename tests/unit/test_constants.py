@@ -28,7 +28,7 @@ from highwater.memory.trace.exact import predict_exactly
 from highwater.nouns.cluster import Cluster
 from highwater.nouns.codec import from_builtins, from_json, to_json
 from highwater.nouns.events import Allocate, Enter, EventLog
-from highwater.nouns.hardware import CUBLAS_WORKSPACES, Constants, Reading
+from highwater.nouns.hardware import Constants, Reading
 from highwater.nouns.trial import TrialSpec
 from highwater.pages.prediction_tables import prediction_table
 from highwater.recommendation.user_measurements import own_constants
@@ -182,26 +182,6 @@ def test_a_replay_has_the_workspaces_that_cublas_was_seen_to_take():
         )
         assert found.replayed is not None
         assert found.replayed.peak_allocated_bytes == workspaces
-
-
-def test_a_formula_has_the_workspaces_that_cublas_was_seen_to_take(tmp_path):
-    def take_less(document: dict[str, Any]) -> None:
-        for each in document["constants"]:
-            for reading in each["readings"]:
-                if reading["name"] in CUBLAS_WORKSPACES:
-                    reading["allocator_bytes"] = 4 * MIB
-
-    asked = {"gpus": "2xH200-141GB", "length": 8192, "loss": "full"}
-    come_along, own = (
-        highwater.predict("Qwen3-4B", constants=file, **asked)
-        for file in (H200, changed(take_less, tmp_path))
-    )
-    for one, other in zip(come_along.cells, own.cells, strict=True):
-        assert one.footprint.allocated_bytes - other.footprint.allocated_bytes == 64 * MIB - 8 * MIB
-        assert all(
-            "workspaces of cuBLAS" in {term.name for term in phase.terms}
-            for phase in other.footprint.phases
-        )
 
 
 def test_own_trials_are_measured_against_the_constants_of_the_gpus_they_ran_on(tmp_path):

@@ -148,22 +148,6 @@ def test_the_yaml_says_what_the_values_say_and_what_was_recommended():
     )
 
 
-def test_without_rollout_the_trainer_is_alone():
-    emitted = trinity(*goal())
-    assert emitted.values["mode"] == "train"
-    assert emitted.values["cluster.gpu_per_node"] == 4
-    assert not any(name.startswith("explorer") for name in emitted.values)
-
-
-def test_the_native_allocator_and_a_native_length_need_nothing():
-    emitted = trinity(*goal("8k", allocator="native"))
-    assert emitted.environment == {}
-    assert "ALLOC_CONF" not in emitted.text
-    assert "YaRN" not in emitted.text
-    assert not any("rope" in name for name in emitted.values)
-    assert "YaRN" not in verl(*goal("8k")).text
-
-
 @pytest.mark.parametrize("emit", [trinity, verl])
 def test_offload_is_fsdp2s_policy(emit):
     for found, candidate in rungs():

@@ -1,6 +1,5 @@
 """LoRA in the words of verl, AReaL, Trinity-RFT and torchtitan."""
 
-import ast
 import re
 import shlex
 
@@ -115,18 +114,6 @@ def test_a_packed_model_is_trls_to_load_and_the_scripts_to_pack():
     assert not expected.keys() & plain.values.keys()
 
 
-def test_torchtitans_converter_is_built_before_the_model():
-    tree = ast.parse(TARGETS["torchtitan"].emit(*goal("torchtitan", lora=16)).text)
-    known = recorded("torchtitan", torchtitan_file.VERSION)
-    assert "torchtitan.components.lora:LoRAConverter" in known
-    (call,) = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "model_registry"
-    ]
-    assert ast.unparse(call) == "model_registry('4B', converters=[lora])"
-
-
 def test_an_alpha_that_is_no_whole_number_is_torchtitans_alone():
     asked = {"lora": 8, "lora_alpha": 12.5}
     assert TARGETS["torchtitan"].emit(*goal("torchtitan", "16k", **asked)).values["lora.alpha"] == (
@@ -165,11 +152,6 @@ def test_adapters_that_a_trainer_cannot_have_are_refused_with_a_hint_that_works(
         else:
             asked[name] = int(value) if name == "lora" else value
     assert TARGETS[target].emit(*goal(target, **asked))
-
-
-def test_trinity_alone_has_ranks_of_any_size_where_nothing_is_rolled_out():
-    values = TARGETS["trinity"].emit(*goal("trinity", "16k", lora=24)).values
-    assert values["model.lora_configs.0.lora_rank"] == 24
 
 
 def test_torchtitan_has_adapters_on_its_own_models_alone():

@@ -19,7 +19,7 @@ from highwater.trainers import axolotl as axolotl_file
 from highwater.trainers import llamafactory as llamafactory_file
 from highwater.trainers import ms_swift as ms_swift_file
 from highwater.trainers.emitted import DATASET, Emitted, nested
-from highwater.trainers.targets import TARGETS, configured, configured_choice, hub_id_of
+from highwater.trainers.targets import TARGETS, configured, configured_choice
 
 FILES = {"axolotl": axolotl_file, "llamafactory": llamafactory_file, "ms-swift": ms_swift_file}
 NESTED = ("overrides_of_model_config", "ENV")
@@ -93,14 +93,6 @@ def test_adapters_are_named_as_a_trainer_names_them(target, changes, expected):
     assert (values[rank], values["lora_alpha"], values["lora_dropout"]) == (16, 32, 0.0)
     packed = {"load_in_4bit", "quantization_bit", "quant_bits"} & values.keys()
     assert bool(packed) is ("lora_base" in changes)
-
-
-@pytest.mark.parametrize("target", FILES)
-def test_without_lora_all_of_a_model_is_trained(target):
-    values = emitted(target).values
-    assert not [name for name in values if name.startswith("lora")]
-    assert values.get("adapter") is None
-    assert values.get("finetuning_type", values.get("tuner_type", "full")) == "full"
 
 
 @pytest.mark.parametrize("target", FILES)
@@ -184,30 +176,6 @@ def test_heads_and_a_ring_are_shared_as_the_number_of_key_heads_has_it():
     assert said.startswith("SP=2, ring=4: 4 GPUs share heads, and 2 such groups pass")
 
 
-def test_axolotls_fsdp1_keeps_float32():
-    values, said = (
-        getattr(emitted("axolotl", strategy="fsdp"), name) for name in ("values", "cannot")
-    )
-    assert values["fsdp_version"] == 1
-    assert "fsdp_config.reshard_after_forward" not in values
-    assert not any("float32" in each for each in said)
-
-
-def test_axolotls_degrees_are_those_that_are_not_1():
-    made = TARGETS["axolotl"].emit(
-        *goal("axolotl", "16k", ulysses=[2], copies=[2], gpus="8xH200-141GB")
-    )
-    degrees = ("dp_replicate_size", "dp_shard_size", "context_parallel_size")
-    assert [made.values[name] for name in degrees] == [2, 2, 2]
-    assert not set(degrees) & emitted("axolotl").values.keys()
-
-
-def test_axolotl_is_told_of_either_allocator_since_it_has_one_of_its_own():
-    for allocator, truth in (("native", "False"), ("expandable", "True")):
-        made = emitted("axolotl", allocator=allocator)
-        assert set(made.environment.values()) == {f"expandable_segments:{truth}"}
-
-
 def test_llamafactory_recomputes_by_itself_alone():
     for recompute in ("layer", "none"):
         made = emitted("llamafactory", "4k", recompute=recompute)
@@ -249,12 +217,6 @@ def test_a_model_is_named_by_its_id_where_it_is_filled_in(target):
     plain = configured(target, found, chosen, model="Qwen3-4B")
     assert name not in plain.values
     assert "$MODEL_PATH" in plain.command
-
-
-def test_a_name_of_the_catalog_has_the_id_of_the_very_model_that_was_named():
-    assert hub_id_of("qwen2.5-7b-instruct") == "Qwen/Qwen2.5-7B-Instruct"
-    assert hub_id_of("Qwen2.5-7B") == "Qwen/Qwen2.5-7B"
-    assert hub_id_of("no-such-model") is None
 
 
 def test_settings_without_whole_logits_come_before_those_with():

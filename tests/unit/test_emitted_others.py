@@ -28,7 +28,6 @@ from highwater.trainers import accelerate as accelerate_file
 from highwater.trainers import areal as areal_file
 from highwater.trainers import torchtitan as torchtitan_file
 from highwater.trainers.accelerate import accelerate
-from highwater.trainers.areal import areal
 from highwater.trainers.emitted import Emitted, nested
 from highwater.trainers.targets import TARGETS, configured
 from highwater.trainers.torchtitan import FLAVORS, torchtitan
@@ -156,23 +155,6 @@ def test_adapters_are_named_as_trl_names_them(objective, command):
         assert is_a(value, kind), (name, kind)
 
 
-def test_a_weight_of_adapters_that_is_none_of_trls_is_refused_with_a_hint_that_works():
-    with pytest.raises(UsageError, match="whole number") as refused:
-        trl(*goal(length="16k", lora=8, lora_alpha=12.5))
-    assert refused.value.hint == "use `--lora-alpha 12`"
-    assert trl(*goal(length="16k", lora=8, lora_alpha=12)).values["lora_alpha"] == 12
-
-
-@pytest.mark.parametrize("objective", ["sft", "grpo"])
-def test_moments_of_8_bits_are_torchaos_in_trl(objective):
-    asked = {"length": "16k", "ulysses": [1], "objective": objective}
-    emitted = trl(*goal(**asked, optimizer="adamw-8bit"))
-    assert emitted.values["optim"] == "adamw_torch_8bit"
-    assert is_a("adamw_torch_8bit", recorded("trl", trl_file.VERSION)[f"{objective}.optim"])
-    assert any("moments of 8 bits" in each for each in emitted.cannot)
-    assert "optim" not in trl(*goal(**asked)).values
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -200,13 +182,6 @@ def test_optimizers_that_trl_does_not_have_are_refused_with_hints_that_work(chan
             left_out = [flag.removeprefix("--") for flag in way.split()[::2]]
             kept = {name: value for name, value in asked.items() if name not in left_out}
             assert trl(*goal(**kept))
-
-
-@pytest.mark.parametrize("optimizer", ["adamw-8bit", "adamw-bf16"])
-def test_with_accelerate_the_script_makes_the_optimizer(optimizer):
-    found, chosen = goal("accelerate", "16k", ulysses=[1], optimizer=optimizer)
-    emitted = configured("accelerate", found, chosen, model="Qwen3-4B")
-    assert any("the script makes the optimizer" in each for each in emitted.cannot)
 
 
 def test_the_reference_of_trls_dpo_takes_no_memory_while_it_trains():
@@ -391,11 +366,6 @@ def test_heads_are_deepspeeds_to_share_where_layers_have_windows():
     assert emitted.values["attn_implementation"] == "flash_attention_2"
 
 
-def test_moments_of_8_bits_are_sharded_with_sequences_by_a_ring():
-    emitted = trl(*goal(length="16k", ulysses=[2], optimizer="adamw-8bit"))
-    assert emitted.values["optim"] == "adamw_torch_8bit"
-
-
 def test_accelerate_has_both_fsdps():
     for strategy, version, reshard in (("fsdp", 1, "FULL_SHARD"), ("fsdp2", 2, True)):
         found, _ = goal("accelerate", "16k", strategy=strategy)
@@ -454,34 +424,6 @@ def test_what_a_trainer_cannot_express_is_said(target, changes, said):
         assert any(each in sentence for sentence in emitted.cannot), each
     lines = [line for line in emitted.text.splitlines() if " cannot express " in line]
     assert [line.partition(" cannot express ")[2] for line in lines] == list(emitted.cannot)
-
-
-def test_what_trl_starts_with_is_said_where_nobody_named_the_model():
-    found, chosen = goal("trl")
-    said = "# before it starts: export MODEL_PATH=the model's directory\n"
-    assert "$MODEL_PATH" in trl(found, chosen).command
-    assert said in trl(found, chosen).text
-    assert "MODEL_PATH" not in trl(found, chosen, model_path="/models/mine").text
-
-
-def test_an_entropy_is_named_where_there_is_one():
-    of_sft, of_grpo = (
-        next(
-            each
-            for each in accelerate(*goal("accelerate", **changes)).cannot
-            if "the objective" in each
-        )
-        for changes in ({}, {"objective": "grpo", "entropy": "full", "length": "16k"})
-    )
-    assert "entropy" not in of_sft
-    assert "full entropy" in of_grpo
-
-
-def test_nothing_is_said_to_be_missing_where_nothing_is():
-    found, _ = goal("torchtitan", "16k")
-    assert torchtitan(found, rung(found, degree=1, offload=True)).cannot == ()
-    found, _ = goal("areal")
-    assert areal(found, rung(found, degree=2, offload=True)).cannot == ()
 
 
 @pytest.mark.parametrize(

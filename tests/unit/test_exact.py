@@ -218,32 +218,6 @@ def test_the_hosts_limit_is_the_longest_that_is_traced():
     assert max(tracer.asked) == found.capacity_tokens
 
 
-def test_a_margin_is_kept_free():
-    tracer = Tracer(2**18)
-    memory_limit = MemoryLimit(device_bytes=DEVICE_BYTES)
-    (free,), (kept,) = (
-        predict_exactly(ask(margin_bytes=margin), memory_limit, tracer) for margin in (0, 10 * GIB)
-    )
-    assert kept.capacity_tokens < free.capacity_tokens
-    assert kept.headroom_bytes >= 10 * GIB
-
-
-def test_the_hosts_memory_binds_as_the_formula_says():
-    cells = (Cell(layout=Layout(), settings=Settings(offload=True)),)
-    memory_limit = MemoryLimit(device_bytes=DEVICE_BYTES, host_bytes=2 * GIB)
-    (found,) = predict_exactly(ask(cells=cells), memory_limit, Tracer(1))
-    assert (found.binding, found.capacity_tokens) == ("host", 0)
-
-
-def test_where_nothing_fits_it_is_said_what_would_be_needed():
-    (found,) = predict_exactly(ask(), MemoryLimit(device_bytes=4 * GIB), Tracer(2**18))
-    assert (found.capacity_tokens, found.does_not_fit_tokens) == (0, STEP)
-    assert found.replayed is not None
-    assert not found.replayed.fits
-    assert found.device_used_bytes > 5 * GIB
-    assert found.headroom_bytes == 4 * GIB - found.device_used_bytes < 0
-
-
 def test_what_the_tracer_raises_ends_the_prediction():
     def broken(spec: TrialSpec) -> EventLog:
         raise RuntimeError(f"{spec.length_tokens}")

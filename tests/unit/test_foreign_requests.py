@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from highwater.cli.config import to_yaml
-from highwater.cli.flags import request_of, typed_values
+from highwater.cli.flags import request_of
 from highwater.cli.grammar import parse
 from highwater.errors import HighwaterError, UsageError
-from highwater.nouns.declared_settings import DECLARED
 from highwater.nouns.foreign_request import (
     PLACEHOLDERS,
     base_config,
@@ -25,7 +24,7 @@ from highwater.nouns.foreign_request import (
 )
 from highwater.nouns.foreign_trainer import FOREIGN, ForeignTrainer
 from highwater.nouns.plan import plan, plan_trial
-from highwater.nouns.request import Request, request_from
+from highwater.nouns.request import DECLARED, Request, request_from
 from highwater.nouns.study import Question
 from highwater.nouns.trial import TrialSpec
 from highwater.pages.study.study_commands import find_words, try_words
@@ -226,9 +225,3 @@ def test_the_configuration_that_is_printed_asks_the_same(tmp_path):
     path.write_text(to_yaml(asked(gpus=[2])))
     again = request_of(parse(["find", "--config", str(path)]))
     assert plan(again, MACHINE).question.key == question(gpus=[2]).key
-
-
-def test_what_is_typed_is_what_is_asked():
-    words = ["find", "Qwen3-0.6B", "--trainer", "command", "--command", COMMAND]
-    assert request_from(typed_values(parse(words))) == asked()
-    assert "trainer" not in typed_values(parse(["predict", "M", "--trainer", "trinity"]))

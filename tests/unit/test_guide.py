@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markup import markdown_rows
 
-from highwater import guide, open_study, predict, write_guide
+from highwater import guide, open_study, predict
 from highwater.errors import UsageError
 from highwater.nouns.capacities import (
     PUBLISHED_SETTINGS,
@@ -30,8 +30,7 @@ from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, MemoryOnlyFit, Study
 from highwater.pages.guide.guide import Guide, cell_label, guide_tables
-from highwater.pages.guide.guide_page import guide_markdown
-from highwater.pages.guide.guide_rows import guide_rows
+from highwater.pages.guide.guide_page import guide_markdown, guide_rows
 from highwater.pages.text import escaped
 from places import question_of
 from tiny_models import write_model
@@ -311,21 +310,6 @@ def test_predicted_measured_and_published_stand_in_tables_of_their_own():
     assert headings == ["published", "measured", "predicted"]
 
 
-def test_a_ring_is_predicted_where_it_is_named_and_explained_where_it_occurs():
-    asked = {"predict": ["Qwen3-8B"], "gpus": ["6xH200-141GB"]}
-    without, made = guide(**asked), guide(**asked, ulysses=[2], ring=[1, 3])
-    degrees = {
-        (each.cell.layout.ulysses_degree, each.cell.layout.ring_degree)
-        for table in made.tables
-        for each in table.capacities
-    }
-    assert degrees == {(2, 1), (2, 3)}
-    assert "**ring=N**" in guide_markdown(made)
-    assert "ring=" not in guide_markdown(without)
-    with pytest.raises(UsageError, match="no model to predict"):
-        guide("a.csv", ring=[3])
-
-
 def test_two_models_of_one_name_are_refused_with_a_guide_of_each(tmp_path):
     other = str(write_model(tmp_path / "Qwen3-0.6B", max_position_embeddings=40960))
     with pytest.raises(UsageError, match=r"a model Qwen3-0\.6B, .* two") as refused:
@@ -341,18 +325,6 @@ def test_two_models_of_one_name_are_refused_with_a_guide_of_each(tmp_path):
     path.write_text(to_json(predict(other, gpus="1xA100-80GB")))
     with pytest.raises(UsageError, match="two models"):
         guide(FOUND / "qwen3-0.6b-79gib-full.jsonl", path)
-
-
-def test_what_has_to_be_left_free_stands_in_a_table_of_its_own(tmp_path):
-    path = tmp_path / "p.json"
-    path.write_text(to_json(predict("Qwen3-0.6B", gpus="1xA100-80GB", headroom="5GiB")))
-    made = guide(path, predict=["Qwen3-0.6B"], gpus=["1xA100-80GB"])
-    left_free, plain = (table.training for table in made.tables)
-    assert left_free == f"{plain}, 5.00 GiB left free"
-    assert "5.00 GiB left free" in guide_markdown(made)
-    question = msgspec.structs.replace(question_of(gpus=[1]), margin_bytes=1024**3)
-    (table,) = guide_tables(study_capacities(Study(question=question)))
-    assert table.training.endswith(", 1.00 GiB left free")
 
 
 def test_what_speaks_against_an_answer_is_said_too(tmp_path):
@@ -385,25 +357,6 @@ def test_another_trainer_and_another_objective_stand_in_tables_of_their_own():
     assert len({table.training for table in guide(*sources).tables}) == 2
 
 
-def test_the_published_ladder_by_our_own_engine_is_one_table_whatever_its_rungs_strategy():
-    made = guide(FOUND / "grpo-0.6b-1.jsonl", FOUND / "grpo-0.6b-1-offload.jsonl")
-    assert len(made.tables) == 1
-    page = guide_markdown(made)
-    for rung, strategy in (("vanilla", "FSDP1"), ("Env + Offload", "FSDP2")):
-        assert re.search(rf"\*\*{re.escape(rung)} \({strategy}, .* never saved\)\*\*", page)
-
-
-def test_models_of_another_native_length_have_lengths_of_their_own(tmp_path):
-    made = of_rows(
-        "A100-80GB,env,1,1,Qwen3-0.6B,51200", "A100-80GB,env,1,1,tiny,8192", folder=tmp_path
-    )
-    native = {name: table.native_length_tokens for table in made.tables for name in table.models}
-    assert len(made.tables) == len(set(native.values())) == 2
-    page = guide_markdown(made)
-    written = re.findall(r"original_max_position_embeddings: (\d+)$", page, re.MULTILINE)
-    assert {*map(int, written)} == {*native.values()}
-
-
 def test_gpu_counts_are_the_trainers_and_one_gpu_is_warned_of_once():
     page = guide_markdown(guide(TABLE))
     assert "the trainer alone" in page
@@ -411,25 +364,6 @@ def test_gpu_counts_are_the_trainers_and_one_gpu_is_warned_of_once():
     assert ": Qwen3-4B, Qwen3-8B, Qwen3-14B." in warning
     several = guide(predict=["Qwen3-0.6B"], gpus=["2xA100-80GB"])
     assert "Warning: " not in guide_markdown(several)
-
-
-def test_each_number_of_gpus_has_one_folded_table_with_a_summary_of_one_line():
-    made = guide(TABLE)
-    page = guide_markdown(made)
-    assert re.findall(r"^### (\d GPUs?)$", page, re.MULTILINE) == [
-        "1 GPU",
-        "2 GPUs",
-        "4 GPUs",
-        "6 GPUs",
-    ]
-    summaries = re.findall(r"<details>\n<summary>(.*)</summary>\n\n\|", page)
-    assert len(summaries) == page.count("</details>") == 4
-    assert "published: Qwen3-0.6B 28,672; " in summaries[0]
-    for table in made.tables:
-        for tokens, choices in table.rows:
-            assert re.search(
-                rf"^\| {tokens:,} +\| {re.escape(choices[0].label)} +\| ", page, re.MULTILINE
-            )
 
 
 def test_the_configuration_for_long_contexts_is_yaml_of_that_trainer():
@@ -458,13 +392,6 @@ def test_token_budgets_are_said_where_they_begin_and_where_they_end():
     assert ["4", "61,440", "30,720"] in markdown_rows(page), "of 122,880 tokens"
 
 
-def test_capacities_are_told_with_a_star_past_the_native_length():
-    page = guide_markdown(guide(TABLE)).partition("## Capacities")[2]
-    vanilla = page.partition("**vanilla")[2].partition("**Env")[0]
-    figures = [r"92,160\*", r"81,920\*", r"71,680\*", "40,960", "-"]
-    assert ["4", "4", *figures] in markdown_rows(vanilla)
-
-
 @pytest.mark.parametrize(
     ("fits", "fails", "shown"),
     [
@@ -482,62 +409,6 @@ def test_a_capacity_says_how_much_is_known(fits, fails, shown):
     )[0]
     page = guide_markdown(Guide(tables=guide_tables([capacity]))).partition("## Capacities")[2]
     assert ["1", "1", shown] in markdown_rows(page)
-
-
-def test_every_source_is_named_with_what_its_figures_are():
-    made = guide(TABLE, predict=["Qwen3-0.6B"], gpus=["1xA100-80GB"], trainer="trinity")
-    origins = guide_markdown(made).partition("## Where the numbers come from")[2]
-    command = "highwater predict Qwen3-0.6B --gpus 1xA100-80GB --trainer trinity"
-    rows = {row[0]: row[1:] for row in markdown_rows(origins)}
-    assert rows[escaped(str(TABLE))][0].startswith("published by others")
-    assert rows[escaped(str(TABLE))][-2:] == ["120", "0"]
-    assert rows[command][0].startswith("predicted, ")
-
-
-HOSTILE = "a|b<img src=x>`c`[d](e)*f*_g_\\h&i$j$~k~\x1b[31m\nl"
-
-
-def test_text_from_outside_stays_text():
-    shown = escaped(HOSTILE)
-    assert "<" not in shown
-    assert not re.search(r"(?<!\\)[|*`\[\]~$]", shown.replace("\\\\", ""))
-    assert not set("\n\x1b") & set(shown)
-    assert escaped("published_a100_80gb.csv") == "published_a100_80gb.csv"
-    question = question_of(gpus=[1])
-    model = msgspec.structs.replace(question.model, name=HOSTILE)
-    study = Study(
-        question=msgspec.structs.replace(question, model=model, device_name=HOSTILE), path=HOSTILE
-    )
-    page = guide_markdown(Guide(tables=guide_tables(study_capacities(study)), notes=(HOSTILE,)))
-    assert "<img" not in page
-    assert "{oc.env:MODEL_PATH,/path/to/model}" in page
-    table: list[str] = []
-    for line in page.splitlines():  # every row has as many cells as the first of its table
-        table = [*table, line] if line.startswith("| ") else []
-        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table}) <= 1
-
-
-def test_a_guide_is_written_into_a_new_file_only(tmp_path):
-    made = guide(TABLE)
-    path = write_guide(tmp_path / "guide.md", made)
-    assert path.read_text() == guide_markdown(made)
-    path.write_text("mine")
-    with pytest.raises(UsageError, match="is there already"):
-        write_guide(path, made)
-    assert path.read_text() == "mine"
-
-
-def test_another_training_has_tables_of_its_own(tmp_path):
-    files = []
-    for name, asked in {"whole": {}, "adapters": {"lora": 32}}.items():
-        found = predict("Qwen3-4B", gpus="1xH100-80GB", **asked)
-        files.append(tmp_path / f"{name}.json")
-        files[-1].write_bytes(msgspec.json.encode(found))
-    made = guide(*files)
-    whole, adapters = made.tables
-    assert "LoRA" not in whole.training
-    assert adapters.training.endswith("LoRA of rank 32")
-    assert not any("LoRA" in choice.label for _, choices in whole.rows for choice in choices)
 
 
 def test_a_guide_of_other_trainings_is_asked_for(tmp_path):

@@ -9,15 +9,13 @@ from markdown_it import MarkdownIt
 from markup import markdown_rows
 
 from highwater import guide
-from highwater.pages.guide import guide_parts
-from highwater.pages.guide.guide_page import guide_markdown
-from highwater.pages.guide.guide_rows import guide_rows
-from highwater.pages.text import TextTable, escaped, markdown_list
+from highwater.pages.guide import guide_page as guide_parts
+from highwater.pages.guide.guide_page import guide_markdown, guide_rows
+from highwater.pages.text import escaped, markdown_list
 
 DATA = Path(__file__).parents[1] / "data"
 FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
 LONG = FOUND / "long-0.6b-79gib.jsonl"
-ORIGINS = "## Where the numbers come from"
 
 
 def test_rows_of_a_long_table_that_say_the_same_are_joined_and_none_is_lost():
@@ -36,19 +34,6 @@ def test_rows_of_a_long_table_that_say_the_same_are_joined_and_none_is_lost():
     assert [(name, *told[name]) for name in lengths] == list(rows)
 
 
-def test_a_table_of_one_screen_has_a_row_for_each_length():
-    rows = tuple((str(length), "vanilla") for length in range(20))
-    table = TextTable(title="", columns=("length", "m"), rows=rows)
-    assert guide_parts.joined(table) == table
-
-
-def test_joined_rows_are_explained_where_there_are_any():
-    assert "every length of the grid" in guide_markdown(guide(LONG))
-    assert "every length of the grid" not in guide_markdown(
-        guide(DATA / "published_capacity_a100_80gb.csv")
-    )
-
-
 @pytest.mark.parametrize("order", [1, -1])
 def test_of_several_files_about_a_cell_those_that_add_nothing_are_left_out(order):
     sources = [FOUND / name for name in ("edge-0.6b-1-full.jsonl", "qwen3-0.6b-79gib-full.jsonl")][
@@ -58,11 +43,6 @@ def test_of_several_files_about_a_cell_those_that_add_nothing_are_left_out(order
     env = page.partition("**Env (")[2]
     told = ["1", "1", r"196,608\*"]
     assert told in markdown_rows(env), "the other is not finished, at no longer length"
-
-
-def test_a_memory_only_fit_leaves_the_length_that_was_trained_in_full_beside_it():
-    page = guide_markdown(guide(LONG, FOUND / "qwen3-0.6b-79gib-chunked.jsonl"))
-    assert any(row[-1] == r"262,144\*, 671,744\* memory-only" for row in markdown_rows(page))
 
 
 def test_how_far_each_model_gets_is_told_at_a_glance():
@@ -115,25 +95,7 @@ def test_what_alone_was_tried_is_said_where_nothing_simpler_was(tmp_path):
     assert "Qwen3-4B, Qwen3-14B: Env" in said
 
 
-def test_many_sources_are_folded_away():
-    studies = sorted(FOUND.glob("*.jsonl"))
-    page = guide_markdown(guide(*studies)).partition(ORIGINS)[2]
-    assert f"<summary>{len(studies)} sources</summary>" in page
-    assert page.count("</details>") == 1
-    assert "<details>" not in guide_markdown(guide(LONG)).partition(ORIGINS)[2]
-
-
 def test_text_from_outside_begins_no_heading_and_no_list():
     page = MarkdownIt().render(markdown_list(map(escaped, ("# a", "- b", "+ c", "#d"))))
     assert (page.count("<ul>"), page.count("<li>"), page.count("<h1>")) == (1, 4, 0)
     assert escaped("-") == "-", "nothing fits, in a table"
-
-
-def test_a_memory_budget_is_explained():
-    for path, is_explained in ((LONG, True), (FOUND / "qwen3-0.6b-card-full.jsonl", False)):
-        assert ("whole card holds more" in guide_markdown(guide(path))) == is_explained
-
-
-def test_of_many_lengths_the_whole_factors_are_listed():
-    page = guide_markdown(guide(LONG))
-    assert ": 81,920: 2, 122,880: 3," in page

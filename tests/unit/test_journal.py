@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from studies import without_checksums
 
 from highwater.cli.app import main
-from highwater.errors import EXIT_MACHINE, StudyError
+from highwater.errors import StudyError
 from highwater.nouns.environment import RECORDED_VARIABLES
 from highwater.nouns.protocols import Runner
 from highwater.nouns.study import Question, Study
@@ -113,28 +113,6 @@ def test_where_a_search_ran_is_recorded_by_an_allow_list(tmp_path, monkeypatch):
     assert recorded[0].host_memory_total_bytes > 0
     assert "secret" not in path.read_text()
     assert set(recorded[0].variables) <= set(RECORDED_VARIABLES)
-
-
-def test_a_journal_from_before_environments_were_recorded_is_read(tmp_path):
-    path = tmp_path / "study.jsonl"
-    open_journal(path, QUESTION).close()
-    lines = without_checksums(path.read_text()).replace(',"environment":null', "")
-    assert "environment" not in lines
-    path.write_text(lines)
-    assert read_study(path).environments == ()
-    with open_journal(path, QUESTION) as journal:
-        record(journal, 8192)
-    assert lengths(read_study(path)) == [8192]
-
-
-def test_a_resumed_search_runs_nothing_twice_and_answers_the_same(tmp_path):
-    path = tmp_path / "study.jsonl"
-    with open_journal(path, QUESTION) as journal:
-        assert search(QUESTION, journal) == 0
-        first = journal.snapshot()
-    with open_journal(path, QUESTION) as journal:
-        assert search(QUESTION, journal) == len(first.trials)
-        assert journal.snapshot() == first
 
 
 def test_a_search_interrupted_anywhere_goes_on_where_it_was(tmp_path):
@@ -370,20 +348,6 @@ except MachineError as error: print(length, error.exit_code, "|", error, "|", er
 """
 
 
-def test_a_write_that_does_not_fit_leaves_the_journal_whole(tmp_path):
-    path = tmp_path / "study.jsonl"
-    said = _python(_FILL, str(path), str(Path(__file__).parent), "20001").stdout
-    _, code, *_ = said.split()
-    assert int(code) == EXIT_MACHINE
-    assert "no space left" in said
-    assert "trial is kept" in said
-    assert path.read_bytes().endswith(b"\n")
-    failed_at = int(said.split()[0])
-    with open_journal(path, QUESTION) as journal:
-        assert journal.notes == ()
-        assert lengths(journal.snapshot()) == list(range(2, failed_at))
-
-
 def test_a_disk_that_is_full_leaves_the_journal_whole(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -446,16 +410,3 @@ def _python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done
-
-
-def test_a_study_from_before_a_setting_came_goes_on_without_repeating_a_trial(tmp_path):
-    path = tmp_path / "study.jsonl"
-    with open_journal(path, QUESTION) as journal:
-        record(journal, 4096)
-    written = without_checksums(path.read_text())
-    path.write_text(
-        written.replace(',"checkpoint":"none"', "").replace(spec_of(4096).key, "a-key-of-then")
-    )
-    assert path.read_text() != written
-    with open_journal(path, QUESTION) as journal:
-        assert journal.recorded(spec_of(4096), attempt=1, repeat=0) == FIT

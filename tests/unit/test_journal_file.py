@@ -267,22 +267,10 @@ def test_what_is_no_regular_file_is_no_study(odd_file, command, capsys, monkeypa
     monkeypatch.chdir(tmp_path)
     words = {
         "recommend": (
-            "Qwen3-0.6B",
-            "--gpus",
-            "H200-141GB",
-            "--length",
-            "8k",
-            "--study",
-            str(odd_file),
+            *("Qwen3-0.6B", "--gpus", "H200-141GB", "--length", "8k", "--study", str(odd_file)),
         ),
         "find": (
-            "Qwen3-0.6B",
-            "--device",
-            "cuda",
-            "--memory",
-            "80GiB",
-            "--dry-run",
-            "--study",
+            *("Qwen3-0.6B", "--device", "cuda", "--memory", "80GiB", "--dry-run", "--study"),
             str(odd_file),
         ),
     }.get(command, (str(odd_file),))

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from markup import LARGEST_BYTES, Page
-from studies import HOSTILE
 
 from highwater.memory.snapshot.attribution import _OURS
 from highwater.memory.snapshot.memory_profile import MemoryProfile, memory_profile
@@ -156,13 +155,6 @@ def test_what_a_backward_pass_makes_is_a_gradient_where_it_is_there_after_the_pa
     )
 
 
-def test_a_gradient_that_lives_until_it_is_zeroed_is_one_without_any_optimizer(tmp_path):
-    program = Program()
-    made = program.allocate(30 * MIB, *MM_BACKWARD)
-    program.free(made, *ZERO_GRAD)
-    assert sizes(memory_profile(written(tmp_path, program))) == {"gradients": 30}
-
-
 def test_what_a_backward_pass_needs_on_its_way_is_no_state_to_put_elsewhere(tmp_path):
     program = Program()
     program.allocate(30 * MIB, (f"{SITE}/torch/nn/modules/linear.py", 106, "__init__"), MAIN)
@@ -239,18 +231,10 @@ def test_a_prediction_is_read_like_a_snapshot_and_has_the_replays_peak(tmp_path)
         operators=("aten.mm.default", "aten.add.Tensor", "aten.empty_like.default"),
         modules=("", "model.layers.3"),
         events=(
-            Allocate(1, 100 * MIB, 0, 2),
-            Enter("forward"),
-            Allocate(2, 40 * MIB, 0, 1, 1),
-            Allocate(3, 60 * MIB, 0, 0),
-            Enter("backward"),
-            Free(2),
-            Allocate(4, 10 * MIB, 0, 0),
-            Allocate(5, 50 * MIB, 0, 1, 1),
-            Allocate(6, 20 * MIB, 0, 0),
-            Free(6),
-            Free(5),
-            Enter("optimizer"),
+            *(Allocate(1, 100 * MIB, 0, 2), Enter("forward"), Allocate(2, 40 * MIB, 0, 1, 1)),
+            *(Allocate(3, 60 * MIB, 0, 0), Enter("backward"), Free(2)),
+            *(Allocate(4, 10 * MIB, 0, 0), Allocate(5, 50 * MIB, 0, 1, 1)),
+            *(Allocate(6, 20 * MIB, 0, 0), Free(6), Free(5), Enter("optimizer")),
             Allocate(7, MIB, 0, 1),
         ),
     )
@@ -291,33 +275,6 @@ def test_the_rules_for_this_engine_name_files_and_functions_that_are_there():
         assert found, rule
         defined = {name for text in found for name in re.findall(r"def (\w+)\(", text)}
         assert any(re.search(rule.name, name) for name in defined), rule
-
-
-def hostile_program() -> Program:
-    """One whose every text does something where it is not text."""
-    program = Program()
-    program.phase = HOSTILE
-    for number in range(4):
-        program.allocate(
-            (number + 1) * MIB, (HOSTILE, 1, HOSTILE), (f"{HOSTILE}/{HOSTILE}.py", 2, HOSTILE), MAIN
-        )
-    program.run_out(MIB, 0, (HOSTILE, 1, HOSTILE))
-    return program
-
-
-def test_text_from_a_snapshot_stays_text_on_its_page(tmp_path):
-    path = written(tmp_path, hostile_program(), "snapshot_rank00_<script>alert(1)<")
-    text = profile_page([memory_profile(path)] * 2)
-    page = Page(text)
-    assert not page.all("script")
-    assert not page.all("img")
-    assert not page.all("a") or all((link["href"] or "").startswith("#") for link in page.all("a"))
-    assert not [
-        name for _, attributes in page.elements for name in attributes if name.startswith("on")
-    ]
-    assert "\x1b" not in text
-    assert "\u202e" not in text
-    assert "<script>alert(1)</script>" in page.text("li", "summary", "title", "th")
 
 
 def test_a_page_needs_nothing_else_and_draws_every_category():
@@ -361,15 +318,3 @@ def test_a_snapshot_of_hugging_faces_trainer_has_a_name_for_what_was_alive():
     assert profile.bytes_of("parameters") == pytest.approx(parameters, rel=0.02)
     assert profile.bytes_of("optimizer_states") == pytest.approx(2 * parameters, rel=0.02)
     assert profile.bytes_of("logits") >= 4 * 4 * 1024 * 32_000
-
-
-def test_the_largest_place_in_it_is_an_operator_where_no_program_has_a_line():
-    """What an operator of the backward pass takes is no gradient that stays, and unwinding asked
-    for nothing.
-    """
-    profile = memory_profile(RECORDED)
-    first = profile.places[0]
-    assert (first.place, first.category) == ("aten::nll_loss_backward", "backward_pass")
-    assert profile.bytes_of("backward_pass") == pytest.approx(4 * 4 * 1024 * 32_000, rel=0.05)
-    assert not [each.place for each in profile.places if "unwind" in each.place]
-    assert profile.places[4].place == "qwen3/modeling_qwen3.py:82 forward"

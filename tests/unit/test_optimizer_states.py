@@ -17,7 +17,6 @@ from highwater.nouns.optimizer import LEAST_QUANTIZED, OPTIMIZERS, QUANTIZED_BLO
 from highwater.nouns.settings import Settings
 from highwater.pages.recommendation_tables import costs
 from highwater.recommendation.recommend import recommend
-from highwater.trainers.targets import configured
 from highwater.trials import probe
 
 EIGHT_BITS = OPTIMIZERS["adamw-8bit"]
@@ -185,29 +184,6 @@ def test_an_optimizer_is_recommended_only_where_it_is_asked_for(asked):
     assert any(f"{asked} is lossy" in note for note in found.notes) is lossy
     is_offloaded = {each.cell.settings.offload for each in found.candidates}
     assert is_offloaded == ({False, "states", True} if asked == "adamw" else {False})
-
-
-def test_a_lossy_optimizer_fits_longer_lengths():
-    gpu = {"gpus": "1xH100-80GB", "ulysses": [1]}
-    longest = {
-        name: max(each.capacity_tokens for each in predict("Qwen3-4B", **gpu, optimizer=name).cells)
-        for name in OPTIMIZERS
-        if not OPTIMIZERS[name].is_exact
-    }
-    on_the_gpu = [
-        each.capacity_tokens
-        for each in predict("Qwen3-4B", **gpu).cells
-        if not each.cell.settings.offload
-    ]
-    assert longest["adamw-8bit"] > longest["adamw-bf16"] > max(on_the_gpu)
-
-
-def test_trainers_without_words_for_an_optimizer_refuse_it():
-    found = recommend("Qwen3-8B", length="64k", gpus="4xH20-96GB", optimizer="adamw-8bit")
-    assert found.chosen is not None
-    with pytest.raises(UsageError, match="torchtitan's configuration has no words") as refused:
-        configured("torchtitan", found, found.chosen, model="Qwen3-8B")
-    assert "--optimizer adamw-8bit" in str(refused.value)
 
 
 MIXTRAL = load_model("Mixtral-8x7B-v0.1").shape

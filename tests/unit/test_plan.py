@@ -202,21 +202,6 @@ def test_settings_that_cannot_work_are_refused(settings, said):
         planned(machine_with(1), **settings)
 
 
-def test_experts_without_weights_are_said_to_route_evenly(tmp_path):
-    moe = write_model(
-        tmp_path / "moe",
-        model_type="qwen3_moe",
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-    )
-    (note,) = planned(machine_with(1), model=str(moe), gpus=[1]).notes
-    assert "its 8 experts" in note
-    assert note.startswith("random weights: moe ")
-    write_safetensors(moe / "model.safetensors", {"model.norm.weight": ("F32", (64,))})
-    assert planned(machine_with(1), model=str(moe), gpus=[1]).notes == ()
-
-
 def test_random_weights_are_said_wherever_something_trains_with_them(tmp_path):
     model = write_model(tmp_path / "m")
     (note,) = planned(machine_with(1), model=str(model), gpus=[1]).notes

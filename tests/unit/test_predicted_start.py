@@ -157,37 +157,6 @@ def test_a_prediction_that_came_after_the_trials_is_not_recorded(tmp_path):
     assert find(predicted(tmp_path), study=str(tmp_path / "older.jsonl")).expectations == ()
 
 
-def test_a_study_from_before_predictions_were_recorded_is_resumed_without_them(tmp_path):
-    whole, older = tmp_path / "study.jsonl", tmp_path / "older.jsonl"
-    asked: dict[str, Any] = {"allocator": None}
-    find(Path("formula"), study=str(whole), **asked)
-    lines = [
-        line
-        for line in whole.read_text().splitlines(keepends=True)
-        if '"cell_expected"' not in line
-    ]
-    first_cell = next(number for number, line in enumerate(lines, 1) if '"cell_answered"' in line)
-    older.write_text(without_checksums("".join(lines[:first_cell]), schema_version=1))
-    assert len(highwater.open_study(older).answers) == 1
-    resumed = find(Path("formula"), study=str(older), **asked)
-    assert (resumed.complete, resumed.expectations) == (True, ())
-    assert resumed.answers == highwater.open_study(whole).answers
-    assert '"cell_expected"' not in older.read_text()
-
-
-def test_what_a_trace_told_stands_in_the_report():
-    cell = Cell(layout=Layout(), settings=Settings())
-    request = Request(model="Qwen3-0.6B", prediction="trace")
-    told = predicted_start.expectation(request, ask(cell), cell, 41_000)
-    assert told is not None
-    assert (told.likely_tokens, told.prediction) == (41_000, "trace")
-    beginning = highwater.study_report(Study(question=ask(cell), expectations=(told,))).beginning
-    assert beginning is not None
-    assert beginning.predictions == ("trace",)
-    assert beginning.likely_tokens == {cell.label: 41_000}
-    assert beginning.reason is None
-
-
 def test_a_formula_that_says_nothing_of_the_trials_is_not_recorded():
     cell = Cell(layout=Layout(), settings=Settings())
     request, question = Request(model="Qwen3-0.6B"), ask(cell)

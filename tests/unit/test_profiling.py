@@ -49,19 +49,9 @@ def test_a_file_a_command_line_and_python_ask_for_the_same(tmp_path):
 @pytest.mark.parametrize(
     "asked",
     [
-        {"profile_steps": [-1]},
-        {"profile_steps": []},
-        {"ranks": []},
-        {"ranks": [-1]},
-        {"ranks": "some"},
-        {"max_entries": 0},
-        {"max_entries": 10**12},
-        {"steps": [0]},
-        {"profile_steps": list(range(300))},
-        "first",
-        "1,",
-        True,
-        [0, 1],
+        *({"profile_steps": [-1]}, {"profile_steps": []}, {"ranks": []}, {"ranks": [-1]}),
+        *({"ranks": "some"}, {"max_entries": 0}, {"max_entries": 10**12}, {"steps": [0]}),
+        *({"profile_steps": list(range(300))}, "first", "1,", True, [0, 1]),
     ],
 )
 def test_what_cannot_be_recorded_is_refused_with_what_can(asked):

@@ -65,22 +65,6 @@ def test_the_time_left_comes_from_the_trials_so_far_and_runs_down_with_the_clock
     assert progress.left_s == (80 + 100) / 2  # how fast memory ran out says nothing
 
 
-def test_nothing_is_said_of_the_time_left_before_a_length_that_nothing_is_known_about():
-    progress = Progress(QUESTION, clock=lambda: 0.0)
-    progress.hear(finished(4096, Outcome.FIT, wall_s=40))
-    progress.hear(started(8192, trials_left=1))
-    assert progress.left_s is not None
-    progress.hear(started(65536, trials_left=1))
-    assert progress.left_s is None
-
-
-def test_nothing_is_estimated_from_trials_that_took_no_time():
-    progress = Progress(QUESTION)
-    progress.hear(started(4096, trials_left=3))
-    progress.hear(finished(4096, Outcome.FIT, wall_s=0))
-    assert progress.left_s is None
-
-
 def test_the_table_says_where_every_cell_stands():
     progress = Progress(QUESTION)
     assert [row[3] for row in progress.table().rows] == ["waiting", "waiting"]

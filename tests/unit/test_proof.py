@@ -2,11 +2,9 @@
 shown, nothing is mixed.
 """
 
-from pathlib import Path
-
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from highwater.cli.commands import exit_code
@@ -17,17 +15,19 @@ from highwater.nouns.protocols import Runner
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, Question, Study
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
-from highwater.pages.study.study_pictures import published_line, published_tables, published_text
-from highwater.pages.study.tables import answer_table
-from highwater.pages.text import plain_table
+from highwater.pages.study.tables import (
+    answer_table,
+    published_line,
+    published_tables,
+    published_text,
+)
+from highwater.pages.table import plain_table
 from highwater.search.cell_outcomes import CellAnswered, SearchEvent, TrialFinished, TrialStarted
 from highwater.search.proof import FULL_SHARE, TOLD_WITHIN, FullTrials
-from highwater.search.scheduler import recorded_search, search_cells
+from highwater.search.scheduler import search_cells
 from highwater.search.start_length import MemoryLine
-from highwater.store.journal import open_journal, read_study
 from highwater.trials.simulated import OneByOne, SimulatedRunner, TimeLaw
 from highwater.units import GIB
-from places import examples
 from trial_specs import fits_up_to, grid_of, question_on
 
 STEP = 4096
@@ -204,40 +204,6 @@ def test_confirmation_repeats_the_kind_of_trial_that_it_confirms(confirm):
     assert {spec.length_tokens for spec in repeats} == {100 * STEP, 101 * STEP}
     assert all(spec.is_memory_only for spec in repeats)
     assert answer.memory_only is not None
-
-
-@settings(max_examples=examples(20), deadline=None)
-@given(st.integers(1, GRID_SIZE - 1), st.floats(1e13, 1e15), st.integers(0, 12))
-def test_a_search_that_was_killed_goes_on_to_the_same_answer_and_runs_nothing_twice(
-    tmp_path_factory, capacity, flops_per_s, kill
-):
-    folder: Path = tmp_path_factory.mktemp("study")
-    question = ask()
-
-    class Killed(OneByOne):
-        """Dies at its n-th trial; counts what it runs."""
-
-        def __init__(self, after: int | None) -> None:
-            self.after = after
-            self.ran: list[str] = []
-
-        def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
-            if self.after is not None and len(self.ran) == self.after:
-                raise KeyboardInterrupt
-            self.ran.append(f"{spec.key} {attempt} {repeat}")
-            return runner(capacity, flops_per_s).run(spec, attempt=attempt, repeat=repeat)
-
-    first, second = Killed(kill), Killed(None)
-    try:
-        with open_journal(folder / "study.jsonl", question) as journal:
-            list(recorded_search(question, first, journal))
-    except KeyboardInterrupt:
-        pass
-    with open_journal(folder / "study.jsonl", question) as journal:
-        resumed = answer_of(list(recorded_search(question, second, journal)))
-    assert not set(first.ran) & set(second.ran)
-    assert resumed == answer_of(events_of(question, runner(capacity, flops_per_s)))
-    assert read_study(folder / "study.jsonl").answers == (resumed,)
 
 
 def test_a_forecast_scales_the_steps_and_leaves_the_rest():

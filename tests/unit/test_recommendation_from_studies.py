@@ -13,12 +13,12 @@ from highwater.memory.capacity import MemoryLimit
 from highwater.memory.from_trials import as_measured, obstacle, with_margin
 from highwater.model.footprint import step_flops
 from highwater.model.model import load_model
-from highwater.nouns.capacities import cell_capacities, study_capacities
+from highwater.nouns.capacities import cell_capacities
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.study import MemoryOnlyFit, Study
 from highwater.nouns.trial import Outcome
 from highwater.pages.recommendation_tables import recommendation_tables, rung_list
-from highwater.pages.text import plain_table
+from highwater.pages.table import plain_table
 from highwater.recommendation.recommend import recommend
 from highwater.units import GIB, MIB
 
@@ -50,17 +50,6 @@ def test_what_a_study_measured_is_taken_and_the_rest_predicted():
     text = plain_table(rung_list(found, is_explained=True))
     assert f"measured: {STUDY}" in text
     assert {row[2] for row in rung_list(found).rows} == {"measured", "predicted"}
-
-
-def test_nothing_is_subtracted_between_a_prediction_and_a_measurement():
-    rows = [
-        row
-        for table in recommendation_tables(recommend(length=150_000, studies=[STUDY], **HERE))
-        for row in table.rows
-    ]
-    bought = [row for row in rows if row[0] == "expandable, chunked loss" and "predicted" in row]
-    assert bought
-    assert {row[-2] for row in bought} == {"-"}
 
 
 def test_a_measured_answer_overrules_a_prediction_both_ways():
@@ -112,39 +101,6 @@ def test_a_search_that_no_memory_ended_tells_nothing_of_longer_lengths(limit):
     study = changed(limit=limit, does_not_fit_tokens=None)
     assert told(study, 196_608).fits
     assert told(study, 204_800) is None
-
-
-def test_a_capacity_that_no_memory_ended_is_shown_as_the_least():
-    study = STUDY.with_name("qwen3-0.6b-79gib-chunked.jsonl")
-    found = recommend(length=100_000, studies=[study], **HERE)
-    chunked = by_label(found)["expandable, chunked loss, 1 GPU"]
-    assert chunked.source == "measured"
-    assert chunked.capacity_tokens == 262_144
-    assert chunked.is_at_least is True
-    rows = {row[0]: row for row in rung_list(found).rows}
-    assert "≥262,144*" in rows["expandable, chunked loss"]
-    assert not by_label(recommend(length=100_000, studies=[STUDY], **HERE))[
-        "expandable, 1 GPU"
-    ].is_at_least
-    most = recommend("Qwen3-0.6B", gpus="8xH200-141GB", length="1m").candidates[-1]
-    assert (most.capacity_tokens, most.is_at_least) == (1024**2, True)
-
-
-def test_headroom_is_what_the_shortest_longer_fit_left():
-    study = highwater.open_study(STUDY)
-    fits = [
-        t
-        for t in study.trials
-        if t.spec.settings.label == "Env" and t.result.outcome is Outcome.FIT
-    ]
-    for length in sorted({trial.spec.length_tokens for trial in fits}):
-        left = min(t.result.headroom_bytes for t in fits if t.spec.length_tokens == length)
-        assert told(study, length).headroom_bytes == told(study, length - 1).headroom_bytes == left
-        assert (
-            told(study, length).headroom_length_tokens
-            == told(study, length - 1).headroom_length_tokens
-            == length
-        )
 
 
 def test_what_is_proven_of_memory_alone_is_labelled():
@@ -264,29 +220,6 @@ def test_with_any_margin_a_study_says_of_its_own_lengths_what_its_trials_said(pa
                 )
                 assert each.fits(length) in (fit, None)
             assert each.capacity_tokens == 0 or each.fits(each.capacity_tokens)
-
-
-def test_a_smaller_margin_takes_what_the_larger_one_refused():
-    strict = with_margin(highwater.open_study(STUDY), 1200 * MIB)
-    assert [each.capacity_tokens for each in study_capacities(strict)] == [188_416, 196_608]
-    again = with_margin(strict, 0)
-    assert [
-        (each.capacity_tokens, each.does_not_fit_tokens) for each in study_capacities(again)
-    ] == [(196_608, 204_800)] * 2
-
-
-def test_the_footnote_of_predictions_says_which_rows_it_is_about():
-    mixed, alone = (
-        recommendation_tables(recommend(length=150_000, **more, **HERE), is_explained=True)
-        for more in ({"studies": [STUDY]}, {})
-    )
-
-    def starts(tables, beginning):
-        return any(note.startswith(beginning) for note in tables[-1].footnotes)
-
-    assert starts(mixed, "where it says predicted")
-    assert starts(mixed, "not in what is predicted")
-    assert starts(alone, "predicted by formula")
 
 
 def test_a_host_that_is_too_small_overrules_trials_on_a_larger_one():

@@ -89,11 +89,7 @@ def test_a_word_with_a_line_end_is_refused(at, end, place, capsys):
         words = (model(place, hostile),)
     elif at == "--command":
         words = (
-            model(place, "x"),
-            "--trainer",
-            "command",
-            at,
-            f"a {{length}} '{hostile}'",
+            *(model(place, "x"), "--trainer", "command", at, f"a {{length}} '{hostile}'"),
             "--gpus=1",
         )
     else:

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES
 from highwater.memory.formula.layers import Step
-from highwater.memory.trace.replay import replay, timeline
-from highwater.memory.trace.scaled_trace import scaled_trace
+from highwater.memory.trace.replay import Replayed, alive_at, replay, timeline
+from highwater.memory.trace.scaled_trace import ScaledTrace, replay_scaled, scaled_trace
 from highwater.model.model import load_model
+from highwater.nouns.codec import from_builtins, to_builtins
 from highwater.nouns.events import (
     Allocate,
     Enter,
@@ -182,14 +183,8 @@ LOG = EventLog(
     operators=("mm", "add"),
     modules=("", "model.layers.3.mlp"),
     events=(
-        Allocate(1, 100 * MIB + 1, 0, 0),
-        Enter("forward"),
-        Allocate(2, 40 * MIB, 7, 1, 1),
-        Allocate(3, 0, 0, 1),
-        Free(2),
-        Free(3),
-        ReleaseCached(),
-        Allocate(4, 300 * MIB, 0, 0),
+        *(Allocate(1, 100 * MIB + 1, 0, 0), Enter("forward"), Allocate(2, 40 * MIB, 7, 1, 1)),
+        *(Allocate(3, 0, 0, 1), Free(2), Free(3), ReleaseCached(), Allocate(4, 300 * MIB, 0, 0)),
         Free(1),
     ),
 )
@@ -234,13 +229,8 @@ def test_what_does_not_fit_is_the_last_entry():
 @pytest.mark.parametrize("allocator", ["native", "expandable"])
 def test_no_place_is_taken_twice_where_memory_waits_for_what_was_given_back(allocator):
     events = (
-        Allocate(1, 300 * MIB, 0, 0),
-        GiveBack(1),
-        Allocate(2, 400 * MIB, 0, 0),
-        Free(1),
-        GiveBack(2),
-        ReleaseCached(),
-        Free(2),
+        *(Allocate(1, 300 * MIB, 0, 0), GiveBack(1), Allocate(2, 400 * MIB, 0, 0), Free(1)),
+        *(GiveBack(2), ReleaseCached(), Free(2)),
     )
     log = EventLog(source="traced", versions={}, operators=("mm",), events=events)
     drawn = timeline(log, allocator=allocator, capacity_bytes=600 * MIB)
@@ -268,7 +258,6 @@ launched the next layer: its two ranks are 0.7 GiB apart.
 UNSPLIT_BYTES = 16 * MIB
 """A block of which less than a MiB would be left is allocated whole: which ones are, the order
 decides."""
-
 LAST_BYTES = 32 * MIB
 """With no more left, when the GPU comes to free what other streams used decides."""
 
@@ -310,3 +299,170 @@ def test_a_step_on_gpus_ends_as_its_shipped_trace(row):
             measured["peak_reserved_bytes"], abs=near_bytes
         )
         assert abs(ours.retries - measured["retries"]) <= 1
+
+
+ALLOCATORS = pytest.mark.parametrize("allocator", ["native", "expandable"])
+
+
+def scaled(trace: ScaledTrace, tokens: int, **asked: Any) -> Replayed:
+    """The scaled replay, with what is alive at its peak."""
+    found, peak_at = replay_scaled(trace, tokens, **asked)
+    return msgspec.structs.replace(found, alive=alive_at(trace.at(tokens), peak_at))
+
+
+def given_back(events: EventLog, share: int) -> EventLog:
+    """One of so many frees is waited for by another stream; some of these never come."""
+    changed: list[TraceEvent] = []
+    for number, event in enumerate(events.events):
+        if not isinstance(event, Free) or number % share:
+            changed.append(event)
+        elif number % 2:
+            changed += [GiveBack(event.id), event]
+        else:
+            changed.append(GiveBack(event.id))
+    return msgspec.structs.replace(events, events=tuple(changed))
+
+
+@ALLOCATORS
+@given(
+    steps=STEPS,
+    tokens=st.integers(0, 10**4),
+    share=st.integers(1, 4),
+    spare_bytes=st.one_of(st.none(), st.integers(-(2**26), 2**30)),
+)
+def test_what_is_replayed_of_any_events_is_what_their_log_gives(
+    allocator, steps, tokens, share, spare_bytes
+):
+    trace = scaled_trace({n: given_back(log(steps, n), share) for n in (64, 1024)})
+    capacity_bytes = None
+    if spare_bytes is not None:
+        capacity_bytes = WORKSPACES + 64 * MIB + max(0, trace.least_bytes(tokens) + spare_bytes)
+    asked: dict[str, Any] = {"allocator": allocator, "capacity_bytes": capacity_bytes}
+    assert scaled(trace, tokens, **asked) == replay(trace.at(tokens), **asked)
+
+
+@ALLOCATORS
+@given(steps=STEPS, tokens=st.integers(0, 10**4), spare_bytes=st.integers(0, 2**30))
+def test_what_gave_nothing_back_does_the_same_on_every_device_that_holds_its_peak(
+    allocator, steps, tokens, spare_bytes
+):
+    trace = scaled_trace({64: log(steps, 64), 1024: log(steps, 1024)})
+    free = replay_scaled(trace, tokens, allocator=allocator)
+    held = free[0].peak_reserved_bytes + spare_bytes
+    assert free[0].retries == 0
+    assert replay_scaled(trace, tokens, allocator=allocator, capacity_bytes=held) == free
+
+
+@ALLOCATORS
+@pytest.mark.parametrize("capacity_bytes", [None, 75 * GIB, 60 * GIB, 30 * GIB])
+def test_a_bundled_step_is_replayed_as_its_log_is(allocator, capacity_bytes):
+    cell = Cell(layout=Layout(gpus=4, ulysses_degree=2), settings=Settings(strategy="fsdp"))
+    trace = bundled_trace(load_model("Qwen3-8B").shape, cell)
+    assert trace is not None
+    asked: dict[str, Any] = {"allocator": allocator, "capacity_bytes": capacity_bytes}
+    assert scaled(trace, 16_384, **asked) == replay(trace.at(16_384), **asked)
+    blocks = [event for event in trace.at(16_384).events if isinstance(event, Allocate)]
+    assert len(blocks) > 50_000
+
+
+LOG_REPLAY = EventLog(
+    source="traced",
+    versions={},
+    operators=("mm", "add"),
+    events=(
+        *(Allocate(1, 100 * MIB, 0, 0), Enter("forward"), Allocate(2, 40 * MIB, 0, 1)),
+        *(Allocate(3, 40 * MIB, 0, 1), Allocate(4, 0, 0, 1), Free(2), Enter("backward")),
+        *(Allocate(5, 60 * MIB, 0, 0), Free(3), Free(4), Free(1), ReleaseCached()),
+        *(Enter("optimizer"), Allocate(6, 20 * MIB, 0, 0), Free(6)),
+    ),
+)
+SIZES = st.one_of(st.integers(0, 3 * MIB), st.integers(0, 200 * MIB))
+STEPS_REPLAY = st.lists(
+    st.one_of(
+        st.tuples(SIZES, st.sampled_from([0, 0, 1])).map(lambda pair: Allocate(0, *pair, 0)),
+        st.integers(0, 30).map(Free),
+        st.integers(0, 30).map(GiveBack),
+        st.sampled_from(["forward", "backward", "optimizer"]).map(Enter),
+        st.just(ReleaseCached()),
+    ),
+    max_size=80,
+)
+
+
+def log_of(steps, source) -> EventLog:
+    """Allocations numbered in their order; what is freed may be no more, or not yet; given back is
+    what is alive, and once.
+    """
+    events, alive = [], set()
+    for number, step in enumerate(steps):
+        match step:
+            case Allocate():
+                events.append(Allocate(number, step.bytes, step.stream, 0))
+                alive.add(number)
+            case GiveBack() if step.id not in alive:
+                pass
+            case _:
+                events.append(step)
+                alive.discard(getattr(step, "id", None))
+    return EventLog(source=source, versions={}, operators=("mm",), events=tuple(events))
+
+
+@pytest.mark.parametrize("allocator", ["native", "expandable"])
+@given(
+    STEPS_REPLAY,
+    st.sampled_from(["traced", "recorded"]),
+    st.one_of(st.none(), st.integers(16, 600)),
+    st.booleans(),
+)
+def test_no_replay_reports_less_reserved_than_allocated(allocator, steps, source, spare, is_share):
+    log = log_of(steps, source)
+    capacity = None if spare is None else WORKSPACES + spare * MIB
+    for end in range(0, len(log.events) + 1, 3):
+        part = msgspec.structs.replace(log, events=log.events[:end])
+        result = replay(part, allocator=allocator, capacity_bytes=capacity, is_share=is_share)
+        assert result.peak_reserved_bytes >= result.peak_allocated_bytes
+        assert result.peak_allocated_bytes == max(
+            result.allocated_by_phase.values(), default=WORKSPACES * (source == "traced")
+        )
+        assert capacity is None or result.peak_reserved_bytes <= capacity
+
+
+def test_peaks_are_told_by_phase_and_by_what_is_alive():
+    result = replay(LOG_REPLAY, allocator="native")
+    assert result.fits
+    assert result.phase == "backward"
+    assert result.peak_allocated_bytes == WORKSPACES + 200 * MIB
+    assert result.peak_reserved_bytes == WORKSPACES + 240 * MIB, (
+        "the 40 MiB that are free do not hold 60"
+    )
+    assert result.allocated_by_phase == {
+        "setup": WORKSPACES + 100 * MIB,
+        "forward": WORKSPACES + 180 * MIB,
+        "backward": WORKSPACES + 200 * MIB,
+        "optimizer": WORKSPACES + 80 * MIB,
+    }
+    found = [(kind.operator, kind.phase, kind.bytes, kind.count) for kind in result.alive]
+    assert found == [
+        ("mm", "setup", 100 * MIB, 1),
+        ("mm", "backward", 60 * MIB, 1),
+        ("add", "forward", 40 * MIB, 2),
+    ]
+
+
+def test_expandable_segments_are_reserved_in_whole_pages():
+    assert replay(LOG_REPLAY, allocator="expandable").peak_reserved_bytes == WORKSPACES + 256 * MIB
+
+
+@pytest.mark.parametrize(("spare", "retries"), [(240, 0), (200, 1)])
+def test_a_device_that_is_just_large_enough_may_have_to_give_back_what_is_cached(spare, retries):
+    result = replay(LOG_REPLAY, allocator="native", capacity_bytes=WORKSPACES + spare * MIB)
+    assert (result.fits, result.retries) == (True, retries)
+
+
+def test_a_device_that_is_too_small_runs_out_in_a_phase():
+    result = replay(LOG_REPLAY, allocator="native", capacity_bytes=WORKSPACES + 199 * MIB)
+    assert (result.fits, result.phase) == (False, "backward")
+
+
+def test_a_log_is_the_same_after_a_round_trip():
+    assert from_builtins(to_builtins(LOG_REPLAY), EventLog) == LOG_REPLAY

@@ -167,12 +167,7 @@ def published(native: int, *, ceiling: int = 200_000) -> Grid:
 def test_the_published_grid_steps_by_4096_up_to_the_native_length_then_by_a_quarter_of_it():
     grid = published(40960)
     assert [grid.length(index) for index in (1, 2, 9, 10, 11, 12)] == [
-        4096,
-        8192,
-        36864,
-        40960,
-        51200,
-        61440,
+        *(4096, 8192, 36864, 40960, 51200, 61440),
     ]
 
 
@@ -237,14 +232,9 @@ def test_memory_sizes_are_binary(text, count):
 @pytest.mark.parametrize(
     ("text", "hinted", "meant"),
     [
-        ("80GB", "74GiB", 80e9),
-        ("80g", "74GiB", 80e9),
-        ("80 gb", "74GiB", 80e9),
-        ("500GB", "465GiB", 500e9),
-        ("2TB", "1862GiB", 2e12),
-        ("1.5GB", "1430MiB", 1.5e9),
-        ("64m", "61MiB", 64e6),
-        ("300k", "292KiB", 300e3),
+        *(("80GB", "74GiB", 80e9), ("80g", "74GiB", 80e9), ("80 gb", "74GiB", 80e9)),
+        *(("500GB", "465GiB", 500e9), ("2TB", "1862GiB", 2e12), ("1.5GB", "1430MiB", 1.5e9)),
+        *(("64m", "61MiB", 64e6), ("300k", "292KiB", 300e3)),
     ],
 )
 def test_a_decimal_memory_size_is_refused_with_a_binary_one_that_is_no_more(text, hinted, meant):

@@ -79,42 +79,6 @@ def test_what_native_loses_to_whole_logits_says_nothing_about_expandable_segment
     )
 
 
-H200_GRID = grid_of(8192, 2**18, native=40960)
-
-
-@pytest.mark.parametrize(
-    ("model", "settings", "fits_tokens", "fails_tokens"),
-    [
-        ("Qwen3-0.6B", {}, 196_608, 204_800),
-        ("Qwen3-1.7B", {}, 114_688, 122_880),
-        ("Qwen3-4B", {}, 24_576, 32_768),
-        ("Qwen3-0.6B", {"allocator": "expandable"}, 196_608, 204_800),
-        ("Qwen3-1.7B", {"allocator": "expandable"}, 122_880, 131_072),
-        ("Qwen3-4B", {"allocator": "expandable"}, 32_768, 40_960),
-        ("Qwen3-0.6B", {"allocator": "expandable", "loss": "chunked"}, 262_144, None),
-        ("Qwen3-1.7B", {"allocator": "expandable", "loss": "chunked"}, 262_144, None),
-        ("Qwen3-4B", {"allocator": "expandable", "loss": "chunked"}, 57_344, 65_536),
-    ],
-)
-def test_the_first_guess_for_our_engine_is_a_step_or_two_from_what_an_h200_answered(
-    model, settings, fits_tokens, fails_tokens
-):
-    """79.15 GiB of an H200, on the grid of docs/results/find."""
-    question = ask(model=model, grid=H200_GRID, memory_budget_bytes=84_986_665_369)
-    before = first_index(question, cell(**settings), [])
-    assert before >= H200_GRID.index_at_most(fits_tokens) - 2
-    assert fails_tokens is None or before <= H200_GRID.index_at_most(fails_tokens)
-
-
-@pytest.mark.parametrize(
-    ("model", "fits_tokens"),
-    [("Qwen3-0.6B", 262_144), ("Qwen3-1.7B", 262_144), ("Qwen3-4B", 131_072)],
-)
-def test_the_first_guess_on_the_whole_card_is_not_far_below_what_fits_there(model, fits_tokens):
-    question = ask(model=model, grid=H200_GRID, device_total_bytes=150_754_820_096)
-    assert first_index(question, cell(), []) >= H200_GRID.index_at_most(fits_tokens) - 2
-
-
 @given(st.integers(2, 20))
 def test_offloaded_states_leave_the_same_room_on_any_number_of_gpus(index):
     found = answered(cell(1, offload=True), index)

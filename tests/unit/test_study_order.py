@@ -2,13 +2,13 @@
 
 import msgspec
 import pytest
-from studies import QUESTION, REAL, fifo, report_of, study_of, trial
+from studies import QUESTION, REAL, report_of, study_of, trial
 
 from highwater import study_report
 from highwater.nouns.study import Expectation, RecordedTrial
 from highwater.nouns.trial import Outcome
 from highwater.pages.study.build import study_markdown
-from highwater.pages.study.study_predictions import predicted_cells, question_table
+from highwater.pages.study.study_tables import predicted_cells, question_table
 from places import question_of
 
 BUDGETED = question_of(token_budget="16k").cells
@@ -81,19 +81,6 @@ def test_a_report_of_a_search_whose_prediction_left_cells_out_says_what_ordered_
     ordered = dict(question_table(report).rows)["ordered by"]
     assert ordered.startswith("the prediction a.json; ")
     assert ordered.endswith(", the formula")
-
-
-def test_a_prediction_that_cannot_be_read_any_more_is_named_without_your_own_home(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "a.json").write_text("{}")
-    command = ("highwater", "find", "Qwen3-0.6B", "--prediction", str(tmp_path / "a.json"))
-    ordered = dict(question_table(study_report(study_of(schema_version=1, command=command))).rows)[
-        "ordered by"
-    ]
-    assert ordered.startswith("the prediction a.json, in ~; ")
-    assert str(tmp_path) not in ordered
 
 
 def test_a_report_says_where_the_search_was_told_to_begin():
@@ -173,11 +160,3 @@ def test_a_prediction_that_a_study_did_not_record_has_ordered_nothing():
         ).beginning
         is None
     )
-
-
-def test_a_prediction_that_is_no_file_is_not_waited_for(tmp_path):
-    pipe = fifo(tmp_path / "prediction.json")
-    command = ("highwater", "find", "Qwen3-0.6B", "--prediction", str(pipe))
-    found = study_report(study_of(schema_version=1, command=command)).beginning
-    assert found is not None
-    assert "not found" in str(found.reason)

@@ -15,8 +15,8 @@ from highwater.nouns.study import Question, RecordedTrial
 from highwater.nouns.trial import LogEnd, Outcome, TrialSpec
 from highwater.pages.study.build import study_markdown
 from highwater.pages.study.study_commands import find_words, try_words
-from highwater.pages.study.study_predictions import predicted_cells, question_table
 from highwater.pages.study.study_report import StudyReport, TrialReport, judged
+from highwater.pages.study.study_tables import predicted_cells, question_table
 from highwater.search.predicted_study import PredictedTrial
 from highwater.search.scheduler import recorded_search
 from highwater.store.journal import open_journal, read_study
@@ -82,13 +82,8 @@ def test_a_bracket_closes_by_what_trials_told_and_by_nothing_else():
         )
     )
     assert [(step.fits_tokens, step.does_not_fit_tokens) for step in report.cells[0].bracket] == [
-        (8192, None),
-        (8192, 65536),
-        (8192, 65536),
-        (8192, 65536),
-        (8192, 32768),
-        (16384, 32768),
-        (16384, 32768),
+        *((8192, None), (8192, 65536), (8192, 65536), (8192, 65536), (8192, 32768)),
+        *((16384, 32768), (16384, 32768)),
     ]
 
 
@@ -183,15 +178,6 @@ def test_where_the_formula_has_nothing_to_say_the_report_says_why(changes, said)
     assert said in str(report.predictions.reason)
     assert "formula" not in dict(question_table(report).rows)["ordered by"]
     assert (report.trials[0].predicted, report.cells[0].predicted) == (None, None)
-
-
-def test_a_family_that_the_formula_does_not_know_is_reported_all_the_same():
-    shape = msgspec.structs.replace(QUESTION.model.shape, model_type="mamba")
-    model = msgspec.structs.replace(QUESTION.model, shape=shape)
-    report = report_of(
-        study_of(trial(8192, Outcome.FIT), question=msgspec.structs.replace(QUESTION, model=model))
-    )
-    assert "family mamba" in str(report.predictions.reason)
 
 
 def the_question(words: tuple[str, ...], machine: Machine) -> Question:
@@ -292,35 +278,6 @@ def test_the_command_that_answers_the_rest_is_about_the_file_that_was_read(
     assert report_of(study).commands[0].words == (*find, *words)
     in_memory = msgspec.structs.replace(study, path=None)
     assert report_of(in_memory).commands[0].words == in_memory.command
-
-
-def test_a_command_is_typed_without_the_name_of_your_own_home(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    study = study_of(path=f"{tmp_path}/my kept/a.jsonl", command=("highwater", "find", "tiny"))
-    words = ("highwater", "find", "tiny", *FULL, "--study", "~/'my kept/a.jsonl'")
-    assert report_of(study).commands[0].text == " ".join(words)
-
-
-@pytest.mark.parametrize(
-    ("typed", "shown"),
-    [
-        ("study-1.jsonl", "study-1.jsonl"),
-        ("{here}/study-1.jsonl", "study-1.jsonl"),
-        ("logs/../logs/study-1.jsonl", "study-1.jsonl, in logs"),
-        ("{home}/kept/study-1.jsonl", "study-1.jsonl, in ~/kept"),
-        ("../mine/kept/study-1.jsonl", "study-1.jsonl, in ~/kept"),
-        ("/mnt/studies/study-1.jsonl", "study-1.jsonl, in /mnt/studies"),
-    ],
-)
-def test_a_study_is_shown_by_its_name_and_its_folder_and_not_your_own_home(
-    typed, shown, tmp_path, monkeypatch
-):
-    here, home = tmp_path / "here", tmp_path / "mine"
-    here.mkdir()
-    monkeypatch.chdir(here)
-    monkeypatch.setenv("HOME", str(home))
-    study = msgspec.structs.replace(study_of(), path=typed.format(here=here, home=home))
-    assert dict(question_table(report_of(study)).rows)["study"] == shown
 
 
 @pytest.mark.parametrize(

@@ -29,14 +29,14 @@ from highwater.nouns.trial import (
     TrialSpec,
 )
 from highwater.pages.study.build import report_text
-from highwater.pages.study.study_pictures import (
+from highwater.pages.study.tables import (
+    answer_table,
     published_line,
     published_notes,
     published_tables,
     published_text,
 )
-from highwater.pages.study.tables import answer_table
-from highwater.pages.text import plain_table
+from highwater.pages.table import plain_table
 from highwater.search.cell_outcomes import CellAnswered, TrialFinished
 from highwater.search.scheduler import recorded_search, search_cells
 from highwater.store.journal import open_journal, read_study

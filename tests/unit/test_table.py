@@ -15,15 +15,16 @@ from highwater.nouns.plan import plan
 from highwater.nouns.request import request_from
 from highwater.nouns.study import CellAnswer, Question, RecordedTrial, Study
 from highwater.nouns.trial import MemoryBudget, Outcome, RankMemory, RankReport, TrialResult
-from highwater.pages.study.study_pictures import (
+from highwater.pages.study.tables import (
+    answer_table,
     published_line,
     published_notes,
     published_tables,
     published_text,
+    trial_table,
 )
-from highwater.pages.study.tables import answer_table, trial_table
-from highwater.pages.terminal import terminal_table
-from highwater.pages.text import plain, plain_json, plain_lines, plain_table
+from highwater.pages.table import plain_table, terminal_table
+from highwater.pages.text import plain, plain_json, plain_lines
 from highwater.units import GIB
 from places import NO_GPU, question_of
 from tiny_models import write_model
@@ -138,16 +139,6 @@ def test_an_unfinished_cell_shows_what_a_memory_only_trial_held_beside_what_was_
     assert columns(other)[3:5] == ["≥4,096", "-"]
 
 
-def test_the_published_layout_of_an_unfinished_cell_stays_a_question_mark():
-    assert "≥" not in published([unfinished(QUESTION, {4096: FIT})])
-
-
-def test_measured_figures_are_called_measured():
-    study = answered(msgspec.structs.replace(QUESTION, simulated=False), 36864)
-    assert plain_table(answer_table(study)).splitlines()[0].endswith(": measured")
-    assert "simulated," not in plain_table(answer_table(study))
-
-
 def test_the_division_of_a_memory_budget_is_shown_once_for_each_number_of_gpus():
     study = answered(QUESTION, 4096)
     budget = MemoryBudget(
@@ -184,22 +175,6 @@ def test_a_study_resumed_under_other_versions_says_so_and_one_under_the_same_doe
     assert not [note for note in answer_table(same).footnotes if "version" in note]
 
 
-def test_columns_line_up_and_no_line_ends_in_blanks():
-    lines = plain_table(answer_table(answered(QUESTION, 4096, 40960, 51200))).splitlines()[2:9]
-    assert all(line == line.rstrip() for line in lines)
-    assert (
-        len(
-            {
-                line.index(figure) + len(figure)
-                for line, figure in zip(
-                    lines, ["capacity", "4,096", "40,960", "51,200*"], strict=False
-                )
-            }
-        )
-        == 1
-    )
-
-
 def test_the_published_layout_has_a_table_for_each_rung():
     text = published([answered(QUESTION, 36864, 51200, 0, None)])
     vanilla, env, chunked = text.split("\n\n")
@@ -208,14 +183,6 @@ def test_the_published_layout_has_a_table_for_each_rung():
     assert env.splitlines()[2] == "1    | 1  | 51200*", "its columns line up"
     assert chunked.splitlines()[2] == "1    | 1  | -"
     assert all("simulated" in table.splitlines()[0] for table in (vanilla, env, chunked))
-
-
-def test_the_published_layout_puts_models_side_by_side():
-    other = question_of(model="Qwen3-1.7B", gpus=[1, 2])
-    table = published([answered(QUESTION, 36864), answered(other, 16384)]).split("\n\n")[0]
-    heading, row = (re.split(" *\\| *", line) for line in table.splitlines()[1:3])
-    assert heading[2:] == ["Qwen3-0.6B", "Qwen3-1.7B"]
-    assert row == ["1", "1", "36864", "16384"]
 
 
 def test_the_published_line_is_the_one_that_scripts_parse():

@@ -21,13 +21,12 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, Past, Question
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.pages.study.study_commands import commands, find_words
-from highwater.pages.study.study_parts import state
-from highwater.pages.study.study_predictions import question_table
-from highwater.search.cell_outcomes import CellAnswered, TrialFinished
+from highwater.pages.study.study_tables import question_table, state
+from highwater.search.cell_outcomes import CellAnswered
 from highwater.search.scheduler import recorded_search
 from highwater.store.journal import open_journal, read_study
-from highwater.trials.simulated import FormulaLaw, OneByOne, SimulatedRunner, TimeLaw
-from places import examples, question_of
+from highwater.trials.simulated import OneByOne, SimulatedRunner, TimeLaw
+from places import examples
 
 Ends = Sequence[Outcome | None]
 
@@ -269,21 +268,6 @@ def test_with_the_proof_full_an_answer_that_nothing_was_run_for_stays(
     assert_stays(path, question, (answer,), Ran(capacity, 1e15, None))
 
 
-def test_a_stale_end_of_a_trial_does_not_undo_an_answer_that_others_made(tmp_path):
-    path, question = tmp_path / "study.jsonl", ask(proof="full", timeout_s=None)
-    late, crashed = Outcome.TIMEOUT, Outcome.CRASHED
-    (cut,) = search(
-        path, question, Ran(20, 1e15, None, ends=(*(None,) * 4, late, crashed, crashed, crashed))
-    )
-    assert (cut.limit, cut.capacity_tokens) == ("inconclusive", 8 * STEP)
-    (answer,) = search(path, question, Ran(20, 1e15, None))
-    assert answer.limit == "memory"
-    assert answer.capacity_tokens == 20 * STEP
-    assert answer.does_not_fit_tokens == 21 * STEP
-    for _ in range(2):
-        assert_stays(path, question, (answer,), Ran(20, 1e15, None))
-
-
 def assert_stays(path: Path, question: Question, answers: tuple[CellAnswer, ...], ran: Ran) -> None:
     """Asked again, the study answers the same, runs nothing, and gets no line but that it was
     opened.
@@ -385,17 +369,6 @@ def test_a_trial_that_always_crashes_is_launched_three_times_and_never_again(tmp
     assert open_notes(path, question) == []
 
 
-def test_a_full_trial_after_the_edge_that_always_crashes_is_launched_three_times_and_never_again(
-    tmp_path,
-):
-    path, crashes = tmp_path / "study.jsonl", (Outcome.CRASHED,) * 3
-    search(path, within(60.0), first_full_then_quick(100, 60.0))
-    (answer,) = search(path, within(6000.0), first_full_then_quick(100, 6000.0, (None, *crashes)))
-    assert answer.limit == "memory"
-    for _ in range(2):
-        assert_stays(path, within(6000.0), (answer,), first_full_then_quick(100, 6000.0, crashes))
-
-
 def open_notes(path: Path, question: Question) -> list[str]:
     with open_journal(path, question) as journal:
         return list(journal.notes)
@@ -487,23 +460,6 @@ def test_a_trial_that_was_cut_short_twice_counts_by_its_own_limits(tmp_path):
     )
 
 
-def test_with_the_proof_full_a_resumption_tries_again_what_left_no_answer(tmp_path):
-    path, question = tmp_path / "study.jsonl", question_of(loss="chunked", allocator="expandable")
-    law = FormulaLaw(shape=question.model.shape)
-    for is_cut in (True, False):
-        gpu = SimulatedRunner(
-            lambda spec, is_cut=is_cut: (
-                Outcome.TIMEOUT if is_cut and law(spec) > 60 * 2**30 else law(spec)
-            )
-        )
-        with open_journal(path, question) as journal:
-            told_before = len(told(path))
-            events = list(recorded_search(question, gpu, journal))
-            (answer,) = (e.answer for e in events if isinstance(e, CellAnswered))
-        assert answer.limit == ("time" if is_cut else "memory")
-        assert told_before == sum(e.is_recorded for e in events if isinstance(e, TrialFinished))
-
-
 def test_what_a_study_says_of_its_limit_is_the_last_one(tmp_path):
     path = tmp_path / "study.jsonl"
     for timeout_s in (300.0, 600.0):
@@ -517,16 +473,6 @@ def test_what_a_study_says_of_its_limit_is_the_last_one(tmp_path):
         open_journal(path, within(900.0, confirm=1))
     assert "confirm is 0 there" in refusal.value.problem
     assert "timeout" not in refusal.value.problem
-
-
-def test_an_inconclusive_answer_that_nothing_was_run_for_is_not_recorded_again(tmp_path):
-    path, question = tmp_path / "study.jsonl", within(300.0)
-    search(path, question, Ran(100, 2e14, 300.0, ends=(None, *(Outcome.CRASHED,) * 3)))
-    with open_journal(path, question) as journal:
-        (answer,) = journal.snapshot().answers
-        assert answer.limit == "inconclusive"
-        journal.cell_answered(answer)
-    assert path.read_text().count('"kind":"cell_answered"') == 1
 
 
 def test_a_report_says_which_answers_had_less_time_and_that_a_longer_search_is_not_finished(

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import get_args
 
 from highwater.memory.trainers import MEMORY
-from highwater.nouns.declared_settings import DECLARED
 from highwater.nouns.foreign_trainer import FOREIGN
 from highwater.nouns.layout import Layout
+from highwater.nouns.request import DECLARED
 from highwater.nouns.settings import Settings
 from highwater.nouns.trainer import OURS, REGISTRY, TRAINERS, TrainerName, TriedTrainer
 from highwater.trainers.foreign import TRIALS

@@ -125,15 +125,6 @@ def test_a_studys_memory_is_taken_where_none_is_named():
     assert found.spec.memory_budget_bytes == study.question.memory_budget_bytes == 80 * GIB
 
 
-def test_a_study_of_another_model_or_device_says_nothing():
-    machine = machine_with(1)
-    other = request_from({"model": "Qwen3-0.6B", "memory": "80GiB", "gpus": [1]}, keywords=True)
-    with pytest.raises(UsageError, match="another model"):
-        chosen_trial(other, asked(4096, str(STUDY)), machine)
-    with pytest.raises(UsageError, match="says nothing"):
-        chosen_trial(on_the_cpu("64GiB"), asked(4096, str(STUDY)), MACHINE)
-
-
 def test_a_study_of_whole_models_says_nothing_of_adapters_that_are_named_beside_it():
     values = {"model": "Qwen3-4B", "memory": "80GiB", "gpus": [1], "lora": 16}
     request = request_from(values, keywords=True)
@@ -160,18 +151,6 @@ def test_one_row_for_each_rank_is_predicted_without_gradients_that_are_added_up(
     assert [each.spec.micro_batches for each in (usual, one, two)] == [2, 1, 2]
     assert one.predicted.device_used_bytes < two.predicted.device_used_bytes
     assert usual.predicted.device_used_bytes == two.predicted.device_used_bytes
-
-
-def test_rows_over_machines_are_chosen_for_as_those_of_one_machine_are():
-    def chosen(rows: int, **machines: object) -> ChosenTrial:
-        request = on_the_cpu("16GiB", **machines)
-        wanted = msgspec.structs.replace(asked(8192, "recommended"), rows=rows)
-        return chosen_trial(request, wanted, MACHINE)
-
-    alone = chosen(1, gpus=(1,))
-    both = chosen(2, gpus=(2,), copies=(2,), nodes=2, launcher="srun", rendezvous="/tmp/none")
-    assert both.spec.settings == alone.spec.settings
-    assert not both.spec.settings.accumulates
 
 
 def test_rows_that_ranks_cannot_share_are_refused_before_any_data_is_read():
@@ -275,11 +254,6 @@ def test_what_is_typed_is_what_python_is_given():
     assert training_request_of(parse(words)) == training_request_from({**ASKED, **more})
 
 
-def test_the_length_may_be_spelled_as_everywhere():
-    assert training_request_from(ASKED).length_tokens == 8192
-    assert training_request_from({**ASKED, "length": 5000}).length_tokens == 5000
-
-
 @pytest.mark.parametrize(
     ("changes", "problem", "hint"),
     [
@@ -321,10 +295,6 @@ def test_a_schedule_is_a_share_of_the_rate_and_ends_where_it_says():
     assert cosine.factor(1) == 1.0
     assert cosine.factor(5) == pytest.approx(0.5)
     assert {Schedule(steps=9).factor(step) for step in range(1, 10)} == {1.0}
-
-
-def test_a_request_is_frozen_and_has_a_default_for_all_but_four_fields():
-    assert TrainingRequest(**ASKED) == training_request_from(ASKED)
 
 
 def train(folder: Path, **changes: Any) -> None:

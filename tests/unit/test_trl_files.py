@@ -69,14 +69,6 @@ def test_flash_attention_is_asked_for_where_the_trainer_has_it():
     assert "packing" not in without
 
 
-def test_the_users_other_fields_stay():
-    own = {"warmup_ratio": 0.1, "learning_rate": 3e-5, "use_liger_kernel": True, "dtype": "auto"}
-    config = files(trial(), **own).config
-    assert own.items() <= config.items()
-    assert "attn_implementation" not in config, "TRL takes its own where the user names none"
-    assert config["max_length"] == LENGTH
-
-
 def test_what_is_the_trials_own_is_said():
     found = files(trial(), max_length=2048, max_steps=2, dataset_name="org/name", packing=True)
     assert found.config["max_length"] == LENGTH
@@ -90,11 +82,6 @@ def test_what_is_the_trials_own_is_said():
 
 def test_the_batch_does_not_shrink_where_memory_runs_out():
     assert files(trial(), auto_find_batch_size=True).config["auto_find_batch_size"] is False
-
-
-def test_the_allocator_is_the_rungs():
-    env = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync", "NCCL_DEBUG": "WARN"}
-    assert files(trial(), env=env).config["env"] == {"NCCL_DEBUG": "WARN"}
 
 
 @pytest.mark.parametrize("name", ["deepspeed", "fsdp", "use_vllm", "parallelism_config"])
@@ -155,16 +142,6 @@ def test_the_users_launcher_stays_but_for_processes_and_shards():
     assert found["fsdp_config"]["fsdp_version"] == 2
     assert found["fsdp_config"]["fsdp_offload_params"] is True
     assert found["fsdp_config"]["fsdp_min_num_params"] == 5
-
-
-def test_another_way_to_share_states_stays_and_is_said():
-    launcher = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}}
-    found = files(trial(), launcher=launcher)
-    assert found.launcher["deepspeed_config"] == {"zero_stage": 2}
-    assert "parallelism_config" not in found.launcher
-    assert "DEEPSPEED" in found.notes[0]
-    with pytest.raises(UsageError, match="DEEPSPEED"):
-        files(trial(layout={"gpus": 2, "ring_degree": 2}), launcher=launcher)
 
 
 def test_grpo_generates_so_many_tokens_and_no_fewer():

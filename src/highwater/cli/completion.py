@@ -14,9 +14,8 @@ from highwater.cli.grammar import grammar
 from highwater.cli.parser import SHELLS, Parser
 from highwater.errors import EXIT_ANSWERED
 from highwater.model.model_place import model_catalog
-from highwater.nouns.declared_settings import DECLARED
 from highwater.nouns.hardware import gpu_catalog
-from highwater.nouns.request import choices
+from highwater.nouns.request import DECLARED
 
 _MODELS, _GPUS = "_highwater_model_or_dir", "_highwater_gpus"
 """Functions of the script. A name with ``_dir`` tells shtab that what it completes may be a
@@ -115,7 +114,7 @@ def _say_what_completes(parser: Parser) -> None:
         if what is not None:
             vars(action)["complete"] = what
         elif action.dest in DECLARED and DECLARED[action.dest].kind is None:
-            action.choices = choices(action.dest)
+            action.choices = DECLARED[action.dest].choices
 
 
 def _value(action: argparse.Action) -> object:

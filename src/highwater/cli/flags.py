@@ -4,14 +4,11 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from msgspec.structs import fields
-
 from highwater.errors import UsageError
 from highwater.nouns.attention_bench import DIRECTIONS, IMPLEMENTATIONS, BenchDtype
 from highwater.nouns.corpus import LongDocuments, TrainedTokens
-from highwater.nouns.declaration import SWITCH, CommandName, Setting, flag_of, words_of
-from highwater.nouns.declared_settings import DECLARED, TOPICS, Topic
-from highwater.nouns.request import PACKINGS, Request, choices, request_from
+from highwater.nouns.declaration import SWITCH, CommandName, Setting, Topic, flag_of, words_of
+from highwater.nouns.request import DECLARED, PACKINGS, TOPICS, Request, request_from
 from highwater.nouns.settings import PATTERN_FIELDS
 from highwater.nouns.trainer import OURS
 from highwater.nouns.training import ScheduleName, TrainingRequest, training_request_from
@@ -83,7 +80,7 @@ def typed_values(arguments: argparse.Namespace) -> dict[str, Any]:
             typed |= {"model": values[-1], row.name: values[:-1]}
         if row.stands_alone and isinstance(values, str) and values:
             value = {"true": True, "false": False}.get(values.lower(), values)
-            if value == values and value not in choices(row.name) and "model" not in typed:
+            if value == values and value not in row.choices and "model" not in typed:
                 # `--offload MODEL`: argparse gives it to the flag
                 typed["model"], value = values, True
             typed[row.name] = value
@@ -162,15 +159,14 @@ def words_again(
 
 def _metavar(row: Setting) -> str | None:
     if row.kind is None:
-        return f"{{{','.join(choices(row.name))}}}"
+        return f"{{{','.join(row.choices)}}}"
     return row.metavar or row.kind.metavar
 
 
 def _help(row: Setting, command: CommandName) -> str:
     """What the setting is, and its default unless that is nothing, or said already."""
-    default = next(field.default for field in fields(Request) if field.name == row.name)
+    default, named = row.default, row.defaults.get(command)
     said = row.helps.get(command, row.help)
-    named = row.defaults.get(command)
     if named is None and (default in (None, False, 0) or "default" in said):
         shown = ""
     else:

@@ -19,8 +19,8 @@ from highwater.cli.flags import (
 from highwater.cli.parser import COMMANDS, SHELLS, Parser, groups, parse_strictly
 from highwater.errors import UsageError
 from highwater.nouns.declaration import CommandName, nearest
-from highwater.nouns.declared_settings import DECLARED
 from highwater.nouns.foreign_trainer import FOREIGN
+from highwater.nouns.request import DECLARED
 from highwater.nouns.secrets import hidden_words
 from highwater.nouns.settings import TRAINED_OTHERWISE
 from highwater.nouns.trainer import OURS, TRAINERS, Target, TrainerName, trainer_title

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from highwater.nouns.attention_bench import IMPLEMENTATIONS, AttentionBench, Direction, Entry
 from highwater.nouns.codec import Record
-from highwater.pages.text import TextTable, escaped, markdown_list, markdown_table, plain
+from highwater.pages.table import TextTable, markdown_table
+from highwater.pages.text import escaped, markdown_list, plain
 from highwater.recommendation.attention_summary import (
     FAR,
     LEAST_LENGTHS,

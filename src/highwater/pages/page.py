@@ -8,19 +8,18 @@ parts are left.
 
 import base64
 import hashlib
+import html
 import os
 import re
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 from markupsafe import Markup, escape
 
-from highwater.pages.text import plain_lines
-
-if TYPE_CHECKING:
-    from jinja2 import Template
+from highwater.pages.table import markdown_table
+from highwater.pages.text import escaped, fenced, plain, plain_lines
 
 _ABSOLUTE = re.compile(r"(?<![\w.~/:@…<-])/(?:[\w.@+-]+/)+[\w.@+-]*")
 _SYSTEM = ("/bin/", "/dev/", "/path/", "/proc/", "/sys/", "/usr/bin/")
@@ -58,36 +57,69 @@ def _short(match: re.Match[str]) -> str:
     return f"…/{'/'.join(parts[-_KEPT_PARTS:])}{end}"
 
 
-def page_template(name: str) -> "Template":
-    """A template of this folder. Everything in it is escaped but what the filter ``own`` marks in
-    our own text.
+def drawn_page(name: str, *, form: Literal["html", "md"] = "html", **values: object) -> str:
+    """The page that a template of this folder makes, as HTML or as Markdown. Everything in it is
+    escaped but what the filter ``own`` marks in our own text.
     """
     # here, for whoever shows no page
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
+    is_html = form == "html"
     environment = Environment(
         loader=PackageLoader("highwater", "pages/templates"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=harmless,
+        finalize=harmless if is_html else _escaped_in_markdown,
     )
-    environment.filters["own"] = own
-    return environment.get_template(name)
+    filters: dict[str, Any] = {
+        "plain": plain,
+        "own": own if is_html else _on_one_line,
+        "entities": lambda text: _made_safe(html.escape(plain(text))),
+        "fenced": lambda text, language: _made_safe(
+            fenced(text, language).replace("\n", _LINE_END)
+        ),
+        "rows": lambda table: _made_safe(markdown_table(table)),
+        "tight": lambda text: _made_safe("\n".join(filter(str.strip, text.splitlines()))),
+    }
+    environment.filters.update(filters)
+    text = environment.get_template(name).render(form=form, **values)
+    if is_html:
+        return text
+    return re.sub(r"\n{3,}", "\n\n", text).strip("\n").replace(_LINE_END, "\n") + "\n"
+
+
+_LINE_END = "\0"
+"""A line end of what is fenced, whose blank lines stay until others are gone; text has none."""
+
+
+def _made_safe(text: str) -> Markup:
+    """Text whose parts are escaped, or that a fence keeps."""
+    return Markup(text)  # noqa: S704
+
+
+def _escaped_in_markdown(value: object) -> object:
+    if isinstance(value, Markup) or not isinstance(value, str):
+        return value
+    return _made_safe(escaped(value))
+
+
+def _on_one_line(text: str) -> Markup:
+    return _made_safe(re.sub(r"\s*\n\s*", " ", text).strip())
 
 
 def page_script(name: str) -> Markup:
     """A script of this folder, as a page has it in an element."""
     text = (files("highwater.pages") / "templates" / name).read_text(encoding="utf-8")
-    return Markup(text)  # noqa: S704 -- a file of ours
+    return _made_safe(text)
 
 
 def script_text(text: str) -> Markup:
     """A JSON document, no character of which means anything in HTML."""
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
-    return Markup(text)  # noqa: S704 -- made harmless above
+    return _made_safe(text)
 
 
 def paths_shortened(value: Any) -> Any:
@@ -117,6 +149,5 @@ def harmless(value: Any) -> Any:
 
 def own(text: str) -> Markup:
     """Our own text: escaped, then ``code`` and **bold** as they are meant."""
-    marked = re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text)))
-    # escaped above
-    return Markup(re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", marked))  # noqa: S704
+    marked = re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(str(_on_one_line(text)))))
+    return _made_safe(re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", marked))

@@ -15,7 +15,8 @@ from highwater.nouns.settings import short_settings
 from highwater.nouns.study import RISK_IN_WORDS, counted_ranks
 from highwater.nouns.trainer import OURS, trainer_title
 from highwater.pages.answer_sentence import assumed_host, caveat, star_of_yarn
-from highwater.pages.text import TextTable, plain
+from highwater.pages.table import TextTable
+from highwater.pages.text import plain
 from highwater.speed import BASIS_IN_WORDS
 from highwater.units import GIB, format_bytes, format_seconds, format_tokens
 

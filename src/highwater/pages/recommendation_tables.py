@@ -15,7 +15,8 @@ from highwater.nouns.settings import short_settings
 from highwater.nouns.study import RISK_IN_WORDS
 from highwater.nouns.trainer import OURS, predicted_trainer, predicted_traits, trainer_title
 from highwater.pages.answer_sentence import assumed_host, caveat, star_of_yarn
-from highwater.pages.text import TextTable, plain
+from highwater.pages.table import TextTable
+from highwater.pages.text import plain
 from highwater.units import counted, format_bytes, format_seconds, format_tokens
 
 NEXT_SHOWN = 3

@@ -16,11 +16,10 @@ from highwater.memory.interval.calibration import Calibration
 from highwater.memory.question import default_fields, predicted_question
 from highwater.memory.trainers import MEMORY, calibration_of, predict_by_formula
 from highwater.nouns.cluster import Cluster
-from highwater.nouns.declared_settings import DECLARED
 from highwater.nouns.hardware import kind_of
 from highwater.nouns.objective import TRAITS
 from highwater.nouns.recommendation import Candidate, StepTime, order
-from highwater.nouns.request import setting_flags
+from highwater.nouns.request import DECLARED, setting_flags
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question, counted_ranks
 from highwater.nouns.trainer import TRAINERS, TrainerName

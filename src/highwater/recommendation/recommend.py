@@ -27,10 +27,9 @@ from highwater.model.model import load_model
 from highwater.model.rope import yarn
 from highwater.nouns.cells import simplicity
 from highwater.nouns.cluster import Cluster
-from highwater.nouns.declared_settings import DECLARED, TOPICS
 from highwater.nouns.plan_notes import prompt_notes
 from highwater.nouns.recommendation import Alternative, Candidate, Recommendation
-from highwater.nouns.request import request_from
+from highwater.nouns.request import DECLARED, TOPICS, request_from
 from highwater.nouns.study import Cell, Question, Study, counted_ranks, default_headroom_bytes
 from highwater.nouns.trainer import (
     OURS,

@@ -19,11 +19,10 @@ from highwater.model.rope import yarn
 from highwater.nouns.cells import simplicity
 from highwater.nouns.corpus import Corpus, missing_files
 from highwater.nouns.declaration import MOST_GPUS
-from highwater.nouns.declared_settings import TOPICS
 from highwater.nouns.hardware import Machine
 from highwater.nouns.plan import plan, plan_trial
 from highwater.nouns.plan_notes import weights_notes
-from highwater.nouns.request import Request
+from highwater.nouns.request import TOPICS, Request
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, Question
 from highwater.nouns.trainer import OURS

@@ -58,7 +58,7 @@ def attend(
     assert sum(document_lengths) == query_BHSD.shape[2], (
         "the documents' lengths add up to the packed tokens"
     )
-    if _is_mixed(query_BHSD, value_BKSD, document_lengths) and not in_pieces:
+    if _is_mixed(query_BHSD, value_BKSD, document_lengths):
         return attend_mixed(
             query_BHSD,
             key_BKSD,
@@ -66,6 +66,7 @@ def attend(
             document_lengths=document_lengths,
             scaling=scaling,
             kernel=kernel,
+            in_pieces=in_pieces,
         )
     outputs: list[Tensor] = []
     start = 0

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from highwater.engine.attention.block_attention import Block, VariedBlock
 from highwater.engine.attention.kept import attended
+from highwater.nouns.corpus import pieces
 from highwater.nouns.hardware import Kernel
 
 LONG_TOKENS = 8192
@@ -123,13 +124,22 @@ def attend_mixed(
     scaling: float,
     kernel: Kernel,
     long_tokens: int = LONG_TOKENS,
+    in_pieces: bool = False,
 ) -> Tensor:
-    """Causal attention of each document over itself, shape BSHD."""
+    """Causal attention of each document over itself, shape BSHD. ``in_pieces`` is for memory alone:
+    the calls whose time is the square of a length, cuDNN's, run on short pieces.
+    """
     calls = calls_of(
         tuple(document_lengths), long_tokens=long_tokens if kernel == "cudnn" else None
     )
-    output_SHD: Tensor = _Mixed.apply(query_BHSD, key_BKSD, value_BKSD, calls, scaling)
+    how = _How(scaling, in_pieces)
+    output_SHD: Tensor = _Mixed.apply(query_BHSD, key_BKSD, value_BKSD, calls, how)
     return output_SHD[None]
+
+
+class _How(NamedTuple):
+    scaling: float
+    in_pieces: bool
 
 
 class _Mixed(torch.autograd.Function):
@@ -142,13 +152,13 @@ class _Mixed(torch.autograd.Function):
         key_BKSD: Tensor,
         value_BKSD: Tensor,
         calls: Calls,
-        scaling: float,
+        how: _How,
     ) -> Tensor:
         output_SHD, *log_sums = attended(
-            lambda: _forward(query_BHSD, key_BKSD, value_BKSD, calls, scaling)
+            lambda: _forward(query_BHSD, key_BKSD, value_BKSD, calls, how)
         )
         ctx.save_for_backward(query_BHSD, key_BKSD, value_BKSD, output_SHD, *log_sums)
-        ctx.calls, ctx.scaling = calls, scaling
+        ctx.calls, ctx.how = calls, how
         return output_SHD
 
     @staticmethod
@@ -160,12 +170,14 @@ class _Mixed(torch.autograd.Function):
         found = _Gradients(rows)
         for front, sums in zip(calls.fronts, log_sums, strict=False):
             place = slice(front.start, front.stop)
-            gradients_BXQD = _front(front, rows, ctx.scaling).backward(
-                _by_heads(gradient_SHD[place]), _by_heads(output_SHD[place]), sums
+            block = _front(front, rows, ctx.how)
+            count = len(block.query_BHQD)
+            gradients_BXQD = block.backward(
+                _by_heads(gradient_SHD[place], count), _by_heads(output_SHD[place], count), sums
             )
             found.add_front(front, [_by_tokens(each) for each in gradients_BXQD])
         for call, sums in zip(calls.shared, log_sums[len(calls.fronts) :], strict=True):
-            gradients_kXD = _shared(call, rows, ctx.scaling).backward(
+            gradients_kXD = _shared(call, rows, ctx.how.scaling).backward(
                 _of_queries(gradient_SHD, call), _of_queries(output_SHD, call), sums
             )
             found.add_shared(call, list(gradients_kXD))
@@ -224,27 +236,28 @@ class _Gradients:
 
 
 def _forward(
-    query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, calls: Calls, scaling: float
+    query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, calls: Calls, how: _How
 ) -> tuple[Tensor, ...]:
     """What is attended, SHD, and the logarithms of the sums of exponentials of each call."""
     rows = _rows_of(query_BHSD, key_BKSD, value_BKSD)
     output_SHD = torch.empty_like(rows[0], memory_format=torch.contiguous_format)
     log_sums: list[Tensor] = []
     for front in calls.fronts:
-        part_BHQD, sums = _front(front, rows, scaling).forward()
+        part_BHQD, sums = _front(front, rows, how).forward()
         output_SHD[front.start : front.stop] = _by_tokens(part_BHQD)
         log_sums.append(sums)
     for call in calls.shared:
-        part_qHD, sums = _shared(call, rows, scaling).forward()
+        part_qHD, sums = _shared(call, rows, how.scaling).forward()
         for row, own in _places(call):
             output_SHD[row] = part_qHD[own]
         log_sums.append(sums)
     return output_SHD, *log_sums
 
 
-def _front(front: Front, rows: RowTensors, scaling: float) -> Block:
-    query, key, value = (_by_heads(row[front.start : front.stop]) for row in rows)
-    return Block(query, key, value, True, scaling, "cudnn")
+def _front(front: Front, rows: RowTensors, how: _How) -> Block:
+    count = (pieces(front.stop - front.start, "cuda") or 1) if how.in_pieces else 1
+    query, key, value = (_by_heads(row[front.start : front.stop], count) for row in rows)
+    return Block(query, key, value, True, how.scaling, "cudnn")
 
 
 def _shared(call: SharedCall, rows: RowTensors, scaling: float) -> VariedBlock:
@@ -291,10 +304,10 @@ def _rows_of(*tensors_BXSD: Tensor) -> RowTensors:
     return rows if is_so else (query.contiguous(), key.contiguous(), value.contiguous())
 
 
-def _by_heads(row_QXD: Tensor) -> Tensor:
-    """As a batch of one document, BXQD."""
-    return row_QXD.transpose(0, 1)[None]
+def _by_heads(row_QXD: Tensor, count: int) -> Tensor:
+    """As a batch of this many documents, or pieces of one: BXQD."""
+    return row_QXD.unflatten(0, (count, -1)).transpose(1, 2)
 
 
 def _by_tokens(tensor_BXQD: Tensor) -> Tensor:
-    return tensor_BXQD[0].transpose(0, 1)
+    return tensor_BXQD.transpose(1, 2).flatten(0, 1)

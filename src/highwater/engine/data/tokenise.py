@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ import numpy as np
 
 from highwater.engine.data.data_files import DataFile, DataFiles, bytes_digest, data_files, records
 from highwater.engine.data.rendering import (
-    PlacedRecord,
     Render,
     Rendering,
     TokenDocument,
@@ -200,11 +200,12 @@ def _make(
     tokens, traits = _tokens(order), TRAITS[order.objective]
     rendering = Rendering(tokens, vocab_size=order.vocab_size)
     if traits.pairs:
-        render = preferences(rendering)
+        render = partial(preferences, rendering)
     elif traits.advantages == "none":
-        render = supervised(rendering, trained=order.trained)
+        render = partial(supervised, rendering, everything=order.trained == "all")
     else:
-        render = rollouts(rendering, grouped=traits.advantages == "groups", reward=reward)
+        grouped = traits.advantages == "groups"
+        render = partial(rollouts, rendering, grouped=grouped, reward=reward)
     limit = LengthLimit(
         length_tokens=order.length_tokens,
         long_documents=order.long_documents,
@@ -263,20 +264,16 @@ def _write(
 ) -> None:
     """Read, render and write every record, and say twice a second how far that is."""
     told, files = 0.0, len(found.files)
-    everything = (
-        PlacedRecord(number, record)
-        for number, file in enumerate(found.files)
-        for record in records(file)
-    )
-    for count, (placed, units) in enumerate(rendered(everything, render, processes=processes), 1):
+    everything = chain.from_iterable(map(records, found.files))
+    for count, (record, units) in enumerate(rendered(everything, render, processes=processes), 1):
         if time.monotonic() - told > TOLD_S:
             told = time.monotonic()
             read, made = counted(count, "record"), counted(writer.tokens, "token")
-            where = f", file {placed.file + 1} of {files}" if files > 1 else ""
+            where = f", file {record.file.number + 1} of {files}" if files > 1 else ""
             on_phase(f"tokenising: {read}, {made}{where}")
         for unit in units:
-            for fitting in limit(unit, name=placed.record.name):
-                writer.add(fitting, file=placed.file, row=placed.record.row)
+            for fitting in limit(unit, name=record.name):
+                writer.add(fitting, file=record.file.number, row=record.row)
 
 
 def _nothing(order: CorpusOrder, limit: LengthLimit) -> UsageError:

@@ -23,12 +23,11 @@ from highwater.errors import HighwaterError, UsageError
 from highwater.model.model import load_model
 from highwater.model.rope import WITHOUT_YARN_IN_FILES, yarn
 from highwater.nouns.corpus import PreparationOrder, Prepared
-from highwater.nouns.declared_settings import DECLARED, TOPICS
 from highwater.nouns.hardware import Gpu, Machine
 from highwater.nouns.plan import plan_trial
 from highwater.nouns.profiling import SETTING, SNAPSHOTS, SnapshotOrder, refuse_profiling
 from highwater.nouns.protocols import serve
-from highwater.nouns.request import Request, request_from
+from highwater.nouns.request import DECLARED, TOPICS, Request, request_from
 from highwater.nouns.trial import Device, TrialSpec
 from highwater.units import format_tokens
 
@@ -121,7 +120,7 @@ def _refuse_unsavable(request: Request, length_tokens: int) -> None:
     """Raise UsageError for a model that is trained with YaRN, and could not be loaded with it."""
     model = load_model(request.model)
     if model.shape.model_type in WITHOUT_YARN_IN_FILES and yarn(
-        model, length_tokens=length_tokens, rope=request.rope
+        model, length_tokens=length_tokens, rope=request.settings.rope
     ):
         native = model.shape.native_length_tokens
         raise UsageError(

@@ -8,8 +8,7 @@ from shlex import quote
 from typing import NamedTuple
 
 from highwater.engine.data.batches import Batch, pack
-from highwater.engine.data.epoch_rows import evaluation_rows
-from highwater.engine.data.step_plan import StepPlan
+from highwater.engine.data.step_plan import StepPlan, evaluation_rows
 from highwater.engine.data.store import OpenCorpus, open_corpus
 from highwater.engine.training.evaluation import evaluate
 from highwater.engine.training.rank_context import RankContext

@@ -31,7 +31,7 @@ from highwater.pages.guide.guide import (
     farthest,
     trained,
 )
-from highwater.pages.guide.guide_parts import ORIGINS, entry
+from highwater.pages.guide.guide_page import ORIGINS, entry
 from highwater.recommendation.candidates import token_budget
 from highwater.recommendation.recommend import recommend
 from highwater.trainers.emitted import answered_first

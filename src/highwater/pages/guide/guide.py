@@ -15,12 +15,13 @@ from highwater.nouns.capacities import Capacity, Source, may_be_simpler, publish
 from highwater.nouns.codec import to_builtins
 from highwater.nouns.recommendation import Candidate, Query, Recommendation
 from highwater.nouns.settings import Settings, other_training
-from highwater.nouns.study import Cell
+from highwater.nouns.study import Cell, counted_ranks
 from highwater.nouns.trainer import predicted_traits, trainer_title
 from highwater.pages.answer_sentence import recommendation_answer
 from highwater.pages.page import paths_shortened, script_text, without_folders
 from highwater.pages.recommendation_tables import recommendation_tables
-from highwater.pages.text import TextTable, plain_lines
+from highwater.pages.table import TextTable
+from highwater.pages.text import plain_lines
 from highwater.units import counted, format_bytes
 
 NOTHING_FITS, UNKNOWN = "-", "?"
@@ -71,6 +72,11 @@ class GuideTable:
     models: tuple[str, ...]
     rows: tuple[tuple[int, tuple[Choice, ...]], ...]
     """Length in tokens, and a choice for each model."""
+
+    @property
+    def gpus_in_words(self) -> str:
+        """``4 GPUs``."""
+        return counted_ranks(self.gpus, "cuda")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from highwater.memory.snapshot.attribution import CATEGORIES
 from highwater.memory.snapshot.memory_profile import MemoryProfile
-from highwater.pages.page import page_template
+from highwater.pages.page import drawn_page
 from highwater.pages.profile import profile_tables
 from highwater.pages.profile.profile_tables import (
     WIDTHS,
@@ -21,7 +21,8 @@ def profile_page(profiles: Sequence[MemoryProfile]) -> str:
     width = WIDTHS[len(profiles)]
     scale = most_bytes(profiles)
     shown = {category for profile in profiles for category in _categories(profile)}
-    return page_template("profile.html.j2").render(
+    return drawn_page(
+        "profile.html.j2",
         profiles=profiles,
         tables=profile_tables,
         categories=profile_tables.category_table(profiles),

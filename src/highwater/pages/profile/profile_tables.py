@@ -18,7 +18,8 @@ from highwater.memory.snapshot.memory_profile import (
     MemoryProfile,
     advice_of,
 )
-from highwater.pages.text import TextTable, plain
+from highwater.pages.table import TextTable
+from highwater.pages.text import plain
 from highwater.units import GIB, MIB, counted, format_bytes, format_seconds
 
 WORDS: Mapping[Category, str] = {
