@@ -1,15 +1,22 @@
 """``try``, ``show``, ``doctor`` and ``schema``."""
 
+import importlib.util
 import json
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from conftest import SIMULATED, following, offered, refusal
+from conftest import SIMULATED, Run, following, offered, refusal
 
+from highwater import study_report
+from highwater.api.search import open_study
 from highwater.cli.grammar import commands
 from highwater.model.model_place import catalog_names, model_catalog
 from highwater.nouns.hardware import gpu_catalog
+from highwater.nouns.study import Study
 
 ROOT = Path(__file__).parents[2]
 
@@ -175,3 +182,113 @@ def test_a_list_has_the_names_with_the_words_that_were_typed(highwater):
     assert "Qwen3-8B" in [each["model"]["name"] for each in listed]
     assert all("qwen3" in each["model"]["name"].lower() for each in listed)
     assert highwater("gpus", "v100").returncode == 0
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TIME_LIMIT_S = 420
+"""Far more than the demo takes alone: other tests share the cores."""
+
+
+@pytest.mark.timeout(TIME_LIMIT_S)
+def test_the_demo_answers_with_pairs_of_real_trials_and_leaves_what_is_there_alone(tmp_path):
+    shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "demo" / "1").mkdir(parents=True)
+    done = subprocess.run(
+        [sys.executable, "examples/demo.py"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    capacities = re.findall(
+        r"^model_name = tiny, trainer_gpu_num = ([12]), sp_num = 1, max_model_len = (\d+)$",
+        done.stdout,
+        re.M,
+    )
+    assert [gpus for gpus, _ in capacities] == ["1", "2"]
+    assert all(1000 <= int(tokens) <= 3000 for _, tokens in capacities)
+    assert re.search(r"^checked: .* demo/2/study\.jsonl: one fit, ", done.stdout, re.MULTILINE)
+    assert demo_doubts(open_study(tmp_path / "demo" / "2" / "study.jsonl")) == []
+    assert re.search(r"^checked: demo/2/run was trained on [12] process", done.stdout, re.MULTILINE)
+    losses = [
+        json.loads(line)["loss"]
+        for line in (tmp_path / "demo/2/run/statistics.jsonl").read_text().splitlines()
+    ]
+    assert len(losses) == 2
+    assert all(10 < loss < 14 for loss in losses), "the logarithm of 151,936 is 11.9"
+    found = study_report(tmp_path / "demo" / "2" / "study.jsonl")
+    assert [
+        where.versions["torch"] == found.versions["torch"][0] for where in found.study.environments
+    ] == [True]
+    assert all("memory" in failed.log.lines[-1] for failed in found.failures), "the logs' own words"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["demo", "examples"]
+    assert list((tmp_path / "demo" / "1").iterdir()) == []
+
+
+def demo_doubts(study: Study) -> list[str]:
+    """What the demo itself says of a study."""
+    spec = importlib.util.spec_from_file_location("demo", EXAMPLES / "demo.py")
+    assert spec is not None
+    assert spec.loader is not None
+    demo = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(demo)
+    return demo.doubts_about(study)
+
+
+SNAPSHOT = sorted((Path(__file__).parents[1] / "data" / "snapshots").glob("*.pickle"))[0]
+WRITERS = {
+    "report": ("report", "study.jsonl", "-o", "{}.html"),
+    "report as CSV": ("report", "study.jsonl", "-o", "{}.csv"),
+    "guide": ("guide", "study.jsonl", "-o", "{}.html"),
+    "guide as Markdown": ("guide", "--predict", "tiny", "--gpus", "H200-141GB", "-o", "{}.md"),
+    "profile": ("profile", "snapshot.pickle", "--html", "{}.html"),
+    "timeline": (
+        *("predict", "tiny", "--gpus", "H200-141GB", "--length", "4k"),
+        *("--exact", "--timeline", "{}.pickle"),
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def things(highwater: Run, tmp_path: Path) -> None:
+    """A study and a snapshot."""
+    assert highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "study.jsonl").returncode == 0
+    shutil.copy(SNAPSHOT, tmp_path / "snapshot.pickle")
+
+
+def words_of(writer: str, path: str) -> list[str]:
+    return [word.format(path) for word in WRITERS[writer]]
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_missing_folder_is_refused_and_the_hint_makes_it(highwater, tmp_path, writer):
+    folder = "missing/deep down"
+    words = words_of(writer, f"{folder}/page")
+    problem, hint = refusal(highwater(*words), 2)
+    assert f"there is no folder {folder}" in problem
+    assert not (tmp_path / "missing").exists()
+    make, other = offered(hint)
+    subprocess.run(make, cwd=tmp_path, check=True)
+    if writer == "timeline":  # a trace takes minutes: it is enough that the file is not refused
+        return
+    assert highwater(*words).returncode == 0
+    assert (tmp_path / words[-1]).stat().st_size > 0
+    assert highwater(*words[:-2], *other).returncode == 0
+    assert (tmp_path / other[-1]).stat().st_size > 0
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_file_below_a_file_or_over_a_folder_is_refused(highwater, tmp_path, writer):
+    for path in ("study.jsonl/page", "there"):
+        words = words_of(writer, path)
+        if path == "there":
+            (tmp_path / words[-1]).mkdir()
+        _, hint = refusal(highwater(*words), 2)
+        (other,) = offered(hint)
+        assert other[0] == words[-2]
+        assert not (tmp_path / other[1]).exists()
+
+
+def test_a_benchmark_makes_its_folder(highwater, tmp_path):
+    words = ("bench", "attention", "--device", "cpu", "--lengths", "64", "--only", "forward")
+    words += ("--implementations", "dense", "--out")
+    assert highwater(*words, "missing/deep").returncode == 0
+    assert (tmp_path / "missing" / "deep" / "attention.json").is_file()
+    refusal(highwater(*words, "study.jsonl/report"), 2)

@@ -291,14 +291,6 @@ def test_no_color_is_honoured(on_a_terminal, tmp_path):
     assert not [code for code in range(30, 38) if f"\x1b[{code}m" in shown]
 
 
-def test_a_models_name_cannot_drive_a_terminal(on_a_terminal, tmp_path, tiny):
-    evil = tiny.rename(tiny.with_name("evil[red]\x1b]0;title\x07"))
-    shown = on_a_terminal(tmp_path, "find", str(evil), *SIMULATED, "--max-length", "8192")
-    assert "evil[red]\\x1b]0;title\\x07" in shown
-    assert "\x1b]0;" not in shown
-    assert "\x07" not in shown
-
-
 def test_a_pipe_gets_plain_lines_that_are_never_folded(highwater):
     done = highwater("find", "Qwen3-0.6B", *SIMULATED, "--max-length", "8k")
     assert "\x1b" not in done.stdout + done.stderr

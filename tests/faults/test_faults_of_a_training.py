@@ -294,16 +294,6 @@ def test_a_run_without_a_checkpoint_begins_anew_and_so_do_its_statistics(trained
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
 
 
-def test_the_best_evaluation_is_of_what_is_held_out_now(trained, tmp_path):
-    (tmp_path / "worse.jsonl").write_text(json.dumps({"text": "|<>|" * 12}))
-    run = Path(shutil.copytree(trained.run, tmp_path / "run"))
-    best = json.loads((run / "checkpoints" / BEST / "state.json").read_text())["best_loss"]
-    result = trained.train(run, resume_from=BEST, eval_data="worse.jsonl", eval_every=2)
-    since = [(step, loss) for step, loss in result.evaluations if step > 2]
-    assert min(loss for _, loss in since) > best, "it is no better than the other was"
-    assert result.best_step == min(since, key=lambda each: each[1])[0]
-
-
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -356,21 +346,6 @@ def corpus(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     decided = json.loads((trained.run / "training.json").read_text())
     return cache / Path(decided["corpus"]["directory"]).relative_to(trained.cache)
-
-
-def test_tokens_that_somebody_changed_are_made_anew_and_that_is_said(trained, corpus, tmp_path):
-    ids = corpus / "ids.bin"
-    ids.write_bytes(bytes(byte ^ (at % 2 == 0) for at, byte in enumerate(ids.read_bytes())))
-    done = subprocess.run(
-        [*trained.words(str(tmp_path / "run")), "--json"],
-        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=WITHIN_S,
-        check=True,
-    )
-    assert f"note: {ids} is damaged: " in done.stderr
-    assert losses_of(tmp_path / "run") == trained.losses
 
 
 def test_ids_that_the_model_does_not_know_are_refused_before_the_first_step(

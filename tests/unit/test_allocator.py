@@ -51,23 +51,6 @@ def follow(allocator: CachingAllocator, steps: list[tuple[int, int, int]]) -> li
     return alive
 
 
-@pytest.mark.parametrize(
-    ("size", "native", "expandable"),
-    [
-        (1, 2 * MIB, 2 * MIB),
-        (MIB, 2 * MIB, 2 * MIB),
-        (MIB + 1, 20 * MIB, 20 * MIB),
-        (10 * MIB, 10 * MIB, 20 * MIB),
-        (21 * MIB - 1, 22 * MIB, 40 * MIB),
-    ],
-)
-def test_one_allocation_reserves_a_segment_or_whole_pages(size, native, expandable):
-    for is_expandable, reserved in ((False, native), (True, expandable)):
-        allocator = CachingAllocator(is_expandable=is_expandable)
-        allocator.allocate(size)
-        assert allocator.reserved_bytes == reserved
-
-
 def test_a_native_block_is_split_only_where_more_than_a_mebibyte_is_left():
     allocator = CachingAllocator()
     allocator.free(allocator.allocate(12 * MIB))
@@ -80,41 +63,11 @@ def test_a_native_block_is_split_only_where_more_than_a_mebibyte_is_left():
     assert allocator.reserved_bytes == 12 * MIB
 
 
-def test_free_neighbours_become_one_block():
-    allocator = CachingAllocator()
-    parts = [allocator.allocate(5 * MIB) for _ in range(4)]
-    assert allocator.reserved_bytes == 20 * MIB
-    for part in (parts[0], parts[2], parts[1], parts[3]):
-        allocator.free(part)
-    allocator.allocate(20 * MIB)
-    assert allocator.reserved_bytes == 20 * MIB
-
-
-def test_native_segments_do_not_join_and_expandable_ones_are_one():
-    for is_expandable, reserved in ((False, 180), (True, 100)):
-        allocator = CachingAllocator(is_expandable=is_expandable)
-        for part in [allocator.allocate(40 * MIB) for _ in range(2)]:
-            allocator.free(part)
-        allocator.allocate(100 * MIB)
-        assert allocator.reserved_bytes == reserved * MIB
-
-
 def test_blocks_of_another_stream_are_not_taken():
     allocator = CachingAllocator()
     allocator.free(allocator.allocate(40 * MIB, stream=1))
     allocator.allocate(40 * MIB, stream=0)
     assert allocator.reserved_bytes == 80 * MIB
-
-
-def test_what_is_cached_is_given_back_before_giving_up():
-    allocator = CachingAllocator(capacity_bytes=100 * MIB)
-    for part in [allocator.allocate(40 * MIB) for _ in range(2)]:
-        allocator.free(part)
-    allocator.allocate(100 * MIB)
-    assert (allocator.retries, allocator.reserved_bytes) == (1, 100 * MIB)
-    with pytest.raises(CapacityError) as failed:
-        allocator.allocate(30 * MIB)
-    assert (failed.value.allocated_bytes, failed.value.reserved_bytes) == (100 * MIB, 100 * MIB)
 
 
 def test_a_split_native_segment_cannot_be_given_back_and_free_pages_can():

@@ -281,51 +281,35 @@ def test_a_length_that_fits_and_packs_no_fewer_tokens_than_a_shorter_one_that_di
     assert re.findall(r"[\d,]+\d", contradiction) == ["1,000", "59,000"]
 
 
-def test_a_ceiling_that_fits_ends_the_search_without_a_failure():
-    [answer] = answers_of(ask(), fits_up_to(GRID_SIZE * STEP))
-    assert answer.capacity_tokens == 64_000
-    assert answer.does_not_fit_tokens is None
-    assert answer.limit == "ceiling"
-    assert answer.reason.startswith("64,000 tokens fit, ")
+CRASHED, TIMEOUT = Outcome.CRASHED, Outcome.TIMEOUT
 
 
-def test_host_memory_that_runs_out_is_named_as_the_limit():
-    [answer] = answers_of(
-        ask(),
-        lambda spec: Outcome.FIT if spec.length_tokens <= 5000 else Outcome.HOST_OUT_OF_MEMORY,
-    )
-    assert answer.capacity_tokens == 5000
-    assert answer.does_not_fit_tokens == 6000
-    assert answer.limit == "host_memory"
+def beyond(fits: int, otherwise: Outcome) -> Law:
+    """All up to so many thousand tokens fit, and the others end otherwise."""
+    return lambda spec: Outcome.FIT if spec.length_tokens <= fits * STEP else otherwise
 
 
-def test_a_crash_that_passes_is_retried_and_leaves_no_trace_in_the_answer():
-    events = events_of(ask(), in_turn({4: [Outcome.CRASHED]}, fits_up_to(4 * STEP)))
+@pytest.mark.parametrize(
+    ("law", "fits", "not_fits", "limit", "said", "attempts"),
+    [
+        (fits_up_to(GRID_SIZE * STEP), 64_000, None, "ceiling", "64,000 tokens fit, .*", 1),
+        (beyond(5, Outcome.HOST_OUT_OF_MEMORY), 5000, 6000, "host_memory", ".*", 1),
+        (in_turn({4: [CRASHED]}, fits_up_to(4 * STEP)), 4000, 5000, "memory", ".*", 2),
+        (beyond(3, CRASHED), 2000, None, "inconclusive", "4,000 tokens: none of 3 .*: CRASHED", 3),
+        (beyond(0, CRASHED), None, None, "inconclusive", ".*", 3),
+        (beyond(5, TIMEOUT), 5000, None, "time", "6,000 tokens .*: TIMEOUT", 1),
+        (in_turn({8: [TIMEOUT]}, fits_up_to(5 * STEP)), 5000, 6000, "memory", ".*", 1),
+    ],
+)
+def test_what_ends_a_search_is_its_limit(law, fits, not_fits, limit, said, attempts):
+    events = events_of(ask(), law)
     answer = events[-1].answer
-    assert (answer.capacity_tokens, answer.limit, answer.monotone) == (4000, "memory", True)
-    attempts = [
-        e.attempt for e in events if isinstance(e, TrialStarted) and e.spec.length_tokens == 4000
-    ]
-    assert attempts == [1, 2]
-    assert answer.trials == sum(isinstance(e, TrialStarted) for e in events)
-
-
-def test_a_trial_that_only_crashes_leaves_the_cell_inconclusive_with_the_longest_fit():
-    events = events_of(
-        ask(), lambda spec: Outcome.CRASHED if spec.length_tokens == 4000 else Outcome.FIT
-    )
-    answer = events[-1].answer
-    assert answer.capacity_tokens == 2000
-    assert answer.does_not_fit_tokens is None
-    assert answer.limit == "inconclusive"
-    assert answer.reason.startswith("4,000 tokens: none of 3 ")
-    assert answer.reason.endswith(": CRASHED")
-    assert [e.attempt for e in events if isinstance(e, TrialStarted)][-3:] == [1, 2, 3]
-
-
-def test_a_cell_where_no_trial_told_anything_has_no_capacity():
-    [answer] = answers_of(ask(), lambda spec: Outcome.CRASHED)
-    assert (answer.capacity_tokens, answer.limit, answer.trials) == (None, "inconclusive", 3)
+    assert (answer.capacity_tokens, answer.does_not_fit_tokens) == (fits, not_fits)
+    assert (answer.limit, answer.monotone) == (limit, True)
+    assert re.fullmatch(said, answer.reason)
+    started = [event.attempt for event in events if isinstance(event, TrialStarted)]
+    assert max(started) == attempts
+    assert answer.trials == len(started)
 
 
 def test_a_crash_in_one_cell_does_not_end_the_others():
@@ -335,27 +319,6 @@ def test_a_crash_in_one_cell_does_not_end_the_others():
         lambda spec: Outcome.CRASHED if spec.layout.gpus == 1 else fits_up_to(7 * STEP)(spec),
     )
     assert (one.limit, two.limit, two.capacity_tokens) == ("inconclusive", "memory", 7000)
-
-
-def test_a_length_that_times_out_once_ends_the_search_above_and_it_goes_on_below():
-    events = events_of(
-        ask(), lambda spec: Outcome.FIT if spec.length_tokens <= 5000 else Outcome.TIMEOUT
-    )
-    answer = events[-1].answer
-    assert answer.capacity_tokens == 5000
-    assert answer.does_not_fit_tokens is None
-    assert answer.limit == "time"
-    assert answer.reason.startswith("6,000 tokens ")
-    assert answer.reason.endswith(": TIMEOUT")
-    assert max(e.attempt for e in events if isinstance(e, TrialStarted)) == 1
-
-
-def test_memory_that_runs_out_below_a_timeout_is_the_limit():
-    law = in_turn({8: [Outcome.TIMEOUT]}, fits_up_to(5 * STEP))
-    [answer] = answers_of(ask(), law)
-    assert answer.capacity_tokens == 5000
-    assert answer.does_not_fit_tokens == 6000
-    assert answer.limit == "memory"
 
 
 @given(st.integers(0, 40 * STEP))
@@ -396,40 +359,28 @@ def test_confirm_repeats_both_sides_of_the_edge_and_tries_the_lengths_above_once
     assert answer.trials == runner.launches.total()
 
 
-def test_a_repeat_that_fails_is_reported_and_the_pair_stands():
-    answer = answer_by(ask(confirm=1), Repeats(fits_up_to(5 * STEP), fits_up_to(4 * STEP)))
-    assert answer.capacity_tokens == 5000
-    assert answer.does_not_fit_tokens == 6000
+def seven_too(spec: TrialSpec) -> int | Outcome:
+    return fits_up_to((7 if spec.length_tokens == 7 * STEP else 5) * STEP)(spec)
+
+
+@pytest.mark.parametrize(
+    ("first", "repeats", "confirm", "fits", "said"),
+    [
+        (fits_up_to(5 * STEP), fits_up_to(4 * STEP), 1, 5000, ["5,000"]),
+        (fits_up_to(5 * STEP), fits_up_to(6 * STEP), 2, 6000, ["6,000"]),
+        (seven_too, seven_too, 1, 7000, ["6,000", "7,000"]),
+    ],
+)
+def test_what_a_repeat_or_a_fit_above_the_edge_contradicts_is_said(
+    first, repeats, confirm, fits, said
+):
+    runner = Repeats(first, repeats)
+    answer = answer_by(ask(confirm=confirm), runner)
+    assert (answer.capacity_tokens, answer.does_not_fit_tokens) == (fits, fits + STEP)
     assert answer.monotone is False
+    assert confirm == 1 or runner.launches[7, 2] == 1, "the new edge is confirmed"
     (contradiction,) = answer.contradictions
-    assert contradiction.startswith("5,000 tokens ")
-
-
-def test_a_repeat_that_fits_moves_the_edge_up_and_the_new_edge_is_confirmed():
-    runner = Repeats(fits_up_to(5 * STEP), fits_up_to(6 * STEP))
-    answer = answer_by(ask(confirm=2), runner)
-    assert answer.capacity_tokens == 6000
-    assert answer.does_not_fit_tokens == 7000
-    assert answer.monotone is False
-    assert runner.launches[7, 2] == 1
-    (contradiction,) = answer.contradictions
-    assert contradiction.startswith("6,000 tokens ")
-
-
-def test_a_fit_above_the_edge_is_reported_not_smoothed():
-    def law(spec: TrialSpec) -> Outcome:
-        return (
-            Outcome.FIT
-            if spec.length_tokens <= 5000 or spec.length_tokens == 7000
-            else Outcome.OUT_OF_MEMORY
-        )
-
-    answer = answer_by(ask(confirm=1), Repeats(law, law))
-    assert answer.capacity_tokens == 7000
-    assert answer.does_not_fit_tokens == 8000
-    assert answer.monotone is False
-    (contradiction,) = answer.contradictions
-    assert re.findall(r"[\d,]+\d", contradiction) == ["6,000", "7,000"]
+    assert re.findall(r"\d,\d+", contradiction)[: len(said)] == said
 
 
 def test_a_repeat_that_times_out_confirms_nothing_and_is_said():

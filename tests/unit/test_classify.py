@@ -20,7 +20,7 @@ from highwater.nouns.oom import exhausted_memory, memory_aborted
 from highwater.nouns.request import request_from
 from highwater.nouns.trial import Device, Failure, Outcome, RankReport, TrialSpec
 from highwater.store.logs import recorded_snapshots, snapshot_folder
-from highwater.trials.classify import Ending, Verdict, classify
+from highwater.trials.classify import Ending, classify
 from highwater.trials.diagnosis import MemoryDiagnosis, undiagnosed
 from highwater.trials.ranks import RankExit, kernel_kills, memory_limit
 from highwater.trials.trial_process import log_path_of
@@ -42,6 +42,7 @@ def error_of(name: str, text: str) -> BaseException:
 
 ABORTED = "terminate called after throwing an instance of '{}'\n  what():  {}\n"
 """How the C++ runtime ends a process whose exception nobody catches."""
+MEMORY = {"device_memory": "OUT_OF_MEMORY", "host_memory": "HOST_OUT_OF_MEMORY"}
 CUDA_TEXTS = (
     "CUDA error: out of memory",
     "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
@@ -189,8 +190,92 @@ def ended(output: str = "", **statuses: int) -> tuple[RankExit, ...]:
     )
 
 
-def test_steps_done_and_exit_status_0_are_a_fit():
-    assert classify(spec_of(), ending(report())) == Verdict(Outcome.FIT, "2 steps done, loss 5.900")
+DAMAGED = "the report rank-001.json cannot be read: Input data was truncated"
+EARLY = "Traceback (most recent call last):\nValueError: early\nmy.package.DiskError: on fire\n"
+BROKEN = report(1, text="ValueError: broken", phase="data")
+LOST = report(0, text="RuntimeError: Connection closed by peer")
+VERDICTS: list[tuple[int, Ending, str, str, str]] = [
+    (1, ending(report()), "FIT", "2 steps done, loss 5.900", ""),
+    (1, ending(report(losses=(6.0,))), "CRASHED", "rank 0 did 1 of 2 steps", ""),
+    (1, ending(report(), exit_code=139), "CRASHED", "", "139"),
+    (1, ending(exit_code=None), "TIMEOUT", "not done after 30 s", ""),
+    (
+        2,
+        ending(report(text="x", phase="backward"), exit_code=None, log="CUDA out of memory"),
+        *("TIMEOUT", "", "backward"),
+    ),
+    *(
+        (
+            2,
+            ending(report(1, kind=kind, text="no"), exit_code=code),
+            outcome,
+            "rank 1, forward: ",
+            "",
+        )
+        for kind, outcome in MEMORY.items()
+        for code in (None, 1)
+    ),
+    (
+        2,
+        msgspec.structs.replace(ending(report(0)), damaged_reports=(DAMAGED,)),
+        "CRASHED",
+        "1 rank ",
+        DAMAGED,
+    ),
+    (1, ending(exit_code=1, exits=ended(rank_0=-200)), "CRASHED", "", "signal 200"),
+    (
+        1,
+        ending(exit_code=1, log=f"{EARLY}OSError: of another", exits=ended(EARLY, rank_0=1)),
+        "CRASHED",
+        "1 rank ",
+        ": my.package.DiskError: on fire",
+    ),
+    (2, ending(), "CRASHED", "2 ranks ", " 0"),
+    (2, ending(BROKEN, exit_code=1, exits=ended(rank_1=1)), "CRASHED", "rank 1, data: ", ""),
+    *(
+        (2, ending(*map(report, ranks)), "CRASHED", "", said)
+        for ranks, said in (
+            ((0, 1, 2), "report of rank 2"),
+            ((0, 7), "report of rank 7"),
+            ((-1, 0, 1), "report of rank -1"),
+            ((0, 1, 1), "2 reports of rank 1"),
+        )
+    ),
+    *(
+        (
+            2,
+            ending(LOST, exit_code=1, exits=ended(rank_1=-number, rank_0=1)),
+            "CRASHED",
+            f"rank 1 was ended by signal {number} ({name})",
+            "",
+        )
+        for number, name in ((9, "SIGKILL"), (11, "SIGSEGV"), (6, "SIGABRT"), (7, "SIGBUS"))
+    ),
+    *(
+        (
+            1,
+            ending(
+                report(kind=kind, text="SomeError: first\nsecond", phase="backward"),
+                exit_code=1,
+                log="CUDA out of memory\nstd::bad_alloc",
+            ),
+            outcome,
+            "rank 0, backward: ",
+            "SomeError: first",
+        )
+        for kind, outcome in (MEMORY | {"error": "CRASHED"}).items()
+    ),
+]
+"""How many GPUs, how a trial ended, and its outcome with how its reason starts and what it has."""
+
+
+@pytest.mark.parametrize(("gpus", "ending", "outcome", "start", "said"), VERDICTS)
+def test_how_a_trial_ended_has_one_outcome_and_says_why(gpus, ending, outcome, start, said):
+    verdict = classify(spec_of(gpus=gpus), ending)
+    assert verdict.outcome == outcome
+    assert verdict.reason.startswith(start)
+    assert said in verdict.reason
+    assert "second" not in verdict.reason
 
 
 @pytest.mark.parametrize(("depth", "said"), [(1, "the last layer"), (2, "the last 2 layers")])
@@ -231,64 +316,6 @@ def test_a_loss_or_a_norm_that_is_no_number_is_never_a_fit(value, depth):
         assert verdict.reason.startswith("rank 0 ")
 
 
-@pytest.mark.parametrize(
-    ("ranks", "said"),
-    [
-        ((0, 1, 2), "report of rank 2"),
-        ((0, 7), "report of rank 7"),
-        ((-1, 0, 1), "report of rank -1"),
-        ((0, 1, 1), "2 reports of rank 1"),
-    ],
-)
-def test_reports_of_ranks_that_do_not_exist_are_a_crash(ranks, said):
-    verdict = classify(spec_of(gpus=2), ending(*(report(rank) for rank in ranks)))
-    assert verdict.outcome is Outcome.CRASHED
-    assert said in verdict.reason
-
-
-def test_a_rank_that_stopped_early_without_an_error_is_a_crash():
-    verdict = classify(spec_of(), ending(report(losses=(6.0,))))
-    assert verdict == Verdict(Outcome.CRASHED, "rank 0 did 1 of 2 steps")
-
-
-def test_success_in_every_report_does_not_outweigh_a_launcher_that_failed():
-    verdict = classify(spec_of(), ending(report(), exit_code=139))
-    assert verdict.outcome is Outcome.CRASHED
-    assert "139" in verdict.reason
-
-
-def test_time_that_is_up_is_a_timeout_whatever_error_was_reported():
-    assert classify(spec_of(), ending(exit_code=None)) == Verdict(
-        Outcome.TIMEOUT, "not done after 30 s"
-    )
-    failed = report(kind="error", text="ValueError: x", phase="backward")
-    verdict = classify(spec_of(gpus=2), ending(failed, exit_code=None, log="CUDA out of memory"))
-    assert verdict.outcome is Outcome.TIMEOUT
-    assert "backward" in verdict.reason
-
-
-@pytest.mark.parametrize(
-    ("kind", "outcome"), [("device_memory", "OUT_OF_MEMORY"), ("host_memory", "HOST_OUT_OF_MEMORY")]
-)
-def test_memory_that_a_rank_says_ran_out_is_the_outcome_even_if_its_peers_hung_until_time_was_up(
-    kind, outcome
-):
-    verdict = classify(
-        spec_of(gpus=2), ending(report(1, kind=kind, text="no memory"), exit_code=None)
-    )
-    assert verdict.outcome == outcome
-    assert verdict.reason.startswith("rank 1, forward: ")
-
-
-def test_a_rank_whose_report_cannot_be_read_is_silent_and_the_reason_names_the_report():
-    damaged = "the report rank-001.json cannot be read: Input data was truncated"
-    left = msgspec.structs.replace(ending(report(0), exit_code=0), damaged_reports=(damaged,))
-    verdict = classify(spec_of(gpus=2), left)
-    assert verdict.outcome is Outcome.CRASHED
-    assert verdict.reason.startswith("1 rank ")
-    assert verdict.reason.endswith(damaged)
-
-
 @pytest.mark.parametrize("error", CUDA_ERRORS, ids=str)
 def test_every_error_of_device_memory_that_ran_out_is_known(error):
     assert exhausted_memory(error, device="cuda") == "device_memory"
@@ -327,50 +354,38 @@ def test_an_exception_whose_text_is_broken_is_no_error_of_memory():
     assert exhausted_memory(BrokenError(), device="cuda", is_spent=is_spent) is None
 
 
+OUT_OF_RANGE = ABORTED.format("c10::Error", "index out of range")
+
+
 @pytest.mark.parametrize(
     ("output", "exhausted"),
     [*((o, "device_memory") for o in ABORTS), *((o, "host_memory") for o in HOST_ABORTS)],
 )
-def test_the_last_words_of_an_abort_say_which_memory_ran_out(output, exhausted):
+def test_the_last_words_of_a_rank_that_aborted_say_which_memory_ran_out(output, exhausted):
     assert memory_aborted(f"a line before\n{output}", device="cuda") == exhausted
-    assert (
-        memory_aborted(
-            f"{output}{ABORTED.format('c10::Error', 'index out of range')}", device="cuda"
+    assert memory_aborted(f"{output}{OUT_OF_RANGE}", device="cuda") is None
+    own, others = (
+        (
+            RankExit(rank=1, status=-signal.SIGABRT, output=words),
+            RankExit(rank=0, status=1, output=other),
         )
-        is None
+        for words, other in ((output, ""), ("", output))
     )
+    verdict = classify(spec_of(gpus=2), ending(exit_code=134, exits=own))
+    assert verdict.outcome == MEMORY[exhausted]
+    verdict = classify(spec_of(gpus=2), ending(exit_code=134, log=output, exits=others))
+    assert verdict.outcome is Outcome.CRASHED
+    assert verdict.reason.startswith("rank 1 ")
+    assert "SIGABRT" in verdict.reason
 
 
 @pytest.mark.parametrize(
     "said", [f"{type(error).__name__}: {error}" for error in (*CUDA_ERRORS, *HOST_ERRORS)]
 )
 def test_what_was_said_before_an_abort_is_not_why_it_aborted(said):
-    assert (
-        memory_aborted(
-            f"{said}\n{ABORTED.format('c10::Error', 'index out of range')}", device="cuda"
-        )
-        is None
-    )
+    assert memory_aborted(f"{said}\n{OUT_OF_RANGE}", device="cuda") is None
     other = "pure virtual method called"
     assert memory_aborted(f"{said}\n{other}", device="cuda") is None
-
-
-@pytest.mark.parametrize(
-    ("kind", "outcome"),
-    [
-        ("device_memory", Outcome.OUT_OF_MEMORY),
-        ("host_memory", Outcome.HOST_OUT_OF_MEMORY),
-        ("error", Outcome.CRASHED),
-    ],
-)
-def test_a_report_decides_what_its_text_only_illustrates(kind, outcome):
-    failed = report(kind=kind, text="SomeError: first line\nsecond line", phase="backward")
-    verdict = classify(
-        spec_of(), ending(failed, exit_code=1, log="CUDA out of memory\nstd::bad_alloc")
-    )
-    assert verdict.outcome is outcome
-    assert verdict.reason.startswith("rank 0, backward: ")
-    assert verdict.reason.endswith("SomeError: first line")
 
 
 @given(at=st.permutations([1.0, 2.0, 3.0, 4.0]))
@@ -403,23 +418,6 @@ def test_memory_that_ran_out_in_one_rank_is_the_reason_for_all(rank, kind, silen
 
 
 @pytest.mark.parametrize(
-    ("number", "name"), [(9, "SIGKILL"), (11, "SIGSEGV"), (6, "SIGABRT"), (7, "SIGBUS")]
-)
-def test_a_rank_ended_by_a_signal_is_a_crash_that_names_it(number, name):
-    lost = report(0, text="RuntimeError: Connection closed by peer")
-    verdict = classify(
-        spec_of(gpus=2), ending(lost, exit_code=1, exits=ended(rank_1=-number, rank_0=1))
-    )
-    assert verdict == Verdict(Outcome.CRASHED, f"rank 1 was ended by signal {number} ({name})")
-
-
-def test_a_signal_without_a_name_is_still_a_crash():
-    verdict = classify(spec_of(), ending(exit_code=1, exits=ended(rank_0=-200)))
-    assert verdict.outcome is Outcome.CRASHED
-    assert "signal 200" in verdict.reason
-
-
-@pytest.mark.parametrize(
     ("device", "outcome"), [("cpu", Outcome.OUT_OF_MEMORY), ("cuda", Outcome.HOST_OUT_OF_MEMORY)]
 )
 def test_a_sigkill_is_memory_only_where_the_kernel_says_that_it_killed(device, outcome):
@@ -437,54 +435,6 @@ def test_a_sigkill_is_memory_only_where_the_kernel_says_that_it_killed(device, o
 def test_a_rank_that_did_not_abort_did_not_run_out_of_memory_whatever_it_wrote(said, status):
     left = ending(exit_code=1, log=said, exits=ended(said, rank_0=status))
     assert classify(spec_of(), left).outcome is Outcome.CRASHED
-
-
-@pytest.mark.parametrize(
-    ("output", "outcome"),
-    [(each, Outcome.OUT_OF_MEMORY) for each in ABORTS]
-    + [(each, Outcome.HOST_OUT_OF_MEMORY) for each in HOST_ABORTS],
-)
-def test_a_rank_that_aborted_is_judged_by_its_own_last_words(output, outcome):
-    aborted, other = (
-        RankExit(rank=1, status=-signal.SIGABRT, output=output),
-        RankExit(rank=0, status=1, output=""),
-    )
-    assert (
-        classify(spec_of(gpus=2), ending(exit_code=134, exits=(aborted, other))).outcome is outcome
-    )
-    swapped = (
-        RankExit(rank=1, status=-signal.SIGABRT, output=""),
-        RankExit(rank=0, status=1, output=output),
-    )
-    verdict = classify(spec_of(gpus=2), ending(exit_code=134, log=output, exits=swapped))
-    assert verdict.outcome is Outcome.CRASHED
-    assert verdict.reason.startswith("rank 1 ")
-    assert "SIGABRT" in verdict.reason
-
-
-def test_a_rank_that_vanished_with_an_error_in_its_log_is_a_crash_with_that_error():
-    log = "Traceback (most recent call last):\nValueError: early\nmy.package.DiskError: on fire\n"
-    others = "OSError: of another rank"
-    verdict = classify(
-        spec_of(), ending(exit_code=1, log=f"{log}{others}", exits=ended(log, rank_0=1))
-    )
-    assert verdict.outcome is Outcome.CRASHED
-    assert verdict.reason.startswith("1 rank ")
-    assert verdict.reason.endswith(": my.package.DiskError: on fire")
-
-
-def test_ranks_that_left_nothing_at_all_are_a_crash_even_with_exit_status_0():
-    verdict = classify(spec_of(gpus=2), ending())
-    assert verdict.outcome is Outcome.CRASHED
-    assert verdict.reason.startswith("2 ranks ")
-    assert verdict.reason.endswith(" 0")
-
-
-def test_a_reported_error_beside_a_rank_that_the_reaper_ended_is_the_reason():
-    failed = report(1, text="ValueError: broken", phase="data")
-    verdict = classify(spec_of(gpus=2), ending(failed, exit_code=1, exits=ended(rank_1=1)))
-    assert verdict.outcome is Outcome.CRASHED
-    assert verdict.reason.startswith("rank 1, data: ")
 
 
 _reports = st.lists(

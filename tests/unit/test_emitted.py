@@ -1,255 +1,478 @@
 """A recommendation in other trainers' words: every name and type is one that the trainer's own
-package has.
+package has, what it cannot express is said, and what it does not have is refused by a way that
+works.
 """
 
-import json
+import ast
 import re
-import shlex
-import subprocess
-from functools import cache
 from pathlib import Path
 
 import msgspec
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from trainers import recorded
+from emitting import FILES, OF_OURS, emitted, goal, has_words_for, rung, ways
 
 from highwater.errors import UsageError
 from highwater.nouns.codec import from_json, to_json
-from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.recommendation.recommend import recommend
-from highwater.trainers import verl as verl_file
-from highwater.trainers.emitted import Emitted, nested
-from highwater.trainers.trinity import words as trinity_file
-from highwater.trainers.trinity.words import trinity
-from highwater.trainers.verl import verl
-from places import examples
-
-DATA = Path(__file__).parents[1] / "data"
-_TYPES = {
-    "int": int,
-    "bool": bool,
-    "str": str,
-    "Optional[int]": int,
-    "Optional[float]": float,
-    "Optional[str]": str,
-}
-
-
-PATH = "actor_rollout_ref.model.path"
-PATHS = [
-    ("/models/mine", '"/models/mine"', "/models/mine"),
-    ("ep=3,a b", '"ep=3,a b"', "ep=3,a b"),
-    ("${oc.env:HOME}", r'"\${oc.env:HOME}"', r"\${oc.env:HOME}"),
-    ("it's", '"it\'s"', "it's"),
-    ('say "a"', r'"say \"a\""', 'say "a"'),
-    ("a\\b\\", r'"a\b\\"', "a\\b\\"),
-    ("\\${x}", r'"\\\${x}"', r"\\\${x}"),
-]
-"""A path, as Hydra 1.3.2 reads it, and as OmegaConf 2.3.1 does: both gave back the path."""
-
-
-def read_by_hydra(quoted: str) -> str:
-    """A quoted value: a quote within has an odd number of backslashes before it, the end an even
-    one; half are meant.
-    """
-    quote, within = quoted[0], quoted[1:-1]
-    assert quote in "\"'"
-    assert quoted[-1] == quote
-    ends = re.findall(rf"(\\*){quote}", within)
-    assert all(len(backslashes) % 2 for backslashes in ends), quoted
-    assert len(re.findall(r"\\*\Z", within)[0]) % 2 == 0, quoted
-    return re.sub(
-        rf"(\\+)({quote}|\Z)", lambda found: found[1][: len(found[1]) // 2] + found[2], within
-    )
-
-
-def read_by_omegaconf(text: str) -> str:
-    """Text without an interpolation; backslashes count before ``${``."""
-    assert all(len(backslashes) % 2 for backslashes in re.findall(r"(\\*)\$\{", text)), (
-        "an interpolation"
-    )
-    return re.sub(r"(\\+)\$\{", lambda found: found[1][: len(found[1]) // 2] + "${", text)
-
-
-def goal(length: int | str = "64k", **changes) -> tuple[Recommendation, Candidate]:
-    words = {
-        "model": "Qwen3-4B",
-        "gpus": "4xH200-141GB",
-        "length": length,
-        "trainer": "trinity",
-        "allocator": "expandable",
-    }
-    found = recommended(json.dumps(words | changes))
-    assert found.chosen is not None
-    return found, found.chosen
-
-
-@cache
-def recommended(words: str) -> Recommendation:
-    """Asked once: a recommendation for Trinity-RFT's trainer takes seconds."""
-    return recommend(**json.loads(words))
-
-
-def rungs() -> list[tuple[Recommendation, Candidate]]:
-    found, _ = goal()
-    return [(found, candidate) for candidate in found.candidates]
-
-
-@pytest.mark.parametrize(
-    ("found", "candidate"), rungs(), ids=lambda each: getattr(each, "label", "")
+from highwater.trainers.emitted import DATASET, Emitted, nested
+from highwater.trainers.targets import (
+    TARGETS,
+    configured,
+    configured_choice,
+    refuse_unknown_settings,
 )
-def test_every_setting_of_trinity_is_one_that_trinity_has(found, candidate):
-    known = recorded("trinity-rft", trinity_file.VERSION)
-    for name, value in trinity(found, candidate).values.items():
-        if name.startswith("model.rope_scaling."):
-            assert known["model.rope_scaling"] == "Optional[dict]"
-        else:
-            assert type(value) is _TYPES[known[name]], name
+
+ROOT = Path(__file__).parents[2]
+OF_VERLS_ACTOR = ("trinity", "verl", "areal")
+BY_ITSELF = ("axolotl", "llamafactory", "ms-swift")
+"""Trainers that read everything, their data and adapters too, from one file of YAML."""
+IN_YAML = ("trinity", "areal", "trl", "accelerate", *BY_ITSELF)
+NF4 = {"lora": 16, "lora_base": "nf4", "gpus": "1xH200-141GB"}
+ACTOR, VERLS_MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+WINDOWED = {"model": "gemma-2-2b", "length": "8k"}
+"""A model with windows, which torch's context parallelism refuses."""
 
 
-@pytest.mark.parametrize(
-    ("found", "candidate"), rungs(), ids=lambda each: getattr(each, "label", "")
-)
-def test_every_override_of_verl_is_one_that_verl_has(found, candidate):
-    known = recorded("verl", verl_file.VERSION)
-    for name, value in verl(found, candidate).values.items():
-        assert known[name] == "any" or type(value) is _TYPES[known[name]], name
-
-
-def test_the_yaml_says_what_the_values_say_and_what_was_recommended():
-    found, chosen = goal(rollout_gpus=2)
-    emitted = trinity(found, chosen, model_path="/models/mine")
-    document = yaml.safe_load(emitted.text)
-    assert document == nested(emitted.values)
-    assert document["mode"] == "both"
-    assert document["cluster"] == {"node_num": 1, "gpu_per_node": 4}
-    assert document["explorer"]["rollout_model"] == {"engine_num": 2, "tensor_parallel_size": 1}
-    assert document["model"]["model_path"] == "/models/mine"
-    assert document["model"]["max_model_len"] == 65_536
-    assert document["model"]["rope_scaling"] == {
-        "rope_type": "yarn",
-        "factor": 1.6,
-        "original_max_position_embeddings": 40_960,
-    }
-    trainer = document["trainer"]
-    assert trainer["ulysses_sequence_parallel_size"] == chosen.cell.layout.ulysses_degree
-    assert trainer["max_token_len_per_gpu"] == chosen.token_budget_tokens
-    both = {
-        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-    }
-    assert emitted.environment == both
-    assert (
-        f"before `ray start`: export "
-        f"{' '.join(f'{name}={value}' for name, value in both.items())}\n" in emitted.text
-    )
-
-
-@pytest.mark.parametrize("emit", [trinity, verl])
-def test_offload_is_fsdp2s_policy(emit):
-    for found, candidate in rungs():
-        values = emit(found, candidate).values
-        strategy, policy = (
-            next(v for n, v in values.items() if n.endswith(end))
-            for end in ("strategy", "offload_policy")
-        )
-        assert (strategy, policy) == (
-            ("fsdp2", True) if candidate.cell.settings.offload else ("fsdp", False)
-        )
-
-
-@pytest.mark.parametrize("emit", [trinity, verl])
-@pytest.mark.parametrize("query", [{}, {"offload": True}, {"offload": True, "allocator": "native"}])
-def test_what_is_emitted_is_what_was_predicted(emit, query):
-    """Asked for or offered by the ladder, offload is FSDP2's, which leaves no states on the GPU."""
-    found, _ = goal(**{"allocator": None, **query})
+@pytest.mark.parametrize("target", FILES)
+@pytest.mark.parametrize("length", ["16k", "128k"])
+def test_every_name_and_type_of_every_rung_is_one_of_the_trainers_own(target, length):
+    found, _ = goal(target, length, **{"ulysses": [1]} if target == "llamafactory" else {})
     for candidate in found.candidates:
-        strategy = next(
-            v for n, v in emit(found, candidate).values.items() if n.endswith("strategy")
-        )
-        assert strategy == candidate.cell.settings.strategy
-    offered, _ = goal(allocator=None)
-    if "allocator" not in query:
-        last = offered.candidates[-1]
-        assert last in found.candidates
-    assert not any("FSDP1" in note or "--strategy" in note for note in found.notes)
+        made = TARGETS[target].emit(found, candidate)
+        for name, value in made.values.items():
+            assert has_words_for(target, name, value), name
+        if target in IN_YAML:
+            assert yaml.safe_load(made.text) == nested(made.values)
+        lines = [line for line in made.text.splitlines() if " cannot express " in line]
+        assert [line.partition(" cannot express ")[2] for line in lines] == list(made.cannot)
+        assert (DATASET in made.text) or target not in BY_ITSELF
 
 
-@settings(max_examples=examples(30), deadline=None)
-@given(
-    st.sampled_from(rungs()),
-    st.one_of(st.none(), st.text(st.characters(exclude_categories=["C"]), min_size=1)),
+@pytest.mark.parametrize("target", BY_ITSELF)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss": "chunked", "optimizer": "adamw-8bit"},
+        {"lora": 16, "lora_targets": "q_proj,v_proj"},
+        {"recompute": "none", "length": "4k"},
+        {"length": "128k", "offload": True},
+    ],
 )
-def test_a_shell_reads_the_script_of_verl_as_the_values_say(rung, path):
-    emitted = verl(*rung, model_path=path)
-    command = emitted.text[emitted.text.index("python3 -m") :]
-    shown = command.replace("python3 -m verl.trainer.main_ppo", r"printf '%s\0'", 1)
-    done = subprocess.run(
-        ["bash", "-c", shown], capture_output=True, env={"MODEL_PATH": "/models/mine"}, check=True
+def test_every_setting_goes_by_one_of_the_trainers_own_names(target, changes):
+    made = emitted(target, **changes)
+    assert all(has_words_for(target, name, value) for name, value in made.values.items())
+    assert yaml.safe_load(made.text) == nested(made.values)
+
+
+@pytest.mark.parametrize(
+    ("target", "changes", "expected"),
+    [
+        (
+            "verl",
+            {},
+            {
+                f"{VERLS_MODEL}.lora_rank": 16,
+                f"{VERLS_MODEL}.lora_alpha": 32,
+                f"{VERLS_MODEL}.target_modules": "all-linear",
+                f"{ACTOR}.fsdp_config.model_dtype": "fp32",
+                f"{ACTOR}.strategy": "fsdp2",
+                "actor_rollout_ref.rollout.load_format": "safetensors",
+            },
+        ),
+        (
+            "verl",
+            {"lora_targets": "o_proj,down_proj"},
+            {f"{VERLS_MODEL}.target_modules": "[o_proj,down_proj]"},
+        ),
+        (
+            "areal",
+            {},
+            {
+                "actor.use_lora": True,
+                "actor.lora_rank": 16,
+                "actor.lora_alpha": 32,
+                "actor.target_modules.0": "all-linear",
+                "actor.optimizer_dtype": "float32",
+                "actor.weight_update_mode": "disk",
+                "rollout.use_lora": True,
+                "sglang.enable_lora": True,
+                "sglang.max_lora_rank": 16,
+            },
+        ),
+        (
+            "areal",
+            {"lora_targets": "o_proj,down_proj"},
+            {"actor.target_modules.0": "o_proj", "actor.target_modules.1": "down_proj"},
+        ),
+        (
+            "trinity",
+            {},
+            {
+                "model.lora_configs.0.name": "lora",
+                "model.lora_configs.0.lora_rank": 16,
+                "model.lora_configs.0.lora_alpha": 32,
+                "model.lora_configs.0.target_modules": "all-linear",
+                "synchronizer.sync_method": "checkpoint",
+                "trainer.trainer_strategy": "fsdp2",
+            },
+        ),
+        (
+            "torchtitan",
+            {},
+            {
+                "lora.rank": 16,
+                "lora.alpha": 32.0,
+                **{
+                    f"lora.target_modules.{number}": name
+                    for number, name in enumerate(("wqkv", "wo", "w1", "w3", "w2"))
+                },
+                "training.dtype": "float32",
+            },
+        ),
+        ("torchtitan", {"lora": 8, "lora_alpha": 12.5}, {"lora.alpha": 12.5}),
+        (
+            "torchtitan",
+            {"lora_targets": "o_proj,down_proj"},
+            {"lora.target_modules.0": "wo", "lora.target_modules.1": "w2"},
+        ),
+        (
+            "trl",
+            NF4,
+            {
+                "load_in_4bit": True,
+                "bnb_4bit_quant_type": "nf4",
+                "use_bnb_nested_quant": True,
+                "bnb_4bit_quant_storage": "bfloat16",
+            },
+        ),
+        ("axolotl", {}, {"adapter": "lora", "lora_target_linear": True}),
+        ("axolotl", NF4, {"adapter": "qlora", "load_in_4bit": True}),
+        ("axolotl", {"lora_targets": "o_proj"}, {"lora_target_modules.0": "o_proj"}),
+        ("llamafactory", {}, {"finetuning_type": "lora", "lora_target": "all"}),
+        ("llamafactory", NF4, {"quantization_bit": 4, "quantization_type": "nf4"}),
+        ("llamafactory", {"lora_targets": "q_proj,o_proj"}, {"lora_target": "q_proj,o_proj"}),
+        ("ms-swift", {}, {"tuner_type": "lora", "target_modules.0": "all-linear"}),
+        ("ms-swift", NF4, {"quant_method": "bnb", "quant_bits": 4}),
+        ("ms-swift", {"lora_targets": "o_proj"}, {"target_modules.0": "o_proj"}),
+    ],
+)
+def test_adapters_are_named_as_a_trainer_names_them(target, changes, expected):
+    made = emitted(target, **{"lora": 16} | changes)
+    assert expected.items() <= made.values.items()
+    assert all(has_words_for(target, name, value) for name, value in made.values.items())
+    if target in BY_ITSELF:
+        rank = "lora_r" if target == "axolotl" else "lora_rank"
+        assert [made.values[name] for name in (rank, "lora_alpha", "lora_dropout")] == [16, 32, 0.0]
+    packed = {"load_in_4bit", "quantization_bit", "quant_bits"} & made.values.keys()
+    assert bool(packed) is ("lora_base" in changes)
+
+
+@pytest.mark.parametrize("target", ["verl", "areal", "trinity", "torchtitan"])
+def test_without_lora_nothing_is_said_of_adapters_and_merged_ones_are_refused_by_name(target):
+    assert "lora" not in emitted(target).text.lower()
+    merged = {"lora": 16, "lora_merged": True, "save_hf": "last"}
+    if TARGETS[target].predicted_for == "trinity":
+        with pytest.raises(UsageError, match="--lora-merged"):
+            refuse_unknown_settings(target, merged)
+        return
+    with pytest.raises(UsageError, match="no words for --lora-merged"):
+        configured(target, *goal(target, "16k", **merged), model="Qwen3-4B")
+
+
+@pytest.mark.parametrize(
+    ("target", "changes", "said"),
+    [
+        ("verl", {"rollout_gpus": 2}, "share their GPUs"),
+        ("areal", {"rollout_gpus": 0}, "none are set aside"),
+        ("trl", {"objective": "ppo"}, "TRL trains sft, grpo, rw, dpo, not ppo"),
+        ("trl", {"objective": "dpo", "ulysses": [2]}, "in `trl sft` alone, not in `trl dpo`"),
+        ("trl", {"objective": "dpo", "ring": [2]}, "in `trl sft` alone, not in `trl dpo`"),
+        ("trl", {"objective": "grpo", "ulysses": [2]}, "in `trl sft` alone, not in `trl grpo`"),
+        ("torchtitan", {"objective": "grpo"}, "torchtitan trains sft, not grpo"),
+        *((target, {"objective": "dpo"}, "written for sft, not for dpo") for target in BY_ITSELF),
+        ("trl", WINDOWED | {"ulysses": [2], "copies": [2]}, "ZeRO-3 has no copies"),
+        ("accelerate", {"ulysses": [2], "copies": [2]}, "no copies of one ring"),
+        ("accelerate", {"ring": [4], "copies": [2]}, "inside a copy, of 2 GPUs, not among 4"),
+        ("accelerate", {"ring": [2], "copies": [2]}, "no copies of one ring"),
+        ("torchtitan", {"ring": [4], "copies": [2]}, "inside a copy, of 2 GPUs, not among 4"),
+        ("llamafactory", {"ulysses": [2]}, "shares no sequence among GPUs"),
+        ("llamafactory", {"copies": [2]}, "without copies"),
+        ("ms-swift", {"copies": [2]}, "without copies"),
+        ("axolotl", {"ulysses": [2], "copies": [2]}, "no copies of one ring"),
+        *(
+            (target, {"optimizer": "adamw-bf16"}, "has no adamw-bf16")
+            for target in ("trl", *BY_ITSELF)
+        ),
+        ("trl", {"optimizer": "adamw-bf16", "ulysses": [2]}, "TRL has no adamw-bf16"),
+        ("trl", WINDOWED | {"optimizer": "adamw-8bit", "ulysses": [2]}, "flat shards"),
+        *(
+            (
+                target,
+                {"optimizer": "adamw-8bit", "parameters": "bf16", "micro_batches": 1},
+                "parameters in bf16",
+            )
+            for target in ("trl", *BY_ITSELF)
+        ),
+        *(
+            (target, {"lora": 8, "lora_alpha": 12.5}, f"{name}'s lora_alpha is a whole")
+            for target, name in (("verl", "verl"), ("areal", "AReaL"), ("trinity", "Trinity-RFT"))
+        ),
+        (
+            "trinity",
+            {"lora": 16, "lora_targets": "q_proj,v_proj"},
+            "no adapters on layers by",
+        ),
+        ("trinity", {"lora": 24, "rollout_gpus": 1}, "no adapters of rank 24"),
+        ("trinity", {"lora": 1024, "rollout_gpus": 1}, "no adapters of rank 1024"),
+        ("verl", {"lora": 1024}, "up to rank 512, not 1024"),
+        ("torchtitan", {"lora": 16, "lora_targets": "q_proj,o_proj"}, "in one layer"),
+        ("torchtitan", {"lora": 16, "gpus": "1xL40S-48GB", "length": "64k"}, "more of each GPU"),
+    ],
+)
+def test_what_a_trainer_does_not_have_is_refused_with_hints_that_work(target, changes, said):
+    words = {"length": "16k", "ulysses": [1]} | changes
+    with pytest.raises(UsageError, match=said) as refused:
+        emitted(target, **words)
+    mended = list(ways(refused.value.hint, words))
+    assert mended
+    for each in mended:
+        assert TARGETS[target].emit(*goal(target, **each))
+
+
+@pytest.mark.parametrize("target", OF_VERLS_ACTOR)
+@pytest.mark.parametrize(
+    ("words", "layout", "settings"),
+    [
+        ("--ring 2", {"ulysses_degree": 1, "ring_degree": 2}, {}),
+        ("--copies 2", {"ulysses_degree": 1, "replicate_degree": 2}, {}),
+        ("--mlp-tiles 4", {}, {"mlp_tiles": 4}),
+    ],
+)
+def test_what_a_trainer_has_no_words_for_is_refused_by_name(target, words, layout, settings):
+    found, chosen = goal(target, "16k")
+    cell, changed = chosen.cell, msgspec.structs.replace
+    cell = changed(
+        cell, layout=changed(cell.layout, **layout), settings=changed(cell.settings, **settings)
     )
-    words = done.stdout.decode().split("\0")[:-1]
-    values = emitted.values | {
-        PATH: "/models/mine" if emitted.values[PATH] == "$MODEL_PATH" else emitted.values[PATH]
-    }
-    said = dict(word.split("=", 1) for word in words)
-    assert list(said) == list(values)
-    assert read_by_omegaconf(read_by_hydra(said.pop(PATH))) == values.pop(PATH)
-    assert said == {name: str(value) for name, value in values.items()}
+    with pytest.raises(UsageError, match=words) as refused:
+        configured(target, found, changed(chosen, cell=cell), model="Qwen3-4B")
+    if layout:
+        assert f"has no words for {words}" in str(refused.value)
+    else:
+        assert refused.value.hint == f"leave `{words}` out"
 
 
-@pytest.mark.parametrize(("path", "quoted", "written"), PATHS, ids=lambda each: each)
-def test_a_path_is_a_path_whatever_hydra_and_omegaconf_make_of_its_characters(
-    path, quoted, written
-):
-    (word,) = [
-        word
-        for word in shlex.split(verl(*goal(), model_path=path).command)
-        if word.startswith(PATH)
-    ]
-    assert word == f"{PATH}={quoted}"
-    document = yaml.safe_load(trinity(*goal(), model_path=path).text)
-    assert document["model"]["model_path"] == written
-    assert read_by_omegaconf(read_by_hydra(quoted)) == read_by_omegaconf(written) == path
+def test_torchtitan_has_adapters_on_its_own_models_alone():
+    words = {"lora": 16, "lora_targets": "o_proj"}
+    with pytest.raises(UsageError, match="models of its own") as refused:
+        TARGETS["torchtitan"].emit(*goal("torchtitan", "16k", **words), model_path="/models/mine")
+    assert "`--lora 16 --lora-targets o_proj`" in refused.value.hint
+    assert TARGETS["torchtitan"].emit(*goal("torchtitan", "16k"), model_path="/models/mine")
 
 
-def test_a_path_that_nobody_named_comes_from_the_environment():
-    assert """ actor_rollout_ref.model.path="'$MODEL_PATH'" """ in verl(*goal()).text
-    assert yaml.safe_load(trinity(*goal()).text)["model"]["model_path"] == "${oc.env:MODEL_PATH}"
+@pytest.mark.parametrize(
+    ("target", "changes", "said"),
+    [
+        ("accelerate", {}, ("the token budget of 131072 a GPU", "the objective sft")),
+        (
+            "accelerate",
+            {"degree": 2},
+            ("1 x 131072 tokens, over 2 GPUs", "2 GPUs pass keys and values round a ring"),
+        ),
+        (
+            "accelerate",
+            WINDOWED | {"degree": 2},
+            ("1 x 8192 tokens, over 2 GPUs", "recomputation with DeepSpeed", "ZeRO-3"),
+        ),
+        ("accelerate", {"mlp_tiles": 8}, ("--mlp-tiles 8",)),
+        ("accelerate", NF4 | {"length": "16k"}, ("packed in NF4",)),
+        ("trl", {}, ("whole logits",)),
+        (
+            "trl",
+            {"degree": 2},
+            ("whole logits", "packed sequences with a ring", "Ulysses with fsdp2"),
+        ),
+        (
+            "trl",
+            WINDOWED | {"degree": 2},
+            ("whole logits", "packed sequences with Ulysses", "Ulysses with fsdp2: it is DeepSp"),
+        ),
+        ("torchtitan", {}, ("YaRN's attention factor",)),
+        ("torchtitan", {"degree": 2}, ("Ulysses: 2 GPUs share each sequence by context",)),
+        ("torchtitan", {"recompute": "all-but-attention"}, ("--recompute all-but-attention",)),
+        ("torchtitan", {"strategy": "fsdp"}, ("FSDP1",)),
+        (
+            "torchtitan",
+            {"lora": 16, "length": "16k"},
+            ("a frozen model in bf16", "they are one layer, wqkv, with one adapter of rank 16"),
+        ),
+        ("trinity", {"lora": 16, "length": "16k"}, ("adapters in float32",)),
+        ("areal", {"degree": 2}, ("FSDP1",)),
+        ("axolotl", {"length": "16k"}, ("parameters in float32",)),
+        (
+            "axolotl",
+            {"degree": 2, "length": "16k"},
+            ("2 GPUs share each sequence by context parallelism",),
+        ),
+        (
+            "axolotl",
+            {"degree": 2, "length": "16k", "sequences_per_micro_batch": 2},
+            ("packed sequences, 2 in a micro-batch",),
+        ),
+        (
+            "axolotl",
+            {"optimizer": "adamw-8bit", "length": "16k"},
+            ("moments of 8 bits that are updated in pieces",),
+        ),
+        (
+            "llamafactory",
+            {"optimizer": "adamw-8bit", "length": "16k"},
+            ("moments of 8 bits that are updated",),
+        ),
+        (
+            "llamafactory",
+            {"recompute": "all-but-attention", "length": "16k"},
+            ("--recompute all-but-attention",),
+        ),
+        ("ms-swift", {"strategy": "fsdp", "length": "16k"}, ("FSDP1",)),
+        (
+            "ms-swift",
+            {"loss": "chunked", "degree": 2, "length": "16k"},
+            ("--loss chunked with shared sequences",),
+        ),
+        ("ms-swift", {"ring": [2], "length": "16k"}, ("ring=2: 2 GPUs share heads",)),
+    ],
+)
+def test_what_a_trainer_cannot_express_is_said(target, changes, said):
+    degree = changes.pop("degree", 1)
+    found, _ = goal(target, **{"ulysses": [degree]} | changes)
+    chosen = found.chosen if "ring" in changes else rung(found, degree=degree)
+    made = TARGETS[target].emit(found, chosen)
+    for each in said:
+        assert any(each in sentence for sentence in made.cannot), each
 
 
-def test_verl_is_not_given_what_ends_its_rollout():
-    emitted = verl(*goal())
-    assert emitted.environment == {}
-    assert "vLLM's sleep mode" in emitted.text
-    assert not re.search(r"^(export|PYTORCH)", emitted.text, re.MULTILINE)
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("verl", "fsdp_config.model_dtype: float32"),
+        ("verl", "LoRA has other states there, which nobody measured"),
+        ("areal", "actor.optimizer_dtype: float32"),
+        ("areal", "untested"),
+    ],
+)
+def test_how_a_trainers_lora_differs_is_said(target, said):
+    assert said in emitted(target, lora=16).text
 
 
-def test_verls_gpus_are_shared_so_none_are_set_aside():
-    found, chosen = goal(rollout_gpus=2)
-    with pytest.raises(UsageError, match="share their GPUs") as refused:
-        verl(found, chosen)
-    assert verl(*goal(reserved=shlex.split(refused.value.hint.split("`")[3])[1]))
+@pytest.mark.parametrize("target", FILES)
+def test_the_variables_of_the_allocator_go_by_both_names(target):
+    both = dict.fromkeys(
+        ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True"
+    )
+    found, chosen = goal(target, "16k", ulysses=[1])
+    assert chosen.cell.settings.allocator == "expandable"
+    made = TARGETS[target].emit(found, chosen)
+    if target == "areal":  # its rollout is not told: only the actor's workers are
+        document = yaml.safe_load(made.text)
+        assert document["actor"]["scheduling_spec"][0]["env_vars"] == both
+        assert made.environment == {}
+    elif target == "verl":  # it would end its rollout
+        assert made.environment == {}
+        assert "vLLM's sleep mode" in made.text
+        assert not re.search(r"^(export|PYTORCH)", made.text, re.MULTILINE)
+    else:
+        assert made.environment == both
+        assert all(name in made.text for name in both)
+        assert "expandable_segments:True" not in emitted(target, allocator="native").text
 
 
-@pytest.mark.parametrize("emit", [trinity, verl])
-def test_the_block_for_the_models_config_is_the_recommended_one_and_every_figure_is_labelled(emit):
-    found, chosen = goal()
-    emitted = emit(found, chosen)
-    block = next(line for line in emitted.text.splitlines() if line.startswith("# {"))
-    assert json.loads(block.removeprefix("# ")) == {
-        "rope_parameters": found.yarn.rope_parameters,
-        "max_position_embeddings": 65_536,
-    }
-    assert "predicted" in emitted.text
-    assert from_json(to_json(emitted), Emitted) == emitted
+@pytest.mark.parametrize("target", FILES)
+def test_whose_prediction_it_is_stands_in_the_heading(target):
+    found, chosen = goal(target, "16k", ulysses=[1])
+    heading = TARGETS[target].emit(found, chosen).text.partition("start")[0]
+    whose = {"trinity": "Trinity-RFT's trainer", "areal": "Trinity-RFT's trainer, which is verl's"}
+    if target in OF_OURS:
+        assert "predicted for highwater's own engine" in heading
+    else:
+        assert whose.get(target, "predicted") in heading
+    measured = msgspec.structs.replace(chosen, source="measured", found_in="studies/mine.jsonl")
+    heading = TARGETS[target].emit(found, measured).text
+    assert "measured for " in heading
+    assert "(in studies/mine.jsonl)" in heading
+    assert found.accuracy not in heading
 
 
-@pytest.mark.parametrize("emit", [trinity, verl])
-def test_no_name_ends_a_comment(emit):
-    found, chosen = goal()
+@pytest.mark.parametrize("target", FILES)
+@pytest.mark.parametrize(
+    "path", ["/models/mine", 'it\'s "q" #1: a=b, ${oc.env:HOME} \\ ü', "- x", "yes", "\u2028x"]
+)
+def test_a_path_is_a_path(target, path):
+    text = TARGETS[target].emit(*goal(target, "16k", ulysses=[1]), model_path=path).text
+    if target == "torchtitan":
+        keywords = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.keyword)]
+        named = [ast.literal_eval(node.value) for node in keywords if node.arg == "hf_model"]
+        assert named == [path]
+    elif target == "areal":
+        assert yaml.safe_load(text)["actor"]["path"] == path.replace("${", "\\${")
+    elif target == "trinity":
+        assert yaml.safe_load(text)["model"]["model_path"] == path.replace("${", "\\${")
+    elif target in IN_YAML and target != "accelerate":
+        name = {"trl": "model_name_or_path", "axolotl": "base_model", "ms-swift": "model"}
+        assert yaml.safe_load(text)[name.get(target, "model_name_or_path")] == path
+    elif target == "accelerate" and path.isprintable():
+        assert f"the script loads {path} in float32" in text
+
+
+@pytest.mark.parametrize("target", FILES)
+def test_no_name_of_a_model_ends_a_comment(target):
+    found, chosen = goal(target, "16k", ulysses=[1])
     for end in ("\n", "\r", "\x0b", "\u2028", "\x85"):
-        emitted = emit(msgspec.structs.replace(found, model_name=f"a{end}touch b"), chosen)
-        assert not any(line.startswith("touch") for line in emitted.text.splitlines())
+        named = msgspec.structs.replace(found, model_name=f"a{end}import os")
+        made = TARGETS[target].emit(named, chosen)
+        lines = made.text.split("\nfrom ")[0].splitlines()
+        assert not any(line.startswith("import os") for line in lines[:-1])
+        assert from_json(to_json(made), Emitted) == made
+
+
+@pytest.mark.parametrize("target", FILES)
+def test_a_version_is_one_that_is_installed_to_be_tested_with(target):
+    package = TARGETS[target].package or target
+    pins = ROOT / "tests" / "emit" / "requirements" / f"{target}.txt"
+    if pins.exists():
+        assert f"{package}=={FILES[target].VERSION}" in pins.read_text().splitlines()
+
+
+@pytest.mark.parametrize("target", BY_ITSELF)
+def test_one_micro_batch_a_step_is_not_left_to_the_user(target):
+    one, several = (emitted(target, length="4k", micro_batches=number) for number in (1, 2))
+    replaced = "gradient_accumulation_steps\n"
+    assert one.values["gradient_accumulation_steps"] == 1
+    assert replaced in several.text
+    assert replaced not in one.text
+
+
+@pytest.mark.parametrize("target", BY_ITSELF)
+def test_a_model_is_named_by_its_id_where_it_is_filled_in(target):
+    found, chosen = goal(target, "16k", ulysses=[1])
+    filled_in = configured(target, found, chosen, model="Qwen3-4B", is_filled_in=True)
+    (name,) = {"base_model", "model_name_or_path", "model"} & filled_in.values.keys()
+    assert filled_in.values[name] == "Qwen/Qwen3-4B"
+    assert "MODEL_PATH" not in filled_in.text
+    plain = configured(target, found, chosen, model="Qwen3-4B")
+    assert name not in plain.values
+    assert "$MODEL_PATH" in plain.command
+
+
+def test_settings_without_whole_logits_come_before_those_with():
+    found = recommend("Qwen3-8B", length="128k", gpus="8xH100-80GB")
+    made = configured_choice("axolotl", found, model="Qwen3-8B")
+    assert made is not None
+    assert made.emitted.logits_bytes is None
+    assert made.emitted.values["liger_fused_linear_cross_entropy"] is True
+    shared = [each for each in found.candidates if each.cell.layout.ulysses_degree > 1]
+    alone = msgspec.structs.replace(found, candidates=tuple(shared))
+    roomy = configured_choice("ms-swift", alone, model="Qwen3-8B")
+    assert roomy is not None
+    assert roomy.emitted.logits_bytes == 10 * 151_936 * 131_072 // 4, "half of them lacks room"

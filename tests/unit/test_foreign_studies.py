@@ -25,8 +25,8 @@ from highwater.nouns.trial import (
     TrialSpec,
 )
 from highwater.pages.answer_sentence import recommendation_answer
-from highwater.pages.guide.answers import places
 from highwater.pages.guide.build import guide
+from highwater.pages.guide.chooser import places
 from highwater.pages.guide.guide_page import guide_markdown
 from highwater.pages.recommendation_tables import recommendation_tables
 from highwater.pages.study.build import study_csv, study_markdown, study_page

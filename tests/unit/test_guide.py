@@ -14,9 +14,10 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from markup import markdown_rows
+from markdown_it import MarkdownIt
+from markup import Page, markdown_rows
 
-from highwater import guide, open_study, predict
+from highwater import guide, open_study, predict, write_guide
 from highwater.errors import UsageError
 from highwater.nouns.capacities import (
     PUBLISHED_SETTINGS,
@@ -29,9 +30,11 @@ from highwater.nouns.codec import to_json
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, MemoryOnlyFit, Study
+from highwater.pages.guide import guide_page as guide_parts
+from highwater.pages.guide.chooser import places
 from highwater.pages.guide.guide import Guide, cell_label, guide_tables
-from highwater.pages.guide.guide_page import guide_markdown, guide_rows
-from highwater.pages.text import escaped
+from highwater.pages.guide.guide_page import guide_markdown, guide_page, guide_rows
+from highwater.pages.text import escaped, markdown_list
 from places import question_of
 from tiny_models import write_model
 
@@ -423,3 +426,167 @@ def test_a_guide_of_other_trainings_is_asked_for(tmp_path):
     known.write_bytes(msgspec.json.encode(predict("Qwen3-0.6B", gpus="1xRTX-4090")))
     with pytest.raises(UsageError, match="--lora: and no model to predict"):
         guide(known, trained={"lora": 16})
+
+
+PAGE_TABLE = Path(__file__).parents[1] / "data" / "published_capacity_a100_80gb.csv"
+STUDIES = Path(__file__).parents[2] / "docs" / "results" / "find"
+
+
+@pytest.fixture(scope="module")
+def made() -> Guide:
+    return guide(PAGE_TABLE, predict=["Qwen3-0.6B", "Qwen3-8B"], gpus=["4xH200-141GB"])
+
+
+def test_a_page_has_every_row_of_the_guide(made):
+    seen: list[tuple[int, str, list[str]]] = []
+    rows = iter(Page(guide_page(made)).rows)
+    for table in made.tables:
+        heading = next(row for row in rows if row[0] == "max_model_len")
+        assert heading[1:] == list(table.models)
+        for tokens, choices in table.rows:
+            length, *cells = next(rows)
+            seen.append((table.gpus, length, cells))
+            assert length == f"{tokens:,}"
+            assert [cell.removesuffix(" ?") for cell in cells] == [
+                choice.label for choice in choices
+            ]
+    assert not any(row[0] == "max_model_len" for row in rows)
+    assert (2, "16,384", ["vanilla", "vanilla", "Env", "Env + Offload", "Env + Offload"]) in seen
+
+
+def test_the_longest_bar_is_the_longest_length(made):
+    text = guide_page(guide(PAGE_TABLE))
+    assert '<td class="figure">122,880*</td>' in text
+    (bar,) = re.findall(r"<span>4 GPUs, [^:]*: 122,880</span><span class=.bar.>(.*?)</span>", text)
+    assert 'style="width:100.0%"' in bar
+
+
+def test_a_bar_shows_what_memory_holds_beside_what_was_trained_in_full():
+    text = guide_page(
+        guide(STUDIES / "long-0.6b-79gib.jsonl", STUDIES / "qwen3-0.6b-79gib-chunked.jsonl")
+    )
+    trained = round(262144 / 671744 * 100, 1)
+    bar = (
+        f'<span style="width:{trained}%"></span><span class="memory-only" '
+        f'style="width:{round(100 - trained, 1)}%"></span>'
+    )
+    said = "Qwen3-0.6B: 262,144, 671,744 memory-only"
+    drawn = f'<span>1 GPU, {said}</span><span class="bar">{bar}</span>'
+    assert drawn in text
+    (summary,) = re.findall("<summary>(.* memory-only)</summary>", text)
+    assert summary.endswith(f", measured: {said.replace(': ', ' ')}")
+
+
+def test_a_page_opens_with_the_longest_length_and_its_contents_come_later(made):
+    found_places = places(made)
+    first, text = found_places[0], guide_page(made, found_places)
+    assert first.longest_tokens is not None
+    page = Page(text)
+    assert f"{first.model_name} trains {first.longest_tokens:,} tokens" in page.text("p")
+    order = ['id="choose-length"', 'id="answer-said"', 'aria-label="Contents"']
+    found = [text.index(each) for each in (*order, 'id="words"', "<table")]
+    assert found == sorted(found)
+
+
+def test_speed_is_predicted_for_our_own_trainer_and_labelled_so(made):
+    rows = [row for row in guide_rows(made) if row["tokens_per_s"]]
+    assert {(row["speed_source"], row["source"]) for row in rows} == {("predicted", "predicted")}
+    trained = [row for row in guide_rows(made) if row["source"] == "predicted"]
+    assert all((row["settings"] in "-?") == (row["tokens_per_s"] is None) for row in trained)
+    last = [row for row in rows if row["model"] == "Qwen3-8B"][-1]
+    shown = f"{last['tokens_per_s']:,.0f} at {last['max_model_len']:,}: "
+    text = guide_page(made, places(made))
+    assert f'<td class="figure">{shown}' in text.replace("figure ", "figure")
+    assert shown in guide_markdown(made)
+    assert "Tokens a second, predicted" in Page(text).text("caption")
+
+
+def test_the_name_of_the_file_says_whether_it_is_a_page(made, tmp_path):
+    assert write_guide(tmp_path / "guide.html", made).read_text().startswith("<!doctype html>")
+    assert write_guide(tmp_path / "guide.md", made).read_text().startswith("# ")
+
+
+LONG = FOUND / "long-0.6b-79gib.jsonl"
+
+
+def test_rows_of_a_long_table_that_say_the_same_are_joined_and_none_is_lost():
+    (table,) = guide(LONG, FOUND / "qwen3-0.6b-79gib-full.jsonl").tables
+    rows = guide_parts.choice_table(table).rows
+    joined = guide_parts.joined(guide_parts.choice_table(table)).rows
+    lengths = [row[0] for row in rows]
+    told = {}
+    for row in joined:
+        first, _, last = row[0].partition(" – ")
+        told |= dict.fromkeys(
+            lengths[lengths.index(first) : lengths.index(last or first) + 1], row[1:]
+        )
+    assert len(rows) > 60
+    assert len(joined) < 10
+    assert [(name, *told[name]) for name in lengths] == list(rows)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_several_files_about_a_cell_those_that_add_nothing_are_left_out(order):
+    sources = [FOUND / name for name in ("edge-0.6b-1-full.jsonl", "qwen3-0.6b-79gib-full.jsonl")][
+        ::order
+    ]
+    page = guide_markdown(guide(*sources)).partition("## Capacities")[2]
+    env = page.partition("**Env (")[2]
+    told = ["1", "1", r"196,608\*"]
+    assert told in markdown_rows(env), "the other is not finished, at no longer length"
+
+
+def test_how_far_each_model_gets_is_told_at_a_glance():
+    made = guide(DATA / "published_capacity_a100_80gb.csv", LONG)
+    published, measured = guide_parts.glance_tables(made)
+    assert published.rows[0] == ("1", "28,672", "28,672", "28,672", "24,576", "24,576")
+    for table in made.tables:
+        at_a_glance = (
+            next(row for row in published.rows if row[0] == str(table.gpus))
+            if table.source == "published"
+            else measured.rows[0]
+        )
+        reached = "; ".join(
+            f"{name} {figure.replace('*', '')}"
+            for name, figure in zip(table.models, at_a_glance[1:], strict=True)
+        )
+        assert guide_parts.summary(table).endswith(f" {table.source}: {reached}")
+    assert [row[0] for row in published.rows] == ["1", "2", "4", "6"]
+    ((gpus, reached),) = measured.rows
+    assert (gpus, *reached.split()) == ("1", "131,072*,", "671,744*", "memory-only")
+    opening = guide_markdown(made).partition("## How to read it")[0]
+    assert ["1", reached.replace("*", r"\*")] in markdown_rows(opening)
+
+
+def test_what_alone_was_tried_is_said_where_nothing_simpler_was(tmp_path):
+    made = guide(
+        FOUND / "edge-4b-2-full-native.jsonl",
+        FOUND / "edge-4b-2-full.jsonl",
+        FOUND / "qwen3-0.6b-79gib-full.jsonl",
+    )
+    one, two = sorted(made.tables, key=lambda table: table.gpus)
+    said = guide_parts.only_tried(two)
+    assert guide_parts.only_tried(one) == ""
+    assert ": Qwen3-4B: SP=2, Env + SP=2. " in said
+    assert guide_markdown(made).count(said) == 1
+    assert all(
+        "Tried" not in str(row["settings"]) and "?" not in str(row["settings"])
+        for row in guide_rows(made)
+        if row["max_model_len"] == 4096
+    )
+    assert "Tried here" not in guide_markdown(guide(DATA / "published_capacity_a100_80gb.csv"))
+    path = tmp_path / "t.csv"
+    rows = ("vanilla,2,1,Qwen3-8B,4096", "env,2,2,Qwen3-4B,8192", "env,2,2,Qwen3-14B,4096")
+    path.write_text(
+        "\n".join(
+            ("gpu,settings,gpus,sp,model,max_model_len", *(f"A100-80GB,{row}" for row in rows))
+        )
+    )
+    said = guide_parts.only_tried(guide(path).tables[0])
+    assert "Qwen3-4B, Qwen3-14B: Env" in said
+
+
+def test_text_from_outside_begins_no_heading_and_no_list():
+    page = MarkdownIt().render(markdown_list(map(escaped, ("# a", "- b", "+ c", "#d"))))
+    assert (page.count("<ul>"), page.count("<li>"), page.count("<h1>")) == (1, 4, 0)
+    assert escaped("-") == "-", "nothing fits, in a table"

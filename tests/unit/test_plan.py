@@ -24,6 +24,7 @@ from highwater.nouns.layout import Layout
 from highwater.nouns.plan import Plan, plan, plan_trial
 from highwater.nouns.request import request_from
 from highwater.nouns.settings import Settings
+from highwater.nouns.trial import TrialSpec
 from highwater.units import GIB, MIB
 from places import H200, NO_GPU, machine_with, write_safetensors
 from tiny_models import write_model
@@ -32,6 +33,11 @@ from tiny_models import write_model
 def planned(machine: Machine, **settings: Any) -> Plan:
     """The plan for Qwen3-0.6B."""
     return plan(request_from({"model": "Qwen3-0.6B", **settings}), machine)
+
+
+def planned_trial(machine: Machine, length_tokens: int, **settings: Any) -> TrialSpec:
+    """The plan for one trial of Qwen3-0.6B."""
+    return plan_trial(request_from({"model": "Qwen3-0.6B", **settings}), machine, length_tokens)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +65,7 @@ def test_more_gpus_than_present_are_refused_with_a_count_that_works():
 def test_a_memory_only_trial_is_one_of_its_own():
     settings = {"model": "Qwen3-0.6B", "loss": "chunked"}
     full, memory_only = (
-        plan_trial(request_from({**settings, **depth}), machine_with(1), 131_072)
+        planned_trial(machine_with(1), 131_072, **settings, **depth)
         for depth in ({}, {"attention_depth": 1})
     )
     assert (full.attention_depth, memory_only.attention_depth) == (None, 1)
@@ -76,12 +82,10 @@ def test_a_memory_only_trial_is_one_of_its_own():
 )
 def test_a_memory_only_trial_that_would_be_none_is_refused(settings, length, said):
     with pytest.raises(UsageError, match=said) as refusal:
-        plan_trial(request_from({"model": "Qwen3-0.6B", **settings}), machine_with(1), length)
+        planned_trial(machine_with(1), length, **settings)
     named = re.search(r"`--length (\d+)`", refusal.value.hint)
     if named:
-        plan_trial(
-            request_from({"model": "Qwen3-0.6B", **settings}), machine_with(1), int(named[1])
-        )
+        planned_trial(machine_with(1), int(named[1]), **settings)
 
 
 def test_a_search_proves_by_memory_under_the_time_limit_of_a_trial():
@@ -278,16 +282,14 @@ def test_degrees_that_cannot_share_a_sequence_are_skipped_and_said():
 def test_a_degree_that_does_not_divide_the_heads_is_skipped(tmp_path):
     model = str(write_model(tmp_path / "m", num_attention_heads=6, num_key_value_heads=6))
     with pytest.raises(UsageError, match=r"4 .* 6 query heads"):
-        plan(request_from({"model": model, "gpus": [4], "ulysses": [4]}), machine_with(4))
+        planned(machine_with(4), model=model, gpus=[4], ulysses=[4])
 
 
 @pytest.mark.parametrize(("kv_heads", "refused"), [(4, [3, 6]), (6, [4]), (12, []), (1, [])])
 def test_sp_and_the_kv_heads_have_to_divide_one_another(tmp_path, kv_heads, refused):
     model = str(write_model(tmp_path / "m", num_attention_heads=12, num_key_value_heads=kv_heads))
     degrees = [1, 2, 3, 4, 6, 12]
-    result = plan(
-        request_from({"model": model, "gpus": [12], "ulysses": degrees}), machine_with(12)
-    )
+    result = planned(machine_with(12), model=model, gpus=[12], ulysses=degrees)
     tried = {cell.layout.ulysses_degree for cell in result.question.cells}
     assert tried == set(degrees) - set(refused)
     for degree in refused:
@@ -296,25 +298,21 @@ def test_sp_and_the_kv_heads_have_to_divide_one_another(tmp_path, kv_heads, refu
 
 
 def test_a_model_with_its_own_rope_scaling_is_searched_up_to_its_maximum():
-    result = plan(request_from({"model": "Llama-3.1-8B"}), machine_with(1))
+    result = planned(machine_with(1), model="Llama-3.1-8B")
     assert result.question.grid.max_tokens == 131072
     assert "`--rope yarn`" in result.notes[0]
     assert (
-        plan(
-            request_from({"model": "Llama-3.1-8B", "rope": "yarn"}), machine_with(1)
-        ).question.grid.max_tokens
+        planned(machine_with(1), model="Llama-3.1-8B", rope="yarn").question.grid.max_tokens
         == 1024**2
     )
 
 
 def test_one_trial_past_a_models_own_rope_scaling_is_refused_unless_yarn_is_asked_for():
     with pytest.raises(UsageError, match=r"its own RoPE .* 131,072") as refusal:
-        plan_trial(request_from({"model": "Llama-3.1-8B"}), machine_with(1), 262144)
+        planned_trial(machine_with(1), 262144, model="Llama-3.1-8B")
     assert "`--rope yarn`" in refusal.value.hint
     assert (
-        plan_trial(
-            request_from({"model": "Llama-3.1-8B", "rope": "yarn"}), machine_with(1), 262144
-        ).length_tokens
+        planned_trial(machine_with(1), 262144, model="Llama-3.1-8B", rope="yarn").length_tokens
         == 262144
     )
 
@@ -322,14 +320,14 @@ def test_one_trial_past_a_models_own_rope_scaling_is_refused_unless_yarn_is_aske
 def test_scaling_that_grows_with_the_length_has_no_end_and_needs_no_yarn(tmp_path):
     grows = {"rope_type": "dynamic", "factor": 2.0}
     model = str(write_model(tmp_path / "m", rope_scaling=grows))
-    result = plan(request_from({"model": model}), machine_with(1))
+    result = planned(machine_with(1), model=model)
     assert result.question.grid.max_tokens == 1024**2
     assert besides_weights(result) == ()
-    assert plan_trial(request_from({"model": model}), machine_with(1), 8192).length_tokens == 8192
+    assert planned_trial(machine_with(1), 8192, model=model).length_tokens == 8192
     assert yarn(load_model(model), length_tokens=8192) is None
     assert yarn(load_model(model), length_tokens=8192, rope="yarn") is not None
     fixed = str(write_model(tmp_path / "fixed", rope_scaling={**grows, "alpha": 1000.0}))
-    assert plan(request_from({"model": fixed}), machine_with(1)).question.grid.max_tokens == 4096
+    assert planned(machine_with(1), model=fixed).question.grid.max_tokens == 4096
 
 
 @pytest.mark.parametrize("rope", ["auto", "yarn"])
@@ -342,11 +340,11 @@ def test_scaling_that_grows_with_the_length_has_no_end_and_needs_no_yarn(tmp_pat
 )
 def test_a_rope_for_each_kind_of_layer_is_not_scaled(tmp_path, rope, config):
     model = str(write_model(tmp_path / "m", **config))
-    result = plan(request_from({"model": model, "rope": rope}), machine_with(1))
+    result = planned(machine_with(1), model=model, rope=rope)
     assert result.question.grid.max_tokens == 4096
     assert any("RoPE for each kind" in note for note in result.notes)
     with pytest.raises(UsageError, match="RoPE for each kind") as refusal:
-        plan_trial(request_from({"model": model, "rope": rope}), machine_with(1), 8192)
+        planned_trial(machine_with(1), 8192, model=model, rope=rope)
     assert refusal.value.hint == "use `--length 4096`"
 
 
@@ -358,21 +356,16 @@ def test_yarn_is_refused_where_a_family_cannot_have_it_or_not_in_its_files(tmp_p
         write_model(tmp_path / "phimoe", model_type="phimoe", attention_dropout=0.0, **longrope)
     )
     with pytest.raises(UsageError, match="phimoe scales cosines") as refusal:
-        plan(request_from({"model": phimoe, "rope": "yarn"}), machine_with(1))
+        planned(machine_with(1), model=phimoe, rope="yarn")
     assert refusal.value.hint == "leave `--rope` out"
-    assert plan(request_from({"model": phimoe}), machine_with(1)).question.grid.max_tokens == 4096
+    assert planned(machine_with(1), model=phimoe).question.grid.max_tokens == 4096
     phi3 = str(write_model(tmp_path / "phi3", model_type="phi3", **longrope))
     saved = {"model": phi3, "save_hf": "last"}
     with pytest.raises(UsageError, match=r"phi3 .* no YaRN") as refusal:
-        plan(request_from({**saved, "rope": "yarn"}), machine_with(1))
+        planned(machine_with(1), **saved, rope="yarn")
     assert refusal.value.hint == "leave `--save-hf` out"
-    assert (
-        plan(
-            request_from({"model": phi3, "rope": "yarn"}), machine_with(1)
-        ).question.grid.max_tokens
-        == 1024**2
-    )
-    assert plan(request_from(saved), machine_with(1)).question.grid.max_tokens == 4096
+    assert planned(machine_with(1), model=phi3, rope="yarn").question.grid.max_tokens == 1024**2
+    assert planned(machine_with(1), **saved).question.grid.max_tokens == 4096
 
 
 @pytest.mark.parametrize("rope", ["auto", "yarn"])
@@ -380,7 +373,7 @@ def test_a_model_without_rope_is_searched_up_to_its_native_length_whatever_rope_
     tmp_path, rope
 ):
     model = str(write_model(tmp_path / "m", model_type="opt", max_position_embeddings=10_000))
-    result = plan(request_from({"model": model, "rope": rope}), machine_with(1))
+    result = planned(machine_with(1), model=model, rope=rope)
     grid = result.question.grid
     assert [grid.length(index) for index in range(1, grid.size + 1)] == [4096, 8192]
     (note,) = besides_weights(result)
@@ -394,25 +387,18 @@ def test_a_trial_past_the_positions_of_a_model_without_rope_is_refused_with_a_le
     model = str(write_model(tmp_path / "m", model_type="opt", max_position_embeddings=2048))
     problem = "4,096 .* 2,048 .*opt has no RoPE"
     with pytest.raises(UsageError, match=problem) as refusal:
-        plan_trial(request_from({"model": model, "rope": "yarn"}), machine_with(1), 4096)
+        planned_trial(machine_with(1), 4096, model=model, rope="yarn")
     assert refusal.value.hint == "use `--length 2048`"
-    assert plan_trial(request_from({"model": model}), machine_with(1), 2048).length_tokens == 2048
+    assert planned_trial(machine_with(1), 2048, model=model).length_tokens == 2048
     with pytest.raises(UsageError, match=problem) as refusal:
-        plan(request_from({"model": model}), machine_with(1))
+        planned(machine_with(1), model=model)
     assert "`--start-length 2048`" in refusal.value.hint
-    assert (
-        plan(
-            request_from({"model": model, "start_length": 2048}), machine_with(1)
-        ).question.grid.size
-        == 1
-    )
+    assert planned(machine_with(1), model=model, start_length=2048).question.grid.size == 1
 
 
 def test_one_trial_takes_the_cheapest_rung_unless_another_is_named():
     machine = machine_with(2)
-    assert (
-        plan_trial(request_from({"model": "Qwen3-0.6B"}), machine, 4096).settings.label == "vanilla"
-    )
+    assert planned_trial(machine, 4096).settings.label == "vanilla"
     named = request_from(
         {"model": "Qwen3-0.6B", "loss": "chunked", "allocator": "expandable", "gpus": [2]}
     )
@@ -422,12 +408,12 @@ def test_one_trial_takes_the_cheapest_rung_unless_another_is_named():
 
 def test_one_trial_has_one_layout():
     with pytest.raises(UsageError, match="several"):
-        plan_trial(request_from({"model": "Qwen3-0.6B", "gpus": [1, 2]}), machine_with(2), 4096)
+        planned_trial(machine_with(2), 4096, gpus=[1, 2])
 
 
 def test_what_a_model_lacks_is_told_before_anything_starts(tmp_path):
     with pytest.raises(ModelError, match="vocab_size"):
-        plan(request_from({"model": str(write_model(tmp_path, vocab_size=None))}), machine_with(1))
+        planned(machine_with(1), model=str(write_model(tmp_path, vocab_size=None)))
 
 
 def test_the_same_request_asks_the_same_question_and_another_budget_another():
@@ -439,17 +425,17 @@ def test_the_same_request_asks_the_same_question_and_another_budget_another():
 def test_offloaded_states_that_the_host_cannot_hold_are_refused_before_anything_starts():
     asked = {"model": "Qwen3-4B", "offload": True}
     with pytest.raises(MachineError, match=r"Qwen3-4B on 1 GPU .* 24\.00 GiB") as refusal:
-        plan(request_from(asked), machine_with(1))
+        planned(machine_with(1), **asked)
     assert refusal.value.hint == "leave `--offload` out"
-    plan(request_from({**asked, "offload": False}), machine_with(1))
-    plan(request_from({**asked, "dry_run": True}), machine_with(1))
+    planned(machine_with(1), **asked | {"offload": False})
+    planned(machine_with(1), **asked, dry_run=True)
     dpo = {"model": "Qwen3-14B", "objective": "dpo", "sequences_per_micro_batch": 2}
     with pytest.raises(MachineError, match="the reference of Qwen3-14B on 1 GPU take") as refusal:
-        plan(request_from(dpo), machine_with(1))
+        planned(machine_with(1), **dpo)
     assert refusal.value.hint == "use `--objective rw`, which has no reference"
-    plan(request_from({**dpo, "objective": "rw"}), machine_with(1))
+    planned(machine_with(1), **dpo, objective="rw")
     larger = msgspec.structs.replace(machine_with(4), host_memory_total_bytes=128 * GIB)
-    assert besides_weights(plan(request_from(asked), larger)) == ()
+    assert besides_weights(planned(larger, **asked)) == ()
 
 
 @pytest.mark.parametrize("name", catalog_names())
@@ -554,9 +540,7 @@ def test_every_rung_has_the_settings_that_the_request_names():
         "entropy": "chunked",
         "rope": "yarn",
     }
-    cells = plan(
-        request_from({"model": "Qwen3-0.6B", "gpus": [4], **named}), machine_with(4)
-    ).question.cells
+    cells = planned(machine_with(4), gpus=[4], **named).question.cells
     assert len(cells) > 1
     assert all(
         getattr(cell.settings, name) == value for cell in cells for name, value in named.items()
@@ -566,11 +550,9 @@ def test_every_rung_has_the_settings_that_the_request_names():
 def test_a_degree_that_does_not_work_is_answered_with_all_that_do(tmp_path):
     model = str(write_model(tmp_path / "m", num_attention_heads=6, num_key_value_heads=6))
     with pytest.raises(UsageError) as refusal:
-        plan(request_from({"model": model, "gpus": [4, 6], "ulysses": [4]}), machine_with(8))
+        planned(machine_with(8), model=model, gpus=[4, 6], ulysses=[4])
     offered = [flags.split()[1::2] for flags in refusal.value.hint.split("`")[1::2]]
     assert offered == [["2", "2"], ["1"], ["2"], ["3"], ["6"]]
     for ulysses, *ring in offered:
         degrees = {"ulysses": [int(ulysses)]} | ({"ring": [int(ring[0])]} if ring else {})
-        assert plan(
-            request_from({"model": model, "gpus": [4, 6], **degrees}), machine_with(8)
-        ).question.cells
+        assert planned(machine_with(8), model=model, gpus=[4, 6], **degrees).question.cells

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_emitted_others import goal
+from emitting import goal
 
 from highwater.errors import MachineError, UsageError
 from highwater.model.footprint import CheckpointBytes, checkpoint_bytes

@@ -99,42 +99,6 @@ def test_a_shorter_length_never_needs_a_less_simple_rung(where, one, other):
         assert short.chosen.order <= long.chosen.order
 
 
-@pytest.mark.parametrize("trainer", ["highwater", "trinity"])
-def test_what_is_predicted_is_what_predict_says_and_fits_where_the_upper_end_does(trainer):
-    asked = {
-        "model": "Qwen3-4B",
-        "gpus": "2xA100-80GB",
-        "trainer": trainer,
-        "allocator": "expandable",
-        "host_memory": "400GiB",
-    }
-    found = recommend(length=50_000, **asked, **TWO)
-    for sequences in (2, 1):
-        at_length, longest = (
-            {
-                each.cell: each
-                for each in highwater.predict(
-                    length=n, sequences_per_micro_batch=sequences, **asked
-                ).cells
-            }
-            for n in (50_000, None)
-        )
-        ours = {each.cell: each for each in found.candidates if each.is_lowered is (sequences == 1)}
-        assert ours.keys() == at_length.keys()
-        for cell, each in ours.items():
-            predicted = at_length[cell]
-            assert each.fits == bool(predicted.capacity_tokens)
-            assert each.headroom_bytes == predicted.headroom_bytes
-            assert each.capacity_tokens == max(
-                longest[cell].capacity_tokens, predicted.capacity_tokens
-            )
-            assert (each.source, each.capacity_source) == ("predicted", "predicted")
-            if trainer == "highwater":
-                assert predicted.interval is not None
-                needed_bytes = predicted.footprint.needed_bytes
-                assert each.headroom_bytes == found.device_bytes - needed_bytes
-
-
 def test_the_upper_end_decides_where_the_prediction_itself_would_fit():
     edge = next(
         each

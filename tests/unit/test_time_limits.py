@@ -110,40 +110,6 @@ def told(path: Path) -> set[tuple[str, int]]:
     }
 
 
-def test_the_limit_is_no_part_of_the_question():
-    assert within(300.0).key == within(600.0).key
-    assert within(300.0).key != ask(proof="full", timeout_s=None).key
-
-
-def test_with_more_time_only_what_was_cut_is_run_again_and_the_answer_is_longer(tmp_path):
-    path = tmp_path / "study.jsonl"
-    short, longer = Ran(100, SLOW, 20.0), Ran(100, SLOW, 2000.0)
-    (cut,) = search(path, within(20.0), short)
-    assert cut.limit == "time"
-    before = told(path)
-    (answer,) = search(path, within(2000.0), longer)
-    assert answer.reach_tokens == 100 * STEP
-    assert answer.does_not_fit_tokens == 101 * STEP
-    assert answer.limit == "memory"
-    assert (answer.capacity_tokens or 0) > (cut.capacity_tokens or 0)
-    assert not before & longer.keys
-    assert all(
-        tokens > (cut.reach_tokens or 0) for tokens, memory_only in longer.tokens if memory_only
-    )
-    assert read_study(path).answers == (answer,)
-
-
-def test_with_less_time_or_as_much_nothing_is_run_and_the_answer_stays(tmp_path):
-    path = tmp_path / "study.jsonl"
-    answers = search(path, within(300.0), Ran(100, SLOW, 300.0))
-    for timeout_s in (300.0, 10.0, 299.0, 300.0):
-        ran = Ran(100, SLOW, timeout_s)
-        assert search(path, within(timeout_s), ran) == answers
-        assert ran.specs == []
-        assert read_study(path).question.timeout_s == timeout_s, "the limit in force"
-    assert read_study(path).answers == answers
-
-
 def test_what_memory_was_shown_to_hold_is_trained_in_full_as_far_as_more_time_allows(tmp_path):
     path = tmp_path / "study.jsonl"
     (first,) = search(path, within(300.0), Ran(100, 2e14, 300.0))

@@ -8,10 +8,12 @@ Python, and no other command imports shtab.
 
 import argparse
 from collections.abc import Callable, Iterator
+from typing import get_args
 
 from highwater.cli import console
+from highwater.cli.flags import Shell
 from highwater.cli.grammar import grammar
-from highwater.cli.parser import SHELLS, Parser
+from highwater.cli.parser import Parser
 from highwater.errors import EXIT_ANSWERED
 from highwater.model.model_place import model_catalog
 from highwater.nouns.hardware import gpu_catalog
@@ -131,4 +133,4 @@ def _value(action: argparse.Action) -> object:
 def _by_function(name: str) -> dict[str, str]:
     """A function of the script, as each shell calls it."""
     called: dict[str, Callable[[str], str]] = {"fish": "({})".format}
-    return {shell: called.get(shell, str)(name) for shell in SHELLS}
+    return {shell: called.get(shell, str)(name) for shell in get_args(Shell)}

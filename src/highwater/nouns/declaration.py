@@ -23,7 +23,8 @@ REQUIRED: Any = msgspec.NODEFAULT
 CommandName = Literal["find", "try", "predict", "recommend", "emit", "train"]
 """Commands that take settings of a request."""
 Topic = Literal["model", "trial", "lengths", "search", "machines", "optimizer", "objective"]
-"""What a setting is about: a heading of a help has those of one topic, or of several."""
+"""What a setting of a request is about: a heading of a help has those of one topic, or of
+several."""
 
 TRIED: tuple[CommandName, ...] = ("find", "try")
 """Commands that run trials, for settings that no prediction depends on, and for ``gpus`` and
@@ -86,8 +87,9 @@ class Setting:
     name: str = ""
     """Field of ``Request``, key of a configuration file, keyword in Python; with dashes the flag.
     Empty: the field's own name."""
-    topic: Topic = "trial"
-    commands: tuple[CommandName, ...] = (*IN_A_STEP, "train")
+    topic: str = "trial"
+    """A ``Topic`` of a request's settings, or a heading of the help."""
+    commands: tuple[str, ...] = (*IN_A_STEP, "train")
     """Commands that take the setting."""
     metavar: str | None = None
     """Placeholder in the place of the kind's; None: the kind's."""
@@ -98,9 +100,9 @@ class Setting:
     a unit, ``memory_bytes``. Empty: the field where it stands."""
     typed: Mapping[Any, Any] = field(default_factory=dict[Any, Any])
     """The value that names a rung's, by the rung's, where it is another one."""
-    helps: Mapping[CommandName, str] = field(default_factory=dict[CommandName, str])
+    helps: Mapping[str, str] = field(default_factory=dict[str, str])
     """Commands to which it is something else, with the line that their help has."""
-    defaults: Mapping[CommandName, str] = field(default_factory=dict[CommandName, str])
+    defaults: Mapping[str, str] = field(default_factory=dict[str, str])
     """The default in words, by command, for commands whose default is not the field's."""
     labels: Mapping[Any, str] = field(default_factory=dict[Any, str])
     """A value's part of a rung's label, by the value."""
@@ -112,9 +114,17 @@ class Setting:
     """The part of the loss that a number belongs to (nouns/hyperparameters.py); None: none."""
     any_other: str = ""
     """The choice that stands for what has no name among the choices."""
+    short: str = ""
+    """Another spelling of the flag: ``-o``."""
+    place: str = ""
+    """It is no flag but a word of the command, so many of them: ``?``, ``*`` or ``1``."""
+    read: Callable[[str], Any] | None = None
+    """Reads what is typed, in the place of the type."""
     type: Any = None
     default: Any = None
     """Type and default of the field."""
+    choices: tuple[str, ...] = ()
+    """The values, where they are of a fixed list; for another kind those that are words."""
 
     @property
     def flag(self) -> str:
@@ -125,11 +135,6 @@ class Setting:
     def words(self) -> str:
         """The name of the setting in words: ``mlp tiles``."""
         return self.name.replace("_", " ")
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """The values, where they are of a fixed list; for another kind those that are words."""
-        return tuple(map(str, _literals(self.type)))
 
     @property
     def is_list(self) -> bool:
@@ -174,6 +179,7 @@ class _Declaring(msgspec.StructMeta):
                 name=rows[each.name].name or each.name,
                 rung_field=rows[each.name].rung_field or each.name,
                 type=each.type,
+                choices=tuple(dict.fromkeys(map(str, _literals(each.type)))),
             )
             for each in msgspec.structs.fields(noun)
             if each.name in rows

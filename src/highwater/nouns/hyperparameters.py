@@ -130,7 +130,8 @@ class Hyperparameters(DeclaredRecord, frozen=True, kw_only=True):
         "k2",
         "grpo: estimator of the divergence from the reference (k3: verl's low_var_kl, and TRL's)",
         part=_DIVERGENCE,
-        **_OBJECTIVE,
+        topic="objective",
+        commands=TRAINED,
     )
     """How it is estimated from one sampled token."""
     kl_coefficient: float = setting(

@@ -94,6 +94,7 @@ class _Trained(DeclaredRecord, frozen=True, kw_only=True):
         "catalog name such as Qwen3-0.6B",
         kinds.MODEL,
         topic="model",
+        place="?",
     )
     trainer: TriedTrainer = setting(
         "highwater",
@@ -183,9 +184,10 @@ else:
 
 class Request(_WithSettings, frozen=True, kw_only=True):
     """A search for the longest context that trains. Sizes as "80GiB", lengths as "32k", times as
-    "40m". It has every field of ``Settings`` and ``Hyperparameters`` too, read as
-    ``settings`` and ``hyperparameters``.
+    "40m".
     """
+
+    # and every field of Settings and of Hyperparameters, read as `settings` and `hyperparameters`
 
     token_budget: Tokens | None = None
     timeout: Time | None = setting(
@@ -474,7 +476,9 @@ _ROWS = {
     for row in noun.declared
 }
 DECLARED: Mapping[str, Setting] = {
-    each.name: replace(_ROWS[each.name], default=each.default)
+    each.name: replace(
+        _ROWS[each.name], default=each.default, choices=tuple(sorted(_ROWS[each.name].choices))
+    )
     for each in msgspec.structs.fields(Request)
 }
 """Every setting that a user can name, in the order in which a help lists those of a topic."""

@@ -59,6 +59,18 @@ PATTERN_FIELDS = (
 class Settings(DeclaredRecord, frozen=True, kw_only=True):
     """One rung of the ladder."""
 
+    strategy: Strategy = setting(
+        "fsdp2", "how parameters, gradients and optimizer states are sharded"
+    )
+    allocator: Allocator = setting(
+        "native",
+        "keep only rungs with this allocator; default: the whole ladder",
+        helps={
+            "train": "PyTorch's allocator of GPU memory; default: native, or what is "
+            "recommended where no setting is named"
+        },
+        labels={"expandable": "Env"},
+    )
     loss: Loss = setting(
         "full",
         "keep only rungs with this loss; default: the whole ladder",
@@ -69,15 +81,92 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         labels={"chunked": "chunked"},
     )
     """``full`` keeps the logits of a whole micro-batch; ``chunked`` never more than one chunk."""
-    allocator: Allocator = setting(
-        "native",
-        "keep only rungs with this allocator; default: the whole ladder",
-        helps={
-            "train": "PyTorch's allocator of GPU memory; default: native, or what is "
-            "recommended where no setting is named"
-        },
-        labels={"expandable": "Env"},
+    entropy: Entropy = setting(
+        "none",
+        "entropy in the loss of grpo and ppo: none, full, or chunked (recomputed)",
+        labels={"chunked": "entropy-saving"},
     )
+    """``full``: from the logits as the loss has them; ``chunked``: recomputed, and the
+    log-probability from the same chunks: the logits are never whole, whatever ``loss`` says."""
+    optimizer: OptimizerName = setting(
+        "adamw",
+        "adamw: 16 bytes of states a parameter; adamw-8bit: 10, moments of 8 bits; adamw-bf16: "
+        "12, moments in bfloat16; the last two are torchao's, and lossy: moments are rounded",
+        other_label="{}",
+    )
+    """What each keeps and needs is in nouns/optimizer.py."""
+    parameters: Parameters = setting(
+        "float32",
+        "float32, or bf16 with adamw-8bit and adamw-bf16 (6 and 8 bytes of states a parameter) "
+        "and --micro-batches 1; lossy: each update is rounded at random",
+        labels={"bf16": "bf16-parameters"},
+    )
+    """``bf16``: an update rounds each parameter to one of its two neighbours at random
+    (engine/training/low_bit.py)."""
+    offload: Offload = setting(
+        False,
+        "keep parameters, gradients and optimizer states in host memory; states: the "
+        "optimizer's moments alone, and the GPU updates, bit by bit as without",
+        kinds.OFFLOAD,
+        labels={True: "Offload", "states": "Offload-states"},
+    )
+    """Read by ``offloads_model`` and ``offloads_states``: both values are true
+    (engine/training/host_states.py)."""
+    lora: int | None = setting(
+        None,
+        "train LoRA adapters of this rank; the model is frozen, in bf16",
+        kinds.COUNT,
+        metavar="RANK",
+        example=32,
+        other_label="LoRA-{}",
+    )
+    """None: all of the model is trained."""
+    lora_alpha: float | None = setting(
+        None,
+        "adapters are multiplied by this over their rank; default: twice the rank",
+        kinds.NUMBER,
+        metavar="ALPHA",
+        example=32,
+        other_label="alpha-{:g}",
+    )
+    lora_targets: str = setting(
+        ALL_LINEAR,
+        "linear layers with an adapter: all-linear, or names with commas between them",
+        kinds.NAMES,
+        other_label="on-{}",
+    )
+    lora_base: LoraBase = setting(
+        "bf16",
+        "what LoRA's frozen model is in: bf16, or its linear layers in nf4, 4 bits a number, "
+        "which is QLoRA, by bitsandbytes, and lossy",
+        labels={"nf4": "NF4"},
+    )
+    lora_merged: bool = setting(
+        False,
+        "what is saved is the model with its adapters in it, and not the adapters",
+        kinds.SWITCH,
+        commands=TRAINED,
+    )
+    objective: Objective = setting(
+        "sft",
+        "what is minimised, as the mean over all trained tokens of a step (TRL's dapo, verl's "
+        "token-mean)",
+    )
+    """The negative log-likelihood, GRPO's or PPO's clip loss, or over pairs a reward model's loss
+    or DPO's. What each needs is in nouns/objective.py."""
+    critic: bool = setting(False, "ppo: train a model of token values along", kinds.SWITCH)
+    sequences_per_micro_batch: int = setting(
+        1, "sequences packed into one micro-batch", kinds.COUNT
+    )
+    """Packed without padding."""
+    token_budget_tokens: int | None = setting(
+        None,
+        "tokens of a micro-batch for each GPU: packs as many sequences as they hold",
+        kinds.TOKENS,
+        name="token_budget",
+        commands=PREDICTED,
+    )
+    """None: the number of sequences is given."""
     recompute: Recompute = setting(
         "layer",
         "activations recomputed in the backward pass",
@@ -96,6 +185,26 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
     )
     """1 is all at once. None: with recomputation, where they cost no time, tiles of a fixed size;
     without it no tiles."""
+    rope: Rope = setting(
+        "auto",
+        "auto: YaRN past the native length, unless the model scales itself; yarn: all the same",
+    )
+    save_hf: SaveHf = setting("never", "when Hugging Face weights are written", commands=TRIED)
+    """After all steps (``always``), none (``never``) or the ``last``."""
+    checkpoint: Checkpoint = setting(
+        "none", "sharded: write model and optimizer after the last step", commands=TRIED
+    )
+    accumulates: bool = setting(
+        True,
+        "micro-batches of a step; 1: gradients are made in its backward pass, and take no "
+        "memory before",
+        kinds.COUNT,
+        name="micro_batches",
+        commands=IN_A_STEP,
+        typed={True: 2, False: 1},
+        labels={False: "one-micro-batch"},
+    )
+    """Gradients of two or more micro-batches are added up in a step. False: a step has one."""
     attention: AttentionMethod = setting(
         "dense",
         "dense, or block_sparse: each block of tokens reads the blocks that a pattern keeps, "
@@ -136,115 +245,6 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         example=64,
         other_label="global-{}",
     )
-    strategy: Strategy = setting(
-        "fsdp2", "how parameters, gradients and optimizer states are sharded"
-    )
-    offload: Offload = setting(
-        False,
-        "keep parameters, gradients and optimizer states in host memory; states: the "
-        "optimizer's moments alone, and the GPU updates, bit by bit as without",
-        kinds.OFFLOAD,
-        labels={True: "Offload", "states": "Offload-states"},
-    )
-    """Read by ``offloads_model`` and ``offloads_states``: both values are true
-    (engine/training/host_states.py)."""
-    lora: int | None = setting(
-        None,
-        "train LoRA adapters of this rank; the model is frozen, in bf16",
-        kinds.COUNT,
-        metavar="RANK",
-        example=32,
-        other_label="LoRA-{}",
-    )
-    """None: all of the model is trained."""
-    lora_alpha: float | None = setting(
-        None,
-        "adapters are multiplied by this over their rank; default: twice the rank",
-        kinds.NUMBER,
-        metavar="ALPHA",
-        example=32,
-        other_label="alpha-{:g}",
-    )
-    lora_targets: str = setting(
-        ALL_LINEAR,
-        "linear layers with an adapter: all-linear, or names with commas between them",
-        kinds.NAMES,
-        other_label="on-{}",
-    )
-    lora_base: LoraBase = setting(
-        "bf16",
-        "what LoRA's frozen model is in: bf16, or its linear layers in nf4, 4 bits a number, "
-        "which is QLoRA, by bitsandbytes, and lossy",
-        labels={"nf4": "NF4"},
-    )
-    optimizer: OptimizerName = setting(
-        "adamw",
-        "adamw: 16 bytes of states a parameter; adamw-8bit: 10, moments of 8 bits; adamw-bf16: "
-        "12, moments in bfloat16; the last two are torchao's, and lossy: moments are rounded",
-        other_label="{}",
-    )
-    """What each keeps and needs is in nouns/optimizer.py."""
-    parameters: Parameters = setting(
-        "float32",
-        "float32, or bf16 with adamw-8bit and adamw-bf16 (6 and 8 bytes of states a parameter) "
-        "and --micro-batches 1; lossy: each update is rounded at random",
-        labels={"bf16": "bf16-parameters"},
-    )
-    """``bf16``: an update rounds each parameter to one of its two neighbours at random
-    (engine/training/low_bit.py)."""
-    objective: Objective = setting(
-        "sft",
-        "what is minimised, as the mean over all trained tokens of a step (TRL's dapo, verl's "
-        "token-mean)",
-    )
-    """The negative log-likelihood, GRPO's or PPO's clip loss, or over pairs a reward model's loss
-    or DPO's. What each needs is in nouns/objective.py."""
-    critic: bool = setting(False, "ppo: train a model of token values along", kinds.SWITCH)
-    entropy: Entropy = setting(
-        "none",
-        "entropy in the loss of grpo and ppo: none, full, or chunked (recomputed)",
-        labels={"chunked": "entropy-saving"},
-    )
-    """``full``: from the logits as the loss has them; ``chunked``: recomputed, and the
-    log-probability from the same chunks: the logits are never whole, whatever ``loss`` says."""
-    checkpoint: Checkpoint = setting(
-        "none", "sharded: write model and optimizer after the last step", commands=TRIED
-    )
-    save_hf: SaveHf = setting("never", "when Hugging Face weights are written", commands=TRIED)
-    """After all steps (``always``), none (``never``) or the ``last``."""
-    lora_merged: bool = setting(
-        False,
-        "what is saved is the model with its adapters in it, and not the adapters",
-        kinds.SWITCH,
-        commands=TRAINED,
-    )
-    rope: Rope = setting(
-        "auto",
-        "auto: YaRN past the native length, unless the model scales itself; yarn: all the same",
-    )
-    sequences_per_micro_batch: int = setting(
-        1, "sequences packed into one micro-batch", kinds.COUNT
-    )
-    """Packed without padding."""
-    token_budget_tokens: int | None = setting(
-        None,
-        "tokens of a micro-batch for each GPU: packs as many sequences as they hold",
-        kinds.TOKENS,
-        name="token_budget",
-        commands=PREDICTED,
-    )
-    """None: the number of sequences is given."""
-    accumulates: bool = setting(
-        True,
-        "micro-batches of a step; 1: gradients are made in its backward pass, and take no "
-        "memory before",
-        kinds.COUNT,
-        name="micro_batches",
-        commands=IN_A_STEP,
-        typed={True: 2, False: 1},
-        labels={False: "one-micro-batch"},
-    )
-    """Gradients of two or more micro-batches are added up in a step. False: a step has one."""
 
     def __post_init__(self) -> None:
         """Raise UsageError for counts that cannot be, and for settings that exclude each other."""
@@ -341,8 +341,11 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
 
 RUNG_ROWS = {row.rung_field: row for row in Settings.declared}
 """The settings of a rung, by field."""
-_FIRST_IN_A_LABEL = ("allocator", "offload", "loss", "entropy")
-"""Settings that a label tells first, as in the published guides: "Env + Offload"."""
+_FIRST_IN_A_LABEL = (
+    *("allocator", "offload", "loss", "entropy", "recompute", "mlp_tiles", "attention"),
+    *(*PATTERN_FIELDS, "lora", "lora_alpha", "lora_targets", "lora_base"),
+)
+"""Settings that a label tells first; the first two as in the published guides: "Env + Offload"."""
 _IN_A_LABEL: tuple[Setting, ...] = (
     *(RUNG_ROWS[name] for name in _FIRST_IN_A_LABEL),
     *(

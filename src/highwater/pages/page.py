@@ -9,9 +9,10 @@ parts are left.
 import base64
 import hashlib
 import html
+import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from markupsafe import Markup, escape
 
 from highwater.pages.table import markdown_table
 from highwater.pages.text import escaped, fenced, plain, plain_lines
+from highwater.units import counted, format_bytes, format_tokens
 
 _ABSOLUTE = re.compile(r"(?<![\w.~/:@…<-])/(?:[\w.@+-]+/)+[\w.@+-]*")
 _SYSTEM = ("/bin/", "/dev/", "/path/", "/proc/", "/sys/", "/usr/bin/")
@@ -57,24 +59,40 @@ def _short(match: re.Match[str]) -> str:
     return f"…/{'/'.join(parts[-_KEPT_PARTS:])}{end}"
 
 
-def drawn_page(name: str, *, form: Literal["html", "md"] = "html", **values: object) -> str:
+def drawn_page(
+    template: str, /, *, form: Literal["html", "md", "text"] = "html", **values: object
+) -> str:
     """The page that a template of this folder makes, as HTML or as Markdown. Everything in it is
-    escaped but what the filter ``own`` marks in our own text.
+    escaped but what the filter ``own`` marks in our own text; as ``text`` it is only made plain.
     """
     # here, for whoever shows no page
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     is_html = form == "html"
+    made: Callable[[str], str] = {
+        "html": lambda text: plain_lines(without_folders(text)),
+        "md": lambda text: _made_safe(escaped(text)),
+        "text": lambda text: _made_safe(plain(text)),
+    }[form]
+
+    def finalize(value: object) -> object:
+        is_text = isinstance(value, str) and not isinstance(value, Markup)
+        return made(str(value)) if is_text else value
+
     environment = Environment(
         loader=PackageLoader("highwater", "pages/templates"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=harmless if is_html else _escaped_in_markdown,
+        finalize=finalize,
     )
     filters: dict[str, Any] = {
         "plain": plain,
+        "bytes": format_bytes,
+        "tokens": format_tokens,
+        "counted": counted,
+        "json": json.dumps,
         "own": own if is_html else _on_one_line,
         "entities": lambda text: _made_safe(html.escape(plain(text))),
         "fenced": lambda text, language: _made_safe(
@@ -84,7 +102,7 @@ def drawn_page(name: str, *, form: Literal["html", "md"] = "html", **values: obj
         "tight": lambda text: _made_safe("\n".join(filter(str.strip, text.splitlines()))),
     }
     environment.filters.update(filters)
-    text = environment.get_template(name).render(form=form, **values)
+    text = environment.get_template(template).render(values, form=form)
     if is_html:
         return text
     return re.sub(r"\n{3,}", "\n\n", text).strip("\n").replace(_LINE_END, "\n") + "\n"
@@ -97,12 +115,6 @@ _LINE_END = "\0"
 def _made_safe(text: str) -> Markup:
     """Text whose parts are escaped, or that a fence keeps."""
     return Markup(text)  # noqa: S704
-
-
-def _escaped_in_markdown(value: object) -> object:
-    if isinstance(value, Markup) or not isinstance(value, str):
-        return value
-    return _made_safe(escaped(value))
 
 
 def _on_one_line(text: str) -> Markup:
@@ -134,17 +146,6 @@ def paths_shortened(value: Any) -> Any:
 def digest(script: str) -> str:
     """What the page's Content-Security-Policy allows that script by."""
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-def harmless(value: Any) -> Any:
-    """Text without characters that a terminal or an editor would act upon, and without folders.
-    Escaping comes after this.
-    """
-    return (
-        plain_lines(without_folders(value))
-        if isinstance(value, str) and not isinstance(value, Markup)
-        else value
-    )
 
 
 def own(text: str) -> Markup:

@@ -13,6 +13,7 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -156,6 +157,8 @@ class RayReport(Record, frozen=True, kw_only=True):
     result: TrialResult | None = None
     lost_on: str | None = None
     """The node on which the trial was lost, if it was."""
+    has_lost_node: bool = False
+    """Whether that node is gone."""
     error: str | None = None
     """The text of an error of ours, on the node."""
 
@@ -163,6 +166,8 @@ class RayReport(Record, frozen=True, kw_only=True):
 def main() -> None:
     """Be the process of a job."""
     serve(RayOrder, _work)
+    sys.stderr.flush()
+    os._exit(0)  # Ray ends what was started for this process, and takes seconds to leave
 
 
 def _work(order: RayOrder, folder: Path) -> RayReport:
@@ -240,7 +245,8 @@ def _held(trial: NodeTrial, model: ModelFiles, folder: Path) -> RayReport:
         return RayReport(result=msgspec.structs.replace(end.result, log_path=trial.log_path))
     except RayError as error:
         name = "every node for it" if held.node_id is None else _name(held.node_id)
-        if held.node_id in _alive():
+        is_there = held.node_id in _alive()
+        if is_there:
             reason = f"Ray lost the trial on {name}: {loss_reason(error)}"
         else:
             reason = f"{name} of the Ray cluster was lost"
@@ -253,7 +259,8 @@ def _held(trial: NodeTrial, model: ModelFiles, folder: Path) -> RayReport:
             log_path=trial.log_path,
             wall_s=time.monotonic() - began,
         )
-        return RayReport(result=result, lost_on=held.node_id or "")
+        lost_on = held.node_id or ""
+        return RayReport(result=result, lost_on=lost_on, has_lost_node=not is_there)
     except OSError as error:
         raise MachineError(
             f"what the trial says could not be recorded: {error}",

@@ -12,6 +12,7 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +23,7 @@ from highwater.model.model import load_model
 from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.foreign_request import program_of
 from highwater.nouns.hardware import Machine, kind_name
-from highwater.nouns.protocols import Launch, OnPhase
+from highwater.nouns.protocols import Launch, OnPhase, unheard
 from highwater.nouns.request import Request
 from highwater.nouns.trainer import OURS
 from highwater.nouns.trial import Device, TrialResult, TrialSpec
@@ -367,6 +368,17 @@ class RayRunner(SeveralAtOnce[_NodePlace]):
         self._like = nodes[0]
         self._lost_on: defaultdict[str, set[str]] = defaultdict(set)
         """Nodes on which a trial was lost, by its key."""
+        self._has_lost_nodes = False
+        """Whether a node was lost since they were read."""
+
+    def submit(self, launch: Launch, *, on_phase: OnPhase = unheard) -> Future[TrialResult]:
+        """Start a trial, as ``Runner`` says; where others use the cluster it waits for them."""
+        if self._has_lost_nodes:  # others may have joined
+            self._has_lost_nodes = False
+            nodes = alike_nodes(self._cluster.read_nodes(), self._like, launch.spec.device)
+            with self._changed:
+                self._placement.nodes = nodes
+        return super().submit(launch, on_phase=on_phase)
 
     def _has_room(self, spec: TrialSpec) -> bool:
         most = self._most_trials
@@ -413,9 +425,11 @@ class RayRunner(SeveralAtOnce[_NodePlace]):
             raise RuntimeError(f"on a node of the Ray cluster: {report.error}")
         if report.lost_on is not None:
             self._lost_on[launch.spec.key].add(report.lost_on)
-            nodes = alike_nodes(self._cluster.read_nodes(), self._like, launch.spec.device)
+        if report.has_lost_node:
             with self._changed:
-                self._placement.nodes = nodes
+                nodes = self._placement.nodes
+                self._placement.nodes = tuple(n for n in nodes if n.node_id != report.lost_on)
+                self._has_lost_nodes = True
         return report.result
 
 

@@ -23,14 +23,14 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.study import PUBLISHED_STEP_TOKENS, Cell
 from highwater.nouns.trainer import OURS, predicted_traits
 from highwater.pages.answer_sentence import recommendation_answer
+from highwater.pages.guide.chooser import Place, chooser_json
 from highwater.pages.guide.guide import (
+    SOURCES,
     UNKNOWN,
     Choice,
     Guide,
     GuideTable,
-    Place,
     cell_label,
-    chooser_json,
     farthest,
     in_natural_order,
 )
@@ -39,17 +39,6 @@ from highwater.pages.table import TextTable
 from highwater.speed import PredictedStep, predicted_step
 from highwater.units import format_seconds, format_tokens
 
-ORIGINS: dict[Source, str] = {
-    "measured": "by real trials",
-    "simulated": "from a memory law, nothing was trained",
-    "predicted": "where the prediction is an interval, its upper end fits",
-    "published": "by others, not measured here",
-}
-"""How far figures are to be trusted, by source."""
-SOURCES: dict[Source, str] = {
-    **{source: f"{source} {origin}" for source, origin in ORIGINS.items()},
-    "predicted": f"predicted, nothing was run; {ORIGINS['predicted']}",
-}
 _STRATEGIES = {"fsdp": "FSDP1", "fsdp2": "FSDP2"}
 _HF_WEIGHTS = {
     "always": "saved with every checkpoint",
@@ -342,15 +331,11 @@ def choice_table(table: GuideTable) -> TextTable:
     return TextTable(
         title=f"simplest settings by length and model, {table.gpus_in_words}, {table.source}",
         columns=("max_model_len", *table.models),
-        rows=tuple((format_tokens(tokens), *map(entry, own)) for tokens, own in table.rows),
+        rows=tuple(
+            (format_tokens(tokens), *(choice.entry for choice in own)) for tokens, own in table.rows
+        ),
         left_columns=1 + len(table.models),
     )
-
-
-def entry(choice: Choice) -> str:
-    """A table's text for one model and length."""
-    is_open = choice.capacity is not None and choice.may_be_simpler
-    return f"{choice.label} ?" if is_open else choice.label
 
 
 def joined(table: TextTable) -> TextTable:

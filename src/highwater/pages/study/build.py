@@ -18,11 +18,11 @@ from highwater.errors import HighwaterError, UsageError
 from highwater.nouns.codec import to_builtins, to_json
 from highwater.nouns.study import Study
 from highwater.nouns.trial import LogEnd, TrialResult
+from highwater.pages.chart import SHAPES, bracket_chart, memory_picture
 from highwater.pages.page import drawn_page
 from highwater.pages.study import study_tables
 from highwater.pages.study.study_answer import study_answer
 from highwater.pages.study.study_commands import flag_value
-from highwater.pages.study.study_pictures import SHAPES, bracket_picture, memory_picture
 from highwater.pages.study.study_report import Beginning, StudyReport, TrialReport, assembled
 from highwater.pages.text import plain, plain_json
 from highwater.search.predicted_study import predictions_of
@@ -135,7 +135,7 @@ def _drawn(report: StudyReport, form: Literal["html", "md"]) -> str:
         parts=study_tables,
         shapes=[(shape, study_tables.OUTCOMES[outcome]) for outcome, shape in SHAPES.items()],
         notes=report.study.notes,
-        brackets=[(cell, bracket_picture(cell, report)) for cell in report.cells],
+        brackets=[(cell, bracket_chart(cell, report)) for cell in report.cells],
         waiting=[cell.label for cell in report.cells if not cell.bracket],
         memory=memory_picture(report),
         has_intervals=any(each.predicted and each.predicted.interval for each in report.trials),

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from highwater.errors import HighwaterError
-from highwater.memory.snapshot.attribution import Category, category_of
+from highwater.memory.snapshot.attribution import CATEGORY_WORDS, Category, category_of
 from highwater.memory.snapshot.memory_profile import Advice, advice_of
 from highwater.memory.snapshot.snapshot import Frame
 from highwater.model.model import Model, load_model
@@ -27,7 +27,6 @@ from highwater.nouns.request import setting_flags
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import CellAnswer, Question, Study
 from highwater.nouns.trial import AliveMemory, Outcome, TrialResult, TrialSpec
-from highwater.pages.profile.profile_tables import WORDS
 from highwater.pages.text import plain
 from highwater.units import GIB, MIB, format_bytes, format_tokens, parse_bytes
 
@@ -273,7 +272,7 @@ def _typed(word: str) -> str:
 
 
 _SHORT: Mapping[Category, str] = {
-    **WORDS,
+    **CATEGORY_WORDS,
     "activations": "activations and temporaries",
     "logits": "logits",
     "backward_pass": "the backward pass",
