@@ -18,13 +18,13 @@ from typing import Any
 import msgspec
 
 from highwater.memory.trace.scaled_trace import ScaledTrace, scaled_trace
-from highwater.trainers.trinity.law import TRACES_FILE, BundledTrace
 from highwater.model.model import ModelShape, load_model
 from highwater.nouns.capacities import read_capacity_table
 from highwater.nouns.events import EventLog, TraceOrder
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
+from highwater.trainers.trinity.law import TRACES_FILE, BundledTrace
 
 TABLE = Path(__file__).parents[3] / "tests" / "data" / "published_capacity_a100_80gb.csv"
 LENGTHS = (4224, 4608)

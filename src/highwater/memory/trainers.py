@@ -18,7 +18,7 @@ from highwater.memory.interval.residuals import (
 )
 from highwater.model.model import ModelShape
 from highwater.nouns.study import Cell, Question, Study
-from highwater.nouns.trainer import OURS, Parts, TrainerName, predicted_trainer
+from highwater.nouns.trainer import OURS, TrainerName, TrainerParts, predicted_trainer
 from highwater.nouns.trial import TrialSpec
 from highwater.speed import predicted_step
 
@@ -67,7 +67,7 @@ class TrainerMemory:
         return self.accuracy if self.residuals else f"{self.accuracy}; {_NO_INTERVAL}"
 
 
-MEMORY: Mapping[TrainerName, TrainerMemory] = Parts(TrainerName, "MEMORY")
+MEMORY: Mapping[TrainerName, TrainerMemory] = TrainerParts(TrainerName, "MEMORY")
 """How the memory of each trainer is predicted, by the name that ``--trainer`` takes."""
 
 

@@ -16,7 +16,7 @@ from highwater.nouns.declaration import Spelling
 from highwater.nouns.objective import Objective
 from highwater.nouns.secrets import hidden_words
 from highwater.nouns.settings import Loss
-from highwater.nouns.trainer import REGISTRY, ForeignName, Parts, Target, trainer_title
+from highwater.nouns.trainer import REGISTRY, ForeignName, Target, TrainerParts, trainer_title
 
 
 class ForeignTrainer(Record, frozen=True, kw_only=True):
@@ -125,7 +125,7 @@ OF_FINETUNERS = FROM_OUTSIDE | {
 }
 """Fields that every trainer for supervised fine-tuning can be told."""
 
-FOREIGN: Mapping[ForeignName, ForeignTraits] = Parts(ForeignName, "TRIED")
+FOREIGN: Mapping[ForeignName, ForeignTraits] = TrainerParts(ForeignName, "TRIED")
 """The traits of each foreign trainer, by the name that ``--trainer`` takes."""
 
 BY_COMMAND: Mapping[str, str] = {

@@ -1,7 +1,7 @@
 """Trainers: the registry, with a row for each system that trains.
 
 A row names the module that has all the rest: the words of the trainer's configuration, its memory
-law, how a trial of it starts. It is imported when a part of it is asked for, by ``Parts``.
+law, how a trial of it starts. It is imported when a part of it is asked for, by ``TrainerParts``.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -65,7 +65,7 @@ NameT = TypeVar("NameT", bound=str)
 PartT = TypeVar("PartT")
 
 
-class Parts(Mapping[NameT, PartT]):
+class TrainerParts(Mapping[NameT, PartT]):
     """One part of each trainer that has it, by the trainer's name: a constant of its module."""
 
     def __init__(self, names: Any, constant: str) -> None:
@@ -131,7 +131,7 @@ class TrainerTraits(Record, frozen=True, kw_only=True):
         return [] if known is None else sorted(set(named) - known)
 
 
-TRAINERS: Mapping[TrainerName, TrainerTraits] = Parts(TrainerName, "PREDICTED")
+TRAINERS: Mapping[TrainerName, TrainerTraits] = TrainerParts(TrainerName, "PREDICTED")
 """The traits of each trainer whose memory is predicted, by the name that ``--trainer`` takes."""
 
 

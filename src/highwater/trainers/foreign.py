@@ -21,7 +21,7 @@ from highwater.nouns.foreign_trainer import (
     ForeignTrainer,
     ForeignTraits,
 )
-from highwater.nouns.trainer import ForeignName, Parts
+from highwater.nouns.trainer import ForeignName, TrainerParts
 from highwater.nouns.trial import TrialSpec
 from highwater.trainers.emitted import comment
 
@@ -74,7 +74,7 @@ class TrialStart(NamedTuple):
     """Whether its trials read the model's files."""
 
 
-TRIALS: Mapping[ForeignName, TrialStart] = Parts(ForeignName, "TRIAL")
+TRIALS: Mapping[ForeignName, TrialStart] = TrainerParts(ForeignName, "TRIAL")
 """How trials of each foreign trainer start."""
 
 

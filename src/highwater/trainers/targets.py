@@ -17,9 +17,9 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trainer import (
     TRAINERS,
-    Parts,
     Target,
     TrainerName,
+    TrainerParts,
     is_step_of,
     trainer_title,
 )
@@ -72,7 +72,7 @@ OF_ALL = frozenset(
 OF_LORA = {"lora", "lora_alpha", "lora_targets"}
 OF_THE_ENGINE = OF_ALL | {"loss", "recompute", "mlp_tiles", "micro_batches", "ring", "copies"}
 
-TARGETS: Mapping[Target, EmitTarget] = Parts(Target, "TARGET")
+TARGETS: Mapping[Target, EmitTarget] = TrainerParts(Target, "TARGET")
 """The trainers, by the name that ``highwater emit --for`` takes."""
 
 
