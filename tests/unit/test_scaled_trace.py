@@ -14,7 +14,6 @@ from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES
 from highwater.memory.formula.layers import Step
 from highwater.memory.trace.replay import Replayed, alive_at, replay, replay_codes, timeline
 from highwater.memory.trace.scaled_trace import ScaledTrace, scaled_trace
-from highwater.memory.trinity import bundled_trace
 from highwater.model.model import load_model
 from highwater.nouns.codec import from_builtins, to_builtins
 from highwater.nouns.events import (
@@ -29,6 +28,7 @@ from highwater.nouns.events import (
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
+from highwater.trainers.trinity.law import bundled_trace
 from highwater.units import GIB, MIB
 
 STEPS = st.lists(

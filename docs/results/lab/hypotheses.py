@@ -20,7 +20,6 @@ from highwater.memory.formula.layers import Step
 from highwater.memory.predictor import edge
 from highwater.memory.trace.allocator import CachingAllocator, CapacityError
 from highwater.memory.trace.replay import replay
-from highwater.memory.trinity import OUTSIDE_BYTES, bundled_trace
 from highwater.nouns.capacities import CapacityTable, read_capacity_table
 from highwater.nouns.events import (
     Allocate,
@@ -33,6 +32,7 @@ from highwater.nouns.events import (
 )
 from highwater.nouns.settings import Allocator
 from highwater.nouns.study import Cell, Question
+from highwater.trainers.trinity.law import OUTSIDE_BYTES, bundled_trace
 from highwater.units import GIB
 
 TABLE = Path(__file__).parents[3] / "tests" / "data" / "published_capacity_a100_80gb.csv"

@@ -26,7 +26,7 @@ from highwater.nouns.declaration import (
 from highwater.nouns.foreign_trainer import FOREIGN
 from highwater.nouns.request import DECLARED, PACKINGS, Request, request_from
 from highwater.nouns.settings import PATTERN_FIELDS, TRAINED_OTHERWISE
-from highwater.nouns.trainer import OURS, TRAINERS, AnyTrainer, Target, TrainerName
+from highwater.nouns.trainer import OURS, TRAINERS, AnyTrainer, Target, TrainerName, trainer_title
 from highwater.nouns.training import TrainingRequest, training_request_from
 from highwater.nouns.trial import Device
 
@@ -114,10 +114,10 @@ def _predicted(name: str) -> TrainerName:
     for known in TRAINERS:
         if name == known:
             return known
-    for tried, traits in FOREIGN.items():
+    for tried in FOREIGN:
         if name == tried:
             raise UsageError(
-                f"the memory of {traits.title} is not predicted: `highwater find --trainer "
+                f"the memory of {trainer_title(tried)} is not predicted: `highwater find --trainer "
                 f"{name}` finds its capacity by trials",
                 hint=f"leave `--trainer {name}` out",
             )
