@@ -11,6 +11,7 @@ An error that is none of these is a bug of ours, exit code 70. What the machine 
 ``OSError`` that nobody put into words, is a MachineError at the door.
 """
 
+from functools import partial
 from typing import ClassVar
 
 EXIT_ANSWERED = 0
@@ -36,6 +37,10 @@ class HighwaterError(Exception):
         super().__init__(problem)
         self.problem = problem
         self.hint = hint
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Let the error cross processes, which call its class with one argument."""
+        return partial(type(self), hint=self.hint), (self.problem,)
 
 
 class UsageError(HighwaterError):

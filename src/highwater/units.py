@@ -152,6 +152,16 @@ def format_seconds(seconds: float | None) -> str:
     return f"{hours}h {minutes:02d}m"
 
 
+def format_rate(tokens_per_s: float | None) -> str:
+    """``12,346`` tokens per second; ``None`` is ``-`` (unknown)."""
+    return "-" if tokens_per_s is None else f"{tokens_per_s:,.0f}"
+
+
+def format_share(share: float | None) -> str:
+    """``43.2%``; ``None`` is ``-`` (unknown)."""
+    return "-" if share is None else f"{share:.1%}"
+
+
 def format_pass(seconds: float | None) -> str:
     """``1.72 ms`` below 0.1 s, else as ``format_seconds``: of what is often much shorter."""
     if seconds is None or seconds >= 0.1:

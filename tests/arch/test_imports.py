@@ -126,7 +126,7 @@ def test_what_goes_up_or_sideways_or_to_the_other_plane_is_told():
     for one, other in (
         ("highwater.nouns.plan", "highwater.trials.probe"),
         ("highwater.search.proof", "highwater.recommendation.queries"),
-        ("highwater.trials.tracing", "highwater.engine.tracer.tracer"),
+        ("highwater.trials.traced", "highwater.engine.tracer.tracer"),
         ("highwater.engine.training.step", "highwater.memory.capacity"),
         ("highwater.api.search", "highwater"),
     ):

@@ -10,12 +10,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from conftest import SIMULATED, Run, installed
 
-from highwater.cli.grammar import commands
-from highwater.cli.parser import COMMANDS, SHELLS
+from highwater.cli.flags import Shell
+from highwater.cli.grammar import COMMANDS, commands
 
 WITHIN_S = 60
 CASES = {
@@ -34,7 +35,7 @@ CASES = {
     "predict Qwen3-8B --lora-base ": {"bf16", "nf4"},
     "guide --predict Qwen3-8B Qwen3-14": {"Qwen3-14B", "Qwen3-14B-Base"},
     "emit --for tr": {"trinity", "trl"},
-    "completion ": set(SHELLS),
+    "completion ": set(get_args(Shell)),
 }
 """What is typed after ``highwater``, and what is offered; the last word is not finished."""
 _OFFER = """
@@ -176,7 +177,7 @@ def test_zsh_completes(highwater, tmp_path):
         assert "highwater predict Qwen3-32B --gpus 4xB200" in _typed(terminal, "B200")
 
 
-@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("shell", get_args(Shell))
 def test_no_script_calls_python(highwater, shell):
     script = highwater("completion", shell).stdout
     assert "python" not in script.lower()

@@ -9,8 +9,7 @@ import pytest
 from conftest import SIMULATED, Run, refusal
 
 from highwater.cli import search_context_length_capacity as published
-from highwater.cli.grammar import commands, grammar, parse
-from highwater.cli.parser import COMMANDS, groups
+from highwater.cli.grammar import COMMANDS, commands, grammar, groups, parse
 
 DATA = Path(__file__).parents[1] / "data"
 EXAMPLES = [(name, each) for name, command in COMMANDS.items() for each in command.examples]

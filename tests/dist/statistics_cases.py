@@ -28,8 +28,8 @@ from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.training.evaluation import evaluate
 from highwater.engine.training.statistics import Statistics
 from highwater.engine.training.step import train_step
+from highwater.engine.training.step_quantities import Group, Quantity
 from highwater.nouns.layout import Layout
-from highwater.nouns.quantities import Group, Quantity
 from references import objectives as plain
 from references.advantages import generalised, standardised_in_groups, whitened
 from references.documents import Document, predictions

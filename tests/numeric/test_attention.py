@@ -15,6 +15,7 @@ from highwater.engine.attention.reference import reference_attention
 from highwater.engine.attention.registry import register
 from highwater.engine.parallel.sequence_layout import SequenceLayout
 from highwater.errors import ModelError
+from highwater.nouns.corpus import pieces
 
 TOLERANCE = 1e-12
 """Norm-relative in float64: only the order of summation differs."""
@@ -205,6 +206,26 @@ def test_long_documents_are_of_sixteen_shapes_for_each_doubling(length):
 
 def test_fronts_of_any_lengths_are_few():
     assert len({front_tokens(length) for length in range(8192, 2**16)}) == 3 * 16
+
+
+def test_in_pieces_a_long_document_is_computed_as_many_short_ones():
+    torch.manual_seed(0)
+    count = pieces(24_576, "cuda")
+    lengths = (24_576 // count,) * count + (100,)
+    rows = [torch.randn(24_676, 1, 8, requires_grad=True) for _ in range(3)]
+    upstream = torch.randn(24_676, 1, 8)
+    output = attend_mixed(
+        *(row.transpose(0, 1)[None] for row in rows),
+        document_lengths=(24_576, 100),
+        scaling=0.3,
+        kernel="cudnn",
+        in_pieces=True,
+    )[0]
+    expected = reference_attention(*rows, document_lengths=lengths, scaling=0.3)
+    assert deviation_mixed_lengths(output, expected) < 1e-5
+    wanted = torch.autograd.grad(expected, rows, upstream)
+    for got, exact in zip(torch.autograd.grad(output, rows, upstream), wanted, strict=True):
+        assert deviation_mixed_lengths(got, exact) < 1e-5
 
 
 def deviation_mixed_lengths(ours: "torch.Tensor", expected: "torch.Tensor") -> float:

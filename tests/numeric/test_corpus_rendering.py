@@ -2,6 +2,7 @@
 is what the assistant says, exactly, or it is refused.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from corpora import (
 from transformers import AutoTokenizer
 
 from highwater.engine.data.data_files import data_files, records
-from highwater.engine.data.rendering import PlacedRecord, Rendering, rendered, supervised
+from highwater.engine.data.rendering import Rendering, rendered, supervised
 from highwater.engine.data.text_tokens import Tokenizer
 from highwater.errors import UsageError
 from tables import table
@@ -369,14 +370,13 @@ def test_a_users_function_that_gives_no_reward_is_refused_by_its_name(
 def rendered_by(processes: int, data: Path, tokenizer: Path) -> list[tuple[str, list[list[int]]]]:
     rendering = Rendering(Tokenizer(tokenizer), vocab_size=512)
     (file,) = data_files([str(data)]).files
-    placed = (PlacedRecord(0, record) for record in records(file))
-    render = supervised(rendering, trained="responses")
+    render = partial(supervised, rendering, everything=False)
     return [
         (
-            each.record.name,
+            record.name,
             [document.ids_L.tolist() for unit in units for document in unit.documents],
         )
-        for each, units in rendered(placed, render, processes=processes)
+        for record, units in rendered(records(file), render, processes=processes)
     ]
 
 

@@ -18,11 +18,11 @@ from highwater.engine.data.batches import Document, pack
 from highwater.engine.training.statistics import Statistics
 from highwater.engine.training.statistics_log import StatisticsLog
 from highwater.engine.training.step import Training, train_step
+from highwater.engine.training.step_quantities import QUANTITIES, Quantity
 from highwater.errors import UsageError
 from highwater.model.footprint import step_flops
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
-from highwater.nouns.quantities import QUANTITIES, Quantity
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import RankMemory, StatisticsFiles, TrialSpec
 from tables import table

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from tiny_training import trained
 
 from highwater.engine.data.batches import Document, pack
-from highwater.engine.data.epoch_rows import evaluation_rows
-from highwater.engine.data.step_plan import StepPlan
+from highwater.engine.data.step_plan import StepPlan, evaluation_rows
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.training.evaluation import evaluate
 from highwater.engine.training.step import Training

@@ -11,7 +11,7 @@ from conftest import SHOTS, STUDY, WIDTHS, every_fold_open, serious
 
 from highwater import open_study, study_report, write_report
 from highwater.memory.snapshot.memory_profile import memory_profile
-from highwater.pages.profile.profile_page import profile_page
+from highwater.pages.profile import profile_page
 
 pytestmark = pytest.mark.pages
 OFFLOADED = STUDY.with_name("edge-4b-1-chunked-offload.jsonl")

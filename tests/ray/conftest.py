@@ -14,9 +14,8 @@ import pytest
 from highwater.nouns.trial import TrialSpec
 from highwater.trials.engine_trial import EngineLauncher
 from highwater.trials.inputs import model_files
-from highwater.trials.ray_node import Needs
-from highwater.trials.ray_placement import choose
-from highwater.trials.ray_runner import RayCluster, RayRunner
+from highwater.trials.ray_job import Needs
+from highwater.trials.ray_runner import RayRunner, choose, cluster_at
 from highwater.units import GIB
 from tiny_models import write_model
 from trial_specs import trial_of
@@ -91,32 +90,25 @@ VOCABULARY = 60_000
 """So many that the logits of 8192 tokens do not fit where those of a few do."""
 
 
-@pytest.fixture(scope="module")
-def cluster(nodes: LocalCluster) -> Iterator[RayCluster]:
-    cluster = RayCluster(nodes.address)
-    yield cluster
-    cluster.close()
-
-
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return write_model(tmp_path / "tiny", vocab_size=VOCABULARY, num_hidden_layers=1)
 
 
 @pytest.fixture
-def runner(cluster: RayCluster, model: Path, tmp_path: Path) -> Iterator[RayRunner]:
-    runner = runner_on(cluster, model, tmp_path)
+def runner(nodes: LocalCluster, model: Path, tmp_path: Path) -> Iterator[RayRunner]:
+    runner = runner_on(nodes, model, tmp_path)
     yield runner
     runner.close()
 
 
-def runner_on(cluster: RayCluster, model: Path, folder: Path) -> RayRunner:
+def runner_on(nodes: LocalCluster, model: Path, folder: Path) -> RayRunner:
     needs = Needs(on_gpus=False, model=model_files(model), data_module="faulty_batches")
+    cluster = cluster_at(nodes.address, needs)
     return RayRunner(
         cluster,
-        choose(cluster.read_nodes(needs), "cpu", None).nodes,
+        choose(cluster.read_nodes(), "cpu", None).nodes,
         partial(EngineLauncher, timeout_s=TRIAL_S),
-        needs,
         log_directory=folder / "logs",
     )
 

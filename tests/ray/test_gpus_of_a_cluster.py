@@ -16,9 +16,8 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trial import TrialSpec
 from highwater.trials.inputs import model_files
-from highwater.trials.ray_node import Needs
-from highwater.trials.ray_placement import Node
-from highwater.trials.ray_runner import RayCluster, RayRunner
+from highwater.trials.ray_job import Needs, Node
+from highwater.trials.ray_runner import RayRunner, cluster_at
 from places import machine_with, question_of
 from runner_contract import ENDS_S
 from tiny_models import write_model
@@ -37,17 +36,16 @@ def gpu_nodes(mark: str) -> Iterator[LocalCluster]:
 @pytest.fixture
 def runner(gpu_nodes: LocalCluster, tmp_path: Path) -> Iterator[RayRunner]:
     needs = Needs(on_gpus=False, model=model_files(write_model(tmp_path / "model")))
-    cluster = RayCluster(gpu_nodes.address)
-    ids = [node.node_id for node in cluster.read_nodes(needs) if node.gpus]
+    cluster = cluster_at(gpu_nodes.address, needs)
+    ids = [node.node_id for node in cluster.read_nodes() if node.gpus]
     nodes = tuple(
         Node(node_id=each, cpus=4, gpus=4, memory_bytes=NODE_BYTES, machine=machine_with(4))
         for each in ids
     )
-    runner = RayRunner(cluster, nodes, ToldGpus, needs, log_directory=tmp_path / "logs")
+    runner = RayRunner(cluster, nodes, ToldGpus, log_directory=tmp_path / "logs")
     go = Path(os.environ["FAULTS"], GO)
     yield runner
     runner.close()
-    cluster.close()
     go.unlink(missing_ok=True)
 
 

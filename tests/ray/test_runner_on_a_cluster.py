@@ -27,7 +27,7 @@ from processes import wait_until
 from highwater.errors import MachineError
 from highwater.nouns.protocols import Launch
 from highwater.nouns.trial import Outcome, TrialSpec
-from highwater.trials.ray_runner import RayCluster, RayRunner
+from highwater.trials.ray_runner import RayRunner
 from highwater.units import GIB
 from runner_contract import ENDS_S, RunnerContract
 
@@ -104,20 +104,18 @@ def test_a_trial_too_large_for_every_node_is_refused(runner: RayRunner, model: P
 def test_when_the_process_that_drives_ray_dies_the_trial_ends_and_the_search_hears_of_it(
     nodes: LocalCluster, model: Path, pause: Path, mark: str, tmp_path: Path
 ) -> None:
-    cluster = RayCluster(nodes.address)
-    own = runner_on(cluster, model, tmp_path)
+    own = runner_on(nodes, model, tmp_path)
     future = own.submit(Launch(spec=paused(model, pause)))
     assert wait_until(pause.with_name("hangs").exists, within_s=ENDS_S)
-    # The youngest is this test's: others' clusters were joined before.
+    # The youngest is the job itself, not its reaper.
     drivers = (
-        pid for pid, words in commands_under(mark).items() if "highwater.trials.ray_driver" in words
+        pid for pid, words in commands_under(mark).items() if "highwater.trials.ray_job" in words
     )
     driver = max(drivers, key=lambda pid: psutil.Process(pid).create_time())
     os.kill(driver, signal.SIGKILL)
     with pytest.raises(MachineError, match="connection to the Ray cluster was lost"):
         future.result(timeout=GONE_S)
     assert wait_until(lambda: processes_of_trials(mark) == [], within_s=GONE_S)
-    cluster.close()
 
 
 LOST_S = 90

@@ -9,7 +9,7 @@ from highwater.errors import UsageError
 from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.hardware import gpu_catalog
 from highwater.pages.recommendation_tables import recommendation_tables
-from highwater.pages.text import plain_table
+from highwater.pages.table import plain_table
 from highwater.recommendation.recommend import recommend
 
 

@@ -29,7 +29,7 @@ from highwater.pages.attention_report import (
     predicted_table,
     report_sections,
 )
-from highwater.pages.text import TextTable
+from highwater.pages.table import TextTable
 from highwater.recommendation.attention_summary import attention_summary, memory_fit
 from highwater.units import GIB, KIB, MIB
 

@@ -7,11 +7,12 @@ import highwater
 from highwater.api.prediction import predict_against
 from highwater.errors import ModelError
 from highwater.memory import trinity
-from highwater.memory.capacity import MemoryLimit, predict_cell, predict_cells
-from highwater.memory.formula.formula import likely_footprint
+from highwater.memory.capacity import MemoryLimit
 from highwater.memory.interval.calibration import calibrate
 from highwater.memory.interval.residuals import bundled_residuals
+from highwater.memory.predictor import predict_cell, predict_cells
 from highwater.memory.trace.scaled_trace import ScaledTrace
+from highwater.memory.trainers import MEMORY
 from highwater.nouns.cluster import cluster
 from highwater.nouns.hardware import gpu_catalog
 from highwater.units import GIB
@@ -95,7 +96,7 @@ def test_a_length_that_is_not_replayed_would_not_have_fit(model, monkeypatch):
     """On a grid so fine that a bound that is 1 % too high shows in a capacity."""
     asked = {"gpus": "1xA100-80GB", "trainer": "trinity", "resolution": 256}
     first = highwater.predict(model, **asked)
-    trinity._replayed.cache_clear()
+    trinity._replays.cache_clear()
     monkeypatch.setattr(ScaledTrace, "least_bytes", lambda *_: 0)
     assert highwater.predict(model, **asked) == first
 
@@ -232,10 +233,11 @@ def test_a_search_begins_where_the_prediction_itself_fits():
     ).question
     memory_limit = MemoryLimit(device_bytes=question.memory_budget_bytes)
     known = calibrate(question, "formula", bundled=bundled_residuals())
+    ours = MEMORY["highwater"].predictor
     for cell, sure in zip(
-        question.cells, predict_cells(question, memory_limit, likely_footprint, known), strict=True
+        question.cells, predict_cells(question, memory_limit, ours, known), strict=True
     ):
-        likely = predict_cell(question, cell, memory_limit, likely_footprint)
+        likely = predict_cell(ours(question, cell, memory_limit))
         assert likely.interval is None
         assert (
             sure.likely_tokens

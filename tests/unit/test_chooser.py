@@ -21,10 +21,9 @@ from highwater.nouns.capacities import study_capacities
 from highwater.nouns.recommendation import Recommendation
 from highwater.nouns.study import Study
 from highwater.pages.answer_sentence import recommendation_answer
-from highwater.pages.guide.answers import places
-from highwater.pages.guide.guide import Guide, Place, chooser_json, guide_tables
-from highwater.pages.guide.guide_page import guide_page
-from highwater.pages.guide.guide_rows import guide_rows
+from highwater.pages.guide.chooser import Place, chooser_json, places
+from highwater.pages.guide.guide import Guide, guide_tables
+from highwater.pages.guide.guide_page import guide_page, guide_rows
 from highwater.pages.recommendation_tables import recommendation_tables
 from highwater.search.scheduler import recorded_search
 from highwater.store.journal import open_journal

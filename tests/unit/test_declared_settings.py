@@ -13,9 +13,8 @@ from highwater.cli.config import config_schema
 from highwater.cli.flags import typed_values
 from highwater.cli.grammar import commands, parse
 from highwater.nouns.declaration import SWITCH, CommandName, Setting, words_of
-from highwater.nouns.declared_settings import DECLARED, TOPICS, taken_by
 from highwater.nouns.hyperparameters import Hyperparameters
-from highwater.nouns.request import Request, choices, request_from, setting_flags
+from highwater.nouns.request import DECLARED, TOPICS, Request, request_from, setting_flags, taken_by
 from highwater.nouns.settings import PATTERN_FIELDS, Settings
 
 ROWS = list(DECLARED.values())
@@ -37,7 +36,7 @@ def value_of(row: Setting) -> Any:
     """A value that works, and is not the default where there is another."""
     if row.kind is None:
         default = FIELDS[row.name].default
-        return next(choice for choice in choices(row.name) if choice != default)
+        return next(choice for choice in row.choices if choice != default)
     return row.example or row.kind.example or FIELDS[row.name].default
 
 
@@ -50,7 +49,7 @@ def test_what_a_rung_or_an_optimizer_has_is_declared_with_its_type_and_default(n
     rows = {row.rung_field: row for row in ROWS}
     for field in msgspec.structs.fields(noun):
         asked = FIELDS[rows[field.name].name]
-        if rows[field.name].in_base_units is None:
+        if rows[field.name].name == field.name:
             assert asked.type in (field.type, field.type | None), field.name
             assert asked.default in (field.default, None), field.name
 

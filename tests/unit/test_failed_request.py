@@ -8,14 +8,13 @@ import pytest
 from studies import HOSTILE, QUESTION, report_of, study_of, trial
 
 from highwater.cli.grammar import parse
-from highwater.memory.snapshot.attribution import CATEGORIES
+from highwater.memory.snapshot.attribution import CATEGORIES, CATEGORY_WORDS
 from highwater.memory.snapshot.memory_profile import ADVICE
 from highwater.nouns.codec import from_json
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import CellAnswer
 from highwater.nouns.trial import AliveMemory, Failure, Outcome, RankReport, TrialResult
-from highwater.pages.profile.profile_tables import WORDS
 from highwater.pages.study.build import study_markdown, study_page
 from highwater.pages.study.study_commands import alive_rows, request_line, setting_of
 from highwater.pages.study.tables import answer_table, trial_table
@@ -143,7 +142,7 @@ def test_whatever_is_advised_can_be_typed():
 
 
 def test_every_category_has_its_words():
-    assert set(WORDS) == set(CATEGORIES)
+    assert set(CATEGORY_WORDS) == set(CATEGORIES)
 
 
 def test_the_tables_of_a_trial_and_of_a_study_have_the_line_and_nothing_acts_in_it():

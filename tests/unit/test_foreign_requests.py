@@ -17,7 +17,6 @@ from highwater.cli.flags import request_of
 from highwater.cli.grammar import parse
 from highwater.errors import HighwaterError, UsageError
 from highwater.memory.trainers import MEMORY
-from highwater.nouns.declared_settings import DECLARED
 from highwater.nouns.foreign_request import (
     PLACEHOLDERS,
     base_config,
@@ -29,7 +28,7 @@ from highwater.nouns.foreign_request import (
 from highwater.nouns.foreign_trainer import FOREIGN, ForeignTrainer
 from highwater.nouns.layout import Layout
 from highwater.nouns.plan import plan, plan_trial
-from highwater.nouns.request import Request, request_from
+from highwater.nouns.request import DECLARED, Request, request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Question
 from highwater.nouns.trainer import TRAINERS, Target, TrainerName

@@ -84,8 +84,8 @@ def test_a_file_and_python_name_it_as_the_flags_do(offload):
     asked = {"model": MODEL, "offload": offload}
     of_a_file = request_from(asked, config_file="study.yaml")
     assert request_from(asked, keywords=True) == of_a_file
-    assert of_a_file.common_settings.offload == offload
-    flags = setting_flags(of_a_file.common_settings)
+    assert of_a_file.settings.offload == offload
+    flags = setting_flags(of_a_file.settings)
     assert request_from(typed_values(parse(["find", MODEL, *flags]))).offload == offload
 
 

@@ -13,15 +13,14 @@ from studies import report_of
 from highwater.errors import UsageError
 from highwater.model.footprint import host_state_bytes, step_flops
 from highwater.model.model import load_model
-from highwater.nouns.declared_settings import TOPICS, taken_by
 from highwater.nouns.hyperparameters import DEFAULTS, NAMES, Hyperparameters
 from highwater.nouns.layout import Layout
 from highwater.nouns.objective import TRAITS, without_reference
-from highwater.nouns.request import request_from
+from highwater.nouns.request import TOPICS, request_from, taken_by
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Question, Study
 from highwater.pages.study.study_commands import find_words, try_words
-from highwater.pages.study.study_predictions import question_table
+from highwater.pages.study.study_tables import question_table
 from places import question_of
 from tables import table
 

@@ -105,7 +105,7 @@ def test_a_base_in_four_bits_takes_a_quarter_and_is_labelled():
 def test_the_usual_weight_is_the_same_question_as_none():
     asked = {"model": "Qwen3-0.6B", "lora": 4}
     usual, same, other = (
-        request_from({**asked, **more}, keywords=True).common_settings
+        request_from({**asked, **more}, keywords=True).settings
         for more in ({}, {"lora_alpha": 8}, {"lora_alpha": 6})
     )
     assert usual == same

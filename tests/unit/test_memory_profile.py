@@ -15,8 +15,7 @@ from highwater.memory.snapshot.attribution import _OURS
 from highwater.memory.snapshot.memory_profile import MemoryProfile, memory_profile
 from highwater.memory.trace.replay import replay, timeline
 from highwater.nouns.events import Allocate, Enter, EventLog, Free
-from highwater.pages.profile.profile_page import profile_page
-from highwater.pages.profile.profile_tables import advice, answer, category_table
+from highwater.pages.profile import advice, answer, category_table, profile_page
 from highwater.units import MIB, format_bytes
 from write_snapshots import ENGINE, LINEAR, MAIN, SITE, STEP, Program, megatron, trainer
 

@@ -19,7 +19,7 @@ from highwater.memory.snapshot.memory_profile import MemoryProfile, memory_profi
 from highwater.memory.snapshot.plain_pickle import PlainPickleError, read_plain_pickle
 from highwater.memory.snapshot.snapshot import MOST_FRAMES, read_snapshot
 from highwater.nouns.codec import to_json
-from highwater.pages.profile.profile_page import profile_page
+from highwater.pages.profile import profile_page
 from highwater.units import MIB
 
 SNAPSHOTS = sorted((Path(__file__).parents[1] / "data" / "snapshots").glob("*.pickle"))

@@ -15,9 +15,13 @@ from highwater.nouns.protocols import Runner
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, Question, Study
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
-from highwater.pages.study.study_pictures import published_line, published_tables, published_text
-from highwater.pages.study.tables import answer_table
-from highwater.pages.text import plain_table
+from highwater.pages.study.tables import (
+    answer_table,
+    published_line,
+    published_tables,
+    published_text,
+)
+from highwater.pages.table import plain_table
 from highwater.search.cell_outcomes import CellAnswered, SearchEvent, TrialFinished, TrialStarted
 from highwater.search.proof import FULL_SHARE, TOLD_WITHIN, FullTrials
 from highwater.search.scheduler import search_cells

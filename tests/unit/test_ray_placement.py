@@ -9,20 +9,20 @@ from hypothesis import strategies as st
 
 from highwater.errors import MachineError, UsageError
 from highwater.nouns.layout import Layout
+from highwater.nouns.protocols import refused
 from highwater.nouns.request import request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
-from highwater.trials.inputs import model_files
-from highwater.trials.ray_driver import loss_reason
-from highwater.trials.ray_node import Needs, Refusal, read_node
-from highwater.trials.ray_placement import Demand, Node, Placement, choose, demand_of
-from highwater.trials.ray_runner import RayCluster
+from highwater.trials.inputs import ModelFiles, model_files
+from highwater.trials.ray_job import Needs, Node, loss_reason, read_node
+from highwater.trials.ray_runner import Demand, Placement, choose, cluster_at, demand_of
 from highwater.units import GIB
 from places import machine_with, question_of
 from tiny_models import write_model
 
 QUESTION = question_of(gpus=[1, 2, 4])
 L4 = "NVIDIA L4"
+ANYTHING = Needs(on_gpus=False, model=ModelFiles(directory="model", sizes={}))
 
 
 def node(
@@ -98,9 +98,9 @@ def test_gpus_that_cannot_be_used_do_not_make_it_a_question_to_the_cpu():
 
 def test_small_trials_share_a_node_so_that_another_stays_free():
     placement = Placement([node("a", gpus=4), node("b", gpus=4)])
-    firsts = [placement.take(number, demand(1)).first for number in range(3)]
+    firsts = [placement.take(demand(1)).first for _ in range(3)]
     assert len(set(firsts)) == 1
-    wide = placement.take(3, demand(4))
+    wide = placement.take(demand(4))
     assert wide.first != firsts[0]
     assert wide.any_of == (wide.first,)
     assert placement.has_room(demand(1))
@@ -110,10 +110,10 @@ def test_small_trials_share_a_node_so_that_another_stays_free():
 def test_a_trial_on_the_cpu_has_a_node_of_its_own():
     placement = Placement([node("a", cpus=4), node("b", cpus=16)])
     alone = demand(0, whole_node=True)
-    wanted = [placement.take(number, alone) for number in range(2)]
+    wanted = [placement.take(alone) for _ in range(2)]
     assert [(each.first, each.demand.cpus) for each in wanted] == [("a", 4.0), ("b", 16.0)]
     assert not placement.has_room(alone)
-    placement.leave(0)
+    placement.leave(wanted[0])
     assert placement.has_room(alone)
 
 
@@ -122,34 +122,25 @@ def test_states_in_host_memory_have_all_gpus_of_a_node_and_so_nobody_beside_them
     offloads = demand_of(QUESTION.trial(cell, 4096))
     assert offloads.whole_node
     placement = Placement([node("a", gpus=8, memory_bytes=512 * GIB)])
-    assert placement.take(0, offloads).demand.gpus == 8
+    assert placement.take(offloads).demand.gpus == 8
     assert not placement.has_room(demand(1))
 
 
 def test_a_trial_is_tried_elsewhere_where_there_is_an_elsewhere():
     nodes = [node("a", gpus=1), node("b", gpus=1)]
-    assert Placement(nodes).take(0, demand(), avoided=frozenset("a")).any_of == ("b",)
-    assert Placement(nodes[:1]).take(0, demand(), avoided=frozenset("a")).any_of == ("a",)
-
-
-def test_where_ray_has_put_a_trial_is_where_it_counts():
-    placement = Placement([node("a", gpus=1), node("b", gpus=1)])
-    first = placement.take(0, demand()).first
-    other = {"a": "b", "b": "a"}[first]
-    placement.placed(0, other)
-    assert placement.take(1, demand()).first == first
-    assert placement.beside(0) == frozenset()
+    assert Placement(nodes).take(demand(), avoided=frozenset("a")).any_of == ("b",)
+    assert Placement(nodes[:1]).take(demand(), avoided=frozenset("a")).any_of == ("a",)
 
 
 def test_what_no_node_could_hold_is_refused_and_a_lost_cluster_too():
     placement = Placement([node("a", gpus=1)])
     with pytest.raises(MachineError, match=r"a trial takes 2 GPUs, and no node"):
-        placement.take(0, demand(2))
+        placement.take(demand(2))
     with pytest.raises(MachineError, match=r"65\.00 GiB of host memory"):
-        placement.take(0, demand(1, memory_bytes=65 * GIB))
+        placement.take(demand(1, memory_bytes=65 * GIB))
     placement.nodes = ()
     with pytest.raises(MachineError, match=r"no node of the Ray cluster is left"):
-        placement.take(0, demand(1))
+        placement.take(demand(1))
 
 
 @given(
@@ -160,10 +151,10 @@ def test_no_node_has_more_trials_than_it_holds(sizes, asked):
     nodes = {f"n{number}": size for number, size in enumerate(sizes)}
     placement = Placement([node(name, gpus=size) for name, size in nodes.items()])
     taken = dict.fromkeys(nodes, 0)
-    for trial, (gpus, whole_node) in enumerate(asked):
+    for gpus, whole_node in asked:
         wanted = demand(gpus, whole_node=whole_node)
         if gpus <= max(sizes) and placement.has_room(wanted):
-            place = placement.take(trial, wanted)
+            place = placement.take(wanted)
             assert place.first in place.any_of
             taken[place.first] += place.demand.gpus
     assert all(taken[name] <= size for name, size in nodes.items())
@@ -172,7 +163,7 @@ def test_no_node_has_more_trials_than_it_holds(sizes, asked):
 @pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "head", "head:", ":6379", "head:x"])
 def test_what_is_no_address_of_a_head_is_refused(address):
     with pytest.raises(UsageError, match="HOST:PORT") as refused:
-        RayCluster(address)
+        cluster_at(address, ANYTHING)
     assert "`--address 10.0.0.1:6379`" in refused.value.hint
 
 
@@ -181,7 +172,7 @@ def test_a_port_where_nobody_listens_is_said_at_once():
         bound.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{bound.getsockname()[1]}"
         with pytest.raises(MachineError, match=f"no Ray cluster answers at {address}") as refused:
-            RayCluster(address)
+            cluster_at(address, ANYTHING)
     assert "`ray start --head`" in refused.value.hint
 
 
@@ -221,16 +212,16 @@ def test_a_large_one_is_a_shared_path_whose_files_are_the_same(tmp_path):
 def test_what_a_node_lacks_is_named(tmp_path):
     model = model_files(write_model(tmp_path / "model"))
     needs = Needs(on_gpus=True, model=model, data_module="nowhere_to_be_found.batches")
-    assert read_node(0, needs).problem == "it has no module nowhere_to_be_found.batches"
+    assert read_node(0, needs)[1] == "it has no module nowhere_to_be_found.batches"
     foreign = Needs(on_gpus=False, model=model, is_engine=False, program="no-such-trainer")
-    assert "'no-such-trainer' is not found" in (read_node(0, foreign).problem or "")
-    reading = read_node(8, Needs(on_gpus=True, model=model))
-    assert "Ray hands out 8 GPUs" in (reading.problem or "")
+    assert "'no-such-trainer' is not found" in (read_node(0, foreign)[1] or "")
+    _, problem = read_node(8, Needs(on_gpus=True, model=model))
+    assert "Ray hands out 8 GPUs" in (problem or "")
 
 
 @pytest.mark.parametrize("kind", [UsageError, MachineError])
 def test_a_refusal_crosses_processes_as_what_it_was(kind):
-    error = Refusal(kind.__name__, "no", "yes").error()
+    error = refused(kind("no", hint="yes")).error()
     assert type(error) is kind
     assert (error.problem, error.hint) == ("no", "yes")
 

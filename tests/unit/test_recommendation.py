@@ -20,7 +20,7 @@ from highwater.nouns.cells import simplicity
 from highwater.nouns.recommendation import Candidate
 from highwater.nouns.study import default_headroom_bytes
 from highwater.pages.recommendation_tables import next_rungs, recommendation_tables, rung_list
-from highwater.pages.text import plain_table
+from highwater.pages.table import plain_table
 from highwater.recommendation.candidates import Goal, first_fit, predicted_candidates
 from highwater.recommendation.recommend import recommend
 from highwater.trials.probe import gpus_meant
@@ -335,9 +335,7 @@ def test_the_question_with_the_most_cells_takes_no_replay_twice(monkeypatch):
         replays.append((id(trace), tokens, *asked.items()))
         return replay_scaled(trace, tokens, **asked)
 
-    for memory in (trinity._replayed, trinity._needed):
-        memory.cache_clear()
-    monkeypatch.setattr(trinity, "_ROOMY", {})
+    trinity._replays.cache_clear()
     monkeypatch.setattr(trinity, "replay_scaled", counted)
     found = recommend("Qwen3-8B", gpus="4xA100-80GB", length="64k", trainer="trinity")
     assert len(set(replays)) == len(replays) <= MOST_REPLAYS

@@ -18,7 +18,7 @@ from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.study import MemoryOnlyFit, Study
 from highwater.nouns.trial import Outcome
 from highwater.pages.recommendation_tables import recommendation_tables, rung_list
-from highwater.pages.text import plain_table
+from highwater.pages.table import plain_table
 from highwater.recommendation.recommend import recommend
 from highwater.units import GIB, MIB
 from tables import table

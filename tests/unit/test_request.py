@@ -13,7 +13,7 @@ import highwater
 from highwater.cli.flags import typed_values
 from highwater.cli.grammar import parse
 from highwater.errors import UsageError
-from highwater.nouns.request import Request, choices, request_from
+from highwater.nouns.request import DECLARED, Request, request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import Outcome
 from highwater.pages.study.study_commands import find_words, try_words
@@ -159,7 +159,7 @@ def test_a_request_names_a_model():
     [("loss", {"full", "chunked"}), ("device", {"cuda", "cpu"}), ("memory", set())],
 )
 def test_the_choices_of_a_setting_are_known(name, allowed):
-    assert set(choices(name)) == allowed
+    assert set(DECLARED[name].choices) == allowed
 
 
 def test_the_question_of_one_micro_batch_is_another_one_whose_rungs_say_so():

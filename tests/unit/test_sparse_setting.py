@@ -33,7 +33,7 @@ def test_a_pattern_is_what_the_settings_say_with_the_published_names():
             "global_tokens": 32,
         }
     )
-    assert request.common_settings.pattern == SparsePatternConfig(
+    assert request.settings.pattern == SparsePatternConfig(
         pattern_type="global_local", block_size=256, local_window_size=1024, global_tokens=32
     )
     assert Settings().pattern is None
@@ -42,7 +42,7 @@ def test_a_pattern_is_what_the_settings_say_with_the_published_names():
 @pytest.mark.parametrize("ratio", ["0.05", 0.05, 1, "adaptive"])
 def test_a_ratio_is_typed_or_given_as_a_number(ratio):
     request = request_from({"model": "Qwen3-0.6B", **SPARSE, "sparsity_ratio": ratio})
-    pattern = request.common_settings.pattern
+    pattern = request.settings.pattern
     assert pattern is not None
     assert pattern.sparsity_ratio == (ratio if ratio == "adaptive" else float(ratio))
 

@@ -17,12 +17,16 @@ from highwater import study_report, write_report
 from highwater.errors import UsageError
 from highwater.nouns.study import Expectation, RecordedTrial
 from highwater.nouns.trial import LogEnd, Outcome
+from highwater.pages.chart import bracket_chart, memory_picture
 from highwater.pages.page import without_folders
 from highwater.pages.study.build import COLUMNS, study_csv, study_markdown, study_page
 from highwater.pages.study.study_answer import study_answer
-from highwater.pages.study.study_parts import HEADINGS, memory_table
-from highwater.pages.study.study_pictures import bracket_picture, memory_picture
-from highwater.pages.study.study_predictions import predicted_cells, question_table
+from highwater.pages.study.study_tables import (
+    HEADINGS,
+    memory_table,
+    predicted_cells,
+    question_table,
+)
 from highwater.units import GIB
 from places import question_of
 from tables import table
@@ -58,9 +62,9 @@ def test_a_picture_shows_each_outcome_by_a_shape_of_its_own():
         for i, outcome in enumerate(OUTCOMES)
     )
     report = report_of(study_of(*trials, trial(28672, Outcome.MEMORY_ONLY_FIT)))
-    picture = bracket_picture(report.cells[0], report)
+    picture = bracket_chart(report.cells[0], report)
     assert picture is not None
-    shapes = [mark.shape for mark in picture.marks]
+    shapes = [mark.kind for mark in picture.marks]
     assert len(shapes) == len(set(shapes)) == 7
     assert "out of memory" in picture.marks[1].text
     heights = [mark.y for mark in picture.marks]
@@ -72,7 +76,7 @@ def test_a_picture_shows_each_outcome_by_a_shape_of_its_own():
 
 def test_the_band_of_a_picture_is_the_bracket():
     report = real_report("qwen3-4b-card-full")
-    picture = bracket_picture(report.cells[0], report)
+    picture = bracket_chart(report.cells[0], report)
     assert picture is not None
     last = picture.spans[-1]
     by_trial = {mark.text.partition(",")[0]: mark.y for mark in picture.marks}

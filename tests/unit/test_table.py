@@ -15,15 +15,16 @@ from highwater.nouns.plan import plan
 from highwater.nouns.request import request_from
 from highwater.nouns.study import CellAnswer, Question, RecordedTrial, Study
 from highwater.nouns.trial import MemoryBudget, Outcome, RankMemory, RankReport, TrialResult
-from highwater.pages.study.study_pictures import (
+from highwater.pages.study.tables import (
+    answer_table,
     published_line,
     published_notes,
     published_tables,
     published_text,
+    trial_table,
 )
-from highwater.pages.study.tables import answer_table, trial_table
-from highwater.pages.terminal import terminal_table
-from highwater.pages.text import plain, plain_json, plain_lines, plain_table
+from highwater.pages.table import plain_table, terminal_table
+from highwater.pages.text import plain, plain_json, plain_lines
 from highwater.units import GIB
 from places import NO_GPU, question_of
 from tiny_models import write_model

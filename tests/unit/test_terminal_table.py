@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from highwater.pages.terminal import terminal_table, terminal_text
-from highwater.pages.text import TextTable, folded, pieces
+from highwater.pages.table import TextTable, terminal_table, terminal_text
+from highwater.pages.text import folded, pieces
 from tables import table
 
 WIDTHS = st.integers(20, 240)

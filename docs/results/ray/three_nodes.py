@@ -47,9 +47,8 @@ from highwater.trials.engine_trial import EngineLauncher  # noqa: E402
 from highwater.trials.inputs import model_files  # noqa: E402
 from highwater.trials.local import LocalRunner  # noqa: E402
 from highwater.trials.probe import environment, probe  # noqa: E402
-from highwater.trials.ray_node import Needs  # noqa: E402
-from highwater.trials.ray_placement import choose  # noqa: E402
-from highwater.trials.ray_runner import RayCluster, RayRunner  # noqa: E402
+from highwater.trials.ray_job import Needs  # noqa: E402
+from highwater.trials.ray_runner import RayRunner, choose, cluster_at  # noqa: E402
 
 MODEL = {
     "model_type": "qwen3",
@@ -94,12 +93,12 @@ def search(folder: Path, name: str, address: str | None) -> None:
     if address is None:
         runner: Runner = LocalRunner(EngineLauncher(log_directory=logs, timeout_s=TIMEOUT_S))
     else:
-        cluster = RayCluster(address)
         files = model_files(Path(asked.model.directory))
         needs = Needs(on_gpus=False, model=files, data_module="paced_batches")
-        nodes = choose(cluster.read_nodes(needs), "cpu", None).nodes
+        cluster = cluster_at(address, needs)
+        nodes = choose(cluster.read_nodes(), "cpu", None).nodes
         launcher_in = partial(EngineLauncher, timeout_s=TIMEOUT_S)
-        runner = RayRunner(cluster, nodes, launcher_in, needs, log_directory=logs)
+        runner = RayRunner(cluster, nodes, launcher_in, log_directory=logs)
     with open_journal(folder / f"{name}.jsonl", asked) as journal, closing(runner):
         for event in recorded_search(asked, runner, journal):
             print(type(event).__name__, end=" ", flush=True)

@@ -10,11 +10,8 @@ from typing import Any
 import msgspec
 
 from highwater.model.model import load_model
-from highwater.nouns.foreign_request import command_of
-from highwater.nouns.foreign_trainer import foreign_name
 from highwater.nouns.hardware import Machine, used_gpus
 from highwater.nouns.plan import Plan, plan, plan_trial
-from highwater.nouns.protocols import Launcher
 from highwater.nouns.request import Request, request_from
 from highwater.nouns.study import Question, Study
 from highwater.nouns.trainer import OURS
@@ -28,8 +25,7 @@ from highwater.store.directory import study_path
 from highwater.store.journal import open_journal, read_study
 from highwater.trials import ray_runner
 from highwater.trials.diagnosis import diagnose, undiagnosed
-from highwater.trials.engine_trial import EngineLauncher
-from highwater.trials.foreign_trial import ForeignLauncher, check_foreign
+from highwater.trials.foreign_trial import check_foreign, launcher_in
 from highwater.trials.local import LocalRunner
 from highwater.trials.nodes import across
 from highwater.trials.probe import environment, probe
@@ -157,7 +153,7 @@ def answer(
     try:
         return _answer(request, planned, on_event, log_layout, command)
     finally:
-        ray_runner.leave(request)
+        ray_runner.leave()
 
 
 def _answer(
@@ -188,7 +184,7 @@ def answer_trial(request: Request, spec: TrialSpec) -> TrialResult:
     try:
         return _runner(request, "rung", min(totals, default=None)).run(spec)
     finally:
-        ray_runner.leave(request)
+        ray_runner.leave()
 
 
 def study_file(request: Request, question: Question) -> Path | None:
@@ -296,29 +292,7 @@ def _runner(
     at_once = request.max_concurrent_trials if request.nodes == 1 else 1
     if at_once is None and request.trainer != OURS:
         at_once = 1  # launchers meet on a port that is the same for all, unless they are told one
-    return LocalRunner(_launcher(request, log_layout), most_trials=at_once)
-
-
-def _launcher(request: Request, log_layout: LogLayout) -> Launcher:
-    trainer = foreign_name(request.trainer)
-    if trainer is not None:
-        return ForeignLauncher(
-            command=command_of(request, trainer),
-            log_directory=Path(request.log_dir),
-            timeout_s=request.timeout_s,
-            log_layout=log_layout,
-            allow_busy=request.allow_busy,
-        )
-    return EngineLauncher(
-        log_directory=Path(request.log_dir),
-        timeout_s=request.timeout_s,
-        log_layout=log_layout,
-        allow_busy=request.allow_busy,
-        tensorboard=request.tensorboard,
-        logit_range=request.logit_range,
-        checkpoint_directory=None
-        if request.checkpoint_dir is None
-        else Path(request.checkpoint_dir),
-        profiling=request.memory_profiler,
-        across=across(request),
+    return LocalRunner(
+        launcher_in(request)(log_directory=Path(request.log_dir), log_layout=log_layout),
+        most_trials=at_once,
     )

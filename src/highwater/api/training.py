@@ -23,13 +23,12 @@ from highwater.model.footprint import checkpoint_bytes
 from highwater.model.model import load_model
 from highwater.nouns.codec import Record
 from highwater.nouns.corpus import Corpus, CorpusOrder, missing_files
-from highwater.nouns.declared_settings import DECLARED
 from highwater.nouns.hardware import Machine
 from highwater.nouns.objective import TRAITS
 from highwater.nouns.plan import gpus_hint
 from highwater.nouns.profiling import SnapshotOrder
 from highwater.nouns.protocols import OnPhase, unheard
-from highwater.nouns.request import Request, request_from
+from highwater.nouns.request import DECLARED, Request, request_from
 from highwater.nouns.trainer import OURS
 from highwater.nouns.training import (
     RunState,
@@ -195,17 +194,17 @@ def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenT
     request = msgspec.structs.replace(request, log_dir=asked.output)
     _refuse_other_runs(request)
     check_request(request, machine, steps=asked.steps)
-    if asked.reward is not None and TRAITS[request.objective].advantages == "none":
+    if asked.reward is not None and TRAITS[request.settings.objective].advantages == "none":
         raise UsageError(
-            f"`--reward` is for rollouts, and the objective {request.objective} has none",
+            f"`--reward` is for rollouts, and the objective {request.settings.objective} has none",
             hint="leave `--reward` out, or add `--objective grpo`",
         )
     if request.gpus is None and request.device != "cpu" and machine.gpus:
         request = msgspec.structs.replace(request, gpus=(len(machine.gpus) * request.nodes,))
-    together = TRAITS[request.objective].documents_together
-    if request.token_budget is None and request.sequences_per_micro_batch < together:
+    together = TRAITS[request.settings.objective].documents_together
+    if request.token_budget is None and request.settings.sequences_per_micro_batch < together:
         request = msgspec.structs.replace(request, sequences_per_micro_batch=together)
-    if request.lora_merged:  # what is exported, at the end
+    if request.settings.lora_merged:  # what is exported, at the end
         request = msgspec.structs.replace(request, save_hf="last")
     _refuse_no_gpu(request, machine, asked)
     chosen = chosen_trial(request, asked, machine)

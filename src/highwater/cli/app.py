@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from keyword import iskeyword
 from os.path import lexists
 from pathlib import Path
 
@@ -101,54 +102,26 @@ def _handler(name: str) -> Callable[[argparse.Namespace], int]:
     """Import a command's handler: what other commands need stays out of this process."""
     match name:
         case "find" | "try" | "show" | "schema":
-            from highwater.cli import commands
-
-            of_studies = {"find": commands.find, "try": commands.try_, "show": commands.show}
-            return of_studies.get(name, commands.schema)
+            from highwater.cli import commands as module
+        case "report" | "profile" | "guide":
+            from highwater.cli import documents as module
         case "models" | "gpus":
-            from highwater.cli import catalog
-
-            return catalog.models if name == "models" else catalog.gpus
+            from highwater.cli import catalog as module
         case "train":
-            from highwater.cli.train import train
-
-            return train
+            from highwater.cli import train as module
         case "predict":
-            from highwater.cli.predict import predict
-
-            return predict
-        case "guide":
-            from highwater.cli.documents import guide
-
-            return guide
+            from highwater.cli import predict as module
         case "recommend":
-            from highwater.cli.recommend import recommend
-
-            return recommend
+            from highwater.cli import recommend as module
         case "emit":
-            from highwater.cli.emit import emit
-
-            return emit
-        case "report":
-            from highwater.cli.documents import report
-
-            return report
-        case "profile":
-            from highwater.cli.documents import profile
-
-            return profile
+            from highwater.cli import emit as module
         case "doctor":
-            from highwater.cli.doctor import doctor
-
-            return doctor
+            from highwater.cli import doctor as module
         case "completion":
-            from highwater.cli.completion import completion
-
-            return completion
+            from highwater.cli import completion as module
         case _:
-            from highwater.cli.bench import bench
-
-            return bench
+            from highwater.cli import bench as module
+    return getattr(module, f"{name}_" if iskeyword(name) else name)
 
 
 if __name__ == "__main__":

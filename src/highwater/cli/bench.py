@@ -213,7 +213,7 @@ def _patterns(
     if not typed:
         return {}
     request = request_from({"model": "tiny", "attention": "block_sparse", **typed})
-    settings = request.common_settings
+    settings = request.settings
     if settings.pattern_type == "block_top_k":
         raise UsageError(
             "block_top_k keeps keys by what is in them, and a benchmark's are random numbers",

@@ -11,7 +11,7 @@ from highwater.model.model import ModelShape, load_model
 from highwater.model.model_place import CatalogModel, model_catalog
 from highwater.nouns.codec import Record
 from highwater.nouns.hardware import GpuKind, Host, gpu_catalog, host_catalog, lacking
-from highwater.pages.text import TextTable
+from highwater.pages.table import TextTable
 from highwater.units import counted, format_bytes, format_tokens
 
 _BILLION = 1e9

@@ -41,13 +41,14 @@ from highwater.nouns.study import Cell, CellAnswer, Question, Study
 from highwater.nouns.trial import TrialResult, TrialSpec
 from highwater.pages.study.study_answer import outlook_lines, study_answer
 from highwater.pages.study.study_commands import resumed
-from highwater.pages.study.study_pictures import (
+from highwater.pages.study.tables import (
+    answer_table,
     published_line,
     published_notes,
     published_tables,
     published_text,
+    trial_table,
 )
-from highwater.pages.study.tables import answer_table, trial_table
 from highwater.search.predicted_study import completed_study
 from highwater.store.directory import newest_studies
 from highwater.store.journal import read_study
@@ -134,7 +135,7 @@ def _trial_notes(request: Request, spec: TrialSpec) -> tuple[str, ...]:
         *lossy_notes(spec.settings),
         *offload_notes(spec.settings, spec.device),
         *own_code_notes(model),
-        *yarn_notes(model, spec.length_tokens, request.rope),
+        *yarn_notes(model, spec.length_tokens, request.settings.rope),
         *weights_notes(model, spec.settings, simulated=request.dry_run),
     )
 

@@ -8,15 +8,16 @@ Python, and no other command imports shtab.
 
 import argparse
 from collections.abc import Callable, Iterator
+from typing import get_args
 
 from highwater.cli import console
+from highwater.cli.flags import Shell
 from highwater.cli.grammar import grammar
-from highwater.cli.parser import SHELLS, Parser
+from highwater.cli.parser import Parser
 from highwater.errors import EXIT_ANSWERED
 from highwater.model.model_place import model_catalog
-from highwater.nouns.declared_settings import DECLARED
 from highwater.nouns.hardware import gpu_catalog
-from highwater.nouns.request import choices
+from highwater.nouns.request import DECLARED
 
 _MODELS, _GPUS = "_highwater_model_or_dir", "_highwater_gpus"
 """Functions of the script. A name with ``_dir`` tells shtab that what it completes may be a
@@ -115,7 +116,7 @@ def _say_what_completes(parser: Parser) -> None:
         if what is not None:
             vars(action)["complete"] = what
         elif action.dest in DECLARED and DECLARED[action.dest].kind is None:
-            action.choices = choices(action.dest)
+            action.choices = DECLARED[action.dest].choices
 
 
 def _value(action: argparse.Action) -> object:
@@ -132,4 +133,4 @@ def _value(action: argparse.Action) -> object:
 def _by_function(name: str) -> dict[str, str]:
     """A function of the script, as each shell calls it."""
     called: dict[str, Callable[[str], str]] = {"fish": "({})".format}
-    return {shell: called.get(shell, str)(name) for shell in SHELLS}
+    return {shell: called.get(shell, str)(name) for shell in get_args(Shell)}

@@ -12,10 +12,9 @@ from yaml.composer import ComposerError
 
 from highwater.errors import UsageError
 from highwater.nouns.codec import json_schema, to_builtins
-from highwater.nouns.declared_settings import DECLARED
 from highwater.nouns.files import SETTINGS_BYTES, read_file
 from highwater.nouns.foreign_trainer import FOREIGN, foreign_name
-from highwater.nouns.request import Request, request_from
+from highwater.nouns.request import DECLARED, Request, request_from
 
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
 _DEEPEST = 8

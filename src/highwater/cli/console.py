@@ -17,16 +17,8 @@ from typing import TextIO
 from highwater.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, HighwaterError, UsageError
 from highwater.nouns.codec import to_json
 from highwater.nouns.secrets import kept, without_secrets
-from highwater.pages.terminal import terminal_table, terminal_text
-from highwater.pages.text import (
-    TextTable,
-    ascii_json,
-    folded,
-    plain,
-    plain_json,
-    plain_lines,
-    plain_table,
-)
+from highwater.pages.table import TextTable, plain_table, terminal_table, terminal_text
+from highwater.pages.text import ascii_json, folded, plain, plain_json, plain_lines
 
 _STDOUT, _STDERR = 1, 2
 _USUAL_WIDTH = 80

@@ -20,7 +20,8 @@ from highwater.nouns.hardware import (
     refuse_unfit_gpu,
 )
 from highwater.nouns.study import counted_ranks
-from highwater.pages.text import TextTable, plain
+from highwater.pages.table import TextTable
+from highwater.pages.text import plain
 from highwater.trials.measurements import read_constants
 from highwater.trials.probe import (
     INSTALL_COMMAND,

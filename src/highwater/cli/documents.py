@@ -23,10 +23,8 @@ from highwater.nouns.settings import TRAINED_OTHERWISE
 from highwater.nouns.trainer import TRAINERS
 from highwater.pages.guide import build as guiding
 from highwater.pages.guide.guide import UNKNOWN, Guide
-from highwater.pages.guide.guide_page import guide_markdown
-from highwater.pages.guide.guide_parts import gpus_heading, summary
-from highwater.pages.guide.guide_rows import guide_rows
-from highwater.pages.profile.profile_tables import category_table, place_table
+from highwater.pages.guide.guide_page import guide_markdown, guide_rows, summary
+from highwater.pages.profile import category_table, place_table
 from highwater.pages.study import build as reporting
 from highwater.pages.study.study_answer import study_answer
 from highwater.pages.study.study_commands import resumed
@@ -99,7 +97,7 @@ def profile(arguments: argparse.Namespace) -> int:
     paths = [each.path for each in profiles]
     if output is not None:
         # here, so that no other form waits for the templates
-        from highwater.pages.profile.profile_page import profile_page
+        from highwater.pages.profile import profile_page
 
         write_new_file(output, profile_page(profiles).encode(), flag="--html")
         console.talk(f"the page: {output}")
@@ -211,7 +209,7 @@ def _shown(made: Guide, *, is_written: bool) -> str:
     if not is_written:
         return guide_markdown(made).rstrip("\n")
     return "\n".join(
-        f"{t.device_name}, {gpus_heading(t)}, {t.training}: {summary(t)}" for t in made.tables
+        f"{t.device_name}, {t.gpus_in_words}, {t.training}: {summary(t)}" for t in made.tables
     )
 
 

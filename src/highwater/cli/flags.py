@@ -1,66 +1,478 @@
-"""The flags of every command: those of a request are written from the settings' declarations."""
+"""The flags of every command, and what was typed. A flag is written from its declaration: at a
+field of ``Request``, of ``TrainingRequest``, or of a noun below, for what a command alone has.
+"""
 
 import argparse
-from collections.abc import Mapping, Sequence
-from typing import Any, get_args
-
-from msgspec.structs import fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Literal, get_args, get_origin
 
 from highwater.errors import UsageError
-from highwater.nouns.attention_bench import DIRECTIONS, IMPLEMENTATIONS, BenchDtype
-from highwater.nouns.corpus import LongDocuments, TrainedTokens
-from highwater.nouns.declaration import SWITCH, CommandName, Setting, flag_of, words_of
-from highwater.nouns.declared_settings import DECLARED, TOPICS, Topic
-from highwater.nouns.request import PACKINGS, Request, choices, request_from
-from highwater.nouns.settings import PATTERN_FIELDS
-from highwater.nouns.trainer import OURS
-from highwater.nouns.training import ScheduleName, TrainingRequest, training_request_from
+from highwater.nouns import declaration as kinds
+from highwater.nouns.attention_bench import IMPLEMENTATIONS, BenchDtype, Direction
+from highwater.nouns.declaration import (
+    COUNT,
+    LENGTH,
+    REQUIRED,
+    SIZE,
+    SWITCH,
+    DeclaredRecord,
+    Setting,
+    flag_of,
+    nearest,
+    setting,
+    words_of,
+)
+from highwater.nouns.foreign_trainer import FOREIGN
+from highwater.nouns.request import DECLARED, PACKINGS, Request, request_from
+from highwater.nouns.settings import PATTERN_FIELDS, TRAINED_OTHERWISE
+from highwater.nouns.trainer import OURS, TRAINERS, AnyTrainer, Target, TrainerName
+from highwater.nouns.training import TrainingRequest, training_request_from
 from highwater.nouns.trial import Device
 
+Shell = Literal["bash", "zsh", "fish"]
+_Texts = tuple[str, ...]
+_WholeNumbers = tuple[int, ...]
+_KIND = "[[M x] N x]KIND"
+_TRAINING = "training_"
+"""What the names of a training's flags begin with in a namespace: a trial has some of them too."""
 
-def add_settings(
-    parser: argparse.ArgumentParser, command: CommandName, *topics: Topic, heading: str
+
+def add_flags(
+    parser: argparse._ActionsContainer,  # pyright: ignore[reportPrivateUsage] -- or a heading
+    command: str,
+    rows: Iterable[Setting],
 ) -> None:
-    """Give the parser the flags of these topics that a command takes; one that is not typed leaves
-    no trace in the namespace.
-    """
-    section = parser.add_argument_group(heading)
-    for row in (row for topic in topics for row in TOPICS[topic] if command in row.commands):
-        options: dict[str, Any] = {
-            "dest": row.name,
-            "default": argparse.SUPPRESS,
-            "help": _help(row, command),
-        }
+    """Give a command's parser, or a heading of its help, the flags of these settings."""
+    for row in rows:
+        is_of_a_request = row is DECLARED.get(row.name) and not row.place
+        options = _read_by_a_request(row) if is_of_a_request else _read_here(row)
+        options["help"] = _help(row, command)
         if row.kind is SWITCH:
             options["action"] = "store_true"
-        else:
+        elif "choices" not in options:
             options["metavar"] = _metavar(row)
-            if row.is_list:
-                options["nargs"] = "+"
-            elif row.stands_alone:
-                options |= {"nargs": "?", "const": True}
-        section.add_argument(row.flag, **options)
+        names = (row.rung_field,) if row.place else (*filter(None, (row.short,)), row.flag)
+        parser.add_argument(*names, **options)
 
 
-def add_trained(
-    parser: argparse.ArgumentParser,
-    names: Sequence[str],
-    what_for: str = "what is predicted is trained so: ",
-) -> None:
-    """Give the parser flags of settings that say what is trained, None where they are not typed."""
-    for row in (DECLARED[name] for name in names):
-        what = f"{what_for}{row.help}".replace("%", "%%")
-        parser.add_argument(row.flag, dest=row.name, metavar=_metavar(row), help=what)
+def _read_by_a_request(row: Setting) -> dict[str, Any]:
+    """A flag that is not typed leaves no trace in the namespace: a file may say it."""
+    options: dict[str, Any] = {"dest": row.name, "default": argparse.SUPPRESS}
+    if row.is_list:
+        options["nargs"] = "+"
+    elif row.stands_alone:
+        options |= {"nargs": "?", "const": True}
+    return options
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Give the parser ``--json``."""
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+def _read_here(row: Setting) -> dict[str, Any]:
+    """How argparse reads a flag by the type of its field. A training's request says itself what is
+    lacking.
+    """
+    if row.kind is SWITCH:
+        return {"dest": row.rung_field}
+    is_required = row.default is REQUIRED
+    is_left = row.rung_field.startswith(_TRAINING)
+    options: dict[str, Any] = {"default": None if is_required or is_left else row.default}
+    if get_origin(row.type) is tuple:
+        options |= {"default": [], "nargs": "+", "action": "store" if row.place else "extend"}
+    if not row.place:
+        options |= {"dest": row.rung_field, "required": is_required and not is_left}
+    elif row.place != "1":
+        options["nargs"] = row.place
+    types = (row.type, *get_args(row.type))
+    if row.read is not None or (int in types and str not in types):
+        options["type"] = row.read or int
+    if row.kind is None and row.choices:
+        options |= {"choices": row.choices} | ({"metavar": row.metavar} if row.metavar else {})
+    return options
 
 
-def add_output(parser: argparse.ArgumentParser, forms: str) -> None:
-    """Give the parser ``-o``, the new file that an answer goes to in one of these forms."""
-    parser.add_argument("-o", "--output", metavar="FILE", help=f"write it into a new file: {forms}")
+def _metavar(row: Setting) -> str | None:
+    if row.kind is None and row.choices:
+        return f"{{{','.join(row.choices)}}}"
+    return row.metavar or (row.kind and row.kind.metavar)
+
+
+def _help(row: Setting, command: str) -> str:
+    """What the setting is, and its default unless that is nothing, or said already."""
+    default, said, named = row.default, row.helps.get(command, row.help), row.defaults.get(command)
+    if named is None and (default in (None, False, 0, "0", (), REQUIRED) or "default" in said):
+        shown = ""
+    else:
+        shown = f" (default: {named or _spelled(default)})"
+    return f"{said}{shown}".replace("%", "%%")
+
+
+def _spelled(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _predicted(name: str) -> TrainerName:
+    """The trainer of this name; raises UsageError for one whose memory nobody predicts."""
+    for known in TRAINERS:
+        if name == known:
+            return known
+    for tried, traits in FOREIGN.items():
+        if name == tried:
+            raise UsageError(
+                f"the memory of {traits.title} is not predicted: `highwater find --trainer "
+                f"{name}` finds its capacity by trials",
+                hint=f"leave `--trainer {name}` out",
+            )
+    near = nearest(name, tuple(TRAINERS)) or OURS
+    raise UsageError(
+        f"trainer {name!r} is not one of {', '.join(TRAINERS)}", hint=f"use `--trainer {near}`"
+    )
+
+
+_NEWEST = "a study's file; default: the newest one"
+_ELSEWHERE = ("predict", "recommend", "emit")
+"""Commands about GPUs that need not be here."""
+_GPUS = (
+    "or 2x8xH100-80GB of two machines; default: this machine's; `highwater gpus` lists the kinds"
+)
+_BENCH: dict[str, Any] = {"commands": ("bench",)}
+_PREDICT: dict[str, Any] = {"commands": ("predict",)}
+_GUIDE: dict[str, Any] = {"commands": ("guide",)}
+
+
+class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
+    """What commands are told besides the settings of a request and of a training."""
+
+    for_: Target = setting(REQUIRED, "whose configuration", name="for", commands=("emit",))
+    config: str | None = setting(
+        None,
+        "YAML file of settings; flags override it",
+        kinds.FILE,
+        commands=("find", "try", "train"),
+    )
+    subject: Literal["attention"] = setting(
+        REQUIRED, "what is measured: attention", place="1", metavar="SUBJECT", **_BENCH
+    )
+    shell: Shell = setting(
+        REQUIRED,
+        ", ".join(get_args(Shell)),
+        place="1",
+        metavar="SHELL",
+        commands=("completion",),
+    )
+    words: _Texts = setting(
+        (),
+        "list those whose names have it; default: all",
+        place="*",
+        metavar="WORD",
+        commands=("models", "gpus"),
+    )
+    paths: _Texts = setting(
+        REQUIRED,
+        "a snapshot that `torch.cuda.memory._dump_snapshot` wrote, a timeline of "
+        "`highwater predict --exact`, or a folder of ranks' snapshots, of which the fullest is "
+        "shown; two: side by side",
+        place="+",
+        metavar="PATH",
+        commands=("profile",),
+    )
+    shown: _Texts = setting(
+        (), _NEWEST, place="*", metavar="STUDY", rung_field="studies", commands=("show",)
+    )
+    study: str | None = setting(None, _NEWEST, place="?", metavar="STUDY", commands=("report",))
+    sources: _Texts = setting(
+        (),
+        "a study's file, a CSV of known capacities (gpu, settings, gpus, sp, model, "
+        "max_model_len; 0: nothing fits, empty: unknown), or the .json of `highwater predict "
+        "--json`",
+        place="*",
+        metavar="SOURCE",
+        **_GUIDE,
+    )
+    as_: Literal["table", "published", "lines", "json"] = setting(
+        "table", "how to show it", name="as", commands=("show",)
+    )
+    measure: bool = setting(
+        False,
+        "read on the GPUs what libraries take of their memory, half a minute each count",
+        SWITCH,
+        commands=("doctor",),
+    )
+    html: str | None = setting(
+        None,
+        "write a page into a new file: timeline and flame graph",
+        kinds.FILE,
+        commands=("profile",),
+    )
+    folder: str | None = setting(
+        None,
+        "write all files into a folder, with a script that starts the training and a page of "
+        "what to check; nothing that is there is written over",
+        kinds.DIRECTORY,
+        name="output",
+        rung_field="output",
+        short="-o",
+        commands=("emit",),
+    )
+    predict: _Texts = setting(
+        (), "models whose capacities are predicted by formula", metavar="MODEL", **_GUIDE
+    )
+    output: str | None = setting(
+        None,
+        "write it into a new file: .html, .md, .csv or .json; default: print Markdown",
+        kinds.FILE,
+        short="-o",
+        commands=("report", "guide"),
+        helps={
+            "guide": "write it into a new file: a page (.html), or Markdown (.md); default: print "
+            "it"
+        },
+    )
+    json: bool = setting(
+        False,
+        "print one JSON document",
+        SWITCH,
+        commands=(
+            *(*_ELSEWHERE, "find", "try", "train", "guide", "report", "profile"),
+            *("models", "gpus", "doctor", "bench"),
+        ),
+        helps={"guide": "print its rows as one JSON document"},
+    )
+    log_dir: str = setting(
+        "./logs",
+        "where to look for the newest study",
+        kinds.DIRECTORY,
+        commands=("show", "report"),
+    )
+    print_config: bool = setting(
+        False, "print the configuration that asks the same, and exit", SWITCH, commands=("find",)
+    )
+    print_sbatch: bool = setting(
+        False,
+        "print the script that asks the same as a job of Slurm, and exit",
+        SWITCH,
+        commands=("find",),
+    )
+    tried_length: str = setting(
+        REQUIRED,
+        "tokens of one sequence, for example 32k",
+        LENGTH,
+        name="length",
+        rung_field="length",
+        commands=("try",),
+    )
+    cluster: str | None = setting(
+        None, f"for example 4xA100-80GB, {_GPUS}", name="gpus", metavar=_KIND, commands=_ELSEWHERE
+    )
+    clusters: _Texts = setting(
+        (),
+        f"for example 4xA100-80GB 8xH100-80GB, {_GPUS}",
+        name="gpus",
+        rung_field="cluster",
+        metavar=_KIND,
+        **_GUIDE,
+    )
+    gpu_memory: str | None = setting(
+        None,
+        "memory of one GPU as its driver reports it, for a kind of no catalog",
+        SIZE,
+        commands=(*_ELSEWHERE, "guide"),
+    )
+    host_memory: str | None = setting(
+        None,
+        "a machine's memory; default: this machine's, or what machines with such GPUs usually have",
+        SIZE,
+        commands=_ELSEWHERE,
+    )
+    reserved: str = setting(
+        "0", "what others take of each GPU, for example 20GiB", SIZE, commands=_ELSEWHERE
+    )
+    predicted_for: TrainerName = setting(
+        OURS,
+        "whose step is predicted",
+        name="trainer",
+        read=_predicted,
+        commands=("predict", "guide"),
+    )
+    any_trainer: AnyTrainer = setting(
+        OURS,
+        "whose step is predicted; of others their studies answer",
+        name="trainer",
+        rung_field="predicted_for",
+        commands=("recommend",),
+    )
+    length: str | None = setting(
+        None,
+        "tokens of one sequence, for example 64k",
+        LENGTH,
+        commands=_ELSEWHERE,
+        helps={"predict": "turn it round: which rungs fit this length"},
+    )
+    rollout_gpus: int = setting(
+        0,
+        "of the GPUs, those that roll out: the others are the trainer's",
+        COUNT,
+        metavar="K",
+        commands=("recommend", "emit"),
+    )
+    studies: _Texts = setting(
+        (),
+        "studies that `highwater find` wrote: what they measured is taken, the rest predicted",
+        name="study",
+        rung_field="studies",
+        metavar="STUDY",
+        commands=("recommend", "emit"),
+    )
+    list_: bool = setting(
+        False,
+        "all settings that fit, with what each costs",
+        SWITCH,
+        name="list",
+        commands=("recommend",),
+    )
+    exact: bool = setting(
+        False,
+        "trace the engine's own steps on fake tensors, minutes instead of milliseconds",
+        SWITCH,
+        **_PREDICT,
+    )
+    timeline: str | None = setting(
+        None,
+        "with --exact: write every allocation for PyTorch's viewer, https://pytorch.org/memory_viz",
+        kinds.FILE,
+        **_PREDICT,
+    )
+    calibrate: _Texts = setting(
+        (),
+        "studies that `highwater find` wrote: intervals are learned from their trials too",
+        metavar="STUDY",
+        **_PREDICT,
+    )
+    constants: str | None = setting(
+        None,
+        "what `highwater doctor --measure --json` printed on such GPUs: context, cuBLAS and "
+        "NCCL as read there",
+        kinds.FILE,
+        **_PREDICT,
+    )
+    explain: bool = setting(
+        False,
+        "what ends each row, how good such predictions were, and bytes by term at the peak; "
+        "with --exact tensors by operator",
+        SWITCH,
+        commands=("predict", "recommend"),
+        helps={
+            "recommend": "what the answer is drawn from, how good such answers were, and what is "
+            "not in it"
+        },
+    )
+    against: str | None = setting(
+        None,
+        "compare with known capacities: gpu, settings, gpus, sp, model, max_model_len",
+        metavar="CSV",
+        **_PREDICT,
+    )
+    sequences_per_micro_batch: int | None = setting(
+        None, "what is predicted is of so many; default: as `predict`", COUNT, **_GUIDE
+    )
+    ulysses: _WholeNumbers = setting(
+        (), "what is predicted has these ulysses degrees; default: as `predict`", COUNT, **_GUIDE
+    )
+    ring: _WholeNumbers = setting(
+        (), "what is predicted has these ring degrees; default: no ring", COUNT, **_GUIDE
+    )
+    copies: _WholeNumbers = setting(
+        (), "what is predicted has so many copies of the states; default: one", COUNT, **_GUIDE
+    )
+    device: Device | None = setting(None, "where; default: cuda where there is a GPU", **_BENCH)
+    memory: str | None = setting(
+        None,
+        "memory of each GPU, or of each process on the CPU, its runtime included: 8GiB on a "
+        "big card stands in for a small one; default: all, on the CPU what is free",
+        SIZE,
+        **_BENCH,
+    )
+    gpus: int = setting(
+        1, "from 2 on also DataParallel, ring and Ulysses; on the CPU processes", COUNT, **_BENCH
+    )
+    heads: int = setting(2, "query heads", COUNT, **_BENCH)
+    kv_heads: int | None = setting(None, "key and value heads; default: as many", COUNT, **_BENCH)
+    head_dim: int = setting(32, "size of a head", COUNT, **_BENCH)
+    dtype: BenchDtype | None = setting(
+        None, "default: bf16, on the CPU fp32, on GPUs without bf16 fp16", **_BENCH
+    )
+    same_qkv: bool = setting(
+        False,
+        "queries, keys and values are one tensor, counted once: the published setting",
+        SWITCH,
+        **_BENCH,
+    )
+    lengths: _Texts = setting(
+        (),
+        "measure at these lengths alone; default: doubling, then bisection to the longest",
+        LENGTH,
+        **_BENCH,
+    )
+    max_length: str | None = setting(
+        None, "longest length to try; default: 16m tokens, on the CPU 4k", LENGTH, **_BENCH
+    )
+    implementations: _Texts = setting(
+        (),
+        "who takes part, by name, family or published class: "
+        f"{', '.join(IMPLEMENTATIONS)}; default: all",
+        metavar="NAME",
+        **_BENCH,
+    )
+    segment_lengths: _Texts = setting(
+        (),
+        "dilated and block_sparse_ring_dilated: tokens of a segment of each branch; default: "
+        "half the length and all of it",
+        LENGTH,
+        **_BENCH,
+    )
+    dilation_rates: _WholeNumbers = setting(
+        (),
+        "a rate for each of them, 2 for every second token; default: 1 2, and 4, 8, ... for "
+        "more segments",
+        COUNT,
+        **_BENCH,
+    )
+    only: Direction | None = setting(None, "one direction; default: both", **_BENCH)
+    timeout: str | None = setting(
+        None, "longest time of one pass; default: 60s, on the CPU 10s", kinds.TIME, **_BENCH
+    )
+    out: str | None = setting(
+        None,
+        "folder of the report, JSON and Markdown; default: a new one below ./logs/attention",
+        kinds.DIRECTORY,
+        **_BENCH,
+    )
+    allow_busy: bool = setting(False, "also on GPUs that somebody else uses", SWITCH, **_BENCH)
+
+
+_BORROWED: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "bench": (PATTERN_FIELDS, ""),
+    "guide": (TRAINED_OTHERWISE, "what is predicted is trained so: "),
+}
+"""Settings of a request that a command has which makes none, and what their help begins with."""
+TRAINING = tuple(
+    replace(row, rung_field=f"{_TRAINING}{row.name}") for row in TrainingRequest.declared
+)
+
+
+def own_flags(command: str) -> Iterator[Setting]:
+    """The flags of a command that no request reads."""
+    yield from (DECLARED["model"],) if command in DECLARED["model"].commands else ()
+    yield from (row for row in CommandFlags.declared if command in row.commands)
+    names, what_for = _BORROWED.get(command, ((), ""))
+    for name in names:
+        row = DECLARED[name]
+        yield replace(
+            row,
+            help=f"{what_for}{row.help}",
+            metavar=_metavar(row),
+            type=str,
+            default=None,
+            choices=(),
+        )
 
 
 def typed_values(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -83,7 +495,7 @@ def typed_values(arguments: argparse.Namespace) -> dict[str, Any]:
             typed |= {"model": values[-1], row.name: values[:-1]}
         if row.stands_alone and isinstance(values, str) and values:
             value = {"true": True, "false": False}.get(values.lower(), values)
-            if value == values and value not in choices(row.name) and "model" not in typed:
+            if value == values and value not in row.choices and "model" not in typed:
                 # `--offload MODEL`: argparse gives it to the flag
                 typed["model"], value = values, True
             typed[row.name] = value
@@ -136,19 +548,26 @@ def typed_limits(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(arguments, name) for name in names}
 
 
+_AGAIN = {
+    "--gpus": "cluster",
+    "--length": "length",
+    "--rollout-gpus": "rollout_gpus",
+    "--trainer": "predicted_for",
+    "--study": "studies",
+    "--gpu-memory": "gpu_memory",
+    "--host-memory": "host_memory",
+    "--reserved": "reserved",
+}
+"""Flags that the next command has too, with their names in a namespace."""
+
+
 def words_again(
     arguments: argparse.Namespace, *, drop: tuple[str, ...] = (), **changed: str
 ) -> list[str]:
     """What was typed, for a prediction or a recommendation, as flags, with changes."""
+    named = {name: getattr(arguments, field, None) for name, field in _AGAIN.items()}
     typed: dict[str, object] = {
-        "--gpus": arguments.cluster,
-        "--length": arguments.length,
-        "--rollout-gpus": getattr(arguments, "rollout_gpus", 0) or None,
-        "--trainer": None if arguments.predicted_for == OURS else arguments.predicted_for,
-        "--study": getattr(arguments, "studies", ()) or None,
-        "--gpu-memory": arguments.gpu_memory,
-        "--host-memory": arguments.host_memory,
-        "--reserved": None if arguments.reserved == "0" else arguments.reserved,
+        name: value for name, value in named.items() if value not in (0, "0", OURS, [])
     }
     settings = {name: value for name, value in typed_values(arguments).items() if name != "model"}
     typed |= {flag_of(name): value for name, value in settings.items()}
@@ -160,136 +579,12 @@ def words_again(
     )
 
 
-def _metavar(row: Setting) -> str | None:
-    if row.kind is None:
-        return f"{{{','.join(choices(row.name))}}}"
-    return row.metavar or row.kind.metavar
-
-
-def _help(row: Setting, command: CommandName) -> str:
-    """What the setting is, and its default unless that is nothing, or said already."""
-    default = next(field.default for field in fields(Request) if field.name == row.name)
-    said = row.helps.get(command, row.help)
-    named = row.defaults.get(command)
-    if named is None and (default in (None, False, 0) or "default" in said):
-        shown = ""
-    else:
-        shown = f" (default: {named or _spelled(default)})"
-    return f"{said}{shown}".replace("%", "%%")
-
-
-def _spelled(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-_FIELDS = {
-    "training_data": "data",
-    "length": "length",
-    "training_steps": "steps",
-    "output": "output",
-    "settings_from": "settings",
-    "eval_data": "eval_data",
-    "rows": "rows",
-    "schedule": "schedule",
-    "warmup_steps": "warmup_steps",
-    "eval_every": "eval_every",
-    "save_every": "save_every",
-    "long_documents": "long_documents",
-    "train_on": "train_on",
-    "reward": "reward",
-    "resume_from": "resume_from",
-    "seed": "seed",
-}
-"""Fields of a training request by the names of their parsed flags, which differ where a search's
-flag of that name means something else."""
-
-
-def add_train_flags(parser: argparse.ArgumentParser) -> None:
-    """Give the parser what is trained on, for how long, and where it goes."""
-    several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
-    data = parser.add_argument_group("the data")
-    data.add_argument(
-        "--data",
-        dest="training_data",
-        metavar="PATH",
-        help="files to train on (.jsonl, .parquet, .txt, .md), folders of them, or what `datasets` "
-        "saved",
-        **several,
-    )
-    data.add_argument(
-        "--eval-data", metavar="PATH", help="evaluated, and never trained on", **several
-    )
-    data.add_argument(
-        "--length", metavar="TOKENS", help="tokens of the longest sequence, for example 32k"
-    )
-    data.add_argument(
-        "--long-documents",
-        choices=get_args(LongDocuments),
-        help="what becomes of a longer document: its beginning is trained, or all of it in pieces, "
-        "or nothing is (default: truncate)",
-    )
-    data.add_argument(
-        "--train-on",
-        choices=get_args(TrainedTokens),
-        help="tokens that are trained on: responses, where documents have prompts, or all "
-        "(default: responses)",
-    )
-    data.add_argument(
-        "--reward",
-        metavar="MODULE:FUNCTION",
-        help="--objective grpo, ppo: gives the reward of a response; default: the data has it",
-    )
-    run = parser.add_argument_group("the run")
-    run.add_argument(
-        "--steps", dest="training_steps", metavar="N", type=int, help="optimizer steps in all"
-    )
-    run.add_argument(
-        "-o",
-        "--output",
-        metavar="DIR",
-        help="the run's folder: checkpoints, statistics, log, and the model; the same command goes "
-        "on after the last checkpoint in it",
-    )
-    run.add_argument(
-        "--settings",
-        dest="settings_from",
-        metavar="{recommended,STUDY}",
-        help="whose settings: those recommended for the length, or those that a study of "
-        "`highwater find` measured; default: those that are named, and "
-        "recommended ones where none is",
-    )
-    run.add_argument(
-        "--rows",
-        metavar="N",
-        type=int,
-        help="rows of up to --length tokens in a step, over all GPUs (the global batch; default: 2 "
-        "for each GPU, or group of GPUs that share a sequence)",
-    )
-    run.add_argument(
-        "--resume-from",
-        metavar="CHECKPOINT",
-        help="go on from this one, for example step-000100; default: the latest",
-    )
-    run.add_argument(
-        "--schedule",
-        choices=get_args(ScheduleName),
-        help="course of the learning rate (default: constant)",
-    )
-    for name, what in (
-        ("warmup-steps", "steps over which the learning rate rises (default: none)"),
-        ("eval-every", "steps between evaluations (default: before the first and after the last)"),
-        ("save-every", "steps between checkpoints (default: after the last)"),
-        ("seed", "seed of the data's order, of dropout and of weights that are not there"),
-    ):
-        run.add_argument(f"--{name}", metavar="N", type=int, help=what)
-
-
 def training_request_of(arguments: argparse.Namespace) -> TrainingRequest:
     """The training request that was typed; raises UsageError for what has to be named."""
     typed = {
-        field: tuple(value) if isinstance(value, list) else value
-        for name, field in _FIELDS.items()
-        if (value := getattr(arguments, name)) not in (None, [])
+        row.name: tuple(value) if isinstance(value, list) else value
+        for row in TRAINING
+        if (value := getattr(arguments, row.rung_field)) not in (None, [])
     }
     for field, flag, what in (
         ("data", "--data data.jsonl", "nothing to train on is named"),
@@ -300,129 +595,3 @@ def training_request_of(arguments: argparse.Namespace) -> TrainingRequest:
         if field not in typed:
             raise UsageError(what, hint=f"add it, for example `{flag}`")
     return training_request_from(typed)
-
-
-def show_flags(parser: argparse.ArgumentParser) -> None:
-    """Give the parser the flags of ``highwater show``."""
-    parser.add_argument(
-        "studies", nargs="*", metavar="STUDY", help="a study's file; default: the newest one"
-    )
-    parser.add_argument(
-        "--as",
-        dest="as_",
-        choices=("table", "published", "lines", "json"),
-        default="table",
-        help="how to show it",
-    )
-    _add_newest_study(parser)
-
-
-def report_flags(parser: argparse.ArgumentParser) -> None:
-    """Give the parser the flags of ``highwater report``."""
-    parser.add_argument(
-        "study", nargs="?", metavar="STUDY", help="a study's file; default: the newest one"
-    )
-    add_output(parser, ".html, .md, .csv or .json; default: print Markdown")
-    add_json(parser)
-    _add_newest_study(parser)
-
-
-def profile_flags(parser: argparse.ArgumentParser) -> None:
-    """Give the parser the flags of ``highwater profile``."""
-    parser.add_argument(
-        "paths",
-        nargs="+",
-        metavar="PATH",
-        help="a snapshot that `torch.cuda.memory._dump_snapshot` wrote, a timeline of "
-        "`highwater predict --exact`, or a folder of ranks' snapshots, of which the fullest is "
-        "shown; two: side by side",
-    )
-    parser.add_argument(
-        "--html", metavar="FILE", help="write a page into a new file: timeline and flame graph"
-    )
-    add_json(parser)
-
-
-def _add_newest_study(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--log-dir",
-        metavar="DIR",
-        default="./logs",
-        help="where to look for the newest study (default: ./logs)",
-    )
-
-
-def add_bench_flags(parser: argparse.ArgumentParser) -> None:
-    """Give the parser the flags of ``highwater bench``, but ``--json``, which every command has."""
-    add = parser.add_argument
-    add("subject", choices=("attention",), metavar="SUBJECT", help="what is measured: attention")
-    add("--device", choices=get_args(Device), help="where; default: cuda where there is a GPU")
-    add(
-        "--memory",
-        metavar="SIZE",
-        help="memory of each GPU, or of each process on the CPU, its runtime included: 8GiB on a "
-        "big card stands in for a small one; default: all, on the CPU what is free",
-    )
-    add(
-        "--gpus",
-        metavar="N",
-        type=int,
-        default=1,
-        help="from 2 on also DataParallel, ring and Ulysses; on the CPU processes (default: 1)",
-    )
-    add("--heads", metavar="N", type=int, default=2, help="query heads (default: 2)")
-    add("--kv-heads", metavar="N", type=int, help="key and value heads; default: as many")
-    add("--head-dim", metavar="N", type=int, default=32, help="size of a head (default: 32)")
-    add(
-        "--dtype",
-        choices=get_args(BenchDtype),
-        help="default: bf16, on the CPU fp32, on GPUs without bf16 fp16",
-    )
-    add(
-        "--same-qkv",
-        action="store_true",
-        help="queries, keys and values are one tensor, counted once: the published setting",
-    )
-    add(
-        "--lengths",
-        metavar="TOKENS",
-        nargs="+",
-        help="measure at these lengths alone; default: doubling, then bisection to the longest",
-    )
-    add(
-        "--max-length",
-        metavar="TOKENS",
-        help="longest length to try; default: 16m tokens, on the CPU 4k",
-    )
-    add(
-        "--implementations",
-        metavar="NAME",
-        nargs="+",
-        default=[],
-        help="who takes part, by name, family or published class: "
-        f"{', '.join(IMPLEMENTATIONS)}; default: all",
-    )
-    add_trained(parser, PATTERN_FIELDS, what_for="")
-    add(
-        "--segment-lengths",
-        metavar="TOKENS",
-        nargs="+",
-        help="dilated and block_sparse_ring_dilated: tokens of a segment of each branch; default: "
-        "half the length and all of it",
-    )
-    add(
-        "--dilation-rates",
-        metavar="N",
-        nargs="+",
-        type=int,
-        help="a rate for each of them, 2 for every second token; default: 1 2, and 4, 8, ... for "
-        "more segments",
-    )
-    add("--only", choices=DIRECTIONS, help="one direction; default: both")
-    add("--timeout", metavar="TIME", help="longest time of one pass; default: 60s, on the CPU 10s")
-    add(
-        "--out",
-        metavar="DIR",
-        help="folder of the report, JSON and Markdown; default: a new one below ./logs/attention",
-    )
-    add("--allow-busy", action="store_true", help="also on GPUs that somebody else uses")

@@ -1,30 +1,205 @@
-"""The grammar of ``highwater``: which command takes which flags; cli/flags writes them."""
+"""The grammar of ``highwater``: its commands, what each is for, and which settings it takes. Their
+flags are written by cli/flags.
+
+Each example is run by tests/cli/test_help.py, on names that it makes: ``study.jsonl``,
+``snapshot.pickle``, ``capacities.csv``.
+"""
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, get_args
+from typing import NamedTuple
 
-from highwater.cli.flags import (
-    add_bench_flags,
-    add_json,
-    add_output,
-    add_settings,
-    add_train_flags,
-    add_trained,
-    profile_flags,
-    report_flags,
-    show_flags,
-)
-from highwater.cli.parser import COMMANDS, SHELLS, Parser, groups, parse_strictly
+from highwater.cli.flags import TRAINING, add_flags, own_flags
+from highwater.cli.parser import Parser, parse_strictly
 from highwater.errors import UsageError
-from highwater.nouns.declaration import CommandName, nearest
-from highwater.nouns.declared_settings import DECLARED
-from highwater.nouns.foreign_trainer import FOREIGN
+from highwater.nouns.declaration import Setting, Topic
+from highwater.nouns.request import TOPICS
 from highwater.nouns.secrets import hidden_words
-from highwater.nouns.settings import TRAINED_OTHERWISE
-from highwater.nouns.trainer import OURS, TRAINERS, Target, TrainerName
 from highwater.version import __version__
+
+
+class CommandHelp(NamedTuple):
+    """One command, as the help has it."""
+
+    group: str
+    """What people do with it: a heading of ``highwater --help``."""
+    help: str
+    examples: tuple[str, str, str]
+    """The first one is the hint of a refusal, too."""
+    settings: Mapping[str, tuple[Topic, ...]] = {}
+    """Headings of its help, with the topics of a request's settings that stand below each."""
+
+
+_NUMBERS: Mapping[str, tuple[Topic, ...]] = {
+    "the optimizer, which changes no memory": ("optimizer",),
+    "what --objective grpo, ppo and dpo weigh and clip, which changes no memory": ("objective",),
+}
+_PREDICTED: tuple[Topic, ...] = ("trial", "lengths", "search")
+_ANSWER = "answer a question, without a GPU"
+_TRY = "try on GPUs"
+_TAKE = "take away"
+_LOOK = "look at"
+_SET_UP = "set up"
+_DEVELOP = "developer tools"
+
+COMMANDS: dict[str, CommandHelp] = {
+    "predict": CommandHelp(
+        _ANSWER,
+        "how long sequences can be, and with which settings, on GPUs that need not be here",
+        (
+            "highwater predict Qwen3-8B --gpus 4xA100-80GB",
+            "highwater predict meta-llama/Llama-3.1-8B-Instruct --gpus RTX-4090 --lora 16",
+            "highwater predict Qwen3-32B --gpus 2x8xH100-80GB --length 64k",
+        ),
+        {"settings and lengths": _PREDICTED},
+    ),
+    "recommend": CommandHelp(
+        _ANSWER,
+        "the simplest settings that train a length on some GPUs, why simpler ones do not, what "
+        "the next would buy",
+        (
+            "highwater recommend Qwen3-8B --gpus 4xH20-96GB --length 64k",
+            "highwater recommend Qwen3-8B --gpus 4xH20-96GB --length 64k --list",
+            "highwater recommend Qwen/Qwen2.5-7B-Instruct --gpus 8xH100-80GB --objective grpo "
+            "--length 128k",
+        ),
+        {"settings": _PREDICTED},
+    ),
+    "find": CommandHelp(
+        _TRY,
+        "the longest context that a model trains with here, by real trials",
+        (
+            "highwater find Qwen3-0.6B",
+            "highwater find Llama-3.1-8B --gpus 4 --lora 32",
+            "highwater find Qwen3-8B --device cuda --memory 80GiB --dry-run",
+        ),
+        {
+            "a trial": ("trial",),
+            "the search": ("lengths", "search"),
+            "where trials run": ("machines",),
+            **_NUMBERS,
+        },
+    ),
+    "try": CommandHelp(
+        _TRY,
+        "one trial of one length",
+        (
+            "highwater try Qwen3-0.6B --length 32k",
+            "highwater try Qwen3-8B --length 64k --gpus 4 --ulysses 4 --loss chunked",
+            "highwater try tiny --length 4k --device cpu",
+        ),
+        {"the trial": ("trial",), **_NUMBERS},
+    ),
+    "train": CommandHelp(
+        _TRY,
+        "train with what was found or is recommended, on your own data, to a model that loads",
+        (
+            "highwater train Qwen3-0.6B --data data.jsonl --length 32k --steps 200 --output ./run",
+            "highwater train Qwen3-8B --data data.jsonl --length 64k --steps 500 --output ./run "
+            "--settings study.jsonl",
+            "highwater train tiny --data docs/ --length 1k --steps 20 --output ./run --device cpu",
+        ),
+        {"the step": ("trial",), "several machines": ("machines",), **_NUMBERS},
+    ),
+    "guide": CommandHelp(
+        _TAKE,
+        "a page for the team: the simplest settings for each length, from studies, known "
+        "capacities and predictions",
+        (
+            "highwater guide --predict Qwen3-8B --gpus 4xA100-80GB",
+            "highwater guide --predict Qwen3-4B Qwen3-8B --gpus 4xA100-80GB 8xH100-80GB -o team.md",
+            "highwater guide study.jsonl -o guide.html",
+        ),
+    ),
+    "emit": CommandHelp(
+        _TAKE,
+        "the recommended settings as the configuration of another trainer",
+        (
+            "highwater emit --for trinity Qwen3-8B --gpus 8xH20-96GB --rollout-gpus 2 --length 32k",
+            "highwater emit --for trl Qwen/Qwen3-8B --gpus 8xH100-80GB --length 128k",
+            "highwater emit --for verl Llama-3.1-8B --gpus 4xH100-80GB --length 32k --lora 32",
+        ),
+        {"settings": _PREDICTED},
+    ),
+    "show": CommandHelp(
+        _LOOK,
+        "a study: as a table, in the published layout, as its final lines, or as JSON",
+        (
+            "highwater show",
+            "highwater show study.jsonl --as published",
+            "highwater show study.jsonl --as json",
+        ),
+    ),
+    "report": CommandHelp(
+        _LOOK,
+        "a page about one study: trials, brackets, memory, predictions, failures, commands; as "
+        "HTML, Markdown, CSV or JSON",
+        (
+            "highwater report",
+            "highwater report study.jsonl -o report.html",
+            "highwater report study.jsonl --json",
+        ),
+    ),
+    "profile": CommandHelp(
+        _LOOK,
+        "what was alive in a PyTorch memory snapshot, at its peak or when memory ran out: of any "
+        "program; two side by side",
+        (
+            "highwater profile snapshot.pickle",
+            "highwater profile snapshot.pickle --html profile.html",
+            "highwater profile before.pickle after.pickle",
+        ),
+    ),
+    "models": CommandHelp(
+        _LOOK,
+        "the models of the catalog: names, ids on the Hub, sizes, native lengths",
+        ("highwater models qwen3", "highwater models", "highwater models llama --json"),
+    ),
+    "gpus": CommandHelp(
+        _LOOK,
+        "the kinds of GPUs of the catalog: memory, bf16 FLOP/s, and where each figure is from",
+        ("highwater gpus h100", "highwater gpus", "highwater gpus rtx --json"),
+    ),
+    "doctor": CommandHelp(
+        _SET_UP,
+        "what works on this machine, and what to install for the rest",
+        (
+            "highwater doctor",
+            "highwater doctor --json",
+            "highwater doctor --measure --json > constants.json",
+        ),
+    ),
+    "completion": CommandHelp(
+        _SET_UP,
+        "the script by which a shell completes commands, flags, models and GPUs",
+        (
+            "highwater completion bash > ~/.local/share/bash-completion/completions/highwater",
+            'highwater completion zsh > "${fpath[1]}/_highwater"',
+            "highwater completion fish > ~/.config/fish/completions/highwater.fish",
+        ),
+    ),
+    "bench": CommandHelp(
+        _DEVELOP,
+        "attention: the longest sequence that each attention holds here, what it costs there, "
+        "and a report",
+        (
+            "highwater bench attention --device cpu",
+            "highwater bench attention --gpus 2 --memory 24GiB",
+            "highwater bench attention --device cpu --max-length 1k --implementations dense",
+        ),
+    ),
+    "schema": CommandHelp(
+        _DEVELOP,
+        "the JSON Schema of --config files",
+        (
+            "highwater schema",
+            "highwater schema > study.schema.json",
+            "highwater schema | python -m json.tool --compact",
+        ),
+    ),
+}
+"""Every command by its name, in the order of the help."""
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -55,6 +230,14 @@ def commands() -> Mapping[str, Parser]:
     return grammar().commands
 
 
+def groups() -> dict[str, list[str]]:
+    """The names of the commands, by what people do with them."""
+    names: dict[str, list[str]] = {}
+    for name, command in COMMANDS.items():
+        names.setdefault(command.group, []).append(name)
+    return names
+
+
 def grammar() -> Parser:
     """The grammar of ``highwater`` itself."""
     parser = Parser(
@@ -73,316 +256,17 @@ def grammar() -> Parser:
             description=f"{name}: {command.help}",
             examples=command.examples,
         )
-        if name in _FLAGS:
-            _FLAGS[name](subparser)
+        add_flags(subparser, name, own_flags(name))
+        for heading, rows in _sections(name, command):
+            add_flags(subparser.add_argument_group(heading), name, rows)
     return parser
 
 
-def _find_flags(parser: Parser) -> None:
-    _model_and_config(parser)
-    parser.add_argument(
-        "--print-config",
-        action="store_true",
-        help="print the configuration that asks the same, and exit",
-    )
-    parser.add_argument(
-        "--print-sbatch",
-        action="store_true",
-        help="print the script that asks the same as a job of Slurm, and exit",
-    )
-    add_settings(parser, "find", "trial", heading="a trial")
-    add_settings(parser, "find", "lengths", "search", heading="the search")
-    add_settings(parser, "find", "machines", heading="where trials run")
-    _hyperparameters(parser, "find")
-
-
-def _try_flags(parser: Parser) -> None:
-    _model_and_config(parser)
-    parser.add_argument(
-        "--length", metavar="TOKENS", required=True, help="tokens of one sequence, for example 32k"
-    )
-    add_settings(parser, "try", "trial", heading="the trial")
-    _hyperparameters(parser, "try")
-
-
-def _train_flags(parser: Parser) -> None:
-    _model_and_config(parser)
-    add_train_flags(parser)
-    add_settings(parser, "train", "trial", heading="the step")
-    add_settings(parser, "train", "machines", heading="several machines")
-    _hyperparameters(parser, "train")
-
-
-def _hyperparameters(parser: Parser, command: CommandName) -> None:
-    add_settings(parser, command, "optimizer", heading="the optimizer, which changes no memory")
-    add_settings(
-        parser,
-        command,
-        "objective",
-        heading="what --objective grpo, ppo and dpo weigh and clip, which changes no memory",
-    )
-
-
-def _predict_flags(parser: Parser) -> None:
-    _gpus_that_need_not_be_here(parser)
-    _trainer(parser)
-    parser.add_argument(
-        "--length", metavar="TOKENS", help="turn it round: which rungs fit this length"
-    )
-    _basis_flags(parser)
-    parser.add_argument(
-        "--explain",
-        action="store_true",
-        help="what ends each row, how good such predictions were, and bytes by term at the peak; "
-        "with --exact tensors by operator",
-    )
-    parser.add_argument(
-        "--against",
-        metavar="CSV",
-        help="compare with known capacities: gpu, settings, gpus, sp, model, max_model_len",
-    )
-    add_settings(parser, "predict", "trial", "lengths", "search", heading="settings and lengths")
-
-
-def _basis_flags(parser: Parser) -> None:
-    """What a prediction is made from, besides the formula."""
-    parser.add_argument(
-        "--exact",
-        action="store_true",
-        help="trace the engine's own steps on fake tensors, minutes instead of milliseconds",
-    )
-    parser.add_argument(
-        "--timeline",
-        metavar="FILE",
-        help="with --exact: write every allocation for PyTorch's viewer, "
-        "https://pytorch.org/memory_viz",
-    )
-    parser.add_argument(
-        "--calibrate",
-        metavar="STUDY",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="studies that `highwater find` wrote: intervals are learned from their trials too",
-    )
-    parser.add_argument(
-        "--constants",
-        metavar="FILE",
-        help="what `highwater doctor --measure --json` printed on such GPUs: context, cuBLAS and "
-        "NCCL as read there",
-    )
-
-
-def _guide_flags(parser: Parser) -> None:
-    parser.add_argument(
-        "sources",
-        nargs="*",
-        metavar="SOURCE",
-        help="a study's file, a CSV of known capacities (gpu, settings, gpus, sp, model, "
-        "max_model_len; 0: nothing fits, empty: "
-        "unknown), or the .json of `highwater predict --json`",
-    )
-    several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
-    parser.add_argument(
-        "--predict",
-        metavar="MODEL",
-        help="models whose capacities are predicted by formula",
-        **several,
-    )
-    _kind_of_gpus(parser, "4xA100-80GB 8xH100-80GB", **several)
-    _trainer(parser)
-    parser.add_argument(
-        "--sequences-per-micro-batch",
-        metavar="N",
-        type=int,
-        help="what is predicted is of so many; default: as `predict`",
-    )
-    for name, what, default in (
-        ("ulysses", "these ulysses degrees", "as `predict`"),
-        ("ring", "these ring degrees", "no ring"),
-        ("copies", "so many copies of the states", "one"),
-    ):
-        text = f"what is predicted has {what}; default: {default}"
-        parser.add_argument(f"--{name}", metavar="N", type=int, help=text, **several)
-    add_trained(parser, TRAINED_OTHERWISE)
-    add_output(parser, "a page (.html), or Markdown (.md); default: print it")
-    parser.add_argument("--json", action="store_true", help="print its rows as one JSON document")
-
-
-def _recommend_flags(parser: Parser) -> None:
-    _gpus_that_need_not_be_here(parser)
-    _trainer(parser, and_tried=True)
-    _length_and_rollout(parser)
-    _studies(parser)
-    parser.add_argument(
-        "--list",
-        dest="list_",
-        action="store_true",
-        help="all settings that fit, with what each costs",
-    )
-    parser.add_argument(
-        "--explain",
-        action="store_true",
-        help="what the answer is drawn from, how good such answers were, and what is not in it",
-    )
-    add_settings(parser, "recommend", "trial", "lengths", "search", heading="settings")
-
-
-def _emit_flags(parser: Parser) -> None:
-    parser.add_argument(
-        "--for", dest="for_", choices=get_args(Target), required=True, help="whose configuration"
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="DIR",
-        help="write all files into a folder, with a script that starts the training and a page of "
-        "what to check; nothing that is there is written over",
-    )
-    _gpus_that_need_not_be_here(parser)
-    _length_and_rollout(parser)
-    _studies(parser)
-    add_settings(parser, "emit", "trial", "lengths", "search", heading="settings")
-
-
-def _studies(parser: Parser) -> None:
-    parser.add_argument(
-        "--study",
-        dest="studies",
-        metavar="STUDY",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="studies that `highwater find` wrote: what they measured is taken, the rest predicted",
-    )
-
-
-def _length_and_rollout(parser: Parser) -> None:
-    parser.add_argument(
-        "--length", metavar="TOKENS", help="tokens of one sequence, for example 64k"
-    )
-    parser.add_argument(
-        "--rollout-gpus",
-        metavar="K",
-        type=int,
-        default=0,
-        help="of the GPUs, those that roll out: the others are the trainer's",
-    )
-
-
-def _trainer(parser: Parser, *, and_tried: bool = False) -> None:
-    """``--trainer``; ``and_tried``: those too that are not predicted, whose studies answer."""
-    studies = "; of others their studies answer" if and_tried else ""
-    parser.add_argument(
-        "--trainer",
-        dest="predicted_for",
-        choices=tuple(dict.fromkeys((*TRAINERS, *FOREIGN))) if and_tried else tuple(TRAINERS),
-        type=str if and_tried else _predicted,
-        default=OURS,
-        help=f"whose step is predicted{studies} (default: {OURS})",
-    )
-
-
-def _predicted(name: str) -> TrainerName:
-    """The trainer of this name; raises UsageError for one whose memory nobody predicts."""
-    for known in TRAINERS:
-        if name == known:
-            return known
-    for tried, traits in FOREIGN.items():
-        if name == tried:
-            raise UsageError(
-                f"the memory of {traits.title} is not predicted: `highwater find --trainer "
-                f"{name}` finds its capacity by trials",
-                hint=f"leave `--trainer {name}` out",
-            )
-    near = nearest(name, tuple(TRAINERS)) or OURS
-    raise UsageError(
-        f"trainer {name!r} is not one of {', '.join(TRAINERS)}", hint=f"use `--trainer {near}`"
-    )
-
-
-def _gpus_that_need_not_be_here(parser: Parser) -> None:
-    _model(parser)
-    add_json(parser)
-    _kind_of_gpus(parser, "4xA100-80GB")
-    parser.add_argument(
-        "--host-memory",
-        metavar="SIZE",
-        help="a machine's memory; default: this machine's, or what machines with such GPUs usually "
-        "have",
-    )
-    parser.add_argument(
-        "--reserved",
-        metavar="SIZE",
-        default="0",
-        help="what others take of each GPU, for example 20GiB",
-    )
-
-
-def _kind_of_gpus(parser: Parser, example: str, **several: Any) -> None:
-    text = (
-        f"for example {example}, or 2x8xH100-80GB of two machines; default: this machine's; "
-        "`highwater gpus` lists the kinds"
-    )
-    parser.add_argument("--gpus", dest="cluster", metavar="[[M x] N x]KIND", help=text, **several)
-    parser.add_argument(
-        "--gpu-memory",
-        metavar="SIZE",
-        help="memory of one GPU as its driver reports it, for a kind of no catalog",
-    )
-
-
-def _model_and_config(parser: Parser) -> None:
-    _model(parser)
-    parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags override it")
-    add_json(parser)
-
-
-def _model(parser: Parser) -> None:
-    model = DECLARED["model"]
-    parser.add_argument(model.name, nargs="?", metavar="MODEL", help=model.help)
-
-
-def _catalog_flags(parser: Parser) -> None:
-    parser.add_argument(
-        "words", nargs="*", metavar="WORD", help="list those whose names have it; default: all"
-    )
-    add_json(parser)
-
-
-def _doctor_flags(parser: Parser) -> None:
-    parser.add_argument(
-        "--measure",
-        action="store_true",
-        help="read on the GPUs what libraries take of their memory, half a minute each count",
-    )
-    add_json(parser)
-
-
-def _completion_flags(parser: Parser) -> None:
-    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
-
-
-def _bench_flags(parser: Parser) -> None:
-    add_bench_flags(parser)
-    add_json(parser)
-
-
-_FLAGS: Mapping[str, Callable[[Parser], None]] = {
-    "find": _find_flags,
-    "try": _try_flags,
-    "train": _train_flags,
-    "predict": _predict_flags,
-    "guide": _guide_flags,
-    "recommend": _recommend_flags,
-    "emit": _emit_flags,
-    "show": show_flags,
-    "report": report_flags,
-    "profile": profile_flags,
-    "models": _catalog_flags,
-    "gpus": _catalog_flags,
-    "doctor": _doctor_flags,
-    "completion": _completion_flags,
-    "bench": _bench_flags,
-}
-"""The function that adds the flags of each command, by the command's name; ``schema`` has none."""
+def _sections(name: str, command: CommandHelp) -> Iterator[tuple[str, list[Setting]]]:
+    """The headings of a command's help, and the settings below each."""
+    if name == "train":
+        for heading in dict.fromkeys(row.topic for row in TRAINING):
+            yield heading, [row for row in TRAINING if row.topic == heading]
+    for heading, topics in command.settings.items():
+        rows = (row for topic in topics for row in TOPICS[topic])
+        yield heading, [row for row in rows if name in row.commands]

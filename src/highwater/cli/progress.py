@@ -22,8 +22,8 @@ from highwater.nouns.training import TrainingProgress, TrainingSpec
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.pages.study.study_commands import request_line
 from highwater.pages.study.tables import capacity_text, memory_only_text, provenance
-from highwater.pages.terminal import terminal_table
-from highwater.pages.text import TextTable, plain
+from highwater.pages.table import TextTable, terminal_table
+from highwater.pages.text import plain
 from highwater.search.budget import outlook
 from highwater.search.cell_outcomes import (
     CellAnswered,

@@ -31,11 +31,10 @@ from highwater.cli.progress import Progress
 from highwater.errors import HighwaterError, MachineError
 from highwater.model.model import STATE_BYTES_PER_PARAMETER, Model, load_model
 from highwater.nouns.declaration import SWITCH
-from highwater.nouns.declared_settings import DECLARED
 from highwater.nouns.environment import ALLOCATOR_MODES, allocator_options, ignored_options
 from highwater.nouns.hardware import Machine, cpu_memory
 from highwater.nouns.plan import CEILING_TOKENS, Plan, grid_of
-from highwater.nouns.request import Request, request_from, values_of
+from highwater.nouns.request import DECLARED, Request, request_from, values_of
 from highwater.nouns.settings import Allocator, Settings
 from highwater.search.cell_outcomes import CellAnswered, SearchEvent
 from highwater.trials.probe import probe

@@ -19,7 +19,8 @@ from highwater.errors import EXIT_ANSWERED, EXIT_TERMINATED
 from highwater.nouns.settings import Settings, short_settings
 from highwater.nouns.study import counted_ranks
 from highwater.nouns.training import TrainingRequest, TrainingResult, TrainingSpec
-from highwater.pages.text import TextTable, plain
+from highwater.pages.table import TextTable
+from highwater.pages.text import plain
 from highwater.recommendation.training_settings import has_lost_base
 from highwater.trials.training_ranks import own_folder
 from highwater.units import counted, format_bytes, format_seconds, format_tokens

@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from highwater.engine.training.evaluation import Evaluation as Evaluation
     from highwater.engine.training.step import Training as Training
     from highwater.engine.training.step import train_step as train_step
+    from highwater.engine.training.step_quantities import Quantity as Quantity
     from highwater.engine.training.trainer import StepResult as StepResult
     from highwater.engine.training.trainer import Trainer as Trainer
-    from highwater.nouns.quantities import Quantity as Quantity
 
 _PUBLIC = {
     "Evaluation": "highwater.engine.training.evaluation",
-    "Quantity": "highwater.nouns.quantities",
+    "Quantity": "highwater.engine.training.step_quantities",
     "StepResult": "highwater.engine.training.trainer",
     "Trainer": "highwater.engine.training.trainer",
     "Training": "highwater.engine.training.step",

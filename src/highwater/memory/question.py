@@ -17,12 +17,11 @@ from highwater.model.model import load_model
 from highwater.nouns.cells import heads_obstacle, ring_obstacle
 from highwater.nouns.cluster import Cluster
 from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
-from highwater.nouns.declared_settings import TOPICS
 from highwater.nouns.hardware import THIS_MACHINE, default_host, runs_trials
 from highwater.nouns.layout import Layout
 from highwater.nouns.objective import TRAITS
 from highwater.nouns.plan import plan
-from highwater.nouns.request import Request, request_from
+from highwater.nouns.request import TOPICS, Request, request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question, default_headroom_bytes
 from highwater.nouns.trainer import TRAINERS, TrainerName

@@ -95,16 +95,24 @@ def cells_of(
         )
     rungs = default_ladder(
         device=device,
-        base=request.common_settings,
+        base=request.settings,
         allocator=request.allocator,
         loss=request.loss,
     )
     asked = list(dict.fromkeys(_asked(request, counts, machines)))
-    pattern = request.common_settings.pattern
+    pattern = request.settings.pattern
     has_ring = has_ring and (pattern is None or _sparse_obstacle(pattern, device) is None)
     bounds = _Bounds(
-        *(shape, device, request.strategy, has_ring, within_machines, longest_tokens, pattern),
-        is_packed=request.lora_base == "nf4",
+        *(
+            shape,
+            device,
+            request.settings.strategy,
+            has_ring,
+            within_machines,
+            longest_tokens,
+            pattern,
+        ),
+        is_packed=request.settings.lora_base == "nf4",
         machines=machines,
     )
     obstacles = {each: bounds.obstacle(each) for each in asked}

@@ -1,19 +1,39 @@
-"""The declaration of a setting: all that its users share, how its name is spelled as a flag, a key
-of a file or a keyword, and how a value is refused.
+"""The declaration of a setting, which stands at its field: what the value is, which commands take
+it, its help, its label. Parser, completion, schema, labels and refusals are written from it. Beside
+it: how its name is spelled as a flag, a key of a file or a keyword, and how a value is refused.
 
 Bounds: the most of each count that is read, far above what anybody trains. Counts are listed,
 multiplied and drawn: without a bound one number too long takes all memory, or never ends.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin
+
+import msgspec
 
 from highwater.errors import UsageError
+from highwater.nouns.codec import Record
+
+T = TypeVar("T")
+REQUIRED: Any = msgspec.NODEFAULT
+"""The default of a setting that has to be named."""
 
 CommandName = Literal["find", "try", "predict", "recommend", "emit", "train"]
 """Commands that take settings of a request."""
+Topic = Literal["model", "trial", "lengths", "search", "machines", "optimizer", "objective"]
+"""What a setting of a request is about: a heading of a help has those of one topic, or of
+several."""
+
+TRIED: tuple[CommandName, ...] = ("find", "try")
+"""Commands that run trials, for settings that no prediction depends on, and for ``gpus`` and
+``memory``, in the place of which predictions have flags of their own."""
+TRAINED: tuple[CommandName, ...] = ("find", "try", "train")
+"""The same, where a whole training has them too."""
+PREDICTED: tuple[CommandName, ...] = ("find", "try", "predict")
+IN_A_STEP: tuple[CommandName, ...] = ("find", "try", "predict", "recommend", "emit")
+"""All that are about a trial's step; a training has settings of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,37 +77,61 @@ OFFLOAD = ValueKind("true, false or states", "states", True, stands_alone=True)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting that a user can name; its type and default stand at its field of ``Request``."""
+    """One setting that a user can name."""
 
-    name: str
-    """Field of ``Request``, key of a configuration file, keyword in Python; with dashes the
-    flag."""
     help: str
     """One line, for ``--help`` and for the schema of configuration files."""
     kind: ValueKind | None = None
     """What the value is; None: one of a fixed list, which is the type of the setting's field."""
     _: KW_ONLY
-    commands: tuple[CommandName, ...] = ("find", "try", "predict", "recommend", "emit", "train")
+    name: str = ""
+    """Field of ``Request``, key of a configuration file, keyword in Python; with dashes the flag.
+    Empty: the field's own name."""
+    topic: str = "trial"
+    """A ``Topic`` of a request's settings, or a heading of the help."""
+    commands: tuple[str, ...] = (*IN_A_STEP, "train")
     """Commands that take the setting."""
     metavar: str | None = None
     """Placeholder in the place of the kind's; None: the kind's."""
     example: Any = None
     """Example in the place of the kind's; None: the kind's."""
-    in_base_units: str | None = None
-    """Property of ``Request`` that reads a text with a unit, ``token_budget_tokens``, or what a
-    rung has of a count, ``accumulates``."""
+    rung_field: str = ""
+    """The field of ``Settings`` that it sets, or the property of ``Request`` that reads a text with
+    a unit, ``memory_bytes``. Empty: the field where it stands."""
     typed: Mapping[Any, Any] = field(default_factory=dict[Any, Any])
     """The value that names a rung's, by the rung's, where it is another one."""
-    helps: Mapping[CommandName, str] = field(default_factory=dict[CommandName, str])
+    helps: Mapping[str, str] = field(default_factory=dict[str, str])
     """Commands to which it is something else, with the line that their help has."""
-    defaults: Mapping[CommandName, str] = field(default_factory=dict[CommandName, str])
+    defaults: Mapping[str, str] = field(default_factory=dict[str, str])
     """The default in words, by command, for commands whose default is not the field's."""
     labels: Mapping[Any, str] = field(default_factory=dict[Any, str])
     """A value's part of a rung's label, by the value."""
-    any_other: str = ""
-    """The choice that stands for what has no name among the choices."""
     other_label: str = ""
     """The part of a rung's label for every other value, which ``{}`` stands for."""
+    told: Mapping[Any, tuple[str, str]] = field(default_factory=dict[Any, tuple[str, str]])
+    """A value in a table's column and at the end of a sentence, by the value: for those that a
+    label is too short for."""
+    says_what: bool = False
+    """Whether it says what is trained; else how, or where."""
+    moves_loss: bool = False
+    """Whether the loss of a training's steps depends on it."""
+    range: Any = None
+    """What a number may be (nouns/hyperparameters.py); None: nothing is bounded here."""
+    part: Any = None
+    """The part of the loss that a number belongs to (nouns/hyperparameters.py); None: none."""
+    any_other: str = ""
+    """The choice that stands for what has no name among the choices."""
+    short: str = ""
+    """Another spelling of the flag: ``-o``."""
+    place: str = ""
+    """It is no flag but a word of the command, so many of them: ``?``, ``*`` or ``1``."""
+    read: Callable[[str], Any] | None = None
+    """Reads what is typed, in the place of the type."""
+    type: Any = None
+    default: Any = None
+    """Type and default of the field."""
+    choices: tuple[str, ...] = ()
+    """The values, where they are of a fixed list; for another kind those that are words."""
 
     @property
     def flag(self) -> str:
@@ -98,11 +142,6 @@ class Setting:
     def words(self) -> str:
         """The name of the setting in words: ``mlp tiles``."""
         return self.name.replace("_", " ")
-
-    @property
-    def rung_field(self) -> str:
-        """The field of ``Settings`` that it sets, if any: that has the unit in its name."""
-        return self.in_base_units or self.name
 
     @property
     def is_list(self) -> bool:
@@ -120,7 +159,52 @@ class Setting:
 
     def label_of(self, value: Any) -> str:
         """The part of a rung's label for this value; empty where a label says nothing of it."""
+        if value == self.default:
+            return ""
         return self.labels[value] if value in self.labels else self.other_label.format(value)
+
+
+def setting(default: T, help_: str, kind: ValueKind | None = None, **more: Any) -> T:
+    """The default of a field of a ``DeclaredRecord``, and what ``Setting`` says of it."""
+    return cast("T", Setting(help_, kind, default=default, **more))
+
+
+class _Declaring(msgspec.StructMeta):
+    """Leaves the defaults of the fields where ``setting`` stood."""
+
+    def __new__(
+        cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any
+    ) -> type:
+        rows = {each: row for each, row in namespace.items() if isinstance(row, Setting)}
+        defaults = {each: row.default for each, row in rows.items()}
+        namespace = {**namespace, **defaults}
+        namespace.pop("__slots__", None)  # msgspec.defstruct names them, and every Struct has them
+        noun = cast("type[DeclaredRecord]", super().__new__(cls, name, bases, namespace, **options))
+        noun.declared = tuple(
+            replace(
+                rows[each.name],
+                name=rows[each.name].name or each.name,
+                rung_field=rows[each.name].rung_field or each.name,
+                type=each.type,
+                choices=tuple(dict.fromkeys(map(str, _literals(each.type)))),
+            )
+            for each in msgspec.structs.fields(noun)
+            if each.name in rows
+        )
+        return noun
+
+
+class DeclaredRecord(Record, frozen=True, kw_only=True, metaclass=_Declaring):
+    """Base of nouns whose fields are settings."""
+
+    declared: ClassVar[tuple[Setting, ...]]
+    """The settings that stand at the fields of the noun, without those of its bases."""
+
+
+def _literals(kind: Any) -> list[Any]:
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    return [value for inner in get_args(kind) for value in _literals(inner)]
 
 
 def flag_of(name: str) -> str:

@@ -17,10 +17,9 @@ import msgspec
 
 from highwater.errors import UsageError
 from highwater.nouns.declaration import nearest
-from highwater.nouns.declared_settings import DECLARED
 from highwater.nouns.files import SETTINGS_BYTES, read_file
 from highwater.nouns.foreign_trainer import FOREIGN, ForeignName, ForeignTrainer, foreign_name
-from highwater.nouns.request import Request
+from highwater.nouns.request import DECLARED, Request
 from highwater.nouns.secrets import HIDDEN, hidden_words
 from highwater.nouns.trial import TrialSpec
 

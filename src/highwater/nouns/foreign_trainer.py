@@ -13,7 +13,6 @@ import msgspec
 from highwater.errors import UsageError
 from highwater.nouns.codec import Record, digest
 from highwater.nouns.declaration import Spelling
-from highwater.nouns.declared_settings import DECLARED
 from highwater.nouns.objective import Objective
 from highwater.nouns.secrets import hidden_words
 from highwater.nouns.settings import Loss
@@ -196,12 +195,12 @@ def refuse_inexpressible(trainer: ForeignName, named: Iterable[str], spelling: S
     """Raise UsageError for the first named setting that a foreign trainer cannot be told."""
     title = FOREIGN[trainer].title
     for name in FOREIGN[trainer].refused(named):
-        hint = _INSTEAD.get(name)
+        hint, words = _INSTEAD.get(name), name.replace("_", " ")
         if hint is not None:
-            raise UsageError(f"{spelling.where}{title} takes no {DECLARED[name].words}", hint=hint)
+            raise UsageError(f"{spelling.where}{title} takes no {words}", hint=hint)
         leave = f"leave `{spelling.name(name)}` out"
         raise UsageError(
-            f"{spelling.where}{title} cannot be told {DECLARED[name].words}: that is a setting of "
+            f"{spelling.where}{title} cannot be told {words}: that is a setting of "
             "this package's engine",
             hint=f"{leave}, and say it in the command" if FOREIGN[trainer].is_typed else leave,
         )

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from highwater.errors import HighwaterError, ModelError, UsageError
+from highwater.model.families import family_row
 from highwater.model.footprint import PROCESS_BYTES, device_state_bytes
 from highwater.model.model import Model, load_model
-from highwater.model.rope import WITHOUT_YARN_IN_FILES, ends_at_native, unscalable, yarn
+from highwater.model.rope import ends_at_native, unscalable, yarn
 from highwater.nouns.cells import cells_of, within_token_budget
 from highwater.nouns.codec import Record
 from highwater.nouns.corpus import pieces
@@ -74,8 +75,10 @@ def _longest(request: Request, model: Model, device: Device) -> tuple[int, tuple
             f"on the CPU lengths end at {format_tokens(longest)}; `--max-length` names another end",
         )
     is_ours = foreign_name(request.trainer) is None  # another trainer scales positions as it likes
-    if is_ours and longest > native and ends_at_native(model, request.rope):
-        refuse_past_native(model, request.rope, request.start_tokens, flag="--start-length")
+    if is_ours and longest > native and ends_at_native(model, request.settings.rope):
+        refuse_past_native(
+            model, request.settings.rope, request.start_tokens, flag="--start-length"
+        )
         longest = native
         why = f"{model.name}'s own RoPE scaling does; `--rope yarn` goes past it"
         if unscalable(model) is not None:
@@ -105,13 +108,17 @@ def refuse_past_native(model: Model, rope: Rope, length_tokens: int, *, flag: st
 def check_yarn(request: Request, model: Model, longest_tokens: int) -> None:
     """Raise UsageError where YaRN cannot be, or what is saved with it could not be loaded."""
     obstacle = unscalable(model)
-    if request.rope == "yarn" and model.own_rope_scaling and obstacle is not None:
+    if request.settings.rope == "yarn" and model.own_rope_scaling and obstacle is not None:
         raise UsageError(
             f"`--rope yarn` cannot replace {model.name}'s own scaling: {obstacle}",
             hint="leave `--rope` out",
         )
-    is_saved = request.save_hf != "never" and model.shape.model_type in WITHOUT_YARN_IN_FILES
-    if is_saved and yarn(model, length_tokens=longest_tokens, rope=request.rope) is not None:
+    loses_yarn = not family_row(model.shape.model_type).saves_yarn
+    if (
+        loses_yarn
+        and request.settings.save_hf != "never"
+        and yarn(model, length_tokens=longest_tokens, rope=request.settings.rope) is not None
+    ):
         raise UsageError(
             f"{model.shape.model_type} in transformers takes no YaRN from its config: what is "
             f"saved of {model.name} with "
@@ -138,7 +145,9 @@ def proof_of(request: Request, model: Model, device: Device) -> Proof:
     is_timed = request.timeout is not None and request.budget is None
     if device != "cuda" or request.dry_run or is_timed or request.method != "bisect":
         return "full"
-    is_other = request.attention != "dense" or request.data is not None or model.shape.layers < 2
+    is_other = (
+        request.settings.attention != "dense" or request.data is not None or model.shape.layers < 2
+    )
     return "full" if is_other else "memory"
 
 
@@ -217,14 +226,14 @@ def plan(
     _check_proof(request, model)
     _refuse_ragged_experts(model, device)
     _refuse_other_attention(request, model, device)
-    if request.parameters == "bf16" and max(request.copies) > 1:
+    if request.settings.parameters == "bf16" and max(request.copies) > 1:
         # FSDP2 keeps sums over copies in float32 for longer: how much at a peak is not known
         raise UsageError(
             f"{max(request.copies)} copies of parameters in bf16 were not predicted right",
             hint="use `--parameters float32`",
         )
-    if request.common_settings.adapters is not None:
-        refuse_no_target(model.shape, request.common_settings.adapters)
+    if request.settings.adapters is not None:
+        refuse_no_target(model.shape, request.settings.adapters)
     where = hardware_of(request, machine, model, device)
     grid, capped = grid_of(request, model, device)
     check_yarn(request, model, grid.max_tokens)
@@ -258,7 +267,7 @@ def plan(
         *(*skipped, *too_small, *capped),
         *(() if settings.pattern is None else (SPARSE_NOTE,)),
         *(*lossy_notes(settings), *offload_notes(settings, device), *own_code_notes(model)),
-        *yarn_notes(model, request.max_tokens, request.rope),
+        *yarn_notes(model, request.max_tokens, request.settings.rope),
         *weights_notes(model, settings, simulated=request.dry_run),
     )
     return Plan(question=question, notes=notes, budget_s=budget_s, timeout_s=timeout_s)
@@ -325,7 +334,7 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
     model = load_model(request.model)
     _refuse_an_unnamed_cpu(request, machine, length_tokens)
     if request.trainer not in FOREIGN:
-        refuse_past_native(model, request.rope, length_tokens, flag="--length")
+        refuse_past_native(model, request.settings.rope, length_tokens, flag="--length")
     question = plan(_alone(request, length_tokens), machine).question
     cell, *others = question.cells
     degrees = ("ulysses", "ring", "copies")
@@ -403,7 +412,7 @@ def _refuse_other_attention(request: Request, model: Model, device: Device) -> N
     """Raise errors for a pattern of blocks where a model has windows or sinks of its own, where
     attention would be cut into pieces, and where a GPU has no kernel for it.
     """
-    if request.attention == "dense":
+    if request.settings.attention == "dense":
         return
     leave = "leave `--attention` out"
     kinds = [run.kind.attention for run in model.shape.runs]
@@ -429,15 +438,15 @@ def _refuse_other_attention(request: Request, model: Model, device: Device) -> N
 
 def refuse_without_kernel(request: Request) -> None:
     """Raise UsageError for a pattern that FlexAttention does not compute on GPUs."""
-    if request.pattern_type == "block_top_k":
+    if request.settings.pattern_type == "block_top_k":
         raise UsageError(
             "block_top_k, which chooses keys by what is in them, has no kernel on GPUs",
             hint="use `--pattern-type dilated_sparse`, or `--device cpu`",
         )
-    whole = -(-request.block_size // SPARSE_KERNEL_BLOCK) * SPARSE_KERNEL_BLOCK
-    if request.block_size != whole:
+    whole = -(-request.settings.block_size // SPARSE_KERNEL_BLOCK) * SPARSE_KERNEL_BLOCK
+    if request.settings.block_size != whole:
         raise UsageError(
-            f"blocks of {request.block_size} tokens: on GPUs a block is a multiple of "
+            f"blocks of {request.settings.block_size} tokens: on GPUs a block is a multiple of "
             f"{SPARSE_KERNEL_BLOCK}",
             hint=f"use `--block-size {whole}`",
         )

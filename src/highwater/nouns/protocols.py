@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from highwater.errors import HighwaterError, MachineError
+from highwater.errors import HighwaterError, MachineError, UsageError
 from highwater.nouns.codec import Record, from_json
 from highwater.nouns.trial import TrialResult, TrialSpec
 
@@ -91,6 +91,16 @@ class Refused(Record, frozen=True, kw_only=True):
     is_machine: bool = False
     """Whether the machine refuses, and not what was asked."""
 
+    def error(self) -> HighwaterError:
+        """The error again."""
+        return (MachineError if self.is_machine else UsageError)(self.problem, hint=self.hint)
+
+
+def refused(error: HighwaterError) -> Refused:
+    """An error for the user, as it crosses processes."""
+    is_machine = isinstance(error, MachineError)
+    return Refused(problem=error.problem, hint=error.hint, is_machine=is_machine)
+
 
 def serve(kind: type[Order], work: Callable[[Order, Path], Record]) -> None:
     """Be the process of a job: do the ``work`` that its order says, in the folder of its report,
@@ -100,9 +110,7 @@ def serve(kind: type[Order], work: Callable[[Order, Path], Record]) -> None:
     try:
         left = work(from_json(order.read_bytes(), kind), report.parent)
     except HighwaterError as error:
-        report = report.with_name(REFUSED_FILE)
-        is_machine = isinstance(error, MachineError)
-        left = Refused(problem=error.problem, hint=error.hint, is_machine=is_machine)
+        report, left = report.with_name(REFUSED_FILE), refused(error)
     leave(report, msgspec.json.encode(left))
 
 

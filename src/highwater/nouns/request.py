@@ -4,27 +4,36 @@
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
-from msgspec import inspect
 
 from highwater.errors import UsageError
-from highwater.nouns.codec import Record
+from highwater.nouns import declaration as kinds
 from highwater.nouns.declaration import (
+    IN_A_STEP,
     KEYWORDS,
     MOST_GPUS,
     MOST_NAMED,
     NUMBER,
+    REQUIRED,
     SHARE,
+    SWITCH,
+    TRAINED,
+    TRIED,
     TYPED,
+    CommandName,
+    DeclaredRecord,
     RefusedError,
+    Setting,
     Spelling,
+    Topic,
     in_file,
     nearest,
+    setting,
     words_of,
 )
-from highwater.nouns.declared_settings import DECLARED
 from highwater.nouns.foreign_trainer import (
     BY_COMMAND,
     FOREIGN,
@@ -34,26 +43,9 @@ from highwater.nouns.foreign_trainer import (
     foreign_name,
     refuse_inexpressible,
 )
-from highwater.nouns.hyperparameters import DEFAULTS, Hyperparameters, KlEstimator, out_of_range
-from highwater.nouns.lora import LoraBase
-from highwater.nouns.optimizer import OptimizerName
+from highwater.nouns.hyperparameters import DEFAULTS, Hyperparameters, out_of_range
 from highwater.nouns.profiling import SETTING, Profiling, loose_profiling
-from highwater.nouns.settings import (
-    Allocator,
-    AttentionMethod,
-    Checkpoint,
-    Entropy,
-    Loss,
-    Objective,
-    Offload,
-    Parameters,
-    Recompute,
-    Rope,
-    SaveHf,
-    Settings,
-    Strategy,
-)
-from highwater.nouns.sparse_pattern import PatternType, SparsityRatio
+from highwater.nouns.settings import RUNG_ROWS, Allocator, Loss, Settings
 from highwater.nouns.study import Cell, Method, Proof
 from highwater.nouns.trial import Device
 from highwater.units import (
@@ -74,11 +66,8 @@ _SMALLEST_MEMORY_BYTES = 64 * MIB
 _OF_THE_LADDER = ("allocator", "loss")
 """Fields of ``Settings`` that differ from rung to rung; a request that names one keeps the rungs
 with it."""
-_OF_A_RUNG = {row.rung_field: row for row in DECLARED.values()}
 _EVERY_SETTING = "`highwater schema` lists every setting"
 _RUNG = Settings()
-_NUMBERS = Hyperparameters()
-"""Whose defaults are a request's, too."""
 
 RunnerName = Literal["local", "ray"]
 """Who runs the trials."""
@@ -87,97 +76,309 @@ Tokens = str | int
 Time = str | int | float
 
 
-class Request(Record, frozen=True, kw_only=True):
+_LENGTHS: dict[str, Any] = {
+    "kind": kinds.LENGTH,
+    "topic": "lengths",
+    "commands": ("find", "predict"),
+}
+_SEARCH: dict[str, Any] = {"topic": "search", "commands": ("find",)}
+_MACHINES: dict[str, Any] = {"topic": "machines", "commands": ("find", "train")}
+
+
+class _Trained(DeclaredRecord, frozen=True, kw_only=True):
+    """What a request names first: a model, who trains it, and on which GPUs."""
+
+    model: str = setting(
+        REQUIRED,
+        "directory of a Hugging Face model, its id on the Hub such as Qwen/Qwen2.5-7B, or a "
+        "catalog name such as Qwen3-0.6B",
+        kinds.MODEL,
+        topic="model",
+        place="?",
+    )
+    trainer: TriedTrainer = setting(
+        "highwater",
+        "what is tried: this package's engine, or a trainer that is started from outside",
+        commands=TRIED,
+        any_other="command",
+    )
+    command: str | None = setting(
+        None,
+        "--trainer command: what starts it, with {length} and other values of the trial in its "
+        "words; no shell runs it. --trainer accelerate: the script that it launches, likewise. "
+        "any other trainer: the program, where it is not its own name in PATH",
+        kinds.COMMAND,
+        commands=TRIED,
+    )
+    trainer_config: str | None = setting(
+        None,
+        "configuration of the trainer, your own, whose other fields stay",
+        kinds.FILE,
+        commands=TRIED,
+        example="base.yaml",
+    )
+    done_pattern: str | None = setting(
+        None,
+        "what in the trainer's log shows that the steps are done, with a group `step` for "
+        "their number; '': exit status 0 does; default: the usual progress lines",
+        kinds.PATTERN,
+        commands=TRIED,
+    )
+    gpus: tuple[int, ...] | None = setting(
+        None,
+        "GPU counts to search; default: the powers of two up to those present",
+        kinds.COUNTS,
+        commands=TRAINED,
+        helps={"train": "how many GPUs train; default: all that are here; on the CPU processes"},
+    )
+    ulysses: tuple[int, ...] = setting(
+        (1,),
+        "Ulysses degrees (SP): GPUs that share one sequence",
+        kinds.COUNTS,
+        defaults=dict.fromkeys(
+            ("predict", "recommend", "emit"), "every degree that divides GPUs and heads"
+        ),
+    )
+    ring: tuple[int, ...] = setting(
+        (1,),
+        "ring degrees: GPUs, or groups of --ulysses GPUs, that share one sequence by passing "
+        "keys and values on",
+        kinds.COUNTS,
+    )
+    copies: tuple[int, ...] = setting(
+        (1,),
+        "copies of what FSDP2 shards (HSDP): GPUs / copies shards, one copy a node for example",
+        kinds.COUNTS,
+    )
+    memory: Size | None = setting(
+        None,
+        "bound on the memory of each GPU, for example 79.15GiB; on the CPU of each process",
+        kinds.SIZE,
+        commands=TRAINED,
+        rung_field="memory_bytes",
+    )
+    loss: Loss | None = None
+    allocator: Allocator | None = None
+
+
+_IN_OTHER_WORDS = {
+    row.rung_field: row.name for row in RUNG_ROWS.values() if row.name != row.rung_field
+}
+"""Fields of ``Settings`` that a request has in units or words of a user's: their names there."""
+if TYPE_CHECKING:
+    _WithSettings = _Trained
+else:
+    _WithSettings = msgspec.defstruct(
+        "_WithSettings",
+        [
+            (each.name, each.type, each.default)
+            for noun in (Settings, Hyperparameters)
+            for each in msgspec.structs.fields(noun)
+            if each.name not in {*_Trained.__struct_fields__, *_IN_OTHER_WORDS}
+        ],
+        bases=(_Trained,),
+        frozen=True,
+        kw_only=True,
+    )
+
+
+class Request(_WithSettings, frozen=True, kw_only=True):
     """A search for the longest context that trains. Sizes as "80GiB", lengths as "32k", times as
     "40m".
     """
 
-    model: str
-    trainer: TriedTrainer = "highwater"
-    command: str | None = None
-    trainer_config: str | None = None
-    done_pattern: str | None = None
-    gpus: tuple[int, ...] | None = None
-    ulysses: tuple[int, ...] = (1,)
-    ring: tuple[int, ...] = (1,)
-    copies: tuple[int, ...] = (1,)
-    memory: Size | None = None
-    loss: Loss | None = None
-    allocator: Allocator | None = None
-    recompute: Recompute = _RUNG.recompute
-    mlp_tiles: int | None = _RUNG.mlp_tiles
-    attention: AttentionMethod = _RUNG.attention
-    pattern_type: PatternType = _RUNG.pattern_type
-    sparsity_ratio: SparsityRatio = _RUNG.sparsity_ratio
-    block_size: int = _RUNG.block_size
-    local_window_size: int = _RUNG.local_window_size
-    global_tokens: int = _RUNG.global_tokens
-    strategy: Strategy = _RUNG.strategy
-    optimizer: OptimizerName = _RUNG.optimizer
-    parameters: Parameters = _RUNG.parameters
-    offload: Offload = _RUNG.offload
-    lora: int | None = _RUNG.lora
-    lora_alpha: float | None = _RUNG.lora_alpha
-    lora_targets: str = _RUNG.lora_targets
-    lora_base: LoraBase = _RUNG.lora_base
-    lora_merged: bool = _RUNG.lora_merged
-    objective: Objective = _RUNG.objective
-    critic: bool = _RUNG.critic
-    entropy: Entropy = _RUNG.entropy
-    learning_rate: float = _NUMBERS.learning_rate
-    adam_beta1: float = _NUMBERS.adam_beta1
-    adam_beta2: float = _NUMBERS.adam_beta2
-    adam_epsilon: float = _NUMBERS.adam_epsilon
-    weight_decay: float = _NUMBERS.weight_decay
-    max_grad_norm: float = _NUMBERS.max_grad_norm
-    clip_ratio_low: float = _NUMBERS.clip_ratio_low
-    clip_ratio_high: float = _NUMBERS.clip_ratio_high
-    dual_clip: float = _NUMBERS.dual_clip
-    kl_estimator: KlEstimator = _NUMBERS.kl_estimator
-    kl_coefficient: float = _NUMBERS.kl_coefficient
-    entropy_coefficient: float = _NUMBERS.entropy_coefficient
-    dpo_beta: float = _NUMBERS.dpo_beta
-    value_clip: float = _NUMBERS.value_clip
-    value_coefficient: float = _NUMBERS.value_coefficient
-    discount: float = _NUMBERS.discount
-    gae_lambda: float = _NUMBERS.gae_lambda
-    checkpoint: Checkpoint = _RUNG.checkpoint
-    save_hf: SaveHf = _RUNG.save_hf
-    rope: Rope = _RUNG.rope
-    sequences_per_micro_batch: int = _RUNG.sequences_per_micro_batch
+    # and every field of Settings and of Hyperparameters, read as `settings` and `hyperparameters`
+
     token_budget: Tokens | None = None
-    start_length: Tokens = 4096
-    resolution: Tokens | None = None
-    max_length: Tokens | None = None
-    method: Method = "bisect"
-    proof: Proof | None = None
-    prediction: str = "formula"
-    confirm: int = 0
-    headroom: Size = 0
-    timeout: Time | None = None
-    budget: Time | None = None
-    steps: int = 2
+    timeout: Time | None = setting(
+        None,
+        "longest time for one trial; default: 40m, or its share of the budget",
+        kinds.TIME,
+        commands=TRIED,
+        rung_field="timeout_s",
+    )
+    steps: int = setting(
+        2, "optimizer steps of a trial, 2 or more", kinds.COUNT, commands=TRIED, example=2
+    )
     micro_batches: int = 2
-    prompt_tokens: int | None = None
-    data: str | None = None
-    attention_depth: int | None = None
-    device: Device | None = None
-    runner: RunnerName | None = None
-    address: str | None = None
-    log_dir: str = "./logs"
-    checkpoint_dir: str | None = None
-    memory_profiler: Profiling | None = None
-    study: str | None = None
-    no_diagnose: bool = False
-    retry_crashed: bool = False
-    tensorboard: bool = False
-    logit_range: bool = False
-    max_concurrent_trials: int | None = None
-    nodes: int = 1
-    launcher: str | None = None
-    rendezvous: str | None = None
-    allow_busy: bool = False
-    dry_run: bool = False
+    prompt_tokens: int | None = setting(
+        None,
+        "first tokens of a sequence that are its prompt, and not trained, half of it at the "
+        "most: the full loss makes no logits of them; default: 0, or a `--study`'s own",
+        kinds.COUNT,
+        commands=IN_A_STEP,
+        example=2048,
+    )
+    data: str | None = setting(
+        None,
+        "module:function that yields token batches: code of yours, which is run; default: "
+        "synthetic ones",
+        kinds.FUNCTION,
+        commands=TRIED,
+    )
+    device: Device | None = setting(
+        None, "what to train on; default: cuda where there is a GPU", commands=TRAINED
+    )
+    runner: RunnerName | None = setting(
+        None,
+        "where trials run: local, on this machine; ray, on the nodes of a running Ray cluster; "
+        "default: local, and ray with --address",
+        commands=TRIED,
+    )
+    address: str | None = setting(
+        None,
+        "the Ray cluster to join, from one of its machines; default: RAY_ADDRESS, or the one "
+        "that runs here",
+        kinds.ADDRESS,
+        commands=TRIED,
+    )
+    log_dir: str = setting(
+        "./logs", "directory of logs and studies", kinds.DIRECTORY, commands=TRIED
+    )
+    checkpoint_dir: str | None = setting(
+        None,
+        "directory below which trials save what they save; default: under the log directory",
+        kinds.DIRECTORY,
+        commands=TRIED,
+        example="./checkpoints",
+    )
+    memory_profiler: Profiling | None = setting(
+        None,
+        "steps whose memory is recorded, from 0: a snapshot of each rank beside the log, for "
+        "`highwater profile PATH`; a file may name profile_steps, max_entries and ranks",
+        kinds.STEPS,
+        commands=TRAINED,
+    )
+    tensorboard: bool = setting(
+        False,
+        "also write the statistics of each step for TensorBoard, beside the log",
+        SWITCH,
+        commands=TRAINED,
+    )
+    logit_range: bool = setting(
+        False,
+        "smallest and largest logit among the statistics, and each token's on average: one "
+        "more pass over the logits",
+        SWITCH,
+        commands=TRAINED,
+    )
+    allow_busy: bool = setting(
+        False, "also start on GPUs that somebody else uses", SWITCH, commands=TRAINED
+    )
+    dry_run: bool = setting(
+        False, "answer from a memory law; nothing is trained", SWITCH, commands=TRIED
+    )
+    attention_depth: int | None = setting(
+        None,
+        "memory-only trial: attention over whole documents in the last N layers alone, on "
+        "short pieces elsewhere",
+        kinds.COUNT,
+        commands=("try",),
+    )
+    start_length: Tokens = setting(
+        4096, "shortest length to try, in tokens", rung_field="start_tokens", **_LENGTHS
+    )
+    resolution: Tokens | None = setting(
+        None,
+        "step between lengths; default: 4096 up to the native length, then a quarter of it",
+        rung_field="resolution_tokens",
+        **_LENGTHS,
+    )
+    max_length: Tokens | None = setting(
+        None,
+        "longest length to try; default: 1m tokens, on the CPU 8k",
+        example="256k",
+        rung_field="max_tokens",
+        **_LENGTHS,
+    )
+    method: Method = setting("bisect", "bisect, or linear: the published upward scan", **_SEARCH)
+    proof: Proof | None = setting(
+        None,
+        "memory: a memory-only trial proves what fits where a full one would exceed the "
+        "timeout; full: no trial but in full; default: memory on GPUs, and full where only "
+        "--timeout is named",
+        **_SEARCH,
+    )
+    budget: Time | None = setting(
+        None,
+        "longest time for the search, which the same command goes on with; default: 15m for "
+        "each layout, and no end where --proof or --timeout is named",
+        kinds.TIME,
+        rung_field="budget_s",
+        example="2h",
+        **_SEARCH,
+    )
+    prediction: str = setting(
+        "formula",
+        "which length is tried first: by formula, by trace, or by a file of `highwater predict "
+        "--json`",
+        kinds.PREDICTION,
+        **_SEARCH,
+    )
+    confirm: int = setting(
+        0,
+        "times that both trials of the edge are repeated",
+        kinds.COUNT,
+        metavar="K",
+        example=2,
+        **_SEARCH,
+    )
+    headroom: Size = setting(
+        0,
+        "headroom that a length must leave to count, for example 2GiB",
+        kinds.SIZE,
+        topic="search",
+        commands=("find", "predict", "recommend", "emit"),
+        rung_field="margin_bytes",
+        example="2GiB",
+    )
+    study: str | None = setting(
+        None,
+        "file of the study; default: one for each question, under the log directory",
+        kinds.FILE,
+        **_SEARCH,
+    )
+    no_diagnose: bool = setting(
+        False,
+        "do not repeat the first out of memory, after the answer, with its memory recorded",
+        SWITCH,
+        **_SEARCH,
+    )
+    retry_crashed: bool = setting(
+        False, "launch again what only crashed when the study was last searched", SWITCH, **_SEARCH
+    )
+    max_concurrent_trials: int | None = setting(
+        None,
+        "trials that run at a time; default: as many as the GPUs hold, and one on the CPU",
+        kinds.COUNT,
+        topic="machines",
+        commands=("find",),
+        example=1,
+    )
+    nodes: int = setting(
+        1,
+        "machines that each trial runs on, or a training, with a copy of the states each",
+        kinds.COUNT,
+        example=2,
+        **_MACHINES,
+    )
+    launcher: str | None = setting(
+        None,
+        "command that starts one process on each of the machines, `srun` for example; it is "
+        "split into words, and no shell sees it",
+        kinds.COMMAND,
+        example="srun --nodes 2 --ntasks-per-node 1 --kill-on-bad-exit",
+        **_MACHINES,
+    )
+    rendezvous: str | None = setting(
+        None,
+        "file through which the ranks of several machines meet, on a file system that all of "
+        "them see, in a folder that is yours alone, which is made; default: the port that the "
+        "launcher names in MASTER_ADDR",
+        kinds.FILE,
+        example="./logs/rendezvous-1/ranks",
+        **_MACHINES,
+    )
 
     def __post_init__(self) -> None:
         """Raise UsageError for values that cannot work, whatever the model and the machine."""
@@ -206,7 +407,7 @@ class Request(Record, frozen=True, kw_only=True):
             )
 
     @property
-    def common_settings(self) -> Settings:
+    def settings(self) -> Settings:
         """What all rungs have in common; the ladder sets the others."""
         fields = (field for field in Settings.__struct_fields__ if field not in _OF_THE_LADDER)
         settings = Settings(**{field: getattr(self, field) for field in fields})
@@ -267,6 +468,34 @@ class Request(Record, frozen=True, kw_only=True):
     def budget_s(self) -> float | None:
         """Longest time for the whole search; None: nobody named one."""
         return None if self.budget is None else parse_seconds(str(self.budget))
+
+
+_ROWS = {
+    row.name: row
+    for noun in (_Trained, Settings, Hyperparameters, Request)
+    for row in noun.declared
+}
+DECLARED: Mapping[str, Setting] = {
+    each.name: replace(
+        _ROWS[each.name], default=each.default, choices=tuple(sorted(_ROWS[each.name].choices))
+    )
+    for each in msgspec.structs.fields(Request)
+}
+"""Every setting that a user can name, in the order in which a help lists those of a topic."""
+TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
+    topic: tuple(row for row in DECLARED.values() if row.topic == topic)
+    for topic in get_args(Topic)
+}
+
+
+def taken_by(command: CommandName, *, but_not: CommandName | None = None) -> tuple[Setting, ...]:
+    """The settings that a command takes and another does not, in the order of its help."""
+    return tuple(
+        row
+        for rows in TOPICS.values()
+        for row in rows
+        if command in row.commands and but_not not in row.commands
+    )
 
 
 def request_from(
@@ -338,7 +567,8 @@ def _mistyped(
     if path is None:
         return UsageError(f"{spelling.where}{error}", hint=_EVERY_SETTING)
     name = path[1]
-    row, value, allowed = DECLARED[name], values.get(name), choices(name)
+    row, value = DECLARED[name], values.get(name)
+    allowed = row.choices
     shown = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     if name == "trainer" and shown in BY_COMMAND:
         title = BY_COMMAND[shown]
@@ -372,10 +602,7 @@ def setting_flags(settings: Settings, *, but_not: Collection[str] = ()) -> tuple
 
 def values_of(settings: Settings) -> dict[str, Any]:
     """What names these settings in a request, by its fields."""
-    values = {
-        _OF_A_RUNG[field].name: _OF_A_RUNG[field].typed_for(getattr(settings, field))
-        for field in Settings.__struct_fields__
-    }
+    values = {row.name: row.typed_for(getattr(settings, field)) for field, row in RUNG_ROWS.items()}
     if settings.token_budget_tokens is not None:
         del values["sequences_per_micro_batch"]
     return values
@@ -391,26 +618,6 @@ def trial_flags(
     whose = ("--trainer", foreign) if foreign else ()
     settings = setting_flags(cell.settings, but_not=refused)
     return (*cell.layout.flags, "--length", str(length_tokens), *whose, *settings)
-
-
-def choices(name: str) -> tuple[str, ...]:
-    """What a setting may be, where that is a fixed list; empty for the others."""
-    info = inspect.type_info(Request)
-    assert isinstance(info, inspect.StructType)  # noqa: S101 - Request is one
-    kind = next(field.type for field in info.fields if field.name == name)
-    return tuple(str(value) for value in _literals(kind))
-
-
-def _literals(kind: inspect.Type) -> list[Any]:
-    match kind:
-        case inspect.LiteralType(values=values):
-            return list(values)
-        case inspect.UnionType(types=types):
-            return [value for inner in types for value in _literals(inner)]
-        case inspect.Metadata(type=inner):
-            return _literals(inner)
-        case _:
-            return []
 
 
 def _check_texts(request: Request) -> None:

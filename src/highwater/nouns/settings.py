@@ -6,9 +6,17 @@ from collections.abc import Sequence
 from typing import Literal
 
 from highwater.errors import UsageError
-from highwater.nouns.codec import Record
-from highwater.nouns.declaration import MOST_SEQUENCES
-from highwater.nouns.declared_settings import DECLARED, IN_A_LABEL
+from highwater.nouns import declaration as kinds
+from highwater.nouns.declaration import (
+    IN_A_STEP,
+    MOST_SEQUENCES,
+    PREDICTED,
+    TRAINED,
+    TRIED,
+    DeclaredRecord,
+    Setting,
+    setting,
+)
 from highwater.nouns.layout import Layout
 from highwater.nouns.lora import ALL_LINEAR, Lora, LoraBase, check_lora
 from highwater.nouns.objective import TRAITS, Objective, ObjectiveTraits
@@ -48,79 +56,238 @@ PATTERN_FIELDS = (
 """Fields of a pattern, which have the same names in a rung."""
 
 
-class Settings(Record, frozen=True, kw_only=True):
+class Settings(DeclaredRecord, frozen=True, kw_only=True):
     """One rung of the ladder."""
 
-    strategy: Strategy = "fsdp2"
-    """How parameters, gradients and optimizer states are sharded."""
-    allocator: Allocator = "native"
-    """Mode of PyTorch's caching allocator; ``expandable`` is the guide's "Env"."""
-    loss: Loss = "full"
+    strategy: Strategy = setting(
+        "fsdp2", "how parameters, gradients and optimizer states are sharded"
+    )
+    allocator: Allocator = setting(
+        "native",
+        "keep only rungs with this allocator; default: the whole ladder",
+        helps={
+            "train": "PyTorch's allocator of GPU memory; default: native, or what is "
+            "recommended where no setting is named"
+        },
+        labels={"expandable": "Env"},
+        told={"expandable": ("expandable", "expandable segments")},
+    )
+    loss: Loss = setting(
+        "full",
+        "keep only rungs with this loss; default: the whole ladder",
+        helps={
+            "train": "logits of all tokens at once, or of a chunk at a time; default: full, or "
+            "what is recommended where no setting is named"
+        },
+        labels={"chunked": "chunked"},
+        told={"chunked": ("chunked loss", "a chunked loss")},
+    )
     """``full`` keeps the logits of a whole micro-batch; ``chunked`` never more than one chunk."""
-    entropy: Entropy = "none"
-    """Entropy of every token's distribution in the loss: none; ``full``, from the logits as the
-    loss has them; or ``chunked``, recomputed, and the log-probability from the same chunks: the
-    logits are never whole, whatever ``loss`` says."""
-    optimizer: OptimizerName = "adamw"
-    """What updates the parameters: AdamW in float32, or with moments of 8 bits or in bfloat16,
-    whose update is another by their rounding (nouns/optimizer.py)."""
-    parameters: Parameters = "float32"
-    """What trained parameters are kept in. ``bf16`` is what a GPU computes with: an update rounds
-    each parameter to one of its two neighbours at random (engine/training/low_bit.py)."""
-    offload: Offload = False
-    """What lives in host memory: parameters, gradients and optimizer states, whose update is the
-    host's; or with ``states`` the optimizer's moments alone, which the GPU updates
-    (engine/training/host_states.py). Read by ``offloads_model`` and ``offloads_states``: both
-    values are true."""
-    lora: int | None = None
-    """Rank of adapters, which are trained in the place of the model; it is frozen, and in the dtype
-    in which it computes. None: all of it is trained."""
-    lora_alpha: float | None = None
-    """What adapters are multiplied by, times their rank. None: twice the rank."""
-    lora_targets: str = ALL_LINEAR
-    """Linear layers with an adapter: every one but the head, or names with commas between them."""
-    lora_base: LoraBase = "bf16"
-    """What LoRA's frozen model is in: what it computes in, or its linear layers in ``nf4``, four
-    bits a number (QLoRA)."""
-    lora_merged: bool = False
-    """What ``save_hf`` writes is the model with its adapters added to it. False: the adapters."""
-    objective: Objective = "sft"
-    """What is minimised: the negative log-likelihood, GRPO's or PPO's clip loss, or over pairs a
-    reward model's loss or DPO's. What each needs is in nouns/objective.py."""
-    critic: bool = False
-    """``ppo``: a second model of token values is trained along."""
-    sequences_per_micro_batch: int = 1
-    """Sequences packed into one micro-batch, without padding."""
-    token_budget_tokens: int | None = None
-    """Tokens of a micro-batch that each GPU may get: as many sequences are packed as it holds.
-    None: the number above."""
-    recompute: Recompute = "layer"
-    """Activations recomputed in the backward pass: none, each decoder layer's, or all of a layer's
-    but what its attention kernel returns: faster, the more so the longer the sequence, and one more
-    number per token, layer and query channel is kept."""
-    mlp_tiles: int | None = None
-    """Tiles over the tokens in which a gated MLP is computed; 1 is all at once. None: with
-    recomputation, where they cost no time, tiles of a fixed size; without it no tiles."""
-    rope: Rope = "auto"
-    """``auto``: YaRN past the native length unless the model brings its own scaling; ``yarn``: YaRN
-    all the same."""
-    save_hf: SaveHf = "never"
-    """Steps after which Hugging Face weights are written: all (``always``), none (``never``) or the
-    ``last``."""
-    checkpoint: Checkpoint = "none"
-    """``sharded``: every rank writes its shards of model and optimizer after the last step."""
-    accumulates: bool = True
+    entropy: Entropy = setting(
+        "none",
+        "entropy in the loss of grpo and ppo: none, full, or chunked (recomputed)",
+        labels={"chunked": "entropy-saving"},
+        says_what=True,
+        told={"chunked": ("chunked entropy", "a chunked entropy")},
+    )
+    """``full``: from the logits as the loss has them; ``chunked``: recomputed, and the
+    log-probability from the same chunks: the logits are never whole, whatever ``loss`` says."""
+    optimizer: OptimizerName = setting(
+        "adamw",
+        "adamw: 16 bytes of states a parameter; adamw-8bit: 10, moments of 8 bits; adamw-bf16: "
+        "12, moments in bfloat16; the last two are torchao's, and lossy: moments are rounded",
+        other_label="{}",
+        says_what=True,
+        moves_loss=True,
+    )
+    """What each keeps and needs is in nouns/optimizer.py."""
+    parameters: Parameters = setting(
+        "float32",
+        "float32, or bf16 with adamw-8bit and adamw-bf16 (6 and 8 bytes of states a parameter) "
+        "and --micro-batches 1; lossy: each update is rounded at random",
+        labels={"bf16": "bf16-parameters"},
+        says_what=True,
+        moves_loss=True,
+    )
+    """``bf16``: an update rounds each parameter to one of its two neighbours at random
+    (engine/training/low_bit.py)."""
+    offload: Offload = setting(
+        False,
+        "keep parameters, gradients and optimizer states in host memory; states: the "
+        "optimizer's moments alone, and the GPU updates, bit by bit as without",
+        kinds.OFFLOAD,
+        labels={True: "Offload", "states": "Offload-states"},
+        told={
+            True: ("states on host", "all states in host memory"),
+            "states": ("moments on host", "the optimizer's moments in host memory"),
+        },
+    )
+    """Read by ``offloads_model`` and ``offloads_states``: both values are true
+    (engine/training/host_states.py)."""
+    lora: int | None = setting(
+        None,
+        "train LoRA adapters of this rank; the model is frozen, in bf16",
+        kinds.COUNT,
+        metavar="RANK",
+        example=32,
+        other_label="LoRA-{}",
+        says_what=True,
+    )
+    """None: all of the model is trained."""
+    lora_alpha: float | None = setting(
+        None,
+        "adapters are multiplied by this over their rank; default: twice the rank",
+        kinds.NUMBER,
+        metavar="ALPHA",
+        example=32,
+        other_label="alpha-{:g}",
+        says_what=True,
+    )
+    lora_targets: str = setting(
+        ALL_LINEAR,
+        "linear layers with an adapter: all-linear, or names with commas between them",
+        kinds.NAMES,
+        other_label="on-{}",
+        says_what=True,
+    )
+    lora_base: LoraBase = setting(
+        "bf16",
+        "what LoRA's frozen model is in: bf16, or its linear layers in nf4, 4 bits a number, "
+        "which is QLoRA, by bitsandbytes, and lossy",
+        labels={"nf4": "NF4"},
+        says_what=True,
+    )
+    lora_merged: bool = setting(
+        False,
+        "what is saved is the model with its adapters in it, and not the adapters",
+        kinds.SWITCH,
+        commands=TRAINED,
+        says_what=True,
+    )
+    objective: Objective = setting(
+        "sft",
+        "what is minimised, as the mean over all trained tokens of a step (TRL's dapo, verl's "
+        "token-mean)",
+        says_what=True,
+        moves_loss=True,
+    )
+    """The negative log-likelihood, GRPO's or PPO's clip loss, or over pairs a reward model's loss
+    or DPO's. What each needs is in nouns/objective.py."""
+    critic: bool = setting(
+        False,
+        "ppo: train a model of token values along",
+        kinds.SWITCH,
+        says_what=True,
+        moves_loss=True,
+    )
+    sequences_per_micro_batch: int = setting(
+        1,
+        "sequences packed into one micro-batch",
+        kinds.COUNT,
+        says_what=True,
+    )
+    """Packed without padding."""
+    token_budget_tokens: int | None = setting(
+        None,
+        "tokens of a micro-batch for each GPU: packs as many sequences as they hold",
+        kinds.TOKENS,
+        name="token_budget",
+        commands=PREDICTED,
+        says_what=True,
+    )
+    """None: the number of sequences is given."""
+    recompute: Recompute = setting(
+        "layer",
+        "activations recomputed in the backward pass",
+        labels={"none": "no-recompute", "all-but-attention": "attention-kept"},
+        other_label="recompute-{}",
+        told={
+            "all-but-attention": ("attention's outputs kept",) * 2,
+            "none": ("no recomputation",) * 2,
+        },
+    )
+    """None, each decoder layer's, or all of a layer's but what its attention kernel returns:
+    faster, the more so the longer the sequence, and one more number per token, layer and query
+    channel is kept."""
+    mlp_tiles: int | None = setting(
+        None,
+        "tiles over the tokens that an MLP goes in; default: as recompute has them for free",
+        kinds.COUNT,
+        example=8,
+        other_label="mlp-tiles-{}",
+    )
+    """1 is all at once. None: with recomputation, where they cost no time, tiles of a fixed size;
+    without it no tiles."""
+    rope: Rope = setting(
+        "auto",
+        "auto: YaRN past the native length, unless the model scales itself; yarn: all the same",
+        says_what=True,
+        moves_loss=True,
+    )
+    save_hf: SaveHf = setting(
+        "never", "when Hugging Face weights are written", commands=TRIED, says_what=True
+    )
+    """After all steps (``always``), none (``never``) or the ``last``."""
+    checkpoint: Checkpoint = setting(
+        "none", "sharded: write model and optimizer after the last step", commands=TRIED
+    )
+    accumulates: bool = setting(
+        True,
+        "micro-batches of a step; 1: gradients are made in its backward pass, and take no "
+        "memory before",
+        kinds.COUNT,
+        name="micro_batches",
+        commands=IN_A_STEP,
+        typed={True: 2, False: 1},
+        labels={False: "one-micro-batch"},
+    )
     """Gradients of two or more micro-batches are added up in a step. False: a step has one."""
-    attention: AttentionMethod = "dense"
-    """``dense`` reads every earlier token of a document; ``block_sparse`` the blocks that a pattern
-    keeps, in every layer: another model than the one whose weights are trained."""
-    pattern_type: PatternType = _PATTERN.pattern_type
-    """``block_sparse``: how the blocks are chosen that are kept (nouns/sparse_pattern.py), and so
-    with what follows."""
-    sparsity_ratio: SparsityRatio = _PATTERN.sparsity_ratio
-    block_size: int = _PATTERN.block_size
-    local_window_size: int = _PATTERN.local_window_size
-    global_tokens: int = _PATTERN.global_tokens
+    attention: AttentionMethod = setting(
+        "dense",
+        "dense, or block_sparse: each block of tokens reads the blocks that a pattern keeps, "
+        "which changes the model",
+        labels={"block_sparse": "block-sparse"},
+        moves_loss=True,
+    )
+    pattern_type: PatternType = setting(
+        _PATTERN.pattern_type,
+        "block_sparse: which blocks are kept",
+        labels={"dilated_sparse": ""},
+        other_label="{}",
+        moves_loss=True,
+    )
+    sparsity_ratio: SparsityRatio = setting(
+        _PATTERN.sparsity_ratio,
+        "block_sparse: share of earlier blocks that is KEPT, or adaptive (5 % to 64k tokens, "
+        "2 % to 128k, 1 % above); default: 0.1, or what the window gives",
+        kinds.SHARE,
+        other_label="kept-{}",
+        moves_loss=True,
+    )
+    block_size: int = setting(
+        _PATTERN.block_size,
+        "block_sparse: tokens of a block",
+        kinds.COUNT,
+        example=128,
+        other_label="block-{}",
+        moves_loss=True,
+    )
+    local_window_size: int = setting(
+        _PATTERN.local_window_size,
+        "block_sparse: tokens that local_window and global_local read, back from each",
+        kinds.COUNT,
+        example=512,
+        other_label="window-{}",
+        moves_loss=True,
+    )
+    global_tokens: int = setting(
+        _PATTERN.global_tokens,
+        "block_sparse: first tokens of a document, which global_local reads from everywhere",
+        kinds.COUNT,
+        example=64,
+        other_label="global-{}",
+        moves_loss=True,
+    )
 
     def __post_init__(self) -> None:
         """Raise UsageError for counts that cannot be, and for settings that exclude each other."""
@@ -206,13 +373,30 @@ class Settings(Record, frozen=True, kw_only=True):
     @property
     def label(self) -> str:
         """The rung's name in tables: ``vanilla``, ``Env``, ``Env + chunked``, ``Env + Offload``."""
-        parts = (row.label_of(getattr(self, row.rung_field)) for row in IN_A_LABEL)
+        parts = (row.label_of(getattr(self, row.rung_field)) for row in _IN_A_LABEL)
         return " + ".join(filter(None, parts)) or "vanilla"
 
     @property
     def slug(self) -> str:
         """The rung's name in paths, ``env+offload``: the label in lower case, without blanks."""
         return self.label.lower().replace(" ", "")
+
+
+RUNG_ROWS = {row.rung_field: row for row in Settings.declared}
+"""The settings of a rung, by field."""
+_FIRST_IN_A_LABEL = (
+    *("allocator", "offload", "loss", "entropy", "recompute", "mlp_tiles", "attention"),
+    *(*PATTERN_FIELDS, "lora", "lora_alpha", "lora_targets", "lora_base"),
+)
+"""Settings that a label tells first; the first two as in the published guides: "Env + Offload"."""
+_IN_A_LABEL: tuple[Setting, ...] = (
+    *(RUNG_ROWS[name] for name in _FIRST_IN_A_LABEL),
+    *(
+        row
+        for row in RUNG_ROWS.values()
+        if (row.labels or row.other_label) and row.name not in _FIRST_IN_A_LABEL
+    ),
+)
 
 
 def _check_counts(settings: Settings) -> None:
@@ -230,7 +414,7 @@ def _check_counts(settings: Settings) -> None:
         if count > MOST_SEQUENCES:
             raise UsageError(
                 f"{count} {what}, and {MOST_SEQUENCES} is the most",
-                hint=f"use `{DECLARED[name].flag} {MOST_SEQUENCES}` or fewer",
+                hint=f"use `{RUNG_ROWS[name].flag} {MOST_SEQUENCES}` or fewer",
             )
     if settings.token_budget_tokens is not None and settings.token_budget_tokens < 1:
         raise UsageError(
@@ -283,7 +467,7 @@ def _check_attention(settings: Settings) -> None:
             )
         for name, types in READ_BY.items():
             if kind not in types and getattr(settings, name) != getattr(_PATTERN, name):
-                row = DECLARED[name]
+                row = RUNG_ROWS[name]
                 raise UsageError(
                     f"{row.words} {getattr(settings, name)}: {kind} does not read it",
                     hint=f"leave `{row.flag}` out, or use `--pattern-type {types[-1]}`",
@@ -291,7 +475,7 @@ def _check_attention(settings: Settings) -> None:
         return
     for name in PATTERN_FIELDS:
         if getattr(settings, name) != getattr(_PATTERN, name):
-            row = DECLARED[name]
+            row = RUNG_ROWS[name]
             raise UsageError(
                 f"{row.words} {getattr(settings, name)}: dense attention keeps every block",
                 hint=f"use `--attention block_sparse`, or leave `{row.flag}` out",
@@ -328,8 +512,8 @@ def _check_lora(settings: Settings) -> None:
     for name in ("lora_alpha", "lora_targets", "lora_base", "lora_merged"):
         if getattr(settings, name) not in (None, ALL_LINEAR, "bf16", False):
             raise UsageError(
-                f"{DECLARED[name].words} {getattr(settings, name)}, and no LoRA",
-                hint=f"add `--lora 32`, or leave `{DECLARED[name].flag}` out",
+                f"{RUNG_ROWS[name].words} {getattr(settings, name)}, and no LoRA",
+                hint=f"add `--lora 32`, or leave `{RUNG_ROWS[name].flag}` out",
             )
 
 
@@ -381,27 +565,16 @@ def _check_parameters(settings: Settings) -> None:
 
 
 NOTHING_SET = "nothing set"
-_IN_WORDS = {
-    *("allocator", "loss", "entropy", "offload", "recompute"),
-    *("lora", "lora_targets", "lora_base", "optimizer", "parameters"),
-}
-_RECOMPUTE = {"all-but-attention": "attention's outputs kept", "none": "no recomputation"}
-_BY_LABEL = tuple(row for row in IN_A_LABEL if row.name not in _IN_WORDS)
-_CHUNKED_LOSS, _HOST_STATES, _HOST_MOMENTS = "chunked loss", "states on host", "moments on host"
+_IN_A_TABLE, _IN_A_SENTENCE = 0, 1
 
 
 def short_settings(settings: Settings) -> str:
     """What tells one row of a table from another: ``expandable, chunked loss, states on host``;
     ``nothing set`` where nothing is.
     """
-    said = other_training(settings)
-    said += ["expandable"] if settings.allocator == "expandable" else []
-    said += [_CHUNKED_LOSS] if settings.loss == "chunked" else []
-    said += ["chunked entropy"] if settings.entropy == "chunked" else []
-    said += [_HOST_STATES] if settings.offloads_model else []
-    said += [_HOST_MOMENTS] if settings.offloads_states else []
-    said += _others(settings)
-    return ", ".join(said) or NOTHING_SET
+    told = _told(settings, _IN_A_TABLE)
+    first = [told.pop(name) for name in ("allocator", "loss", "entropy", "offload") if name in told]
+    return ", ".join((*other_training(settings), *first, *told.values())) or NOTHING_SET
 
 
 def settings_in_words(
@@ -417,19 +590,30 @@ def settings_in_words(
     takes of the host's memory; ``is_lowered`` says that a micro-batch holds fewer sequences than by
     default, ``is_scaled`` that YaRN scales the positions.
     """
-    said = other_training(settings)
-    said += ["expandable segments"] if settings.allocator == "expandable" else []
-    said += [f"a {_CHUNKED_LOSS}"] if settings.loss == "chunked" else []
-    said += ["a chunked entropy"] if settings.entropy == "chunked" else []
-    said += _others(settings)
+    told = _told(settings, _IN_A_SENTENCE)
+    first = [told.pop(name) for name in ("allocator", "loss", "entropy") if name in told]
+    host = [told.pop("offload")] if "offload" in told else []
     takes = "" if host_bytes is None else f" ({format_bytes(host_bytes)} of it)"
-    said += [f"all states in host memory{takes}"] if settings.offloads_model else []
-    said += [f"the optimizer's moments in host memory{takes}"] if settings.offloads_states else []
+    said = [*other_training(settings), *first, *told.values(), *(f"{each}{takes}" for each in host)]
     said += [] if layout is None else _of_layout(layout)
     if is_lowered:
         said.append(f"{counted(settings.sequences_per_micro_batch, 'sequence')} a micro-batch")
     said += ["YaRN"] if is_scaled else []
     return listed(said) or NOTHING_SET
+
+
+def _told(settings: Settings, where: int) -> dict[str, str]:
+    """What is said of each setting that is not the default, but for those of ``other_training``."""
+    told: dict[str, str] = {}
+    for row in _IN_A_LABEL:
+        value = getattr(settings, row.rung_field)
+        words = row.told[value][where] if value in row.told else row.label_of(value)
+        if words and row.name not in _OF_ANOTHER_TRAINING:
+            told[row.name] = words
+    return told
+
+
+_OF_ANOTHER_TRAINING = ("lora", "lora_targets", "lora_base", "optimizer", "parameters")
 
 
 def other_training(settings: Settings) -> list[str]:
@@ -440,7 +624,7 @@ def other_training(settings: Settings) -> list[str]:
     said: list[str] = []
     if settings.lora is not None:
         base = " beside a model in NF4" if settings.lora_base == "nf4" else ""
-        targets = DECLARED["lora_targets"].label_of(settings.lora_targets)
+        targets = RUNG_ROWS["lora_targets"].label_of(settings.lora_targets)
         on = f" on {targets.removeprefix('on-').replace(',', ', ')}" if targets else ""
         said.append(f"LoRA of rank {settings.lora}{on}{base}")
     if not settings.optimizer_traits.is_exact:
@@ -454,14 +638,6 @@ def listed(words: Sequence[str]) -> str:
     """``a, b and c``."""
     *first, last = words or ("",)
     return f"{', '.join(first)} and {last}" if first else last
-
-
-def _others(settings: Settings) -> list[str]:
-    """What is recomputed, where that is not all of a layer; and by its label what else is set."""
-    label = DECLARED["recompute"].label_of(settings.recompute)
-    said = [_RECOMPUTE.get(settings.recompute, label)] if label else []
-    labels = (row.label_of(getattr(settings, row.rung_field)) for row in _BY_LABEL)
-    return said + [label for label in labels if label]
 
 
 def _of_layout(layout: Layout) -> list[str]:

@@ -18,9 +18,17 @@ import msgspec
 from highwater.errors import UsageError
 from highwater.nouns.codec import Record, digest
 from highwater.nouns.corpus import Corpus, LongDocuments, TrainedTokens
-from highwater.nouns.declaration import MOST_STEPS
+from highwater.nouns.declaration import (
+    COUNT,
+    DIRECTORY,
+    FUNCTION,
+    MOST_STEPS,
+    REQUIRED,
+    DeclaredRecord,
+    setting,
+)
 from highwater.nouns.hyperparameters import DEFAULTS
-from highwater.nouns.settings import PATTERN_FIELDS, Settings
+from highwater.nouns.settings import RUNG_ROWS, Settings
 from highwater.nouns.trial import TrialSpec
 from highwater.units import counted, parse_tokens
 
@@ -139,10 +147,7 @@ _FOLLOWS = {
     "steps": "schedule",
 }
 """What need not be said where this changed, too."""
-_OF_SETTINGS = (
-    *("objective", "critic", "optimizer", "parameters", "rope", "attention"),
-    *PATTERN_FIELDS,
-)
+_OF_SETTINGS = tuple(name for name, row in RUNG_ROWS.items() if row.moves_loss)
 _USUAL: Mapping[str, Any] = {
     **DEFAULTS,
     **{name: getattr(Settings(), name) for name in _OF_SETTINGS},
@@ -257,41 +262,99 @@ MOST_TRAINING_STEPS = 1_000_000
 MOST_SEED = 2**63 - 1
 
 
-class TrainingRequest(Record, frozen=True, kw_only=True):
+_DATA: dict[str, Any] = {"topic": "the data"}
+_RUN: dict[str, Any] = {"topic": "the run"}
+
+
+class TrainingRequest(DeclaredRecord, frozen=True, kw_only=True):
     """A run of training, in the user's words: the flags of ``train`` that no trial has, and the
     keywords of ``highwater.train``.
     """
 
-    data: tuple[str, ...]
-    """Files or folders to train on."""
-    length: str | int
-    """Tokens of the longest sequence, as "32k"."""
-    steps: int
-    """Optimizer steps of the whole run."""
-    output: str
-    """The run's folder: checkpoints, statistics, log, and the model at the end."""
-    settings: str | None = None
-    """``recommended``, or the file of a study whose answer is taken; None: those that are named,
-    and what is recommended where none is."""
-    eval_data: tuple[str, ...] = ()
-    """Files or folders that are evaluated and never trained."""
-    rows: int | None = None
-    """Micro-batches of the whole step, over all GPUs; None: 2 for each GPU, or group of GPUs that
-    share a sequence."""
-    schedule: ScheduleName = "constant"
-    warmup_steps: int = 0
-    eval_every: int = 0
-    """Steps between evaluations; 0: only after the last step."""
-    save_every: int = 0
-    """Steps between checkpoints; 0: only after the last step, and when it is told to stop."""
-    long_documents: LongDocuments = "truncate"
-    train_on: TrainedTokens = "responses"
-    reward: str | None = None
-    """``module:function`` that gives rewards; None: the data has them."""
-    resume_from: str | None = None
-    """Name of the checkpoint to go on from, ``step-000100``; None: the latest."""
-    seed: int = 0
-    """Of the order of documents, of dropout, and of weights that a model does not have."""
+    data: tuple[str, ...] = setting(
+        REQUIRED,
+        "files to train on (.jsonl, .parquet, .txt, .md), folders of them, or what `datasets` "
+        "saved",
+        **_DATA,
+        metavar="PATH",
+        example="--data data.jsonl",
+    )
+    eval_data: tuple[str, ...] = setting(
+        (), "evaluated, and never trained on", metavar="PATH", **_DATA
+    )
+    length: str | int = setting(
+        REQUIRED,
+        "tokens of the longest sequence, for example 32k",
+        **_DATA,
+        metavar="TOKENS",
+        example="--length 8k",
+    )
+    long_documents: LongDocuments = setting(
+        "truncate",
+        "what becomes of a longer document: its beginning is trained, or all of it in pieces, "
+        "or nothing is",
+        **_DATA,
+    )
+    train_on: TrainedTokens = setting(
+        "responses",
+        "tokens that are trained on: responses, where documents have prompts, or all",
+        **_DATA,
+    )
+    reward: str | None = setting(
+        None,
+        "--objective grpo, ppo: gives the reward of a response; default: the data has it",
+        FUNCTION,
+        **_DATA,
+    )
+    steps: int = setting(REQUIRED, "optimizer steps in all", COUNT, **_RUN, example="--steps 100")
+    output: str = setting(
+        REQUIRED,
+        "the run's folder: checkpoints, statistics, log, and the model; the same command goes "
+        "on after the last checkpoint in it",
+        DIRECTORY,
+        **_RUN,
+        short="-o",
+        example="--output ./run",
+    )
+    settings: str | None = setting(
+        None,
+        "whose settings: those recommended for the length, or those that a study of "
+        "`highwater find` measured; default: those that are named, and recommended ones where none "
+        "is",
+        **_RUN,
+        metavar="{recommended,STUDY}",
+    )
+    rows: int | None = setting(
+        None,
+        "rows of up to --length tokens in a step, over all GPUs (the global batch; default: 2 "
+        "for each GPU, or group of GPUs that share a sequence)",
+        COUNT,
+        **_RUN,
+    )
+    """Micro-batches of the whole step."""
+    resume_from: str | None = setting(
+        None,
+        "go on from this one, for example step-000100; default: the latest",
+        **_RUN,
+        metavar="CHECKPOINT",
+    )
+    schedule: ScheduleName = setting("constant", "course of the learning rate", **_RUN)
+    warmup_steps: int = setting(
+        0, "steps over which the learning rate rises (default: none)", COUNT, **_RUN
+    )
+    eval_every: int = setting(
+        0,
+        "steps between evaluations (default: before the first and after the last)",
+        COUNT,
+        **_RUN,
+    )
+    save_every: int = setting(
+        0, "steps between checkpoints (default: after the last)", COUNT, **_RUN
+    )
+    """Also when it is told to stop."""
+    seed: int = setting(
+        0, "seed of the data's order, of dropout and of weights that are not there", COUNT, **_RUN
+    )
 
     def __post_init__(self) -> None:
         """Raise UsageError for what cannot be."""

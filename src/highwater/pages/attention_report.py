@@ -4,12 +4,20 @@ Every figure is measured, or stands under ``predicted``; nothing is told of what
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
-from highwater.nouns.attention_bench import IMPLEMENTATIONS, AttentionBench, Direction, Entry
+from highwater.nouns.attention_bench import (
+    IMPLEMENTATIONS,
+    AttentionBench,
+    BenchCheck,
+    Direction,
+    Entry,
+)
 from highwater.nouns.codec import Record
-from highwater.pages.text import TextTable, escaped, markdown_list, markdown_table, plain
+from highwater.pages.table import TextTable, markdown_table, table_of
+from highwater.pages.text import escaped, markdown_list, plain
 from highwater.recommendation.attention_summary import (
     FAR,
     LEAST_LENGTHS,
@@ -103,18 +111,16 @@ def report_sections(bench: AttentionBench) -> Iterator[ReportSection]:
 
 def longest_table(bench: AttentionBench, summary: AttentionSummary) -> TextTable:
     """The answer: the longest length of each, and what it costs there."""
-    return TextTable(
-        title=_answer(bench, summary),
-        columns=(*_ENTRY, "longest", *_headings(_COSTS), "ended by"),
-        rows=tuple(
-            (
-                *(*_cells(each, _ENTRY), _held(each)),
-                *(["-"] * len(_COSTS) if each.row is None else _cells(each.row, _COSTS)),
-                each.why + (f" at {format_tokens(each.fails_tokens)}" if each.fails_tokens else ""),
-            )
-            for each in summary.longest
-        ),
-        footnotes=tuple(_labels(bench)),
+
+    def ended(each: LongestLength) -> str:
+        at = f" at {format_tokens(each.fails_tokens)}" if each.fails_tokens else ""
+        return f"{each.why}{at}"
+
+    return _table(
+        _answer(bench, summary),
+        summary.longest,
+        *(*_ENTRY, ("longest", _held), *(f"row.{name}" for name in _COSTS), ("ended by", ended)),
+        footnotes=_labels(bench),
     )
 
 
@@ -162,8 +168,28 @@ def _labels(bench: AttentionBench) -> Iterator[str]:
         yield f"not run: {each.implementation}: {plain(each.reason)}"
 
 
-def _cells(record: Record, names: Sequence[str]) -> tuple[str, ...]:
-    return tuple(_cell(name, getattr(record, name)) for name in names)
+_Column = tuple[str, Callable[[Any], str]]
+
+
+def _table(
+    title: str,
+    records: Iterable[Record],
+    *columns: str | _Column,
+    footnotes: Iterable[str] = (),
+    names: int = 3,
+) -> TextTable:
+    """A table whose columns are fields of its records, ``row.time_s`` that of a record in one, or
+    headings with what they say of each.
+    """
+
+    def field(path: str) -> _Column:
+        *outer, name = path.split(".")
+        return _heading(name), lambda each: _cell(
+            name, getattr(reduce(getattr, outer, each), name, None)
+        )
+
+    every = (field(each) if isinstance(each, str) else each for each in columns)
+    return table_of(title, records, *every, footnotes=footnotes, names=names)
 
 
 def _cell(name: str, value: Any) -> str:
@@ -183,10 +209,10 @@ def _cell(name: str, value: Any) -> str:
     return f"{value:,.4g}" if isinstance(value, float) else plain(str(value))
 
 
-def _headings(names: Sequence[str]) -> tuple[str, ...]:
-    """Names of fields as columns have them."""
-    words = (re.sub("_(bytes|tokens|s)$", "", name) for name in names)
-    return tuple(_WORDS.get(word, word.replace("_", " ")) for word in words)
+def _heading(name: str) -> str:
+    """The name of a field as a column has it."""
+    word = re.sub("_(bytes|tokens|s)$", "", name)
+    return _WORDS.get(word, word.replace("_", " "))
 
 
 def per_gpu(sizes: Sequence[int]) -> str:
@@ -220,45 +246,47 @@ def _machine_table(bench: AttentionBench) -> TextTable:
         fields |= {name: getattr(record, name) for name in record.__struct_fields__}
     fields |= bench.machine.versions
     del fields["versions"]
-    return TextTable(
-        title="what was measured on, and what was asked",
-        columns=("what", "which"),
-        rows=tuple((*_headings([name]), _cell(name, value)) for name, value in fields.items()),
-        left_columns=2,
+    return table_of(
+        "what was measured on, and what was asked",
+        fields.items(),
+        ("what", lambda each: _heading(each[0])),
+        ("which", lambda each: _cell(*each)),
+        names=2,
     )
 
 
 def _check_table(bench: AttentionBench) -> TextTable:
     """Each beside the reference, and the verdict."""
-    names = ("output", "query_gradient", "key_gradient", "value_gradient")
-    return TextTable(
-        title="beside the textbook formula in float64: norm-relative difference",
-        columns=("implementation", "mode", "length", *_headings(names), "allowed", "verdict"),
-        rows=tuple(
-            (
-                *_cells(each, ("implementation", "mode", "length_tokens")),
-                *("-" if (off := each.differences.get(n)) is None else f"{off:.1e}" for n in names),
-                f"{each.tolerance:.0e}",
-                plain(each.reason) or "equal",
-            )
-            for each in bench.checks
-        ),
-        left_columns=2,
+
+    def difference(name: str) -> _Column:
+        def cell(check: BenchCheck) -> str:
+            off = check.differences.get(name)
+            return "-" if off is None else f"{off:.1e}"
+
+        return _heading(name), cell
+
+    return _table(
+        "beside the textbook formula in float64: norm-relative difference",
+        bench.checks,
+        *("implementation", "mode", "length_tokens"),
+        *map(difference, ("output", "query_gradient", "key_gradient", "value_gradient")),
+        ("allowed", lambda each: f"{each.tolerance:.0e}"),
+        ("verdict", lambda each: plain(each.reason) or "equal"),
+        names=2,
     )
 
 
 def _case_tables(bench: AttentionBench) -> Iterator[TextTable]:
     """A table for each implementation, mode and direction, with a row for each case."""
-    names = ("length_tokens", "batch", "result", *_COSTS)
     for entry in entries(bench):
         rows = rows_of(bench, entry, batches=True)
         said = [(row.length_tokens, plain(row.reason)) for row in rows if row.reason]
-        yield TextTable(
-            title=f"{entry_words(entry)}: {bench.order.what(entry.implementation)}",
-            columns=_headings(names),
-            rows=tuple(_cells(row, names) for row in rows),
-            footnotes=tuple(f"{format_tokens(length)}: {reason}" for length, reason in said),
-            left_columns=0,
+        yield _table(
+            f"{entry_words(entry)}: {bench.order.what(entry.implementation)}",
+            rows,
+            *("length_tokens", "batch", "result", *_COSTS),
+            footnotes=(f"{format_tokens(length)}: {reason}" for length, reason in said),
+            names=0,
         )
 
 
@@ -283,11 +311,10 @@ def _ratio_table(bench: AttentionBench, direction: Direction) -> TextTable:
 
 def _estimate_table(summary: AttentionSummary) -> TextTable:
     """The formula of each, and how far a measured peak is from it."""
-    names = tuple(MemoryFit.__struct_fields__)
-    return TextTable(
-        title="peak allocated = overhead + bytes per token × length + bytes per pair × length²",
-        columns=(*_ENTRY, *_headings(names)),
-        rows=tuple((*_cells(each, _ENTRY), *_cells(each.fit, names)) for each in summary.estimates),
+    return _table(
+        "peak allocated = overhead + bytes per token × length + bytes per pair × length²",
+        summary.estimates,
+        *(*_ENTRY, *(f"fit.{name}" for name in MemoryFit.__struct_fields__)),
         footnotes=(
             "longest length = (memory − what is outside the allocator − overhead) / bytes per "
             "token, of memory that the allocator reserves as it does here",
@@ -297,11 +324,10 @@ def _estimate_table(summary: AttentionSummary) -> TextTable:
 
 def _efficiency_table(summary: AttentionSummary) -> TextTable:
     """What several GPUs bring."""
-    names = (*_ENTRY, "gpus", "length_tokens", "speedup", "efficiency", "length_ratio")
-    return TextTable(
-        title="tokens/s and longest length of several GPUs, of one GPU's",
-        columns=_headings(names),
-        rows=tuple(_cells(each, names) for each in summary.efficiencies),
+    return _table(
+        "tokens/s and longest length of several GPUs, of one GPU's",
+        summary.efficiencies,
+        *(*_ENTRY, "gpus", "length_tokens", "speedup", "efficiency", "length_ratio"),
         footnotes=(
             "data parallel: each GPU has whole sequences, so it cannot lengthen one, and a single "
             "sequence leaves all other GPUs idle; `--implementations ring` shares each sequence",

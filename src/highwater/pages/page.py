@@ -8,19 +8,20 @@ parts are left.
 
 import base64
 import hashlib
+import html
+import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 from markupsafe import Markup, escape
 
-from highwater.pages.text import plain_lines
-
-if TYPE_CHECKING:
-    from jinja2 import Template
+from highwater.pages.table import markdown_table
+from highwater.pages.text import escaped, fenced, plain, plain_lines
+from highwater.units import counted, format_bytes, format_tokens
 
 _ABSOLUTE = re.compile(r"(?<![\w.~/:@…<-])/(?:[\w.@+-]+/)+[\w.@+-]*")
 _SYSTEM = ("/bin/", "/dev/", "/path/", "/proc/", "/sys/", "/usr/bin/")
@@ -58,12 +59,25 @@ def _short(match: re.Match[str]) -> str:
     return f"…/{'/'.join(parts[-_KEPT_PARTS:])}{end}"
 
 
-def page_template(name: str) -> "Template":
-    """A template of this folder. Everything in it is escaped but what the filter ``own`` marks in
-    our own text.
+def drawn_page(
+    template: str, /, *, form: Literal["html", "md", "text"] = "html", **values: object
+) -> str:
+    """The page that a template of this folder makes, as HTML or as Markdown. Everything in it is
+    escaped but what the filter ``own`` marks in our own text; as ``text`` it is only made plain.
     """
     # here, for whoever shows no page
     from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    is_html = form == "html"
+    made: Callable[[str], str] = {
+        "html": lambda text: plain_lines(without_folders(text)),
+        "md": lambda text: _made_safe(escaped(text)),
+        "text": lambda text: _made_safe(plain(text)),
+    }[form]
+
+    def finalize(value: object) -> object:
+        is_text = isinstance(value, str) and not isinstance(value, Markup)
+        return made(str(value)) if is_text else value
 
     environment = Environment(
         loader=PackageLoader("highwater", "pages/templates"),
@@ -71,23 +85,53 @@ def page_template(name: str) -> "Template":
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=harmless,
+        finalize=finalize,
     )
-    environment.filters["own"] = own
-    return environment.get_template(name)
+    filters: dict[str, Any] = {
+        "plain": plain,
+        "bytes": format_bytes,
+        "tokens": format_tokens,
+        "counted": counted,
+        "json": json.dumps,
+        "own": own if is_html else _on_one_line,
+        "entities": lambda text: _made_safe(html.escape(plain(text))),
+        "fenced": lambda text, language: _made_safe(
+            fenced(text, language).replace("\n", _LINE_END)
+        ),
+        "rows": lambda table: _made_safe(markdown_table(table)),
+        "tight": lambda text: _made_safe("\n".join(filter(str.strip, text.splitlines()))),
+    }
+    environment.filters.update(filters)
+    text = environment.get_template(template).render(values, form=form)
+    if is_html:
+        return text
+    return re.sub(r"\n{3,}", "\n\n", text).strip("\n").replace(_LINE_END, "\n") + "\n"
+
+
+_LINE_END = "\0"
+"""A line end of what is fenced, whose blank lines stay until others are gone; text has none."""
+
+
+def _made_safe(text: str) -> Markup:
+    """Text whose parts are escaped, or that a fence keeps."""
+    return Markup(text)  # noqa: S704
+
+
+def _on_one_line(text: str) -> Markup:
+    return _made_safe(re.sub(r"\s*\n\s*", " ", text).strip())
 
 
 def page_script(name: str) -> Markup:
     """A script of this folder, as a page has it in an element."""
     text = (files("highwater.pages") / "templates" / name).read_text(encoding="utf-8")
-    return Markup(text)  # noqa: S704 -- a file of ours
+    return _made_safe(text)
 
 
 def script_text(text: str) -> Markup:
     """A JSON document, no character of which means anything in HTML."""
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
-    return Markup(text)  # noqa: S704 -- made harmless above
+    return _made_safe(text)
 
 
 def paths_shortened(value: Any) -> Any:
@@ -104,19 +148,7 @@ def digest(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
-def harmless(value: Any) -> Any:
-    """Text without characters that a terminal or an editor would act upon, and without folders.
-    Escaping comes after this.
-    """
-    return (
-        plain_lines(without_folders(value))
-        if isinstance(value, str) and not isinstance(value, Markup)
-        else value
-    )
-
-
 def own(text: str) -> Markup:
     """Our own text: escaped, then ``code`` and **bold** as they are meant."""
-    marked = re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text)))
-    # escaped above
-    return Markup(re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", marked))  # noqa: S704
+    marked = re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(str(_on_one_line(text)))))
+    return _made_safe(re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", marked))

@@ -2,7 +2,7 @@
 many cells of a known table a prediction hits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from highwater.memory.capacity import Binding, CellPrediction, Prediction
 from highwater.memory.formula.constants import MachineConstants, Term
@@ -15,12 +15,13 @@ from highwater.nouns.settings import short_settings
 from highwater.nouns.study import RISK_IN_WORDS, counted_ranks
 from highwater.nouns.trainer import OURS, TRAINERS
 from highwater.pages.answer_sentence import assumed_host, caveat, star_of_yarn
-from highwater.pages.text import TextTable, plain
+from highwater.pages.table import TextTable, table_of
+from highwater.pages.text import plain
 from highwater.speed import BASIS_IN_WORDS
-from highwater.units import GIB, format_bytes, format_seconds, format_tokens
+from highwater.units import GIB, format_bytes, format_rate, format_seconds, format_tokens
 
-_BAR = 16
-"""Characters of the longest bar."""
+_LONGEST_BAR = 16
+"""Characters."""
 _METHODS: dict[PredictionMethod, str] = {
     "formula": "formula, nothing was run",
     "trace": "traced steps, replayed; nothing was trained",
@@ -32,25 +33,54 @@ _BINDINGS: dict[Binding, str] = {
 }
 
 
+_Column = tuple[str, Callable[[CellPrediction], str]]
+
+
 def prediction_table(prediction: Prediction, *, is_explained: bool = False) -> TextTable:
     """A table of each cell's longest length, what is left there, and how fast it is; at one length,
     whether it fits. One caveat follows. ``is_explained`` adds what ends each cell, the interval of
     its memory and where its peak is, and all that is known of such predictions.
     """
-    at_length = prediction.length_tokens is not None
-    lengths = ("fits",) if at_length else ("trains up to", "may reach")
-    gpus = ("GPUs",) if _has_several_counts(prediction) else ()
-    return TextTable(
-        title=f"{_title(prediction)}: predicted by {_METHODS[prediction.method]}",
-        columns=(
-            *("settings", *gpus, "SP", *lengths),
-            *(("a step", "tokens/s") if _is_timed(prediction) else ()),
-            *("headroom", "host memory"),
-            *(("ended by", "GPU memory", "peak in") if is_explained else ()),
-        ),
-        rows=tuple(_row(prediction, cell, is_explained=is_explained) for cell in prediction.cells),
-        left_columns=1 + len(gpus),
-        footnotes=tuple(_explanations(prediction)) if is_explained else (_caveat(prediction),),
+    at_length, native = prediction.length_tokens is not None, prediction.native_length_tokens
+    has_counts = len({each.cell.layout.gpus for each in prediction.cells}) > 1
+    is_timed = _is_timed(prediction)
+
+    def ended(each: CellPrediction) -> str:
+        binding = _BINDINGS[each.binding]
+        if at_length:
+            return "-" if each.capacity_tokens else binding
+        if each.does_not_fit_tokens is None:
+            return binding
+        return f"{format_tokens(each.does_not_fit_tokens)}: {binding}"
+
+    reach: list[_Column] = [("fits", _fits)]
+    if not at_length:
+        reach = [
+            ("trains up to", lambda each: _length(each.capacity_tokens, native)),
+            ("may reach", lambda each: _length(each.likely_edge_tokens, native)),
+        ]
+    speed: list[_Column] = [
+        ("a step", lambda each: format_seconds(each.step and each.step.time_s)),
+        ("tokens/s", lambda each: format_rate(each.step and each.step.tokens_per_s)),
+    ]
+    more: list[_Column] = [
+        ("ended by", ended),
+        ("GPU memory", _device_memory),
+        ("peak in", lambda each: each.peak_phase),
+    ]
+    return table_of(
+        f"{_title(prediction)}: predicted by {_METHODS[prediction.method]}",
+        prediction.cells,
+        ("settings", lambda each: short_settings(each.cell.settings)),
+        ("GPUs", lambda each: str(each.cell.layout.gpus)) if has_counts else None,
+        ("SP", lambda each: each.cell.layout.sharing),
+        *reach,
+        *(speed if is_timed else ()),
+        ("headroom", lambda each: format_bytes(each.headroom_bytes)),
+        ("host memory", lambda each: format_bytes(each.footprint.host_bytes)),
+        *(more if is_explained else ()),
+        names=1 + has_counts,
+        footnotes=_explanations(prediction) if is_explained else (_caveat(prediction),),
     )
 
 
@@ -61,11 +91,14 @@ def term_table(predicted: CellPrediction) -> TextTable:
     if predicted.replayed is not None:
         return _tensor_table(predicted, predicted.replayed)
     footprint = predicted.footprint
-    marks = (" (the peak)" if phase is footprint.peak else "" for phase in footprint.phases)
     phases: list[tuple[str, Sequence[Term]]] = [
         *(
-            (f"{phase.name}{mark}, {format_bytes(phase.bytes)}", phase.terms)
-            for phase, mark in zip(footprint.phases, marks, strict=True)
+            (
+                f"{each.name}{' (the peak)' if each is footprint.peak else ''}, "
+                f"{format_bytes(each.bytes)}",
+                each.terms,
+            )
+            for each in footprint.phases
         ),
         ("reserved besides", footprint.besides),
         ("outside the allocator", footprint.outside),
@@ -73,17 +106,17 @@ def term_table(predicted: CellPrediction) -> TextTable:
     ]
     largest = max(term.bytes for _, terms in phases for term in terms)
     rows = [
-        (
-            *(name if index == 0 else "", term.name),
-            *("#" * round(_BAR * term.bytes / largest), f"{term.bytes / GIB:.2f}"),
-        )
+        (name if index == 0 else "", term)
         for name, terms in phases
         for index, term in enumerate(sorted(terms, key=lambda term: -term.bytes))
     ]
-    return TextTable(
-        title=f"{predicted.cell.label}, bytes by term: predicted",
-        columns=("phase", "term", "", "GiB"),
-        rows=tuple(rows),
+    return table_of(
+        f"{predicted.cell.label}, bytes by term: predicted",
+        rows,
+        ("phase", lambda row: row[0]),
+        ("term", lambda row: row[1].name),
+        ("", lambda row: _bar(row[1].bytes, largest)),
+        ("GiB", lambda row: f"{row[1].bytes / GIB:.2f}"),
         footnotes=(
             f"{format_bytes(footprint.device_used_bytes)} of the GPU: the peak, reserved besides, "
             f"and outside the allocator",
@@ -91,23 +124,25 @@ def term_table(predicted: CellPrediction) -> TextTable:
     )
 
 
+def _bar(size: int, largest: int) -> str:
+    return "#" * round(_LONGEST_BAR * size / largest)
+
+
 def _tensor_table(predicted: CellPrediction, replayed: Replayed) -> TextTable:
     largest = max((alive.bytes for alive in replayed.alive), default=0) or 1
     named = sum(alive.bytes for alive in replayed.alive)
-    rows = [
-        (
-            *(alive.operator, alive.module or "-", alive.phase, str(alive.count)),
-            *("#" * round(_BAR * alive.bytes / largest), f"{alive.bytes / GIB:.2f}"),
-        )
-        for alive in replayed.alive
-    ]
     peaks = ", ".join(
         f"{name} {format_bytes(size)}" for name, size in replayed.allocated_by_phase.items()
     )
-    return TextTable(
-        title=f"{predicted.cell.label}, tensors alive at the peak, in {replayed.phase}: traced",
-        columns=("allocated by", "module", "in", "tensors", "", "GiB"),
-        rows=tuple(rows),
+    return table_of(
+        f"{predicted.cell.label}, tensors alive at the peak, in {replayed.phase}: traced",
+        replayed.alive,
+        ("allocated by", lambda alive: alive.operator),
+        ("module", lambda alive: alive.module or "-"),
+        ("in", lambda alive: alive.phase),
+        ("tensors", lambda alive: str(alive.count)),
+        ("", lambda alive: _bar(alive.bytes, largest)),
+        ("GiB", lambda alive: f"{alive.bytes / GIB:.2f}"),
         footnotes=(
             f"these are {format_bytes(named)} of {format_bytes(replayed.peak_allocated_bytes)} "
             f"allocated; {format_bytes(replayed.peak_reserved_bytes)} reserved, {replayed.retries} "
@@ -119,28 +154,23 @@ def _tensor_table(predicted: CellPrediction, replayed: Replayed) -> TextTable:
 
 def accuracy_table(table_accuracy: TableAccuracy, *, name: str) -> TextTable:
     """How many cells of a known table a prediction hits, by rung; each miss in a footnote."""
-    closed = {
-        row.settings: (str(row.exact), str(row.within_one_step))
-        for row in table_accuracy.closed_form
-    }
+    closed = {row.settings: row for row in table_accuracy.closed_form}
     replayed = table_accuracy.replayed_cells
     is_replayed = MEMORY[table_accuracy.trainer].replay is not None
     notes = (by_replay(replayed, replayed + table_accuracy.formula_cells),) if is_replayed else ()
-    return TextTable(
-        title=f"predicted against {plain(name)}",
-        columns=(
-            *("settings", "cells", "exact", "within one step"),
-            *(("closed form: exact", "within one step") if closed else ()),
-        ),
-        rows=tuple(
-            (
-                *(row.settings, str(row.cells), str(row.exact), str(row.within_one_step)),
-                *closed.get(row.settings, ()),
-            )
-            for row in table_accuracy.per_settings
-        ),
+    return table_of(
+        f"predicted against {plain(name)}",
+        table_accuracy.per_settings,
+        ("settings", lambda row: row.settings),
+        ("cells", lambda row: str(row.cells)),
+        ("exact", lambda row: str(row.exact)),
+        ("within one step", lambda row: str(row.within_one_step)),
+        ("closed form: exact", lambda row: str(closed[row.settings].exact)) if closed else None,
+        ("within one step", lambda row: str(closed[row.settings].within_one_step))
+        if closed
+        else None,
         footnotes=(*notes, *map(_missed, table_accuracy.misses)),
-        left_columns=1,
+        names=1,
     )
 
 
@@ -165,30 +195,6 @@ def _title(prediction: Prediction) -> str:
     return f"{plain(prediction.model_name)} on {where}{length}{trainer}"
 
 
-def _row(
-    prediction: Prediction, predicted: CellPrediction, *, is_explained: bool
-) -> tuple[str, ...]:
-    cell, footprint = predicted.cell, predicted.footprint
-    native, binding = prediction.native_length_tokens, _BINDINGS[predicted.binding]
-    if prediction.length_tokens is not None:
-        answers = (_fits(predicted),)
-        ended = "-" if predicted.capacity_tokens else binding
-    else:
-        lengths = predicted.capacity_tokens, predicted.likely_edge_tokens
-        answers = tuple(_length(tokens, native) for tokens in lengths)
-        ended = binding
-        if predicted.does_not_fit_tokens is not None:
-            ended = f"{format_tokens(predicted.does_not_fit_tokens)}: {ended}"
-    return (
-        short_settings(cell.settings),
-        *((str(cell.layout.gpus),) if _has_several_counts(prediction) else ()),
-        *(cell.layout.sharing, *answers),
-        *(_speed(predicted) if _is_timed(prediction) else ()),
-        *(format_bytes(predicted.headroom_bytes), format_bytes(footprint.host_bytes)),
-        *((ended, _device_memory(predicted), predicted.peak_phase) if is_explained else ()),
-    )
-
-
 def _fits(predicted: CellPrediction) -> str:
     """How sure one length is: ``safe``, ``likely``, ``tight``, or ``no``."""
     if predicted.risk is None:
@@ -203,19 +209,8 @@ def _length(tokens: int, native_length_tokens: int) -> str:
     return f"{format_tokens(tokens)}{star}" if tokens else "none"
 
 
-def _has_several_counts(prediction: Prediction) -> bool:
-    return len({each.cell.layout.gpus for each in prediction.cells}) > 1
-
-
 def _is_timed(prediction: Prediction) -> bool:
     return any(each.step is not None for each in prediction.cells)
-
-
-def _speed(predicted: CellPrediction) -> tuple[str, str]:
-    """Seconds of a step and tokens per second; ``-`` where nothing fits."""
-    if predicted.step is None:
-        return "-", "-"
-    return format_seconds(predicted.step.time_s), f"{predicted.step.tokens_per_s:,.0f}"
 
 
 def _device_memory(predicted: CellPrediction) -> str:

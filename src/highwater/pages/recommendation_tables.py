@@ -2,7 +2,7 @@
 buy; or every rung that fits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from highwater.memory.interval.residuals import unlike_cell
@@ -15,14 +15,37 @@ from highwater.nouns.settings import short_settings
 from highwater.nouns.study import RISK_IN_WORDS
 from highwater.nouns.trainer import OURS, predicted_traits, trainer_title
 from highwater.pages.answer_sentence import assumed_host, caveat, star_of_yarn
-from highwater.pages.text import TextTable, plain
+from highwater.pages.table import TextTable, table_of
+from highwater.pages.text import plain
 from highwater.units import counted, format_bytes, format_seconds, format_tokens
 
 NEXT_SHOWN = 3
 """Rungs shown that train longer than what was shown before them."""
 _LACKING = {"device": "of a GPU", "host": "of host memory"}
-_LEFT = ("settings", "SP", "by")
-_BUDGET = ("sequences", "token budget")
+_Column = tuple[str, Callable[[Candidate], str]]
+
+
+def _by(candidate: Candidate) -> str:
+    return f"{candidate.source}, memory-only" if candidate.is_memory_only else candidate.source
+
+
+_NAMES: tuple[_Column, ...] = (
+    ("settings", lambda each: short_settings(each.cell.settings)),
+    ("SP", lambda each: each.cell.layout.sharing),
+    ("by", _by),
+)
+_BUDGET: tuple[_Column, ...] = (
+    ("sequences", lambda each: str(each.cell.settings.sequences_per_micro_batch)),
+    ("token budget", lambda each: format_tokens(each.token_budget_tokens)),
+)
+
+
+def _reach(found: Recommendation) -> _Column:
+    return "trains up to", lambda each: _capacity(each, found)
+
+
+def _costs_of(found: Recommendation) -> _Column:
+    return "costs", lambda each: "; ".join(costs(each, found)) or "nothing"
 
 
 def recommendation_tables(
@@ -33,51 +56,51 @@ def recommendation_tables(
     """
     if predicted_traits(found.trainer) is None:
         return (_tried_table(found),)
-    if found.chosen is None:
-        tables = (_why_table(found), *((_alternative_table(found),) if found.alternatives else ()))
-    else:
-        why = (_why_table(found),) if found.earlier else ()
-        longer = next_rungs(found)
-        bought = (_next_table(found.chosen, longer, found),) if longer else ()
-        tables = (_chosen_table(found, found.chosen), *why, *bought)
+    tables: list[TextTable] = []
+    if found.chosen is not None:
+        tables.append(_chosen_table(found, found.chosen))
+    if found.chosen is None or found.earlier:
+        title = "why nothing simpler" if found.chosen else f"{_title(found)}: nothing fits"
+        tables.append(
+            table_of(
+                title, found.earlier, *_NAMES, ("why not", reason), *_BUDGET, _reach(found), names=4
+            )
+        )
+    if found.chosen is None and found.alternatives:
+        tables.append(_alternative_table(found))
+    longer = next_rungs(found)
+    if found.chosen is not None and longer:
+        tables.append(_next_table(found.chosen, longer, found))
     return (*tables[:-1], replace(tables[-1], footnotes=_footnotes(found, is_explained)))
 
 
 def _tried_table(found: Recommendation) -> TextTable:
     """What studies of a foreign trainer say of a length: all that was tried, the simplest first."""
-    return TextTable(
-        title=f"{_title(found)}: measured",
-        columns=("settings", "SP", "this length", "trains up to", "headroom, sampled"),
-        rows=tuple(
-            (
-                *(*_names(each)[:2], "fits" if each.fits else reason(each)),
-                *(_capacity(each, found).rstrip("*"), _headroom(each)),
-            )
-            for each in found.candidates
-        ),
+    return table_of(
+        f"{_title(found)}: measured",
+        found.candidates,
+        *_NAMES[:2],
+        ("this length", lambda each: "fits" if each.fits else reason(each)),
+        ("trains up to", lambda each: _capacity(each, found).rstrip("*")),
+        ("headroom, sampled", _headroom),
         footnotes=(found.accuracy, *dict.fromkeys(plain(c.found_in) for c in found.candidates)),
-        left_columns=3,
     )
 
 
 def rung_list(found: Recommendation, *, is_explained: bool = False) -> TextTable:
     """All settings that fit, the simplest first, with what each costs."""
-    rows = (
-        (
-            *_names(candidate),
-            *("; ".join(costs(candidate, found)) or "nothing", *_budget(candidate)),
-            format_bytes(candidate.headroom_bytes),
-            *(_capacity(candidate, found), *_step(candidate)),
-        )
-        for candidate in found.candidates
-        if candidate.fits
-    )
-    return TextTable(
-        title=f"{_title(found)}: all settings that fit",
-        columns=(*_LEFT, "costs", *_BUDGET, "headroom", "trains up to", "a step", "tokens/s"),
-        rows=tuple(rows),
+    return table_of(
+        f"{_title(found)}: all settings that fit",
+        [candidate for candidate in found.candidates if candidate.fits],
+        *_NAMES,
+        _costs_of(found),
+        *_BUDGET,
+        ("headroom", lambda each: format_bytes(each.headroom_bytes)),
+        _reach(found),
+        ("a step", lambda each: _step(each)[0]),
+        ("tokens/s", lambda each: _step(each)[1]),
         footnotes=_footnotes(found, is_explained),
-        left_columns=4,
+        names=4,
     )
 
 
@@ -151,34 +174,19 @@ def _chosen_table(found: Recommendation, chosen: Candidate) -> TextTable:
     return TextTable(title=_title(found), columns=(), rows=rows, left_columns=2)
 
 
-def _why_table(found: Recommendation) -> TextTable:
-    return TextTable(
-        title="why nothing simpler" if found.chosen else f"{_title(found)}: nothing fits",
-        columns=(*_LEFT, "why not", *_BUDGET, "trains up to"),
-        rows=tuple(
-            (*_names(each), reason(each), *_budget(each), _capacity(each, found))
-            for each in found.earlier
-        ),
-        left_columns=4,
-    )
-
-
 def _next_table(
     chosen: Candidate, longer: tuple[Candidate, ...], found: Recommendation
 ) -> TextTable:
-    rows = (
-        (
-            *_names(each),
-            *("; ".join(costs(each, found)) or "nothing", *_budget(each), _capacity(each, found)),
-            *(_more(each, chosen), _step(each)[1]),
-        )
-        for each in longer
-    )
-    return TextTable(
-        title="what the next would buy",
-        columns=(*_LEFT, "costs", *_BUDGET, "trains up to", "more", "tokens/s"),
-        rows=tuple(rows),
-        left_columns=4,
+    return table_of(
+        "what the next would buy",
+        longer,
+        *_NAMES,
+        _costs_of(found),
+        *_BUDGET,
+        _reach(found),
+        ("more", lambda each: _more(each, chosen)),
+        ("tokens/s", lambda each: _step(each)[1]),
+        names=4,
     )
 
 
@@ -232,10 +240,6 @@ def _title(found: Recommendation) -> str:
     )
 
 
-def _names(candidate: Candidate) -> tuple[str, str, str]:
-    return short_settings(candidate.cell.settings), candidate.cell.layout.sharing, _by(candidate)
-
-
 def _degrees(candidate: Candidate) -> str:
     """``, SP=2``, and how many sequences where they are fewer than by default."""
     shared = candidate.cell.layout.suffix
@@ -243,15 +247,6 @@ def _degrees(candidate: Candidate) -> str:
         return shared
     sequences = counted(candidate.cell.settings.sequences_per_micro_batch, "sequence")
     return f"{shared}, {sequences} a micro-batch"
-
-
-def _by(candidate: Candidate) -> str:
-    return f"{candidate.source}, memory-only" if candidate.is_memory_only else candidate.source
-
-
-def _budget(candidate: Candidate) -> tuple[str, str]:
-    sequences = candidate.cell.settings.sequences_per_micro_batch
-    return str(sequences), format_tokens(candidate.token_budget_tokens)
 
 
 def _capacity(candidate: Candidate, found: Recommendation) -> str:

@@ -9,39 +9,8 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from rich.cells import cell_len
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextTable:
-    """A table as text, before anybody decides how it is drawn."""
-
-    title: str
-    columns: tuple[str, ...]
-    """Headings; empty for a table without."""
-    rows: tuple[tuple[str, ...], ...]
-    footnotes: tuple[str, ...] = ()
-    left_columns: int = 3
-    """Columns that hold names: aligned left. The others hold figures."""
-
-
-def plain_table(table: TextTable) -> str:
-    """The table in aligned columns, for a file or a pipe; never wrapped."""
-    grid = (table.columns, *table.rows) if table.columns else table.rows
-    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
-    lines = [
-        "  ".join(
-            text.ljust(width) if column < table.left_columns else text.rjust(width)
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in grid
-    ]
-    return "\n".join(
-        (table.title, "", *lines, *(("", *table.footnotes) if table.footnotes else ()))
-    )
-
 
 _UNSAFE = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 """Unicode categories that a terminal may act upon. They are controls, invisible formatting,
@@ -177,22 +146,8 @@ def markdown_list(lines: Iterable[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def markdown_table(table: TextTable) -> str:
-    """A table with figures aligned right, and of even widths for who reads the source."""
-    grid = [tuple(map(escaped, row)) for row in (table.columns, *table.rows)]
-    widths = [max(3, *(len(row[column]) for row in grid)) for column in range(len(table.columns))]
-    rules = tuple(
-        "-" * width if i < table.left_columns else "-" * (width - 1) + ":"
-        for i, width in enumerate(widths)
-    )
-    return "\n".join(
-        "| " + " | ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) + " |"
-        for row in (grid[0], rules, *grid[1:])
-    )
-
-
-def fenced(text: str) -> str:
+def fenced(text: str, language: str = "text") -> str:
     """Fence text of several lines, whatever is in it. The fence is longer than any in the text."""
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
-    return f"{fence}text\n{plain_lines(text)}\n{fence}"
+    return f"{fence}{language}\n{plain_lines(text)}\n{fence}"

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -15,11 +15,10 @@ from highwater.memory.interval.calibration import Calibration
 from highwater.memory.question import default_fields, predicted_question
 from highwater.memory.trainers import calibration_of, predict_by_formula
 from highwater.nouns.cluster import Cluster
-from highwater.nouns.declared_settings import DECLARED
 from highwater.nouns.hardware import kind_of
 from highwater.nouns.objective import TRAITS
 from highwater.nouns.recommendation import Candidate, StepTime, order
-from highwater.nouns.request import setting_flags
+from highwater.nouns.request import DECLARED, setting_flags
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question
 from highwater.nouns.trainer import TRAINERS, TrainerName
@@ -125,6 +124,27 @@ def first_fit(goal: Goal) -> Candidate | None:
 def token_budget(cell: Cell, length_tokens: int) -> int:
     """Tokens of a micro-batch for each GPU that hold the cell's sequences of this length."""
     return -(-cell.settings.sequences_per_micro_batch * length_tokens // cell.layout.context_degree)
+
+
+def unknown_candidate(
+    cell: Cell,
+    token_budget_tokens: int,
+    *,
+    source: Literal["measured", "predicted"] = "predicted",
+    found_in: str = "",
+) -> Candidate:
+    """A candidate of which nobody knows yet whether it fits."""
+    return Candidate(
+        cell=cell,
+        is_lowered=False,
+        token_budget_tokens=token_budget_tokens,
+        fits=False,
+        source=source,
+        found_in=found_in,
+        headroom_bytes=None,
+        capacity_tokens=0,
+        capacity_source=source,
+    )
 
 
 @lru_cache(maxsize=64)

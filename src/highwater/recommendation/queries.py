@@ -8,9 +8,9 @@ from highwater.memory.capacity import Prediction
 from highwater.model.model import load_model
 from highwater.nouns.capacities import Capacity
 from highwater.nouns.cluster import nameless
-from highwater.nouns.declared_settings import taken_by
 from highwater.nouns.hardware import kind_of
 from highwater.nouns.recommendation import Query
+from highwater.nouns.request import taken_by
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Study
 from highwater.nouns.trainer import TRAINERS, predicted_trainer

@@ -11,19 +11,17 @@ from typing import NamedTuple
 import msgspec
 
 from highwater.errors import MachineError, UsageError
-from highwater.memory.capacity import CellPrediction, MemoryLimit, predict_cells
-from highwater.memory.formula.formula import likely_footprint
-from highwater.memory.trainers import calibration_of, with_steps
+from highwater.memory.capacity import CellPrediction, MemoryLimit
+from highwater.memory.trainers import calibration_of, predict_by_formula
 from highwater.model.model import Model, load_model
 from highwater.model.rope import yarn
 from highwater.nouns.cells import simplicity
 from highwater.nouns.corpus import Corpus, missing_files
 from highwater.nouns.declaration import MOST_GPUS
-from highwater.nouns.declared_settings import TOPICS
 from highwater.nouns.hardware import Machine
 from highwater.nouns.plan import plan, plan_trial
 from highwater.nouns.plan_notes import weights_notes
-from highwater.nouns.request import Request
+from highwater.nouns.request import TOPICS, Request
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, Question
 from highwater.nouns.trainer import OURS
@@ -33,11 +31,7 @@ from highwater.recommendation.recommend import recommend
 from highwater.store.journal import read_study
 from highwater.units import MIB, format_bytes, format_tokens
 
-_OF_WHAT_IS_TRAINED = (
-    *("objective", "critic", "entropy", "optimizer", "parameters", "rope"),
-    *("lora", "lora_alpha", "lora_targets", "lora_base", "lora_merged"),
-    *("sequences_per_micro_batch", "token_budget", "save_hf"),
-)
+_OF_WHAT_IS_TRAINED = tuple(row.name for row in TOPICS["trial"] if row.says_what)
 """Settings that say what is trained, not how: those that are named beside ``--settings``."""
 
 
@@ -186,8 +180,7 @@ class _Training:
             host_bytes=self.machine.host_memory_total_bytes if is_gpu else None,
         )
         known = calibration_of(question, OURS) if is_gpu else None
-        cells = predict_cells(question, limit, likely_footprint, known)
-        return with_steps(question, cells)[0] if is_gpu else cells[0]
+        return predict_by_formula(question, limit, OURS, known)[0]
 
     def rows_bytes(self, question: Question) -> int:
         """Bytes of rows beyond a trial's: on the CPU all rows of a step lie there."""
@@ -393,13 +386,21 @@ def training_notes(
 ) -> tuple[str, ...]:
     """All that is said of a training's settings, weights and data, a sentence each."""
     trial = chosen.spec
+    trained = [Path(path).resolve() for path in asked.data]
+    both = [
+        path
+        for path in asked.eval_data
+        for own in (Path(path).resolve(),)
+        if any(own.is_relative_to(each) or each.is_relative_to(own) for each in trained)
+    ]
+    said = f"{', '.join(both)} of `--eval-data` is in `--data`, too: its loss is not held out"
     return (
         *chosen.notes,
         *data_notes(chosen, corpus),
         *weights_notes(model, trial.settings, simulated=False),
         *adapter_notes(trial),
         *corpus.notes,
-        *_overlap_notes(asked),
+        *((said,) if both else ()),
     )
 
 
@@ -457,21 +458,3 @@ def adapter_notes(trial: TrialSpec) -> tuple[str, ...]:
             "one that does"
         )
     return tuple(notes)
-
-
-def _overlap_notes(asked: TrainingRequest) -> tuple[str, ...]:
-    """What is evaluated though it is trained on."""
-    trained = [Path(path).resolve() for path in asked.data]
-    both = [
-        path
-        for path in asked.eval_data
-        if any(_is_within(Path(path).resolve(), each) for each in trained)
-    ]
-    if not both:
-        return ()
-    return (f"{', '.join(both)} of `--eval-data` is in `--data`, too: its loss is not held out",)
-
-
-def _is_within(path: Path, other: Path) -> bool:
-    """Whether one of two paths is, or holds, the other."""
-    return path.is_relative_to(other) or other.is_relative_to(path)

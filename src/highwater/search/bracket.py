@@ -1,42 +1,42 @@
-"""Bracket: which index of the grid to try next, and what the outcomes so far prove.
+"""Bracket: choose the next grid index to try, and say what the outcomes so far prove.
 
-It is pure ask and tell. The answer is always made of observed outcomes: ``fits`` fit, and
+It is pure ask and tell. The answer is always made of observed outcomes: ``fits`` fit and
 ``fits + 1`` did not; or ``fits`` is 0 and neither index 1 nor ``least_packed`` fit; or nothing
 above ``fits`` is left to try. A hint for the first index orders the trials and decides nothing.
 
-Trials for a capacity at index n, where longer never takes less (``tests/unit/test_bracket.py``):
+Trials for a capacity at index n, if longer never takes less (``tests/unit/test_bracket.py``):
 
     without a hint       at most 2·log2(n) + 2, and 1 for n = 0: gallop 1, 2, 4, ... and bisect
                          (Bentley and Yao, 1976)
     with a hint up to n  no more than without
-    with a longer hint   at most ``HINT_COST`` more, however wrong it is
+    with a longer hint   at most ``HINT_COST`` more, however wrong the hint is
     with n or n + 1      2, the fewest that prove an answer
     with least_packed    at most one more, also for n = 0
 
-That is for ``bisect``, and for ``linear`` from a start that does not fit. From one that fits
-``linear`` takes each index up to n + 1.
+These bounds hold for ``bisect``, and for ``linear`` from a start that does not fit. From a start
+that fits, ``linear`` tries each index up to n + 1.
 """
 
 from collections.abc import Callable
 
 from highwater.nouns.study import Method
-from highwater.nouns.support import Contradiction, contradictions
+from highwater.store.trial_evidence import Contradiction, contradictions
 
 HINT_COST = 3
-"""Trials that a hint can cost (``_around_the_hint``), before the search starts from the bottom."""
+"""Trials that a wrong hint costs (``_around_the_hint``) before the search starts at index 1."""
 
 
 class Bracket:
-    """The longest index in 1..``size`` that fits, found one observed outcome at a time.
+    """Search for the longest index in 1..``size`` that fits, one observed outcome at a time.
 
     ``first`` is the index to try first: a hint for ``bisect``, the carried start for ``linear``,
-    which scans upwards from there. ``least_packed`` is the index that takes the least memory. A
-    token budget makes it another than 1: nothing is said to fit nowhere before it was tried.
+    which scans upwards from there. ``least_packed`` is the index that takes the least memory. With
+    a token budget it may be above 1, and must fail too before the answer is that nothing fits.
 
     Outcomes may be told in any order, more than once, and for indices that were never asked for.
-    Where they are not monotone, all of them are kept: ``fits`` is the longest that fit, the search
-    goes on until the next index above it is decided too, and ``contradictions`` lists what speaks
-    against it.
+    If they are not monotone, all are kept: ``fits`` is the longest index that fit, the search goes
+    on until the next index above it is decided too, and ``contradictions`` lists the outcomes that
+    speak against the answer.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Bracket:
         self._undecided: set[int] = set()
 
     def ask(self) -> int | None:
-        """The index to try next; None when the outcomes make an answer."""
+        """Return the index to try next; None if the outcomes already make an answer."""
         if self.end == self.fits + 1:
             return self._least_packed if self._is_least_packed_open and not self._fit else None
         if self._is_scanning:
@@ -64,11 +64,11 @@ class Bracket:
         return self._next_in_bisection()
 
     def tell(self, index: int, fits: bool) -> None:
-        """Record that ``index`` fit, or that it did not."""
+        """Record whether ``index`` fit."""
         (self._fit if fits else self._failed).add(index)
 
     def tell_undecided(self, index: int) -> None:
-        """Record that no trial of ``index`` told in time: only ``least_packed`` is asked then."""
+        """Record that no trial of ``index`` ended in time: it bounds the search like a failure."""
         self._undecided.add(index)
 
     @property
@@ -84,23 +84,23 @@ class Bracket:
 
     @property
     def does_not_fit(self) -> int | None:
-        """The lowest index above ``fits`` that was seen not to fit."""
+        """The lowest index above ``fits`` that was seen not to fit; None if there is none."""
         return min((i for i in self._failed if i > self.fits), default=None)
 
     @property
     def is_proven(self) -> bool:
-        """Whether neighbours were observed: ``fits`` fit, or is 0, and the one above did not."""
+        """True if neighbours were observed: ``fits`` fit, or is 0, and ``fits + 1`` did not."""
         return self.does_not_fit == self.fits + 1
 
     def contradictions(
         self, packed_tokens: Callable[[int], int] = lambda index: index
     ) -> tuple[Contradiction, ...]:
-        """Indices that failed beside the closest from there on that fit, packed no less."""
+        """Pair each failed index with the nearest longer one that fit and packs no less."""
         return contradictions(self._fit, self._failed, packed_tokens)
 
     @property
     def trials_left(self) -> int:
-        """About how many more trials the answer takes; at least so many without an upper bound."""
+        """About how many more trials the answer takes; a lower bound until an index failed."""
         gap = self.end - self.fits - 1
         if gap <= 0:
             return 0 if self.ask() is None else 1
@@ -110,11 +110,11 @@ class Bracket:
 
     @property
     def _is_scanning(self) -> bool:
-        """Whether a linear search still scans upwards from its start.
+        """True while a linear search still scans upwards from its start.
 
-        A start that did not fit is no more than a hint that was too long. The published scan ends
-        there and says that nothing fits. What does fit is as well found by bisection: an answer is
-        a pair of neighbours that were tried, whichever were tried before.
+        A start that did not fit is only a hint that was too long. The published scan ends there and
+        reports that nothing fits; here bisection goes on below it, because an answer is a pair of
+        neighbours that were both tried, in whatever order.
         """
         if self._method == "bisect":
             return False
@@ -144,11 +144,11 @@ class Bracket:
 
     @property
     def _is_least_packed_above(self) -> bool:
-        """Whether an untried index above one that failed takes the least memory.
+        """True if the index with the least memory is untried and lies above one that failed.
 
-        That index says the most. Where it fits, the answer is no lower, whatever fits below; where
-        it does not, nothing is likely to, and index 1 proves it. So it goes with a carried start
-        that fit where a token budget held it once, and now holds it twice.
+        That index is the most informative. If it fits, the answer is at least as long; if it does
+        not, probably nothing fits, and index 1 proves it. This happens when the carried start fit
+        with one sequence in the token budget, and the budget now packs two.
         """
         return (
             not self._fit
@@ -159,9 +159,9 @@ class Bracket:
 
     @property
     def _around_the_hint(self) -> tuple[int, ...]:
-        """The hint, then ever further below it for as long as they fail. A good hint is a step or a
-        few per cent off. One that is far above the capacity says nothing about it: the bisection
-        then gallops from index 1, so that a wild hint costs these trials and no more.
+        """Indices to try first: the hint, then further and further below while they fail. A good
+        hint is off by a step or a few per cent. A hint far above the capacity says nothing: the
+        search then gallops from index 1, so that a wild hint costs these trials and no more.
         """
         first = self._first
         return (first, first - 1, first - max(2, first // 4))

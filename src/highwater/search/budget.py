@@ -1,9 +1,9 @@
-"""Budget: what a search is about to try, how long that is expected to take, and what is left for
-the next trial.
+"""Budget: which trials a search is about to run, how long they are expected to take, and whether
+the time left is enough for the next one.
 
-A trial starts where it is expected to end in time. One that nobody knows the time of starts while
-there is any left, and is ended with it: it is run again when the search goes on. A full trial after
-the edge of a cell leaves the cells that come later the time for theirs.
+A trial starts only if it is expected to end in time. A trial whose time nobody can predict starts
+while any time is left, is stopped when the budget ends, and runs again when the search is resumed.
+A full trial after a cell's edge leaves the later cells enough time to find their edges.
 """
 
 import time
@@ -14,8 +14,8 @@ from itertools import takewhile
 
 import msgspec
 
-from highwater.memory.capacity import MemoryLimit, predict_at
-from highwater.memory.trainers import formula_of
+from highwater.memory.capacity import MemoryLimit
+from highwater.memory.trainers import predictor_of
 from highwater.nouns.protocols import Launch, OnPhase, Runner, unheard
 from highwater.nouns.study import Cell, Question
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
@@ -26,39 +26,39 @@ from highwater.search.start_length import first_index
 from highwater.units import format_tokens
 
 TRIALS_AT_AN_EDGE = 2.5
-"""Trials that the edge of a cell is taken to need: two where the prediction is within a step."""
+"""Trials assumed to find the edge of a cell; two are enough if the prediction is within a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellOutlook:
-    """What the search of one cell is about to try."""
+    """Trials that the search of one cell is about to run, and their expected time."""
 
     cell: Cell
     first_tokens: int
-    """Length that is tried first: where the edge is predicted."""
+    """Length that is tried first: the predicted edge."""
     memory_only: bool
-    """Whether trials there are memory-only: one in full would take longer than its share."""
+    """True if trials at that length are memory-only, because a full one would take too long."""
     edge_s: float | None
-    """Seconds that the trials at the edge are expected to take; None: nobody knows."""
+    """Seconds that the trials at the edge are expected to take; None if nobody can predict it."""
     full_tokens: int | None
-    """Longest length to be trained in full after the edge is known; None where nothing is to be."""
+    """Longest length to train in full once the edge is known; None if there is no such trial."""
     full_s: float | None
     """Seconds that the full trial of that length is expected to take."""
 
     @property
     def expected_s(self) -> float | None:
-        """Seconds that the cell is expected to take; None: nobody knows."""
+        """Seconds that the whole cell is expected to take; None if nobody can predict it."""
         return None if self.edge_s is None else self.edge_s + (self.full_s or 0.0)
 
 
 def outlook(question: Question, timeout_s: float | None = None) -> tuple[CellOutlook, ...]:
-    """What is about to be tried in each cell; ``timeout_s`` is how long a full trial may take."""
+    """Predict the next trials of each cell; ``timeout_s`` is how long a full trial may take."""
     limit_s = timeout_s if question.timeout_s is None else question.timeout_s
     return tuple(_of_cell(question, cell, limit_s) for cell in question.cells)
 
 
 def time_notes(question: Question, timeout_s: float) -> tuple[str, ...]:
-    """A note on the first length that memory would hold and whose full trial would be late."""
+    """Return a note on the first length that fits in memory but whose full trial would be late."""
     for cell in question.cells if question.proof == "full" else ():
         in_full = full_trials(question, cell, timeout_s)
         length_tokens = question.grid.length(first_index(question, cell, []) or 1)
@@ -73,7 +73,7 @@ def time_notes(question: Question, timeout_s: float) -> tuple[str, ...]:
 
 
 def expected_s(cells: Sequence[CellOutlook]) -> float | None:
-    """Seconds that cells are expected to take together; None: nobody knows."""
+    """Seconds that all cells are expected to take together; None if any of them is unknown."""
     known = [cell.expected_s for cell in cells if cell.expected_s is not None]
     return sum(known) if len(known) == len(cells) else None
 
@@ -111,24 +111,25 @@ def _of_cell(question: Question, cell: Cell, limit_s: float | None) -> CellOutlo
 
 
 def _fits(question: Question, cell: Cell, length_tokens: int) -> bool:
-    """Whether a length is predicted to fit; so it is where nobody knows memory or formula."""
-    memory_bytes, formula = question.memory_bytes, formula_of(question)
-    if memory_bytes is None or formula is None:
+    """True if a length is predicted to fit, or if the memory or the formula is unknown."""
+    if question.memory_bytes is None:
         return True
-    limit = MemoryLimit(device_bytes=memory_bytes)
-    return predict_at(question, cell, limit, formula, length_tokens).capacity_tokens > 0
+    limit = MemoryLimit(device_bytes=question.memory_bytes)
+    predictor = predictor_of(question, cell, limit)
+    room_bytes = question.memory_bytes - question.margin_bytes
+    return predictor is None or predictor.at(length_tokens, room_bytes).fits
 
 
 _ABOUT = 1.1
-"""Times the budget by which a search has ended: predicted times are some per cent off."""
+"""A search ends within this multiple of its budget: predicted times are off by some per cent."""
 _SURELY_ENOUGH = 0.6
-"""Share of the budget that all cells may be expected to take to be answered in their own order."""
+"""Cells keep their order if they are expected to take at most this share of the budget."""
 _TIMES_PREDICTED = 3.0
-"""Times its predicted time that a memory-only trial may take: a host may be busy."""
+"""Multiple of its predicted time that a memory-only trial may take: a host may be busy."""
 
 
 class Budget:
-    """The budget of one search, from now on; a runner whose trials end with it."""
+    """Time budget of one search, counted from now; also a runner that ends its trials in time."""
 
     def __init__(
         self,
@@ -140,7 +141,7 @@ class Budget:
         same_timeout: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``timeout_s`` bounds a full trial; with ``same_timeout`` a memory-only one too."""
+        """``timeout_s`` bounds a full trial; with ``same_timeout`` also a memory-only one."""
         self._question = question
         self._runner = runner
         self._timeout_s = timeout_s
@@ -151,7 +152,7 @@ class Budget:
         cells = outlook(question, timeout_s)
         self._edges_s = {each.cell: each.edge_s or 0.0 for each in cells}
         self.order: Sequence[Cell] = question.cells
-        """Order of the cells: where time may be too short for all, the furthest-reaching first."""
+        """Order of the cells; if time may be too short for all, longest predicted first."""
         in_all_s = expected_s(cells)
         is_short = in_all_s is not None and in_all_s > _SURELY_ENOUGH * budget_s
         if is_short and question.method == "bisect":
@@ -160,32 +161,32 @@ class Budget:
 
     @property
     def left_s(self) -> float:
-        """Seconds until the search has to have ended."""
+        """Seconds until the search must have ended."""
         return self._ends_at - self._clock()
 
     def allows(self, trial: NextTrial) -> bool:
-        """Whether there is time for a trial that is not recorded."""
+        """True if there is time for a trial that has no recorded result."""
         kept_s = self._edges_after(trial.cell) if trial.after_edge else 0.0
         needed_s = trial_s(self._question, trial.spec) or 0.0
         return self.left_s - kept_s > needed_s
 
     def has_room(self, spec: TrialSpec) -> bool:
-        """Whether the runner has, as ``Runner`` says."""
+        """True if the runner has room for this trial now; see ``Runner``."""
         return self._runner.has_room(spec)
 
     def submit(self, launch: Launch, *, on_phase: OnPhase = unheard) -> Future[TrialResult]:
-        """Start a trial for as long as it may take; BudgetSpentError, if that was too little."""
+        """Start a trial; if the budget ends it, its future raises BudgetSpentError."""
         own_s, left_s = self._limit_s(launch.spec), max(0.0, self.left_s)
         timed = msgspec.structs.replace(launch, timeout_s=min(own_s, left_s))
         future = self._runner.submit(timed, on_phase=on_phase)
         return _cut_short(future) if left_s < own_s else future
 
     def close(self) -> None:
-        """End whatever runs, as ``Runner`` says."""
+        """End all running trials; see ``Runner``."""
         self._runner.close()
 
     def _limit_s(self, spec: TrialSpec) -> float:
-        """Seconds that a trial may take, were there time without end."""
+        """Seconds that a trial may take if the budget were unlimited."""
         if self._same_timeout or not spec.is_memory_only:
             return self._timeout_s
         predicted_s = trial_s(self._question, spec)
@@ -193,13 +194,13 @@ class Budget:
         return max(self._timeout_s, most_s)
 
     def _edges_after(self, cell: Cell) -> float:
-        """Seconds that the edges of the cells after this one are expected to take."""
+        """Seconds expected for finding the edges of the cells after this one."""
         later = takewhile(lambda other: other != cell, reversed(self.order))
         return sum(self._edges_s[other] for other in later)
 
 
 def _cut_short(trial: Future[TrialResult]) -> Future[TrialResult]:
-    """The future of a trial whose time was cut: running out of it says that the budget is spent."""
+    """Wrap the future of a trial with shortened time: a timeout then raises BudgetSpentError."""
     told: Future[TrialResult] = Future()
 
     def pass_on(ended: Future[TrialResult]) -> None:

@@ -1,5 +1,5 @@
-"""Outcomes of a cell: what its trials, recorded or run, told the bracket, and the answer that they
-prove; and the events of a search for whoever shows and records them.
+"""Outcomes of one cell: its trials' results, recorded or just run, as the bracket needs them; the
+answer that they prove; and the events of a search, for those who show and record them.
 """
 
 from dataclasses import dataclass
@@ -12,23 +12,23 @@ from highwater.search.bracket import Bracket
 from highwater.units import format_bytes, format_tokens
 
 MAX_ATTEMPTS = 3
-"""Launches of a trial that ends without telling anything about memory."""
+"""Launches of a trial before giving up, while each ends without telling whether the length fits."""
 
 
 @dataclass(frozen=True, slots=True)
 class WantedTrial:
-    """A trial that a search asks for: where, for which time, and how."""
+    """A trial that a search asks for: grid index, repeat, and kind of trial."""
 
     index: int
     repeat: int = 0
     memory_only: bool = False
     after_edge: bool = False
-    """The edge is known: this full trial only says how much of it is trained."""
+    """True for a full trial after the edge is known, run to see how much of it is trained."""
 
 
 def recorded_trials(question: Question, known: Past) -> list[WantedTrial]:
-    """Trials that told; and where time counts, those that ran out of no less than there is. Each
-    trial stands here once, however often it was launched, and none of them needs another launch.
+    """Return the recorded trials that need no other launch: each told whether it fits or, if the
+    question has a time limit, ran out of at least that much time. Each trial is returned once.
     """
     ends: dict[WantedTrial, dict[int, Outcome]] = {}
     for trial in known.trials:
@@ -44,37 +44,37 @@ def recorded_trials(question: Question, known: Past) -> list[WantedTrial]:
 
 
 def _is_late(question: Question, outcomes: dict[int, Outcome]) -> bool:
-    """Whether a launch of a trial ran out of time, with a recorded end for each before it."""
+    """True if a launch ran out of time, and all launches before it have a recorded end."""
     ends = [outcomes.get(attempt) for attempt in range(1, MAX_ATTEMPTS + 1)]
     launched = ends.index(None) if None in ends else MAX_ATTEMPTS
     return question.timeout_s is not None and Outcome.TIMEOUT in ends[:launched]
 
 
 class CellOutcomes:
-    """The results of one cell's trials, as its bracket and its answer read them."""
+    """Results of one cell's trials, and what they say for its bracket and its answer."""
 
     def __init__(self, question: Question, cell: Cell, bracket: Bracket) -> None:
         self._question = question
         self._cell = cell
         self._bracket = bracket
         self.results: dict[tuple[int, int, bool], TrialResult] = {}
-        """The last attempt by index, repeat, and whether it is memory-only."""
+        """Result of the last attempt, by index, repeat, and whether the trial was memory-only."""
         self._trained: dict[int, TrialResult] = {}
         """The first full trial that counts as a fit, by index."""
         self.memory_only: set[int] = set()
-        """Indices whose results are of memory-only trials."""
+        """Indices that have results of memory-only trials."""
         self.after_edge = 0
-        """Full trials that were run after the edge was known."""
+        """Number of full trials run after the edge was known."""
         self.untold: str | None = None
-        """Why full trials after the edge ended before time did; None while they go on."""
+        """Why full trials after the edge stopped before time was up; None while they go on."""
         self.launches = 0
         self._left_out: dict[int, str] = {}
-        """Indices that were not tried for want of time, and why, in words."""
+        """Reason in words for each index that was not tried for lack of time."""
         self.crashed: int | None = None
-        """The index whose trials crashed, each of them."""
+        """Index at which every attempt crashed; None if there is none."""
 
     def take_in(self, asked: WantedTrial, result: TrialResult) -> None:
-        """Take in the last result of a trial, for the bracket and for the answer."""
+        """Add the last result of a trial to the bracket and to the answer."""
         index, fits = asked.index, self._question.counts_as_fit(result)
         is_late = result.outcome is Outcome.TIMEOUT
         if result.outcome is Outcome.FIT and fits:
@@ -83,7 +83,7 @@ class CellOutcomes:
             self.after_edge += 1
             if not fits:
                 self.untold = f"{self._tokens(index)} in full: {result.reason}"
-                # It speaks against the memory-only fit: a contradiction, which the answer says.
+                # It speaks against the memory-only fit: the answer reports a contradiction.
                 if result.outcome.tells:
                     self._bracket.tell(index, fits)
             return
@@ -100,12 +100,12 @@ class CellOutcomes:
             self._bracket.tell(index, fits)
 
     def leave_out(self, index: int, why: str) -> None:
-        """Take in that an index is not tried for want of time."""
+        """Record that an index is not tried for lack of time."""
         self._left_out[index] = why
         self._bracket.tell_undecided(index)
 
     def answer(self) -> CellAnswer:
-        """The answer that the trials so far prove."""
+        """Return the answer that the trials so far prove."""
         bracket, grid = self._bracket, self._question.grid
         limit, reason = self._limit()
         has_failed = limit in ("memory", "host_memory")
@@ -130,7 +130,7 @@ class CellOutcomes:
         )
 
     def _memory_only_fit(self) -> MemoryOnlyFit:
-        """The longest fit, which is of a memory-only trial."""
+        """Return the longest fit, which a memory-only trial found."""
         index = self._bracket.fits
         fit = next(r for r in self._results_at(index) if self._question.counts_as_fit(r))
         return MemoryOnlyFit(
@@ -140,7 +140,7 @@ class CellOutcomes:
         )
 
     def _limit(self) -> tuple[Limit, str]:
-        """What ended the search above the capacity, and why, in a line."""
+        """Return what kept the capacity from being longer, and the reason in one line."""
         fits, end = self._bracket.fits, self._bracket.end
         if self.crashed is not None:
             crash = next(r for r in self._results_at(self.crashed) if r.outcome is Outcome.CRASHED)
@@ -161,13 +161,13 @@ class CellOutcomes:
         return "time", f"{self._named(end)} were not tried: {self._left_out[end]}"
 
     def _unconfirmed(self) -> str:
-        """The repeats that ran out of time, in words; empty where none did."""
+        """Count in words the repeats that ran out of time; empty if there are none."""
         repeats = (result for (_, repeat, _), result in self.results.items() if repeat)
         late = sum(result.outcome is Outcome.TIMEOUT for result in repeats)
         return f"; repeats that took too long to confirm it: {late}" if late else ""
 
     def _why_not(self, no: TrialResult, tokens: str) -> tuple[Limit, str]:
-        """The limit, and the reason, of a trial that did not count as a fit."""
+        """Return the limit and the reason for a trial that did not count as a fit."""
         if no.outcome is Outcome.HOST_OUT_OF_MEMORY:
             return "host_memory", f"{tokens}: host memory ran out: {no.reason}"
         if no.outcome is Outcome.OUT_OF_MEMORY:
@@ -183,7 +183,7 @@ class CellOutcomes:
         return has_told and not self._question.counts_as_fit(result)
 
     def _contradictions(self) -> tuple[str, ...]:
-        """What is not monotone, in words; a longer length may pack fewer tokens of a budget."""
+        """Contradictory trials, in words; with a token budget a longer length may pack less."""
         packed = partial(packed_tokens, self._question, self._cell)
         pairs = self._bracket.contradictions(packed)
         told = ((self._tokens(each.failed_index), self._tokens(each.fit_index)) for each in pairs)
@@ -206,19 +206,19 @@ class CellOutcomes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialStarted:
-    """A trial is about to be launched."""
+    """Event: a trial is about to be launched."""
 
     cell: Cell
     spec: TrialSpec
     attempt: int
     repeat: int
     trials_left: int
-    """About how many more trials the whole question takes after this one and those that run."""
+    """About how many more trials the question takes after this one and those running."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialFinished:
-    """A trial has ended."""
+    """Event: a trial has ended."""
 
     cell: Cell
     spec: TrialSpec
@@ -226,24 +226,24 @@ class TrialFinished:
     repeat: int
     result: TrialResult
     is_recorded: bool = False
-    """Whether a study had its result, and nothing was started."""
+    """True if the result was read from the study and no trial was started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellAnswered:
-    """A cell is finished."""
+    """Event: the search of a cell has ended with an answer."""
 
     answer: CellAnswer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRuns:
-    """A trial is running; told about twice a second."""
+    """Event, about twice a second: a trial is running."""
 
     cell: Cell
     spec: TrialSpec
     phase: str
-    """What its first rank is doing: ``step 1 of 2``."""
+    """What the trial's first rank is doing now, for example ``step 1 of 2``."""
 
 
 SearchEvent = TrialStarted | TrialRuns | TrialFinished | CellAnswered

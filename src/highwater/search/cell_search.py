@@ -1,15 +1,15 @@
-"""The search of one cell, asked and told: which trial comes next, and how often it is launched.
+"""Search of one cell: decide which trial comes next, and how often it is launched.
 
 The order of trials depends only on the question and on the results: same results, same search.
 
-With the proof ``memory`` a length whose full trial is expected to be late, or was, gets a
-memory-only trial; when the edge is known, full trials go up to the longest length that they can
-reach in time. Where nobody can predict the time of a trial, a cell begins with a full trial of the
-shortest length. With the proof ``full`` a late length is left out: the cell begins with the longest
-that is expected to end in time, and its answer says that time ended it.
+With the proof ``memory``, a length whose full trial was late or is expected to be gets a
+memory-only trial instead; once the edge is known, full trials go up to the longest length that
+ends in time. If nobody can predict a trial's time, a cell begins with a full trial of the
+shortest length. With the proof ``full``, late lengths are left out: the cell begins with the
+longest length that is expected to end in time, and the answer names time as its limit.
 
-What a study has recorded is taken before anything new is run but that first full trial, in whatever
-order it was found (docs/decisions/026).
+All recorded results of a study are used before any new trial runs, except that first full trial,
+in whatever order they were found (docs/decisions/026).
 """
 
 from collections.abc import Callable
@@ -23,9 +23,9 @@ from highwater.search.cell_outcomes import MAX_ATTEMPTS, CellOutcomes, WantedTri
 from highwater.search.proof import full_trials, ran_out_s
 
 _MOST_FULL_TRIALS = 4
-"""Full trials after the edge is known: each reaches further by the time of the one before."""
+"""Full trials at most after the edge is known; each corrects the expected time of the next."""
 _NEAR = 4
-"""Steps by which a trial may be moved to a length that takes far less time."""
+"""Grid steps by which a trial may be moved to a length that takes far less time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,15 +37,15 @@ class NextTrial:
     attempt: int
     repeat: int
     after_edge: bool
-    """Whether the cell is answered without it."""
+    """True if the cell already has its answer without this trial."""
 
 
 MayStart = Callable[[NextTrial], bool]
-"""Whether a trial may start: there is time for it, or it is recorded and takes none."""
+"""True if a trial may start: it has a recorded result, or there is time for it."""
 
 
 class CellSearch:
-    """The search of one cell: ``ask`` for its next trial, ``tell`` how it ended."""
+    """Search of one cell: ``ask`` for the next trial, ``tell`` how it ended."""
 
     def __init__(
         self,
@@ -58,9 +58,9 @@ class CellSearch:
         *,
         begins_shortest: bool = False,
     ) -> None:
-        """``first`` is the index of the length to begin with, None for the shortest; ``known``
-        what is recorded of the cell; ``timeout_s`` how long a full trial may take, None: no matter.
-        ``begins_shortest``: the shortest comes before ``first``.
+        """``first``: index of the length to begin with, None for the shortest. ``known``: recorded
+        trials of the cell. ``timeout_s``: seconds that a full trial may take, None for no limit.
+        ``begins_shortest``: try the shortest length before ``first``.
         """
         self.cell = cell
         self._question = question
@@ -69,23 +69,23 @@ class CellSearch:
         self._bracket = Bracket(size, first, question.method, least_packed=packed)
         self._outcomes = CellOutcomes(question, cell, self._bracket)
         self._recorded = recorded_trials(question, known)
-        """Recorded trials that were not asked for yet, in their order."""
+        """Recorded trials that have not been used yet, in their order."""
         self._may_start = may_start
         self.has_no_time = False
-        """Whether the search ended because a trial at the edge was not to start."""
+        """True if the search ended because a trial at the edge was not allowed to start."""
         self._by_memory = question.proof == "memory"
         self._first = first
         self._limit_s = timeout_s if question.timeout_s is None else question.timeout_s
         self._full_trials = full_trials(question, cell, self._limit_s)
         nobody_knows = self._full_trials is not None and not self._full_trials.foresees
         self._begins_in_full = begins_shortest or nobody_knows
-        """Whether a full trial of the shortest length comes next."""
+        """True if the next trial is a full one of the shortest length."""
         self._asked: WantedTrial | None = None
-        """The trial that was asked for last, and did not end yet."""
+        """The trial that was asked for last and has not ended yet."""
         self._attempt = 1
 
     def ask(self) -> NextTrial | None:
-        """The next launch, the same until ``tell``; None when answered, or out of time."""
+        """Return the next launch, the same until ``tell``; None once answered or out of time."""
         if self._asked is None:
             asked = self._next_of_all()
             if asked is None:
@@ -94,11 +94,11 @@ class CellSearch:
         return self._as_launched(self._asked, attempt=self._attempt)
 
     def tell(self, result: TrialResult) -> None:
-        """Take in the end of that launch; what says nothing about memory is launched again."""
+        """Record how the launch ended; a trial that says nothing about memory runs again."""
         asked = self._asked
         assert asked is not None, "nobody asked"  # noqa: S101
         self._outcomes.launches += 1
-        # One that ran out of time would take the whole limit once more.
+        # A trial that ran out of time would only take the whole limit once more.
         is_late = result.outcome is Outcome.TIMEOUT
         is_last = result.outcome.tells or self._attempt == MAX_ATTEMPTS or is_late
         if not is_last and self._may_start(self._as_launched(asked, attempt=self._attempt + 1)):
@@ -110,20 +110,20 @@ class CellSearch:
         self._asked = None
 
     def give_up(self) -> None:
-        """End the search: the time for its trial was too short."""
+        """End this search: its trial did not get enough time."""
         self._asked = None
         self.has_no_time = True
 
     @property
     def trials_left(self) -> int:
-        """About how many trials the cell takes from now on, at the least."""
+        """About how many more trials the cell takes; a lower bound."""
         return self._bracket.trials_left or len(self._confirmations_left())
 
     def _next_of_all(self) -> WantedTrial | None:
         if self.has_no_time:
             return None
         if self._outcomes.crashed is not None:
-            # A first full trial that only crashed undoes nothing that is recorded.
+            # If the first full trial only crashed, the recorded trials still count.
             return self._recorded.pop(0) if self._recorded else None
         asked = self._next()
         if asked is None or asked.after_edge:
@@ -134,12 +134,12 @@ class CellSearch:
         return asked
 
     def answer(self) -> CellAnswer:
-        """The answer that the trials so far prove."""
+        """Return the answer that the trials so far prove."""
         return self._outcomes.answer()
 
     def _next(self) -> WantedTrial | None:
-        """The next trial; None when the cell is answered. Before a new one that is not the first in
-        full, and before the end, all that is recorded is taken in.
+        """Return the next trial; None once the cell is answered. Every recorded trial is used
+        before a new one starts (except the first full one) and before the cell is answered.
         """
         asked = self._wanted()
         recorded = None if asked is None else self._as_recorded(asked)
@@ -153,14 +153,14 @@ class CellSearch:
         return replace(recorded, after_edge=asked is not None and asked.after_edge)
 
     def _as_recorded(self, asked: WantedTrial) -> WantedTrial | None:
-        """The same trial as recorded; None without. Before the edge memory-only ones count."""
+        """Return the recorded twin of a trial, or None; before the edge it may be memory-only."""
         in_full = self._begins_in_full or asked.after_edge
         place = (asked.index, asked.repeat)
         same = (each for each in self._recorded if (each.index, each.repeat) == place)
         return next((each for each in same if not (in_full and each.memory_only)), None)
 
     def _wanted(self) -> WantedTrial | None:
-        """The trial that the bracket asks for, one that confirms its answer, or a full one."""
+        """Return the trial that the bracket asks for, else a confirmation, else a full trial."""
         if self._begins_in_full and self._question.method == "bisect":
             return WantedTrial(1)
         index = self._bracket.ask() if self._by_memory else self._next_in_time()
@@ -174,9 +174,9 @@ class CellSearch:
         return self._next_in_full() if self._by_memory else None
 
     def _next_in_time(self) -> int | None:
-        """The index that the bracket asks for, or the longest below it whose full trial is expected
-        to end in time. Where there is none the next above all that fit is left out; but the
-        shortest is tried whatever is expected, so that no answer is a forecast alone.
+        """Return the bracket's index, or the longest below it whose full trial should end in time.
+        If there is none, the next index above the fits is left out; but the first trial of a cell
+        always runs, at index 1 if need be, so that no answer is a forecast alone.
         """
         index, full, length = self._bracket.ask(), self._full_trials, self._question.grid.length
         while index is not None and full is not None and not self._ends_in_time(index):
@@ -190,7 +190,7 @@ class CellSearch:
         return index
 
     def _ends_in_time(self, index: int) -> bool:
-        """Whether a full trial would end in time, by its steps or by running out of memory."""
+        """True if a full trial would end in time: all its steps, or memory running out."""
         if not self._is_too_long(index):
             return True
         spec = self._spec_of(WantedTrial(index))
@@ -198,7 +198,7 @@ class CellSearch:
         return fails_s is not None and self._limit_s is not None and fails_s <= self._limit_s
 
     def _next_in_full(self) -> WantedTrial | None:
-        """A full trial of what memory-only trials proved, if it may be expected to end in time."""
+        """Return a full trial of a length proven memory-only, if it should end in time."""
         outcomes = self._outcomes
         if self._full_trials is None or outcomes.untold or outcomes.after_edge == _MOST_FULL_TRIALS:
             return None
@@ -209,16 +209,16 @@ class CellSearch:
         return asked if self._may_start(self._as_launched(asked, attempt=1)) else None
 
     def _is_too_long(self, index: int) -> bool:
-        """Whether full trials so far say that one of this length would not end in time."""
+        """True if the full trials so far say that one of this length would not end in time."""
         full_trials, length_tokens = self._full_trials, self._question.grid.length(index)
         return full_trials is not None and full_trials.exceeds(length_tokens)
 
     def _takes_memory_only(self, index: int) -> bool:
-        """Whether a memory-only trial takes the place of a full one that would be late."""
+        """True if a memory-only trial replaces a full one that would be late."""
         return self._by_memory and self._is_too_long(index)
 
     def _near_in_pieces(self, index: int) -> int:
-        """The index, or one beside it whose tokens can be cut into equal pieces: it is faster."""
+        """Return this index, or a near one whose tokens divide into equal pieces: faster."""
         between = range(self._bracket.fits + 1, self._bracket.end)
         near = sorted(
             (each for each in between if abs(each - index) <= _NEAR),
@@ -231,7 +231,7 @@ class CellSearch:
         return index
 
     def _confirmations_left(self) -> list[tuple[int, int]]:
-        """Both sides of the edge again, then the lengths above it, as index and repeat."""
+        """Index and repeat of trials that confirm: both sides of the edge, then above it."""
         fits, times = self._bracket.fits, self._question.confirm
         edge = [fits] if fits else []
         above = range(0)

@@ -1,5 +1,5 @@
-"""What the formula says of a study: an interval for each trial, a capacity for each cell; and a
-study that has every answer already, on a machine with no GPU to ask anew.
+"""What the memory formula predicts for a study: an interval for each trial, a capacity for each
+cell. Also: return a study that already has every answer, on a machine without GPUs to search again.
 """
 
 import shlex
@@ -10,11 +10,12 @@ from pathlib import Path
 import msgspec
 
 from highwater.errors import HighwaterError, MachineError, ModelError, StudyError
-from highwater.memory.capacity import MemoryLimit, predict_at, predict_cells
-from highwater.memory.formula.formula import likely_footprint, refuse_unknown_family
+from highwater.memory.capacity import MemoryLimit
+from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.memory.interval.calibration import Calibration, Interval
 from highwater.memory.interval.residuals import bundled_residuals
-from highwater.memory.trainers import calibration_of
+from highwater.memory.predictor import predict_at, predict_cells
+from highwater.memory.trainers import MEMORY, calibration_of
 from highwater.nouns.codec import Record
 from highwater.nouns.hardware import OLDEST_CAPABILITY, Gpu, Machine
 from highwater.nouns.plan import plan
@@ -35,41 +36,41 @@ class PredictedTrial(Record, frozen=True, kw_only=True):
     allocated_bytes: int
     reserved_bytes: int
     device_used_bytes: int
-    """Bytes between the ends of the interval: as likely too much as too little."""
+    """Predicted bytes, inside the interval: as likely too high as too low."""
     interval: Interval | None
-    """Interval of the memory that the driver reports; None without recorded trials."""
+    """Interval of the memory that the driver reports; None if no trials were recorded."""
     fits: bool
-    """Whether it fits by the upper end."""
+    """True if even the upper end of the interval fits."""
     peak_phase: str
 
 
 class PredictedCell(Record, frozen=True, kw_only=True):
-    """How far one cell gets on the study's own grid of lengths, predicted by formula."""
+    """Longest lengths of one cell on the study's grid, predicted by formula."""
 
     capacity_tokens: int
-    """Longest length whose upper end fits."""
+    """Longest length for which even the upper end of the interval fits."""
     likely_tokens: int
-    """Longest length where the prediction itself fits."""
+    """Longest length for which the prediction itself fits."""
 
 
 class Predictions(Record, frozen=True, kw_only=True):
     """Predictions of a whole study, by formula."""
 
     trials: tuple[PredictedTrial | None, ...]
-    """Predictions in the order of the study's trials; None where nothing can be said."""
+    """Predictions in the order of the study's trials; all None if ``reason`` is given."""
     cells: tuple[PredictedCell | None, ...]
     """Predictions in the order of the question's cells."""
     calibration: Calibration | None = None
     shared_trials: int = 0
-    """Trials of this study that the intervals were learned from, and say nothing new of."""
+    """Trials of this study from which the intervals were learned: they cannot test them."""
     reason: str | None = None
-    """Why there are none; None where there are."""
+    """Why there are no predictions; None if there are."""
     highwater_version: str = __version__
-    """The version whose formula it is."""
+    """Version of highwater whose formula made the predictions."""
 
 
 def predictions_of(study: Study) -> Predictions:
-    """What today's formula says of every trial and cell of a study; or why it says nothing."""
+    """Predict every trial and cell of a study by today's formula, or say why it cannot."""
     question = study.question
     reason = obstacle(question)
     if reason is not None:
@@ -89,7 +90,7 @@ def predictions_of(study: Study) -> Predictions:
             PredictedCell(
                 capacity_tokens=found.capacity_tokens, likely_tokens=found.likely_edge_tokens
             )
-            for found in predict_cells(question, memory_limit, likely_footprint, known)
+            for found in predict_cells(question, memory_limit, MEMORY[OURS].predictor, known)
         ),
         calibration=known,
         shared_trials=len(keys & learned),
@@ -97,7 +98,7 @@ def predictions_of(study: Study) -> Predictions:
 
 
 def obstacle(question: Question) -> str | None:
-    """Why the formula is not compared with a question's trials, in words; None where it is."""
+    """Say why the formula cannot be compared with a question's trials; None if it can."""
     if question.foreign is not None:
         title = question.foreign.title
         return f"{title} trained, and nobody tells what its allocator only keeps"
@@ -105,7 +106,7 @@ def obstacle(question: Question) -> str | None:
 
 
 def unlike_trials(question: Question) -> str | None:
-    """Why no trainer's formula says anything of a question's trials, in words; None if one does."""
+    """Say why no trainer's formula applies to a question's trials; None if one does."""
     if question.device != "cuda":
         return "trials ran on the CPU, and the formula is about GPUs"
     if question.data is not None:
@@ -124,7 +125,8 @@ def _of_trial(
 ) -> PredictedTrial:
     cell = Cell(layout=spec.layout, settings=spec.settings)
     factors = None if known is None else known.of(spec.settings.allocator)
-    found = predict_at(question, cell, memory_limit, likely_footprint, spec.length_tokens, factors)
+    predictor = MEMORY[OURS].predictor(question, cell, memory_limit)
+    found = predict_at(predictor, spec.length_tokens, factors)
     return PredictedTrial(
         allocated_bytes=found.footprint.allocated_bytes,
         reserved_bytes=found.footprint.reserved_bytes,
@@ -136,11 +138,11 @@ def _of_trial(
 
 
 def completed_study(request: Request) -> Study | None:
-    """The named study, if it asks what is asked and has every answer, in as much time; else None.
+    """Return the named study if it asks the same question and has all answers in time; else None.
 
-    Only where no GPU is visible: elsewhere a search is resumed, which finds its trials recorded.
-    Nothing is run or written. Raises MachineError for a study that asks the same and is not
-    finished, or not in that time: it cannot be resumed here.
+    Only if no GPU is visible: elsewhere the search is resumed and finds its trials recorded.
+    Nothing is run or written. Raises MachineError for a study of the same question that is not
+    finished, or not under this time limit: it cannot be resumed here.
     """
     if request.study is None or request.dry_run or request.device == "cpu":
         return None
@@ -172,8 +174,8 @@ def completed_study(request: Request) -> Study | None:
 
 
 def _study_in(path: Path) -> Study | None:
-    """The study in a file; None where there is none. What is wrong with a file is told where it
-    would be written; a path that is no file, as a pipe, is not waited for.
+    """Read the study in a file; None without a readable one. Errors in the file are reported later,
+    where it would be written; a path that is not a regular file, like a pipe, is not opened.
     """
     with suppress(StudyError, OSError):
         return read_study(path) if path.is_file() else None
@@ -181,7 +183,7 @@ def _study_in(path: Path) -> Study | None:
 
 
 def gone_on(request: Request) -> tuple[Request, tuple[str, ...]]:
-    """The request, with the prompt of the study that it goes on with unless named, and a note."""
+    """Return the request with the prompt of the study it resumes unless it names one, and notes."""
     if request.study is None or request.prompt_tokens is not None:
         return request, ()
     path = Path(request.study)
@@ -194,7 +196,7 @@ def gone_on(request: Request) -> tuple[Request, tuple[str, ...]]:
 
 
 def _machine_of(question: Question) -> Machine:
-    """The study's machine, as a plan sees it: its host held what trials keep there."""
+    """Return the study's machine as a plan needs it; its host memory is taken to be enough."""
     gpu = Gpu(
         index=0,
         name=question.device_name,

@@ -1,7 +1,7 @@
-"""Whether a length can be proven by a full trial in time: how long a trial is expected to take.
+"""Time of full trials: whether a length can be proven by a full trial before the time limit.
 
-Before any trial by predicted steps, where the GPU's rates are known, then by what the cell's full
-trials took. Elsewhere any length can be tried until a full trial has told.
+Before the first trial the time is predicted from the GPU's rates, if known; then from the cell's
+full trials. If rates are unknown, any length may be tried until a full trial has ended.
 """
 
 from collections.abc import Callable
@@ -14,29 +14,29 @@ from highwater.speed import predicted_step
 from highwater.units import format_seconds
 
 LAUNCH_S = 20.0
-"""From launch to first step: 12 to 25 s in the trials of docs/results/find."""
+"""Seconds from launch to first step: 12 to 25 in the trials of docs/results/find."""
 _HOST_FILLED_BYTES_PER_S = 2e9
-"""Bytes that a rank lays into host memory in a second before its first step: 28 to 75 s there."""
+"""Bytes per second that a rank writes to host memory before its first step: 28 to 75 s there."""
 _RAN_OUT_STEPS = 0.2
-"""Steps that a trial takes before memory runs out: mostly in the first micro-batch."""
+"""Steps done when memory runs out: mostly it does in the first micro-batch."""
 
 
 def trial_s(question: Question, spec: TrialSpec) -> float | None:
-    """Seconds that a trial that fits is predicted to take; None where nobody knows the GPU's rates,
-    of data of a user's own, of a foreign trainer, and on the CPU.
+    """Predict the seconds of a trial that fits. None for GPUs of unknown rates, for users' own
+    data, for foreign trainers, and on the CPU.
     """
     step_s = step_time_s(question, spec)
     return None if step_s is None else _launch_s(question, spec) + spec.steps * step_s
 
 
 def ran_out_s(question: Question, spec: TrialSpec) -> float | None:
-    """Seconds until a trial that does not fit has ended; None where nobody knows."""
+    """Predict the seconds until a trial that does not fit has ended; None if unknown."""
     step_s = step_time_s(question, spec)
     return None if step_s is None else _launch_s(question, spec) + _RAN_OUT_STEPS * step_s
 
 
 def step_time_s(question: Question, spec: TrialSpec) -> float | None:
-    """Seconds of one step of a trial; None where nobody knows."""
+    """Predict the seconds of one step of a trial; None if unknown."""
     if spec.device != "cuda" or spec.data is not None or spec.foreign is not None:
         return None
     predicted = predicted_step(
@@ -59,13 +59,13 @@ def _launch_s(question: Question, spec: TrialSpec) -> float:
 FULL_SHARE = 0.9
 """Share of the time limit that a full trial may take: a forecast is a few per cent off."""
 TOLD_WITHIN = 8
-"""Times its length that a long trial tells the time of: a short step is mostly overhead."""
+"""Longest length predicted from a trial, in multiples of its own: short steps are overhead."""
 WORTH = 1.1
-"""Times the longest length trained in full that another full trial has to reach to be worth it."""
+"""Another full trial is run only if it reaches this multiple of the longest trained in full."""
 
 
 def full_trials(question: Question, cell: Cell, timeout_s: float | None) -> "FullTrials | None":
-    """What tells the time of a cell's full trials beforehand; None where nothing does."""
+    """Return the predictor of a cell's full-trial times; None if nothing can predict them."""
     if timeout_s is None:
         return None
     found = FullTrials(question, cell, timeout_s)
@@ -73,7 +73,7 @@ def full_trials(question: Question, cell: Cell, timeout_s: float | None) -> "Ful
 
 
 class FullTrials:
-    """The full trials of one cell, and the time that others would take."""
+    """Full trials of one cell, and the expected time of further ones."""
 
     def __init__(self, question: Question, cell: Cell, timeout_s: float) -> None:
         """``timeout_s``: seconds that a trial may take, from launch to exit."""
@@ -87,11 +87,11 @@ class FullTrials:
 
     @property
     def foresees(self) -> bool:
-        """Whether the time of a trial is predicted before any has told."""
+        """True if a trial's time can be predicted before any trial has ended."""
         return self._predicted_step_s(self._question.grid.length(1)) is not None
 
     def tell(self, length_tokens: int, result: TrialResult) -> None:
-        """Take in the end of a full trial."""
+        """Record how a full trial ended."""
         if result.outcome is Outcome.TIMEOUT:
             self._late_tokens = min(length_tokens, self._late_tokens or length_tokens)
         if result.outcome.is_memory:
@@ -101,25 +101,25 @@ class FullTrials:
             self._longest = length_tokens, result
 
     def exceeds(self, length_tokens: int) -> bool:
-        """Whether a full trial of this length ran out of time, or is expected to."""
+        """True if a full trial of this length ran out of time, or is expected to."""
         if self._late_tokens is not None and length_tokens >= self._late_tokens:
             return True
         expected_s = self.expected_s(length_tokens)
         return expected_s is not None and expected_s > self._limit_s
 
     def why_not(self, length_tokens: int) -> str:
-        """Why a full trial of a length that exceeds the limit is not started."""
+        """Say why a full trial that would exceed the limit is not started."""
         takes_s, limit = self.expected_s(length_tokens), format_seconds(self._timeout_s)
         return f"{format_seconds(takes_s)} expected in full, and a trial may take {limit}"
 
     def expected_s(self, length_tokens: int) -> float | None:
-        """Seconds that a full trial of this length would take; None: nobody knows. Steps grow as
-        predicted, or else with their model FLOPs; the rest is what it was before.
+        """Seconds that a full trial of this length would take; None if unknown. After a full trial,
+        its steps are scaled by predicted times, or else model FLOPs; the rest is unchanged.
         """
         if self._longest is None:
             return trial_s(self._question, self._question.trial(self._cell, length_tokens))
         known_tokens, result = self._longest
-        # It is shorter than one that was in time; a recorded one may have had more time than now.
+        # A longer trial ended in time. But a recorded one may have had a longer limit than now.
         if length_tokens <= known_tokens and result.wall_s <= self._timeout_s:
             return 0.0
         steps_s = self._question.steps * (result.step_time_s or 0.0)
@@ -127,8 +127,8 @@ class FullTrials:
         return max(0.0, result.wall_s - steps_s) + steps_s * growth
 
     def next_index(self, fits: int, length: Callable[[int], int]) -> int | None:
-        """The longest index up to ``fits`` that a full trial may be expected to reach in time,
-        below what ran out of memory; None when it is not worth it.
+        """Return the longest index up to ``fits`` whose full trial should end in time, below any
+        that ran out of memory; None if a trial there is not worth it.
         """
         if self._longest is None and not self.foresees:
             return None
@@ -139,7 +139,7 @@ class FullTrials:
         return low if low == fits or length(low) >= WORTH * known_tokens else None
 
     def longest(self, low: int, high: int, length: Callable[[int], int]) -> int:
-        """Longest index in time, and below what ran out of memory, up to ``high``; else ``low``."""
+        """Longest index up to ``high`` in time and below any that ran out; else ``low``."""
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self._is_open(length(middle)) else (low, middle - 1)
@@ -152,7 +152,7 @@ class FullTrials:
         return is_below and is_told and not self.exceeds(length_tokens)
 
     def _weight(self, length_tokens: int) -> float:
-        """How long a step is beside others of the cell: only ratios count."""
+        """Return the relative duration of a step; only ratios within a cell count."""
         predicted_s = self._predicted_step_s(length_tokens)
         if predicted_s is not None:
             return predicted_s

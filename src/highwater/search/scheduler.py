@@ -1,13 +1,13 @@
-"""Searches of cells, several at a time, with a journal as their memory.
+"""Scheduler: search several cells at a time, and record every event in a journal.
 
-Each cell has one trial at a time, and cells are searched side by side as far as the runner has
-room, in their order. An event is yielded before and after every trial and after every cell, all in
-one thread, so that a record of them has one order: every event is on the disk before anything
-follows from it, and to resume a search is to ask it again.
+Each cell has at most one running trial; cells are searched side by side in their order, as many as
+the runner has room for. An event is yielded before and after every trial and after every cell, all
+in one thread, so that their record has one order. Every event is on disk before anything follows
+from it; resuming a search is asking it again.
 
-``may_start`` is asked before each trial that is not recorded. A full trial after the edge is left
-out where it says no; a cell whose edge is still to be found is left, and the search ends with
-``BudgetSpentError`` when no other cell is open.
+``may_start`` is asked before each trial without a recorded result. If it says no to a full trial
+after the edge, that trial is skipped; if it says no to a trial at the edge, the cell is given up,
+and the search ends with ``BudgetSpentError`` when no other cell is open.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,19 +36,19 @@ from highwater.search.start_length import (
 from highwater.store.journal import Journal
 
 _TRIALS_OF_A_CELL = 4
-"""Trials that a cell is taken to need while none is finished."""
+"""Trials that a cell is assumed to need until the first cell is finished."""
 
 Recorded = Callable[[NextTrial], TrialResult | None]
-"""The result of a launch that is recorded; None for one that has to be run."""
+"""Return the recorded result of a launch; None if it has to be run."""
 
 
 class BudgetSpentError(Exception):
-    """The time that the search was given is over, or too short for the next trial."""
+    """The time given to the search is over, or too short for the next trial."""
 
 
 @dataclass(slots=True, eq=False)
 class _InFlight:
-    """A trial that runs."""
+    """A running trial."""
 
     search: CellSearch
     asked: NextTrial
@@ -56,7 +56,7 @@ class _InFlight:
     future: Future[TrialResult] = field(default_factory=Future[TrialResult])
 
     def hear(self, phase: str) -> None:
-        """Keep what it is doing, which another thread tells."""
+        """Keep the trial's current phase; called from another thread."""
         self.phase = phase
 
 
@@ -73,20 +73,19 @@ def search_cells(
     timeout_s: float | None = None,
     begins_shortest: bool = False,
 ) -> Iterator[SearchEvent]:
-    """Answer every cell of ``question``, begun in its order or in another; ends with the answer of
-    the last one.
+    """Answer every cell of ``question``, in its order or in ``order``; the last event is the last
+    cell's answer.
 
-    ``line_of`` is the memory line of the trainer that ``runner`` starts. ``expected`` is the
-    longest length in tokens that a cell is predicted to train, 0 for none, None where nobody knows.
-    Both order the trials and decide nothing. ``past`` is what is recorded of a cell, and
+    ``line_of`` is the memory line of the trainer that ``runner`` starts; ``expected`` is the
+    longest length in tokens that a cell is predicted to train, 0 for none, None if unknown. Both
+    only order the trials, they decide nothing. ``past`` returns what is recorded of a cell,
     ``recorded`` the result of one launch, which is then not run. ``timeout_s`` is the longest time
-    of a full trial, where lengths that are predicted to take longer are to be left out.
-    ``begins_shortest``: each cell begins with the shortest length, and goes on where it is expected
-    to end.
+    of a full trial, if lengths that are predicted to take longer are to be left out. With
+    ``begins_shortest`` each cell begins with the shortest length, then jumps to the expected edge.
 
-    Raises BudgetSpentError at the end where ``may_start`` left a cell without its edge, or where a
-    trial of it raised that. MachineError and whatever else a trial raises pass through, when those
-    that ended beside it have been told; who closes the runner ends the others.
+    Raises BudgetSpentError at the end if ``may_start`` left a cell without its edge, or if one of
+    its trials raised it. MachineError and other errors of a trial pass through once the trials that
+    ended beside it have been reported; closing the runner ends the others.
     """
     search = _Search(
         question, runner, line_of, expected, past, recorded, may_start, timeout_s, begins_shortest
@@ -96,7 +95,7 @@ def search_cells(
 
 @dataclass(slots=True, eq=False)
 class _Search:
-    """The cells of a question: those that wait, those that are open, and those that are done."""
+    """Search over the cells of a question: waiting, open and finished ones."""
 
     _question: Question
     _runner: Runner
@@ -108,17 +107,17 @@ class _Search:
     _timeout_s: float | None
     _begins_shortest: bool
     _is_cut: bool = False
-    """Whether the time of a trial was too short: no other is started after it."""
+    """True once a trial ran out of budget: no other trial is started after it."""
     _is_spent: bool = False
-    """Whether a cell was left without its answer."""
+    """True if a cell was left without its answer."""
     _waiting: list[Cell] = field(default_factory=list[Cell])
     _open: list[CellSearch] = field(default_factory=list[CellSearch])
-    """Searches that began and have no answer, in the order in which they began."""
+    """Searches that have begun and have no answer yet, in the order of their start."""
     _in_flight: list[_InFlight] = field(default_factory=list[_InFlight])
     _finished: list[CellAnswer] = field(default_factory=list[CellAnswer])
 
     def run(self, cells: Sequence[Cell]) -> Iterator[SearchEvent]:
-        """Search cells until each has its answer, or no time for one."""
+        """Search cells until each has its answer or the time is over."""
         self._waiting = list(cells)
         while self._waiting or self._open:
             if ended := [flight for flight in self._in_flight if flight.future.done()]:
@@ -133,7 +132,7 @@ class _Search:
             raise BudgetSpentError
 
     def _movable(self) -> CellSearch | None:
-        """The first open search that can go on now."""
+        """Return the first open search that can go on now; None if there is none."""
         flying = {id(flight.search) for flight in self._in_flight}
         idle = (search for search in self._open if id(search) not in flying)
         return next(filter(self._can_move, idle), None)
@@ -145,7 +144,7 @@ class _Search:
         return self._runner.has_room(asked.spec)
 
     def _move(self, search: CellSearch) -> Iterator[SearchEvent]:
-        """Close a search that is done, or take its next trial: recorded, or started."""
+        """Close a finished search, or take its next trial: its recorded result, or a new start."""
         asked = search.ask()
         if asked is None:
             self._open.remove(search)
@@ -174,7 +173,7 @@ class _Search:
         self._in_flight.append(flight)
 
     def _finish(self, ended: Sequence[_InFlight]) -> Iterator[TrialFinished]:
-        """Tell of the trials that ended; what one of them raised is raised after that."""
+        """Yield the trials that ended, then raise the error of one of them if there is any."""
         failure: BaseException | None = None
         for flight in ended:
             self._in_flight.remove(flight)
@@ -194,14 +193,14 @@ class _Search:
             raise failure
 
     def _can_begin(self, cell: Cell) -> bool:
-        """Whether a cell is answered already, or its search would find room."""
+        """True if the cell already has an answer, or the runner has room for its search."""
         if self._past(cell).answer is not None:
             return True
         shortest = self._question.trial(cell, self._question.grid.start_tokens)
         return not self._is_carried(cell) and self._runner.has_room(shortest)
 
     def _is_carried(self, cell: Cell) -> bool:
-        """Whether the published scan begins a cell with the answer of one that is still open."""
+        """True if the published scan starts this cell from one that is still open."""
         if self._question.method != "linear":
             return False
         before = self._waiting[: self._waiting.index(cell)]
@@ -209,7 +208,7 @@ class _Search:
         return any(precedes(other, cell) for other in unanswered)
 
     def _begin(self, cell: Cell) -> Iterator[SearchEvent]:
-        """Open the search of a cell, or take its answer as it is recorded."""
+        """Start the search of a cell, or take its recorded answer."""
         self._waiting.remove(cell)
         known = self._past(cell)
         if known.answer is None:
@@ -220,20 +219,20 @@ class _Search:
             )
             self._open.append(search)
             return
-        for trial in known.trials:  # for whoever listens
+        for trial in known.trials:  # listeners still hear of every recorded trial
             if trial.result is not None:
                 yield _finished(trial, cell, trial.result, is_recorded=True)
         self._finished.append(known.answer)
         yield CellAnswered(answer=known.answer)
 
     def _may_start(self, asked: NextTrial) -> bool:
-        """Whether a launch is recorded, or there is time for it."""
+        """True if a launch has a recorded result, or there is time for it."""
         if self._recorded(asked) is not None:
             return True
         return not self._is_cut and self._has_time(asked)
 
     def _first_index(self, cell: Cell) -> int | None:
-        """The index at which the search of a cell begins; None for the shortest length."""
+        """Return the index at which a cell's search begins; None for the shortest length."""
         question, expected_tokens = self._question, self._expected(cell)
         if question.method == "linear":
             return carried_start(question, cell, self._finished)
@@ -242,7 +241,7 @@ class _Search:
         return first_index(question, cell, self._finished, self._line_of)
 
     def _await(self) -> Iterator[TrialRuns]:
-        """Wait for the end of a trial, and tell what those that run are doing."""
+        """Wait until a trial ends, or else yield what each running trial is doing."""
         assert self._in_flight, "a runner has room for a trial where none runs"  # noqa: S101
         futures = [flight.future for flight in self._in_flight]
         if wait(futures, timeout=TOLD_S, return_when=FIRST_COMPLETED).done:
@@ -252,7 +251,7 @@ class _Search:
             yield TrialRuns(cell=asked.cell, spec=asked.spec, phase=flight.phase)
 
     def _trials_left(self, started: CellSearch) -> int:
-        """About how many trials the question takes besides those that run."""
+        """About how many trials the question still takes, besides the running ones."""
         flying = {id(flight.search) for flight in self._in_flight} | {id(started)}
         here = (
             max(0, search.trials_left - 1) if id(search) in flying else search.trials_left
@@ -285,11 +284,11 @@ def recorded_search(
     expectation: Callable[[Cell], Expectation | None] = lambda _: None,
     **named: Any,
 ) -> Iterator[SearchEvent]:
-    """Search as ``search_cells`` does, with its arguments, and record each event before it is told;
-    before the first trial of a cell also what is predicted of it.
+    """Search like ``search_cells``, with the same arguments, and write each event to the journal
+    before it is yielded; before a cell's first trial also its predicted length.
 
-    Where the search is interrupted the journal keeps the start of a trial without an end, and it is
-    run again on resume. Raises MachineError when the disk is full.
+    If the search is interrupted, the journal has the start of a trial without its end, and that
+    trial runs again on resume. Raises MachineError when the disk is full.
     """
 
     def recorded(asked: NextTrial) -> TrialResult | None:
@@ -308,7 +307,7 @@ def recorded_search(
 def _record(event: SearchEvent, journal: Journal) -> None:
     match event:
         case TrialStarted():
-            # On the disk before the trial begins: a crash of the machine leaves its name.
+            # Written before the trial begins: if it crashes the machine, the journal names it.
             journal.trial_started(event.spec, attempt=event.attempt, repeat=event.repeat)
         case TrialFinished(is_recorded=False):
             journal.trial_finished(

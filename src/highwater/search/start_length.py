@@ -1,13 +1,13 @@
-"""Start lengths: which length to try first in a cell, by the cells that are finished, or by a
-prediction in a file or traced meanwhile. It orders trials and decides nothing.
+"""Start lengths: choose the first length to try in a cell, from finished cells or from a prediction
+(in a file, or traced meanwhile). The choice orders trials and decides nothing.
 
     memory = states + fixed + bytes_per_token x tokens per GPU
 
-States are known. The other two begin as the trainer's line: what its formula says, or a line for
-scripts with Hugging Face's loss, or one for a trainer that nobody knows. Where a finished cell says
-otherwise the line is moved just enough to meet the middle between what fit and what did not
-(successive projection, Agmon and Motzkin, 1954); cells of the same rung come last and weigh the
-most. The published A100 table takes 246 trials this way, of which 224 are inevitable.
+States are known. The other two start from the trainer's line: its formula, or a line for scripts
+with Hugging Face's loss, or one for an unknown trainer. If a finished cell disagrees with the line,
+the line is moved just enough to meet the middle between what fit and what did not (successive
+projection, Agmon and Motzkin, 1954); cells of the same rung are applied last and so weigh most. The
+published A100 table takes 246 trials this way, of which 224 are inevitable.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -24,12 +24,9 @@ from highwater.memory.capacity import (
     CellPrediction,
     MemoryLimit,
     Prediction,
-    predict_cell,
 )
-from highwater.memory.formula.formula import Formula
-from highwater.memory.formula.layers import Step
-from highwater.memory.trace.exact import predict_exactly
-from highwater.memory.trainers import formula_of
+from highwater.memory.predictor import Predictor, longest
+from highwater.memory.trainers import predictor_of
 from highwater.model.footprint import device_state_bytes, layer_input_bytes
 from highwater.nouns.files import record_in
 from highwater.nouns.hardware import SAME_MEMORY, kernels
@@ -38,19 +35,19 @@ from highwater.nouns.study import Cell, CellAnswer, Expectation, Grid, Question
 from highwater.nouns.trainer import OURS
 from highwater.search.predicted_study import unlike_trials
 from highwater.trials.probe import probe
-from highwater.trials.tracing import CachedTracer
+from highwater.trials.traced import CachedTracer, predict_traced
 from highwater.trials.trial_process import cache_directory
 from highwater.units import format_bytes
 
 _HF_LOGITS_BYTES = 12.4
-"""Bytes of Hugging Face's loss per token x vocabulary, measured on an H200 in bf16."""
+"""Bytes per token and vocabulary entry in Hugging Face's loss, measured on an H200 in bf16."""
 _FIXED_SHARE = 0.1
-"""Share of the memory that a trainer nobody knows takes whatever the length."""
+"""Share of the memory that an unknown trainer is assumed to take at any length."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryLine:
-    """Bytes of one GPU, besides the states, as a line over the tokens on it."""
+    """Bytes on one GPU besides the states, linear in the tokens on that GPU."""
 
     fixed_bytes: float
     bytes_per_token: float
@@ -61,20 +58,16 @@ class MemoryLine:
 
 
 MemoryLineOf = Callable[[Question, Cell, int], MemoryLine]
-"""The line of a trainer in a cell before any trial: question, cell, usable bytes of a GPU."""
+"""Line of a trainer before any trial, from question, cell, and usable bytes of a GPU."""
 
 
 def predicted_line(
-    question: Question, cell: Cell, usable_bytes: int, formula: Formula
+    question: Question, cell: Cell, usable_bytes: int, predictor: Predictor
 ) -> MemoryLine:
-    """The line of a trainer's formula, through the predicted capacity and twice that length."""
-    memory_limit = MemoryLimit(device_bytes=usable_bytes)
-    predicted = predict_cell(question, cell, memory_limit, formula)
-    length_tokens = predicted.likely_edge_tokens or question.grid.length(1)
-    shape, settings, layout = question.model.shape, cell.settings, cell.layout
+    """Fit a line to a trainer's formula at the predicted capacity and at twice that length."""
+    length_tokens = question.grid.length(longest(predictor, usable_bytes) or 1)
     at, beyond = (
-        formula(Step(shape, settings, layout, length, question.device)).needed_bytes
-        for length in (length_tokens, 2 * length_tokens)
+        predictor.at(length, None).needed_bytes for length in (length_tokens, 2 * length_tokens)
     )
     tokens = _tokens_per_gpu(cell, length_tokens)
     bytes_per_token = (beyond - at) / tokens
@@ -83,25 +76,26 @@ def predicted_line(
 
 
 def trainer_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLine:
-    """The line of the trainer that a question is asked of."""
-    formula, foreign = formula_of(question), question.foreign
-    if formula is not None:
-        return predicted_line(question, cell, usable_bytes, formula)
+    """Return the memory line of the question's trainer."""
+    predictor = predictor_of(question, cell, MemoryLimit(device_bytes=usable_bytes))
+    if predictor is not None:
+        return predicted_line(question, cell, usable_bytes, predictor)
+    foreign = question.foreign
     assert foreign is not None, "our engine has a formula"  # noqa: S101
     return _LINES[foreign.trainer](question, cell, usable_bytes)
 
 
 def hugging_face_line(question: Question, _: Cell, usable_bytes: int) -> MemoryLine:
-    """The line of a script with Hugging Face's own loss, whose logits are whole, recomputing."""
+    """Line of a script with Hugging Face's own loss: whole logits, and layers recomputed."""
     shape = question.model.shape
     of_token = layer_input_bytes(shape) + _HF_LOGITS_BYTES * shape.vocab_size
     return MemoryLine(_FIXED_SHARE * usable_bytes, of_token)
 
 
 def unknown_trainer_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLine:
-    """The line of another trainer: the geometric mean of the least and the most a token costs. Per
-    token x vocabulary 2 bytes (ours) to 12.4 (Hugging Face's loss); besides the logits, 1 to 4
-    times the layer inputs that recomputation keeps. Fixed: a tenth of the memory.
+    """Line of an unknown trainer: geometric mean of the least and the most that a token can cost.
+    Logits cost 2 (ours) to 12.4 bytes (Hugging Face) per token and vocabulary entry; the rest 1 to
+    4 times the layer inputs that recomputation keeps. The fixed part is a tenth of the memory.
     """
     shape = question.model.shape
     vocabulary = shape.vocab_size if cell.settings.loss == "full" else 0
@@ -116,16 +110,16 @@ _LINES: Mapping[str, MemoryLineOf] = {
     **dict.fromkeys(("accelerate", "llamafactory", "axolotl", "ms-swift"), hugging_face_line),
     "command": unknown_trainer_line,
 }
-"""Lines of trainers that no formula knows; what accelerate launches, and the trainers for
-supervised fine-tuning, mostly have Hugging Face's loss."""
+"""Lines of trainers without a formula; scripts of accelerate and trainers for supervised
+fine-tuning mostly have Hugging Face's loss."""
 
 
 _FIXED_DOUBT = 0.1
-"""How far the fixed part of a line may be off at first, as a share of the memory."""
+"""Initial uncertainty of a line's fixed part, as a share of the memory."""
 _TOKEN_DOUBT = 0.3
-"""A token's doubt at first, as a share: it and the other only say which of the two to move more."""
+"""Initial doubt of a token's bytes, as a share; the doubts only weigh which part moves more."""
 _PASSES = 3
-"""Times that the finished cells are gone through: later ones may undo what earlier ones taught."""
+"""Times that the finished cells are applied to the line: a later cell may undo an earlier one."""
 
 
 def first_index(
@@ -134,8 +128,8 @@ def first_index(
     finished: Sequence[CellAnswer],
     line_of: MemoryLineOf = trainer_line,
 ) -> int | None:
-    """The index to try first, nearest to the expected longest length; None when the memory is
-    unknown. After i come i + 1 or i - 1: two trials answer a capacity of i or of i - 1.
+    """Return the index to try first, nearest to the expected longest length; None if the memory is
+    unknown. Next come i + 1 or i - 1, so two trials answer a capacity of i or of i - 1.
     """
     memory_bytes = question.memory_bytes
     if cell.settings.token_budget_tokens is not None:
@@ -150,8 +144,8 @@ def first_index(
 
 
 def carried_start(question: Question, cell: Cell, finished: Sequence[CellAnswer]) -> int | None:
-    """The index at which the published scan starts a cell: the longest capacity of this rung on
-    fewer GPUs, or at less SP; None without. Source: Trinity-RFT, search_context_length_capacity.py.
+    """Return the index where the published scan starts a cell: this rung's longest capacity on
+    fewer GPUs or at less SP; None without. Source: Trinity-RFT, search_context_length_capacity.py.
     """
     smaller = (answer.reach_tokens or 0 for answer in finished if precedes(answer.cell, cell))
     longest = max(smaller, default=0)
@@ -165,7 +159,7 @@ def _learned_line(
     usable_bytes: int,
     line_of: MemoryLineOf,
 ) -> MemoryLine:
-    """The line, moved by finished cells: those whose token costs the same, then this rung's."""
+    """Return the line corrected by finished cells: those of equal token cost, then this rung's."""
     line = before = line_of(question, cell, usable_bytes)
     rung = [answer for answer in finished if answer.cell.settings == cell.settings]
     others = (each for each in finished if each not in rung and _are_kin(each.cell, cell))
@@ -180,7 +174,7 @@ def _learned_line(
 def _moved(
     line: MemoryLine, line_of: MemoryLine, taken_bytes: float, usable_bytes: int, answer: CellAnswer
 ) -> MemoryLine:
-    """The line, moved to meet the middle between fit and failure unless it lies between them."""
+    """Move the line to the middle between fit and failure, unless it passes between them."""
     fit_tokens = _tokens_per_gpu(answer.cell, answer.reach_tokens or 0)
     failed_tokens = None
     if answer.does_not_fit_tokens:
@@ -201,7 +195,7 @@ def _moved(
 
 
 def _are_kin(one: Cell, other: Cell) -> bool:
-    """Whether a token costs about the same in both cells, wherever the states live."""
+    """True if a token costs about the same in both cells, wherever their states live."""
     mine, theirs = one.settings, other.settings
     return (mine.holds_logits, mine.recompute) == (theirs.holds_logits, theirs.recompute)
 
@@ -224,7 +218,7 @@ def _nearest_index(grid: Grid, length_tokens: float) -> int:
 
 
 def precedes(earlier: Cell, cell: Cell) -> bool:
-    """Whether the published scan begins ``cell`` with the answer of ``earlier``, never longer."""
+    """True if the published scan starts ``cell`` from the answer of ``earlier``."""
     if earlier.settings != cell.settings:
         return False
     sp, gpus = earlier.layout.context_degree, earlier.layout.gpus
@@ -234,12 +228,12 @@ def precedes(earlier: Cell, cell: Cell) -> bool:
 
 
 Expected = Callable[[Cell], int | None]
-"""The longest length likely to fit a cell, 0 for none; None: the formula alone is known."""
+"""Longest length that likely fits a cell, 0 for none; None if only the formula is known."""
 
 
 @contextmanager
 def predicted_start(request: Request, question: Question) -> Generator[Expected]:
-    """What ``request.prediction`` names; leaving the context ends what is still being traced."""
+    """Context manager: give the prediction that the request names; on leaving end its traces."""
     if request.prediction == "formula":
         yield lambda _: None
     elif request.prediction == "trace":
@@ -250,7 +244,7 @@ def predicted_start(request: Request, question: Question) -> Generator[Expected]
 
 
 def check_prediction(request: Request, question: Question) -> tuple[str, ...]:
-    """Refuse a prediction that cannot be had; returns a note of cells that it leaves out."""
+    """Raise UsageError for an unusable prediction; return a note on cells that it leaves out."""
     if request.prediction == "formula":
         return ()
     if request.prediction == "trace":
@@ -267,7 +261,7 @@ def check_prediction(request: Request, question: Question) -> tuple[str, ...]:
 
 
 def read_prediction(path: Path, question: Question) -> Prediction:
-    """A file of ``highwater predict --json``; raises UsageError for one of other trials."""
+    """Read a file of ``highwater predict --json``; raises UsageError if it is for other trials."""
     hint = (
         "leave `--prediction` out; a file that fits is the answer of `highwater predict --json` "
         "with the settings of this search"
@@ -300,20 +294,23 @@ def _refuse_other_trials(found: Prediction, question: Question, path: Path, hint
 def expectation(
     request: Request, question: Question, cell: Cell, told_tokens: int | None
 ) -> Expectation | None:
-    """What is known of a cell before its first trial, by its prediction or the formula; or None."""
+    """Return the predicted length of a cell before its first trial, or None if there is none."""
     if told_tokens is not None:
         return Expectation(cell=cell, likely_tokens=told_tokens, prediction=request.prediction)
-    memory_bytes, formula = question.memory_bytes, formula_of(question)
-    if memory_bytes is None or formula is None or unlike_trials(question) is not None:
+    if question.memory_bytes is None or unlike_trials(question) is not None:
         return None
-    limit = MemoryLimit(device_bytes=memory_bytes - question.margin_bytes)
-    likely = predict_cell(question, cell, limit, formula)
-    return Expectation(cell=cell, likely_tokens=likely.likely_edge_tokens, prediction="formula")
+    limit = MemoryLimit(device_bytes=question.memory_bytes - question.margin_bytes)
+    predictor = predictor_of(question, cell, limit)
+    if predictor is None:
+        return None
+    index = longest(predictor, limit.device_bytes)
+    likely_tokens = question.grid.length(index) if index else 0
+    return Expectation(cell=cell, likely_tokens=likely_tokens, prediction="formula")
 
 
 @contextmanager
 def _traced(question: Question) -> Generator[Expected]:
-    """Trace cells in their order, ahead of the trials of those before."""
+    """Context manager: trace the cells in order, in the background, ahead of their trials."""
     (gpu, *_) = probe().gpus
     memory_bytes = question.memory_bytes
     assert memory_bytes is not None, "a GPU has a memory"  # noqa: S101
@@ -323,7 +320,7 @@ def _traced(question: Question) -> Generator[Expected]:
 
         def predicted(cell: Cell) -> CellPrediction:
             of_one = msgspec.structs.replace(question, cells=(cell,))
-            return predict_exactly(of_one, memory_limit, tracer)[0]
+            return predict_traced(of_one, memory_limit, tracer)[0]
 
         pool = ThreadPoolExecutor(max_workers=1)
         futures: dict[Cell, Future[CellPrediction]] = {

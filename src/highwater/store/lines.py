@@ -32,9 +32,9 @@ from highwater.nouns.study import (
     RecordedTrial,
     UnprovenAnswer,
 )
-from highwater.nouns.support import unsupported
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.store.journal_file import free_study
+from highwater.store.trial_evidence import unsupported
 
 _SEALED_SINCE = 3
 """The first schema whose lines have checksums."""

@@ -11,8 +11,8 @@ import msgspec
 from highwater.errors import UsageError
 from highwater.model.model_place import catalog_model, model_place
 from highwater.nouns.declaration import words_of
-from highwater.nouns.declared_settings import DECLARED
 from highwater.nouns.recommendation import Candidate, Recommendation
+from highwater.nouns.request import DECLARED
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trainer import TRAINERS, Target, TrainerName, is_step_of

@@ -29,9 +29,10 @@ from highwater.errors import UsageError
 from highwater.memory.formula.constants import context_bytes, outside_terms
 from highwater.model.model import load_model
 from highwater.nouns.environment import ALLOCATOR_MODES, ALLOCATOR_VARIABLES
-from highwater.nouns.foreign_request import filled_command
-from highwater.nouns.foreign_trainer import ForeignName, ForeignTrainer
+from highwater.nouns.foreign_request import command_of, filled_command
+from highwater.nouns.foreign_trainer import ForeignName, ForeignTrainer, foreign_name
 from highwater.nouns.protocols import Launch, OnPhase
+from highwater.nouns.request import Request
 from highwater.nouns.trial import (
     MemoryBudget,
     Outcome,
@@ -44,6 +45,7 @@ from highwater.nouns.trial import (
 from highwater.trainers.axolotl import AXOLOTL
 from highwater.trainers.llamafactory import LLAMAFACTORY
 from highwater.trainers.ms_swift import MS_SWIFT
+from highwater.trials.engine_trial import EngineLauncher
 from highwater.trials.foreign_classify import (
     EndedFor,
     Evidence,
@@ -64,6 +66,7 @@ from highwater.trials.foreign_command import (
     prepare_trl,
 )
 from highwater.trials.job import exit_code_of, start
+from highwater.trials.nodes import across
 from highwater.trials.probe import probe
 from highwater.trials.ranks import kernel_kills
 from highwater.trials.reaper import under_reaper
@@ -393,6 +396,26 @@ class ForeignLauncher:
             exit_code=exit_code,
         )
         return kept_result(result)
+
+
+def launcher_in(request: Request) -> partial[EngineLauncher] | partial[ForeignLauncher]:
+    """What makes the launcher of a request's trials, of our engine's or another trainer's, in
+    ``log_directory``; it can be pickled.
+    """
+    usual = {"timeout_s": request.timeout_s, "allow_busy": request.allow_busy}
+    trainer = foreign_name(request.trainer)
+    if trainer is not None:
+        return partial(ForeignLauncher, **usual, command=command_of(request, trainer))
+    saves_in = request.checkpoint_dir
+    return partial(
+        EngineLauncher,
+        **usual,
+        checkpoint_directory=None if saves_in is None else Path(saves_in),
+        profiling=request.memory_profiler,
+        tensorboard=request.tensorboard,
+        logit_range=request.logit_range,
+        across=across(request),
+    )
 
 
 class _StuckError(Exception):

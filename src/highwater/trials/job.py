@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Event
 from typing import IO, Generic, TypeVar
 
-from highwater.errors import MachineError, UsageError
+from highwater.errors import MachineError
 from highwater.nouns.codec import Record, from_json, to_json
 from highwater.nouns.files import read_file
 from highwater.nouns.protocols import (
@@ -55,6 +55,8 @@ class Job(Generic[Report]):
     """How many processes run the module, as ranks of one group; None: one, which is no rank."""
     environment: Mapping[str, str]
     timeout_s: float
+    grace_s: float | None = None
+    """Seconds that it has to end what it started elsewhere; None: it is ended at once."""
     first_phase: str = "starting"
     """What it is doing, in words, until it says so itself."""
     failure: str
@@ -79,13 +81,16 @@ class Job(Generic[Report]):
             order.write_text(to_json(self.order), encoding="utf-8")
             words.insert(0, str(order))
         share = None if self.ranks is None else RankShare(self.ranks, folder)
-        command = under_reaper(module(self.module, *words), inherit=[folder], ranks=share)
+        command = under_reaper(
+            module(self.module, *words), inherit=[folder], ranks=share, grace_s=self.grace_s
+        )
         with log.open("wb") as said:
             status = exit_code_of(
                 start(command, self.environment, said),
                 timeout_s=self.timeout_s,
                 ended=ended or Event(),
                 tell=lambda: on_phase(phase_in(folder, self.first_phase)),
+                grace_s=self.grace_s,
             )
         raise_refused(folder)
         if report.is_file():
@@ -99,9 +104,7 @@ class Job(Generic[Report]):
 def raise_refused(folder: Path) -> None:
     """Raise what a job refused, if it did, as it left word in its folder."""
     if (path := folder / REFUSED_FILE).is_file():
-        refused = from_json(path.read_bytes(), Refused)
-        kind = MachineError if refused.is_machine else UsageError
-        raise kind(refused.problem, hint=refused.hint)
+        raise from_json(path.read_bytes(), Refused).error()
 
 
 def start(
@@ -129,7 +132,12 @@ def phase_in(folder: Path, otherwise: str = "starting") -> str:
 
 
 def exit_code_of(
-    process: subprocess.Popen[bytes], *, timeout_s: float, ended: Event, tell: Callable[[], None]
+    process: subprocess.Popen[bytes],
+    *,
+    timeout_s: float,
+    ended: Event,
+    tell: Callable[[], None],
+    grace_s: float | None = None,
 ) -> int | None:
     """Wait for the end of what runs under a reaper, and ``tell`` meanwhile twice a second; its exit
     status, None when time was up.
@@ -143,6 +151,10 @@ def exit_code_of(
             with suppress(subprocess.TimeoutExpired):
                 return process.wait(min(TOLD_S, left_s))
             if ended.is_set():
+                if grace_s is not None:
+                    process.terminate()
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(grace_s)
                 raise TrialEndedError
             tell()
         return None

@@ -5,7 +5,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Condition, Event, Thread
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -18,23 +20,55 @@ from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.trials.probe import EMPTY_GPU_BYTES, probe
 
 
-class SeveralAtOnce(ABC):
-    """A ``Runner`` whose trials end in other threads."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class Place:
+    """What a trial has from its start to its end."""
 
-    _changed: Condition
-    """Notified when a trial has left its place."""
+    spec: TrialSpec
+    ended: Event = field(default_factory=Event)
+
+
+PlaceT = TypeVar("PlaceT", bound=Place)
+
+
+class SeveralAtOnce(ABC, Generic[PlaceT]):
+    """A ``Runner`` whose trials have each a place and a thread of its own."""
+
+    def __init__(self, most_trials: int | None) -> None:
+        """``most_trials`` bounds the trials that run at a time; None: as many as there is room
+        for.
+        """
+        self._most_trials = most_trials
+        self._running: list[PlaceT] = []
+        self._changed = Condition()
+        """Notified when a trial has left its place."""
 
     @abstractmethod
+    def _has_room(self, spec: TrialSpec) -> bool:
+        """Whether there is a place beside the trials that run; the lock is held."""
+
+    @abstractmethod
+    def _place(self, spec: TrialSpec) -> PlaceT:
+        """A place for a trial; the lock is held. Raises MachineError where there is none."""
+
+    @abstractmethod
+    def _launched(self, launch: Launch, place: PlaceT, on_phase: OnPhase) -> TrialResult:
+        """Run a trial to its end, as ``Launcher.launch`` does."""
+
+    def has_room(self, spec: TrialSpec) -> bool:
+        """Whether a trial would start now, as ``Runner`` says."""
+        with self._changed:
+            return not self._running or self._has_room(spec)
+
     def submit(self, launch: Launch, *, on_phase: OnPhase = unheard) -> Future[TrialResult]:
         """Start a trial, as ``Runner`` says."""
-
-    @abstractmethod
-    def _is_idle(self) -> bool:
-        """Whether no trial has a place; the lock of ``_changed`` is held."""
-
-    @abstractmethod
-    def _end_all(self) -> None:
-        """Tell every trial to end; the lock of ``_changed`` is held."""
+        future: Future[TrialResult] = Future()
+        with self._changed:
+            place = self._place(launch.spec)
+            self._running.append(place)
+        # A daemon: the reaper ends the trial of a process that dies.
+        Thread(target=self._run, args=(launch, place, on_phase, future), daemon=True).start()
+        return future
 
     def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
         """Run one trial to its end; it is ended where this is interrupted."""
@@ -53,32 +87,50 @@ class SeveralAtOnce(ABC):
         while True:
             try:
                 with self._changed:
-                    self._end_all()
-                    self._changed.wait_for(self._is_idle)
+                    for place in self._running:
+                        place.ended.set()
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: not self._running)
                 break
             except KeyboardInterrupt as error:
                 interrupt = error
         if interrupt is not None:
             raise interrupt
 
+    def _run(
+        self, launch: Launch, place: PlaceT, on_phase: OnPhase, future: Future[TrialResult]
+    ) -> None:
+        """Launch a trial in a thread of its own, which starts its processes and lives as long."""
+        result, error = None, None
+        try:
+            result = self._launched(launch, place, on_phase)
+        except BaseException as raised:  # noqa: BLE001 – whoever waits for the future gets it
+            error = raised
+        with self._changed:
+            self._running.remove(place)
+            self._changed.notify_all()
+        # Only now: whoever hears of the end finds the place free.
+        if error is not None:
+            future.set_exception(error)
+        elif result is not None:
+            future.set_result(result)
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Occupant:
-    """A trial that has a place, and what it takes."""
+class _LocalPlace(Place):
+    """What a trial takes of this machine."""
 
-    spec: TrialSpec
     gpus: tuple[str, ...] | None
     host_bytes: int
     is_alone: bool
     """Whether no other trial may run beside it."""
-    had_company: bool = False
+    had_company: bool
     """Whether another one ran beside it at any time."""
     waits: bool = False
     """Whether it waits to be launched once more, alone; it has no processes then."""
-    ended: Event = field(default_factory=Event)
 
 
-class LocalRunner(SeveralAtOnce):
+class LocalRunner(SeveralAtOnce[_LocalPlace]):
     """Runs the trials of a launcher on this machine; each has GPUs of its own.
 
     Trials that keep states in host memory run alone, and host memory is counted for the others.
@@ -94,39 +146,12 @@ class LocalRunner(SeveralAtOnce):
         ``most_trials`` bounds the trials that run at a time; None: as many as there is room for on
         GPUs, one on the CPU.
         """
+        super().__init__(most_trials)
         self._launcher = launcher
         self._machine = probe() if machine is None else machine
-        self._most_trials = most_trials
-        self._running: list[_Occupant] = []
-        self._changed = Condition()
-
-    def has_room(self, spec: TrialSpec) -> bool:
-        """Whether a trial would start now, as ``Runner`` says."""
-        with self._changed:
-            return self._has_room(spec)
-
-    def submit(self, launch: Launch, *, on_phase: OnPhase = unheard) -> Future[TrialResult]:
-        """Start a trial, as ``Runner`` says."""
-        future: Future[TrialResult] = Future()
-        with self._changed:
-            running = self._placed(launch.spec)
-        words = (launch, running, on_phase, future)
-        # A daemon: the reaper ends the trial of a process that dies.
-        Thread(target=self._run, args=words, daemon=True).start()
-        return future
-
-    def _is_idle(self) -> bool:
-        return not self._running
-
-    def _end_all(self) -> None:
-        for running in self._running:
-            running.ended.set()
-        self._changed.notify_all()
 
     def _has_room(self, spec: TrialSpec) -> bool:
         running = self._running
-        if not running:
-            return True
         if len(running) >= self._most_at_once(spec):
             return False
         if spec.device == "cuda" and len(self._free_gpus()) < spec.layout.machine_gpus:
@@ -147,8 +172,7 @@ class LocalRunner(SeveralAtOnce):
         free = [gpu for gpu in alike(self._machine.gpus) if str(gpu.index) not in taken]
         return sorted(free, key=lambda gpu: gpu.memory_used_bytes > EMPTY_GPU_BYTES)
 
-    def _placed(self, spec: TrialSpec) -> _Occupant:
-        """A place for a trial, which has it from now on."""
+    def _place(self, spec: TrialSpec) -> _LocalPlace:
         gpus = None
         if spec.device == "cuda":
             free = self._free_gpus()
@@ -161,51 +185,24 @@ class LocalRunner(SeveralAtOnce):
             gpus = tuple(sorted((str(gpu.index) for gpu in free[:count]), key=int))
         for each in self._running:
             each.had_company = True
-        running = _Occupant(
+        return _LocalPlace(
             spec=spec,
             gpus=gpus,
             host_bytes=host_bytes(spec),
             is_alone=is_alone(spec),
             had_company=bool(self._running),
         )
-        self._running.append(running)
-        return running
 
-    def _run(
-        self, launch: Launch, running: _Occupant, on_phase: OnPhase, future: Future[TrialResult]
-    ) -> None:
-        """Launch a trial in a thread of its own, which starts its processes and lives as long."""
-        result, error = None, None
-        try:
-            result = self._launched(launch, running, on_phase)
-        except BaseException as raised:  # noqa: BLE001 – whoever waits for the future gets it
-            error = raised
-        with self._changed:
-            self._running.remove(running)
-            self._changed.notify_all()
-        # Only now: whoever hears of the end finds the place free.
-        if error is not None:
-            future.set_exception(error)
-        elif result is not None:
-            future.set_result(result)
-
-    def _launched(self, launch: Launch, running: _Occupant, on_phase: OnPhase) -> TrialResult:
-        launched_at = time.monotonic()
-        result = self._launch(launch, running, on_phase)
-        if running.had_company and blames_the_host(result, launch.spec):
-            self._wait_until_alone(running)
-            if launch.timeout_s is not None:
-                left_s = max(0.0, launch.timeout_s - (time.monotonic() - launched_at))
-                launch = msgspec.structs.replace(launch, timeout_s=left_s)
-            result = self._launch(launch, running, on_phase)
+    def _launched(self, launch: Launch, place: _LocalPlace, on_phase: OnPhase) -> TrialResult:
+        began = time.monotonic()
+        run = partial(self._launcher.launch, gpus=place.gpus, ended=place.ended, on_phase=on_phase)
+        result = run(launch)
+        if place.had_company and blames_the_host(result, launch.spec):
+            self._wait_until_alone(place)
+            result = run(with_time_left(launch, began))
         return result
 
-    def _launch(self, launch: Launch, running: _Occupant, on_phase: OnPhase) -> TrialResult:
-        return self._launcher.launch(
-            launch, gpus=running.gpus, ended=running.ended, on_phase=on_phase
-        )
-
-    def _wait_until_alone(self, running: _Occupant) -> None:
+    def _wait_until_alone(self, running: _LocalPlace) -> None:
         """Wait until no other trial has processes; raises TrialEndedError where it is ended."""
         with self._changed:
             running.waits = running.is_alone = True
@@ -219,6 +216,14 @@ class LocalRunner(SeveralAtOnce):
             if running.ended.is_set():
                 raise TrialEndedError
             running.waits = False
+
+
+def with_time_left(launch: Launch, began: float) -> Launch:
+    """A launch with what is left of its time, which began then, for it to be launched once more."""
+    if launch.timeout_s is None:
+        return launch
+    left_s = max(0.0, launch.timeout_s - (time.monotonic() - began))
+    return msgspec.structs.replace(launch, timeout_s=left_s)
 
 
 def alike(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:

@@ -7,29 +7,23 @@ an answer, a beginning of the whole; and its end is where the conversation up to
 A template that does not write all of a conversation is refused by the message and the field.
 """
 
+import json
 import re
 import resource
 import signal
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import count, product
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from highwater.engine.data.messages import (
-    Conversation,
-    arguments_of,
-    as_json,
-    as_written,
-    mark_of,
-    marked,
-    texts,
-    ways,
-)
+from highwater.engine.data.messages import Conversation, Message
+from highwater.engine.data.record_fields import is_about, is_label
 from highwater.errors import UsageError
 from highwater.units import MIB, format_bytes
 
@@ -101,7 +95,7 @@ class ChatTemplate:
                 lambda each: {**each, "role": "system"} if each["role"] == "developer" else each
             )
         refused: list[UsageError] = []
-        for way in ways(conversation):
+        for way in _ways(conversation):
             try:
                 self._refuse_unwritten(way)
             except UsageError as error:
@@ -124,27 +118,28 @@ class ChatTemplate:
             raise _UnwrittenError(
                 f"{conversation.name}: the chat template does not write `tools`", hint=_WRITES_IT
             )
-        all_marked = self.text(marked(conversation))
+        all_marked = self.text(_marked(conversation))
         written = "".join(text.split())
         ends = [0] * (len(conversation.messages) + 1)
         """Where the texts of the messages before each one end."""
-        for index, (number, field, said) in enumerate(texts(conversation)):
+        for index, (number, field, said) in enumerate(_texts(conversation)):
             is_system = conversation.messages[number]["role"] in ("system", "developer")
             begin = 0 if is_system else max(ends[: number + 1])
             found = [
                 at + len(form)
-                for form in as_written(field, said)
+                for form in _as_written(field, said)
                 if (at := written.find(form, begin)) >= 0
             ]
-            mark, alone = mark_of(index), partial(marked, conversation, index)
-            if not found or (mark not in all_marked and mark not in self.text(alone())):
+            is_marked = found and _mark(index) in all_marked
+            if not (is_marked or (found and self._writes(_marked(conversation, index), index))):
                 raise self._unwritten(conversation, number, field, index)
             if not is_system:
                 ends[number + 1] = max(ends[number + 1], min(found))
         for number, message in enumerate(conversation.messages):
-            for arguments in arguments_of(message):
+            for call in message.get("tool_calls", ()):
+                arguments = call["function"]["arguments"]
                 printed = str(arguments)
-                if isinstance(arguments, Mapping) and as_json(arguments) != printed in text:
+                if isinstance(arguments, Mapping) and _as_json(arguments) != printed in text:
                     raise _UnwrittenError(
                         f"{conversation.name}: the chat template writes arguments in `tool_calls` "
                         f"of message {number + 1} as Python does, and not as JSON",
@@ -154,20 +149,22 @@ class ChatTemplate:
     def _unwritten(
         self, conversation: Conversation, number: int, field: str, index: int
     ) -> UsageError:
-        hint = _WRITES_IT
-        is_answer = conversation.messages[number]["role"] == "assistant"
-        if is_answer and number + 1 < len(conversation.messages):
-            alone = self.text(marked(conversation, index).until(number + 1))
-            if mark_of(index) in alone:
-                hint = (
-                    "write a record for each answer, which ends with it, and leave out what was "
-                    "thought before earlier ones"
-                )
+        hint, role = _WRITES_IT, conversation.messages[number]["role"]
+        is_earlier_answer = role == "assistant" and number + 1 < len(conversation.messages)
+        alone = _marked(conversation, index).until(number + 1)
+        if is_earlier_answer and self._writes(alone, index):
+            hint = (
+                "write a record for each answer, which ends with it, and leave out what was "
+                "thought before earlier ones"
+            )
         return _UnwrittenError(
             f"{conversation.name}: the chat template does not write all of `{field}` of message "
-            f"{number + 1}, of the {conversation.messages[number]['role']}",
+            f"{number + 1}, of the {role}",
             hint=hint,
         )
+
+    def _writes(self, marked: Conversation, index: int) -> bool:
+        return _mark(index) in self.text(marked)
 
     def turns(
         self, conversation: Conversation, *, first: int = 0, everything: bool = False
@@ -361,3 +358,104 @@ def _not_found(
         or "train on every token, `--train-on all`, or mark the assistant's turns in the chat "
         "template by `{% generation %}`",
     )
+
+
+def _ways(conversation: Conversation) -> Iterator[Conversation]:
+    """The conversation as templates may want it: arguments of tools as an object or as text of
+    JSON, and a message that calls tools without content, with an empty one, or with null.
+    """
+
+    def called(message: Message, as_text: bool, content: Message) -> Message:
+        if not message.get("tool_calls"):
+            return message
+        functions = [call["function"] for call in message["tool_calls"]]
+        if as_text:
+            functions = [{**each, "arguments": _as_json(each["arguments"])} for each in functions]
+        calls = [
+            {**call, "function": function}
+            for call, function in zip(message["tool_calls"], functions, strict=True)
+        ]
+        given = {name: value for name, value in message.items() if name != "content" or value}
+        return {**content, **given, "tool_calls": calls}
+
+    yield conversation
+    if any(message.get("tool_calls") for message in conversation.messages):
+        contents: tuple[Message, ...] = ({}, {"content": ""}, {"content": None})
+        for as_text, content in product((False, True), contents):
+            yield conversation.changed(partial(called, as_text=as_text, content=content))
+
+
+def _mark(number: int) -> str:
+    """What is put after the text of this number, to see whether a template writes it."""
+    return f"HIGHWATER0MARKS{number}HERE"
+
+
+def _marked(conversation: Conversation, only: int | None = None) -> Conversation:
+    """The conversation with a mark after each text, or after one."""
+    numbers = count()
+
+    def change(_: str, text: str) -> str:
+        number = next(numbers)
+        return text + _mark(number) if only in (None, number) else text
+
+    return conversation.changed(lambda message: _with_texts(message, change))
+
+
+def _texts(conversation: Conversation) -> list[tuple[int, str, str]]:
+    """The texts that a template has to write: of which message, of which field, and each itself."""
+    found: list[tuple[int, str, str]] = []
+    for number, message in enumerate(conversation.messages):
+
+        def keep(field: str, text: str, number: int = number) -> str:
+            found.append((number, field, text))
+            return text
+
+        _with_texts(message, keep)
+    return found
+
+
+def _with_texts(message: Message, change: Callable[[str, str], str]) -> Message:
+    """The message with each text that a template has to write changed, by its field and itself."""
+
+    def changed(field: str, value: Any) -> Any:
+        if isinstance(value, str):
+            return change(field, value) if value.strip() else value
+        if isinstance(value, Mapping):
+            return {name: changed(field, each) for name, each in value.items()}
+        return [changed(field, each) for each in value] if isinstance(value, list) else value
+
+    def others(fields: Message, *unspoken: str) -> Message:
+        return {
+            field: each if field in unspoken or is_about(field, each) else changed(field, each)
+            for field, each in fields.items()
+        }
+
+    def called(call: Message) -> Message:
+        function = call["function"]
+        arguments = function["arguments"]
+        field = "arguments" if isinstance(arguments, str) else "tool_calls"
+        name = changed("tool_calls", function["name"])
+        new = {"name": name, "arguments": changed(field, arguments)}
+        return {
+            **others(call, "type", "function"),
+            "function": {**others(function, *new), **new},
+        }
+
+    names = ["name"] if is_label(message.get("name")) else []
+    new = others(message, "role", "trained", *names, "tool_calls")
+    if "tool_calls" in message:
+        new = {**new, "tool_calls": [called(call) for call in message["tool_calls"]]}
+    return new
+
+
+def _as_written(field: str, text: str) -> Iterator[str]:
+    """How a template may write a text, without space: as it is, or as JSON, but no JSON twice."""
+    for form in (text, _as_json(text)[1:-1], json.dumps(text)[1:-1]):
+        yield "".join(form.split())
+        if field == "arguments":
+            return
+
+
+def _as_json(value: Any) -> str:
+    """A value as JSON, as ``tojson`` of chat templates writes it."""
+    return json.dumps(value, ensure_ascii=False)

@@ -2,7 +2,9 @@
 of their bytes, and their records, one after the other, never a whole file in memory.
 
 A record knows its name, ``data.jsonl:17``, which every message about it begins with: the line of a
-file of lines, the row of a table.
+file of lines, the row of a table. Lines are read here, and not by ``datasets``, which makes a date
+of a text that looks like one, gives the records of a file one type for a field, and refuses no line
+by its number.
 """
 
 import gzip
@@ -17,6 +19,7 @@ from typing import IO, Any, Literal, NamedTuple, cast
 
 import msgspec
 
+from highwater.engine.data.record_fields import DataRecord
 from highwater.errors import MachineError, UsageError
 from highwater.nouns.codec import from_json
 from highwater.nouns.files import open_regular
@@ -35,12 +38,34 @@ _KINDS: dict[str, DataKind] = {
 }
 _COMPRESSED: tuple[DataKind, ...] = ("lines", "text")
 """Kinds that may be compressed by gzip."""
-KNOWN = ", ".join(_KINDS)
 _ABOUT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Files of ``datasets`` that have no records."""
 _OWN_CACHE = "cache-"
 """How the names of files begin in which ``datasets`` keeps what it can compute again."""
 _CHUNK_BYTES = 1 << 20
+_LIST_BYTES = 1 << 30
+"""The longest file that is one list, whose bytes are in memory while it is read."""
+_TABLE_ROWS = 256
+"""Rows of a table that are in memory at a time."""
+_BOM = b"\xef\xbb\xbf"
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+"""What texts of UTF-16 begin with."""
+
+_TO_LINES = (
+    "python3 -c 'import json, sys; [print(json.dumps(record)) for record in json.load(sys.stdin)]'"
+)
+_PICKED = (
+    "import json, sys; [print(json.dumps({{name: value for name, value in record.items() "
+    "if name not in sys.argv}})) for record in {}]"
+)
+_EACH_LINE = "(json.loads(line) for line in sys.stdin if line.strip())"
+_SAVED_WITHOUT = '(sys.argv[1]).remove_columns(sys.argv[2:]).save_to_disk("without")'
+_COLUMNS_DROPPED: Mapping[DataKind, str] = {
+    "parquet": "from pyarrow import parquet; parquet.write_table(parquet.read_table(sys.argv[1])"
+    '.drop_columns(sys.argv[2:]), "without.parquet")',
+    "arrow": f"import datasets; datasets.Dataset.from_file{_SAVED_WITHOUT}",
+    "saved": f"import datasets; datasets.load_from_disk{_SAVED_WITHOUT}",
+}
 
 
 class DataFile(NamedTuple):
@@ -50,6 +75,8 @@ class DataFile(NamedTuple):
     name: str
     """As messages name it: from the last part of the path that was given."""
     kind: DataKind
+    number: int = 0
+    """Its place among the files of the corpus."""
 
     @property
     def parts(self) -> tuple[Path, ...]:
@@ -61,6 +88,53 @@ class DataFile(NamedTuple):
             for each in sorted(self.path.iterdir())
             if not each.is_dir() and not each.name.startswith(_OWN_CACHE)
         )
+
+    @property
+    def is_packed(self) -> bool:
+        """True if gzip compressed it."""
+        return self.path.suffix.lower() == ".gz"
+
+    @property
+    def printed(self) -> str:
+        """A command that prints a file of text."""
+        return f"{'gzip -dc' if self.is_packed else 'cat'} {quote(str(self.path))}"
+
+    @property
+    def is_list(self) -> bool:
+        """True if a file of JSON is one list of records, as ``json.dump`` writes it."""
+        first = next(self.pieces(1 << 16), b"")
+        return first.removeprefix(_BOM).lstrip().startswith(b"[")
+
+    def command_without(self, names: Sequence[str]) -> str:
+        """A command that writes the file anew without these fields."""
+        fields = " ".join(map(quote, names))
+        if self.kind == "lines":
+            each = "json.load(sys.stdin)" if self.is_list else _EACH_LINE
+            return f"{self.printed} | python3 -c '{_PICKED.format(each)}' {fields} > without.jsonl"
+        how = _COLUMNS_DROPPED[self.kind]
+        return f"python3 -c 'import sys; {how}' {quote(str(self.path))} {fields}"
+
+    def pieces(self, size: int | None = _CHUNK_BYTES) -> Iterator[bytes]:
+        """The bytes that it holds unpacked, ``size`` at a time, or a line.
+
+        Raises UsageError for an archive that breaks off.
+        """
+        number = 0
+        with open_regular(self.path) as file:
+            stream = cast(IO[bytes], gzip.GzipFile(fileobj=file)) if self.is_packed else file
+            while True:
+                number += 1
+                try:
+                    piece = stream.readline() if size is None else stream.read(size)
+                except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                    raise UsageError(
+                        f"{self.name}:{number} cannot be unpacked: {error}",
+                        hint=f"copy the file anew; `gzip -t {quote(str(self.path))}` says whether "
+                        "it is whole",
+                    ) from error
+                if not piece:
+                    return
+                yield piece
 
 
 class DataFiles(NamedTuple):
@@ -84,64 +158,60 @@ def data_files(paths: Sequence[str]) -> DataFiles:
             raise UsageError(
                 f"no data at {path}", hint=f"look for it: `ls {quote(str(path.parent))}`"
             )
-        kind = _kind(path)
-        if path.is_dir():
-            inside = list(_inside(path, path.name))
-        else:
-            inside = [] if kind is None else [DataFile(path, path.name, kind)]
+        inside = list(_inside(path, path.name))
         if not inside:
             why = f"the folder {path} has no file of records or text"
             raise UsageError(
                 why if path.is_dir() else f"{path} is of no kind that is read",
-                hint=f"files that are read end in {KNOWN}, or .gz after .jsonl, .json or a text's",
+                hint=f"files that are read end in {', '.join(_KINDS)}, or .gz after .jsonl, .json "
+                "or a text's",
             )
         if any(file.kind != "text" for file in inside):
             left_out += [file.name for file in inside if file.kind == "text"]
             inside = [file for file in inside if file.kind != "text"]
         found += inside
-    for file in found:
-        _refuse_unreadable(file)
-    return DataFiles(_with_clear_names(found), tuple(left_out))
+    for path in (path for file in found for path in file.parts):
+        _refuse_unreadable(path)
+    names = Counter(file.name for file in found)
+    clear = (file.name if names[file.name] == 1 else str(file.path) for file in found)
+    return DataFiles(
+        tuple(  # bytes of a name that are no text are escaped
+            file._replace(name=name.encode("utf-8", "backslashreplace").decode(), number=number)
+            for number, (file, name) in enumerate(zip(found, clear, strict=True))
+        ),
+        tuple(left_out),
+    )
 
 
 def bytes_digest(paths: Sequence[Path]) -> str:
     """sha256 of the bytes of files one after the other, each with how many they are."""
     whole = hashlib.sha256()
     for path in paths:
-        one = hashlib.sha256()
         with open_regular(path) as stream:
-            while chunk := stream.read(_CHUNK_BYTES):
-                one.update(chunk)
-        whole.update(one.digest())
+            whole.update(hashlib.file_digest(stream, "sha256").digest())
     return whole.hexdigest()
 
 
-def _kind(path: Path) -> DataKind | None:
-    """The kind of a file by its name; None: nobody reads it."""
-    if path.suffix.lower() != ".gz":
-        return _KINDS.get(path.suffix.lower())
-    kind = _KINDS.get(path.with_suffix("").suffix.lower())
-    return kind if kind in _COMPRESSED else None
-
-
-def _inside(folder: Path, name: str) -> Iterator[DataFile]:
-    """Files below a folder that have a kind, sorted by name; what is hidden is left out."""
-    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
-        yield DataFile(folder, name, "saved")
+def _inside(path: Path, name: str) -> Iterator[DataFile]:
+    """A file if it has a kind, and such files below a folder, sorted by name; what is hidden is
+    left out.
+    """
+    if not path.is_dir():
+        is_packed = path.suffix.lower() == ".gz"
+        kind = _KINDS.get((path.with_suffix("") if is_packed else path).suffix.lower())
+        if kind is not None and (not is_packed or kind in _COMPRESSED):
+            yield DataFile(path, name, kind)
         return
-    if (folder / "dataset_dict.json").is_file():
-        _refuse_several_splits(folder)
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith("."):
-            continue
-        if path.is_dir() and not path.is_symlink():
-            yield from _inside(path, f"{name}/{path.name}")
-        elif not path.is_dir() and _is_data(path) and (kind := _kind(path)) is not None:
-            yield DataFile(path, f"{name}/{path.name}", kind)
-
-
-def _is_data(path: Path) -> bool:
-    return path.name not in _ABOUT_DATA and not path.name.startswith(_OWN_CACHE)
+    if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
+        yield DataFile(path, name, "saved")
+        return
+    if (path / "dataset_dict.json").is_file():
+        _refuse_several_splits(path)
+    for each in sorted(path.iterdir()):
+        is_about = each.name in _ABOUT_DATA or each.name.startswith(_OWN_CACHE)
+        is_passed = each.is_symlink() if each.is_dir() else is_about
+        if not each.name.startswith(".") and not is_passed:
+            yield from _inside(each, f"{name}/{each.name}")
 
 
 def _refuse_several_splits(folder: Path) -> None:
@@ -155,54 +225,18 @@ def _refuse_several_splits(folder: Path) -> None:
         )
 
 
-def _refuse_unreadable(file: DataFile) -> None:
-    for path in file.parts:
-        try:
-            open_regular(path).close()
-        except PermissionError as error:
-            raise UsageError(
-                f"{path} may not be read", hint=f"let it be read: `chmod u+r {quote(str(path))}`"
-            ) from error
-        except OSError as error:
-            raise UsageError(
-                f"{path} cannot be read: {error.strerror}",
-                hint=f"see what it is, `ls -lL {quote(str(path))}`, and name a file",
-            ) from error
-
-
-def _with_clear_names(files: Sequence[DataFile]) -> tuple[DataFile, ...]:
-    """The files, those of one name by their whole paths; bytes that are no text are escaped."""
-    names = Counter(file.name for file in files)
-    clear = (file.name if names[file.name] == 1 else str(file.path) for file in files)
-    return tuple(
-        file._replace(name=name.encode("utf-8", "backslashreplace").decode("utf-8"))
-        for file, name in zip(files, clear, strict=True)
-    )
-
-
-_ROWS = 256
-"""Rows of a table that are in memory at a time."""
-_BOM = b"\xef\xbb\xbf"
-_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
-"""What texts of UTF-16 begin with."""
-_LIST_BYTES = 1 << 30
-"""The longest file that is one list, whose bytes are in memory while it is read."""
-_TO_LINES = (
-    "python3 -c 'import json, sys; [print(json.dumps(record)) for record in json.load(sys.stdin)]'"
-)
-
-
-class DataRecord(NamedTuple):
-    """One record, and where it stands."""
-
-    fields: Mapping[str, Any]
-    row: int
-    """The line in its file, or the row, from 1."""
-    name: str
-    """``data.jsonl:17``."""
-    file: DataFile
-    read: set[str]
-    """Names of the fields that somebody has read."""
+def _refuse_unreadable(path: Path) -> None:
+    try:
+        open_regular(path).close()
+    except PermissionError as error:
+        raise UsageError(
+            f"{path} may not be read", hint=f"let it be read: `chmod u+r {quote(str(path))}`"
+        ) from error
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be read: {error.strerror}",
+            hint=f"see what it is, `ls -lL {quote(str(path))}`, and name a file",
+        ) from error
 
 
 def records(file: DataFile) -> Iterator[DataRecord]:
@@ -238,38 +272,14 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def command_without(file: DataFile, names: Sequence[str]) -> str:
-    """A command that writes a file anew without these fields."""
-    path, fields = quote(str(file.path)), " ".join(map(quote, names))
-    if file.kind == "lines":
-        each = "json.load(sys.stdin)" if _is_list(file) else _EACH_LINE
-        return f"{_shown(file)} | python3 -c '{_PICKED.format(each)}' {fields} > without.jsonl"
-    how = _COLUMNS_DROPPED[file.kind]
-    return f"python3 -c 'import sys; {how}' {path} {fields}"
-
-
-_PICKED = (
-    "import json, sys; [print(json.dumps({{name: value for name, value in record.items() "
-    "if name not in sys.argv}})) for record in {}]"
-)
-_EACH_LINE = "(json.loads(line) for line in sys.stdin if line.strip())"
-_SAVED_WITHOUT = '(sys.argv[1]).remove_columns(sys.argv[2:]).save_to_disk("without")'
-_COLUMNS_DROPPED: Mapping[DataKind, str] = {
-    "parquet": "from pyarrow import parquet; parquet.write_table(parquet.read_table(sys.argv[1])"
-    '.drop_columns(sys.argv[2:]), "without.parquet")',
-    "arrow": f"import datasets; datasets.Dataset.from_file{_SAVED_WITHOUT}",
-    "saved": f"import datasets; datasets.load_from_disk{_SAVED_WITHOUT}",
-}
-
-
 Rows = Iterator[tuple[int, Mapping[str, Any]]]
 
 
 def _lines(file: DataFile) -> Rows:
-    if _is_list(file):
+    if file.is_list:
         yield from _listed(file)
         return
-    for number, line in enumerate(_raw_lines(file), 1):
+    for number, line in enumerate(file.pieces(None), 1):
         if number == 1:
             line = line.removeprefix(_BOM)
         text = _text(line, file, f"{file.name}:{number}").strip()
@@ -278,28 +288,26 @@ def _lines(file: DataFile) -> Rows:
         try:
             yield number, from_json(text, dict[str, Any])
         except msgspec.DecodeError as error:
-            raise _no_record(file, number, text, error) from error
-
-
-def _is_list(file: DataFile) -> bool:
-    """Whether a file of JSON is one list of records, as ``json.dump`` writes it."""
-    with _opened(file.path) as stream:
-        first = next(_unpacked(file, lambda: stream.read(1 << 16)), b"")
-    return first.removeprefix(_BOM).lstrip().startswith(b"[")
+            problem = f"{file.name}:{number} is no record of JSON: {error}"
+            hint = f"look at it: `{file.printed} | sed -n {number}p`"
+            if text == "{" and number == 1:
+                problem = f"{file.name}:1 is a record that goes on in the next line"
+                to_line = f"{file.printed} | python3 -m json.tool --no-indent > lines.jsonl"
+                hint = f"write it in one line: `{to_line}`"
+            raise UsageError(problem, hint=hint) from error
 
 
 def _listed(file: DataFile) -> Rows:
     """The records of one list, as bytes in memory until it is their turn."""
     pieces: list[bytes] = []
-    with _opened(file.path) as stream:
-        for piece in _unpacked(file, lambda: stream.read(1 << 20)):
-            pieces.append(piece)
-            if len(pieces) > _LIST_BYTES >> 20:
-                raise UsageError(
-                    f"{file.name} is one list of more than {_LIST_BYTES >> 20:,} MiB, which would "
-                    "be in memory as a whole",
-                    hint=f"write a record a line: `{_shown(file)} | {_TO_LINES} > lines.jsonl`",
-                )
+    for piece in file.pieces():
+        pieces.append(piece)
+        if len(pieces) > _LIST_BYTES // _CHUNK_BYTES:
+            raise UsageError(
+                f"{file.name} is one list of more than {_LIST_BYTES >> 20:,} MiB, which would be "
+                "in memory as a whole",
+                hint=f"write a record a line: `{file.printed} | {_TO_LINES} > lines.jsonl`",
+            )
     data = b"".join(pieces).removeprefix(_BOM)
     _text(data, file, file.name)
     try:
@@ -308,46 +316,16 @@ def _listed(file: DataFile) -> Rows:
     except msgspec.DecodeError as error:
         raise UsageError(
             f"{file.name} is no list of records: {error}",
-            hint=f"look at it: `{_shown(file)} | python3 -m json.tool`",
+            hint=f"look at it: `{file.printed} | python3 -m json.tool`",
         ) from error
-
-
-def _raw_lines(file: DataFile) -> Iterator[bytes]:
-    with _opened(file.path) as stream:
-        yield from _unpacked(file, lambda: stream.readline())
-
-
-def _unpacked(file: DataFile, read: Callable[[], bytes]) -> Iterator[bytes]:
-    """What ``read`` gives until it gives nothing; UsageError for an archive that breaks off."""
-    number = 0
-    while True:
-        number += 1
-        try:
-            piece = read()
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise UsageError(
-                f"{file.name}:{number} cannot be unpacked: {error}",
-                hint=f"copy the file anew; `gzip -t {quote(str(file.path))}` says whether it is "
-                "whole",
-            ) from error
-        if not piece:
-            return
-        yield piece
-
-
-def _opened(path: Path) -> IO[bytes]:
-    file = open_regular(path)
-    return cast(IO[bytes], gzip.open(file)) if path.suffix.lower() == ".gz" else file
 
 
 def _text(data: bytes, file: DataFile, name: str) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        path = quote(str(file.path))
-        is_packed = file.path.suffix.lower() == ".gz"
-        source = f"gzip -dc {path} | iconv" if is_packed else f"iconv {path}"
-        unpacked = file.path.with_suffix("") if is_packed else file.path
+        source = f"{file.printed} | iconv" if file.is_packed else f"iconv {quote(str(file.path))}"
+        unpacked = file.path.with_suffix("") if file.is_packed else file.path
         is_wide = data.startswith(_UTF_16)
         code, meant = ("utf-16", "UTF-16") if is_wide else ("latin1", "Latin-1 for example")
         raise UsageError(
@@ -357,86 +335,48 @@ def _text(data: bytes, file: DataFile, name: str) -> str:
         ) from error
 
 
-def _no_record(file: DataFile, number: int, text: str, error: Exception) -> UsageError:
-    shown = _shown(file)
-    if text == "{" and number == 1:
-        return UsageError(
-            f"{file.name}:1 is a record that goes on in the next line",
-            hint="write it in one line: "
-            f"`{shown} | python3 -m json.tool --no-indent > lines.jsonl`",
-        )
-    return UsageError(
-        f"{file.name}:{number} is no record of JSON: {error}",
-        hint=f"look at it: `{shown} | sed -n {number}p`",
-    )
-
-
-def _shown(file: DataFile) -> str:
-    """A command that prints a file of text."""
-    path = quote(str(file.path))
-    return f"gzip -dc {path}" if file.path.suffix.lower() == ".gz" else f"cat {path}"
-
-
 def _document(file: DataFile) -> Rows:
     """A file of text as one record. Its bytes are in memory: the document is a whole."""
-    with _opened(file.path) as stream:
-        data = b"".join(_unpacked(file, lambda: stream.read(1 << 20)))
-    text = _text(data.removeprefix(_BOM), file, file.name)
-    yield 1, {"text": text}
+    yield 1, {"text": _text(b"".join(file.pieces()).removeprefix(_BOM), file, file.name)}
 
 
-def _parquet(file: DataFile) -> Rows:
-    _refuse_without("pyarrow", file)
-    import pyarrow
-    from pyarrow import parquet
-
-    row = 0
-    try:
-        with parquet.ParquetFile(file.path) as table:
-            for batch in table.iter_batches(batch_size=_ROWS):
-                for fields in batch.to_pylist():
-                    row += 1
-                    yield row, fields
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise _broken_table(file, row, error) from error
-
-
-def _arrow(file: DataFile) -> Rows:
-    _refuse_without("datasets", file)
-    import datasets
-    import pyarrow
-
-    row = 0
-    try:
-        is_file = file.kind == "arrow"
-        opened = datasets.Dataset.from_file if is_file else datasets.load_from_disk
-        table = opened(str(file.path))
-        for fields in cast(Any, table.with_format(None)):
-            row += 1
-            yield row, fields
-    except (pyarrow.ArrowException, UnicodeDecodeError, FileNotFoundError) as error:
-        raise _broken_table(file, row, error) from error
-
-
-def _broken_table(file: DataFile, row: int, error: Exception) -> UsageError:
-    return UsageError(
-        f"{file.name}:{row + 1} cannot be read: {' '.join(str(error).split())}",
-        hint="copy the file anew, or leave it out",
-    )
-
-
-def _refuse_without(package: str, file: DataFile) -> None:
+def _table(file: DataFile) -> Rows:
+    """The rows of Parquet, or of what ``datasets`` saved."""
+    package = "pyarrow" if file.kind == "parquet" else "datasets"
     if find_spec(package) is None:
         raise UsageError(
             f"{file.name} is read by {package}, which is not installed here",
             hint=f"`pip install {package}`",
         )
+    import pyarrow
+
+    row = 0
+    try:
+        for row, fields in enumerate(_table_rows(file), 1):
+            yield row, fields
+    except (pyarrow.ArrowException, UnicodeDecodeError, FileNotFoundError) as error:
+        raise UsageError(
+            f"{file.name}:{row + 1} cannot be read: {' '.join(str(error).split())}",
+            hint="copy the file anew, or leave it out",
+        ) from error
+
+
+def _table_rows(file: DataFile) -> Iterator[Mapping[str, Any]]:
+    if file.kind == "parquet":
+        from pyarrow import parquet
+
+        with parquet.ParquetFile(file.path) as table:
+            for batch in table.iter_batches(batch_size=_TABLE_ROWS):
+                yield from batch.to_pylist()
+        return
+    import datasets
+
+    opened = datasets.Dataset.from_file if file.kind == "arrow" else datasets.load_from_disk
+    yield from cast(Any, opened(str(file.path)).with_format(None))
 
 
 _ROW_READERS: Mapping[DataKind, Callable[[DataFile], Rows]] = {
     "lines": _lines,
     "text": _document,
-    "parquet": _parquet,
-    "arrow": _arrow,
-    "saved": _arrow,
+    **dict.fromkeys(("parquet", "arrow", "saved"), _table),
 }

@@ -7,29 +7,12 @@ is; what else it has stays.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import count
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from highwater.engine.data.data_files import DataRecord
-from highwater.engine.data.record_fields import (
-    first_of,
-    has,
-    is_about,
-    is_label,
-    list_of,
-    refuse_flags,
-    taken_mask,
-    text_of,
-    value_of,
-    wrong,
-)
-from highwater.errors import UsageError
+from highwater.engine.data.record_fields import DataRecord, is_about
 
 Message = Mapping[str, Any]
-_UNSPOKEN = ("role", "trained")
-"""Fields of a message that a template need not write, beside those about it."""
 
 
 class Conversation(NamedTuple):
@@ -49,108 +32,6 @@ class Conversation(NamedTuple):
     def until(self, count: int) -> "Conversation":
         """Its first messages."""
         return self._replace(messages=self.messages[:count])
-
-
-def ways(conversation: Conversation) -> Iterator[Conversation]:
-    """The conversation as templates may want it: arguments of tools as an object or as text of
-    JSON, and a message that calls tools without content, with an empty one, or with null.
-    """
-    yield conversation
-    if any(message.get("tool_calls") for message in conversation.messages):
-        for as_text in (False, True):
-            for content in ({}, {"content": ""}, {"content": None}):
-                yield conversation.changed(partial(_with_calls, content=content, as_text=as_text))
-
-
-def _with_calls(message: Message, *, content: Message, as_text: bool) -> Message:
-    if not message.get("tool_calls"):
-        return message
-    calls = message["tool_calls"]
-    if as_text:
-        functions = ({**each["function"]} for each in calls)
-        texts = ({**each, "arguments": as_json(each["arguments"])} for each in functions)
-        calls = [{**call, "function": each} for call, each in zip(calls, texts, strict=True)]
-    given = {name: value for name, value in message.items() if name != "content" or value}
-    return {**content, **given, "tool_calls": calls}
-
-
-def arguments_of(message: Message) -> list[Any]:
-    """The arguments of each tool that a message calls."""
-    return [call["function"]["arguments"] for call in message.get("tool_calls", ())]
-
-
-def mark_of(number: int) -> str:
-    """What is put after the text of this number, to see whether a template writes it."""
-    return f"HIGHWATER0MARKS{number}HERE"
-
-
-def marked(conversation: Conversation, only: int | None = None) -> Conversation:
-    """The conversation with a mark after each text, or after one."""
-    numbers = count()
-
-    def change(_: str, text: str) -> str:
-        number = next(numbers)
-        return text + mark_of(number) if only in (None, number) else text
-
-    return conversation.changed(lambda message: _with_texts(message, change))
-
-
-def texts(conversation: Conversation) -> list[tuple[int, str, str]]:
-    """The texts that a template has to write: of which message, of which field, and each itself."""
-    found: list[tuple[int, str, str]] = []
-    for number, message in enumerate(conversation.messages):
-
-        def keep(field: str, text: str, number: int = number) -> str:
-            found.append((number, field, text))
-            return text
-
-        _with_texts(message, keep)
-    return found
-
-
-def _with_texts(message: Message, change: Callable[[str, str], str]) -> Message:
-    """The message with each text that a template has to write changed, by its field and itself."""
-
-    def changed(field: str, value: Any) -> Any:
-        if isinstance(value, str):
-            return change(field, value) if value.strip() else value
-        if isinstance(value, Mapping):
-            return {name: changed(field, each) for name, each in value.items()}
-        return [changed(field, each) for each in value] if isinstance(value, list) else value
-
-    def others(fields: Message, *unspoken: str) -> Message:
-        return {
-            field: each if field in unspoken or is_about(field, each) else changed(field, each)
-            for field, each in fields.items()
-        }
-
-    def called(call: Message) -> Message:
-        function = call["function"]
-        arguments = function["arguments"]
-        field = "arguments" if isinstance(arguments, str) else "tool_calls"
-        name = changed("tool_calls", function["name"])
-        new = {"name": name, "arguments": changed(field, arguments)}
-        new = {**others(function, *new), **new}
-        return {**others(call, "type", "function"), "function": new}
-
-    names = ["name"] if is_label(message.get("name")) else []
-    new = others(message, *_UNSPOKEN, *names, "tool_calls")
-    if "tool_calls" in message:
-        new = {**new, "tool_calls": [called(call) for call in message["tool_calls"]]}
-    return new
-
-
-def as_written(field: str, text: str) -> Iterator[str]:
-    """How a template may write a text, without space: as it is, or as JSON, but no JSON twice."""
-    for form in (text, as_json(text)[1:-1], json.dumps(text)[1:-1]):
-        yield "".join(form.split())
-        if field == "arguments":
-            return
-
-
-def as_json(value: Any) -> str:
-    """A value as JSON, as ``tojson`` of chat templates writes it."""
-    return json.dumps(value, ensure_ascii=False)
 
 
 _ROLES = {
@@ -175,7 +56,7 @@ Said = str | tuple[Message, ...]
 
 def said_of(record: DataRecord, name: str, value: Any = None) -> Said:
     """A field, or one value of a field, that is a text or messages."""
-    value = value_of(record, name) if value is None else value
+    value = record.value(name) if value is None else value
     return value if isinstance(value, str) else messages_of(record, name, value)
 
 
@@ -183,13 +64,13 @@ def prompt_of(record: DataRecord) -> Said | None:
     """What is answered: ``prompt`` as it is, or messages where the record has more of a
     conversation than that, or asks in another field; None where it asks nothing.
     """
-    name = first_of(record, "prompt") or first_of(record, *_QUESTIONS, "input")
+    name = record.first("prompt") or record.first(*_QUESTIONS, "input")
     if name is None:
         return None
     asked = said_of(record, name)
-    if isinstance(asked, str) and name in _QUESTIONS and has(record, "input"):
-        asked = "\n".join(part for part in (asked, text_of(record, "input")) if part)
-    earlier = _history(record) if isinstance(asked, str) and has(record, "history") else ()
+    if isinstance(asked, str) and name in _QUESTIONS and record.has("input"):
+        asked = "\n".join(part for part in (asked, record.text("input")) if part)
+    earlier = _history(record) if isinstance(asked, str) and record.has("history") else ()
     messages = with_system(record, (*earlier, *spoken("user", asked)))
     is_text = name == "prompt" and isinstance(asked, str) and len(messages) == 1
     return asked if is_text and not record.fields.get("tools") else messages
@@ -202,15 +83,15 @@ def spoken(role: str, said: Said) -> tuple[Message, ...]:
 
 def with_system(record: DataRecord, messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """The messages after the system's that stands in a field of its own."""
-    name = first_of(record, "system", "system_prompt")
-    text = "" if name is None else text_of(record, name)
+    name = record.first("system", "system_prompt")
+    text = "" if name is None else record.text(name)
     if not text.strip():
         return messages
     if messages[0]["role"] not in ("system", "developer"):
         return *spoken("system", text), *messages
     if messages[0].get("content") != text:
-        raise UsageError(
-            f"{record.name}: `{name}` is another text than the {messages[0]['role']}'s message",
+        raise record.refusal(
+            f"`{name}` is another text than the {messages[0]['role']}'s message",
             hint="leave one of them out, or write both in the message",
         )
     return messages
@@ -218,13 +99,13 @@ def with_system(record: DataRecord, messages: tuple[Message, ...]) -> tuple[Mess
 
 def _history(record: DataRecord) -> tuple[Message, ...]:
     """Earlier turns: messages, or pairs of what was asked and answered."""
-    turns = list_of(record, "history")
+    turns = record.sequence("history")
     if turns and all(isinstance(turn, Mapping) for turn in turns):
         return messages_of(record, "history")
     for turn in turns:
         is_pair = isinstance(turn, list | tuple) and len(turn) == 2
         if not is_pair or not all(isinstance(text, str) for text in turn):
-            raise wrong(record, "history", turn, "pairs of texts", '`[["Hi", "Hello"]]`')
+            raise record.wrong("history", turn, "pairs of texts", '`[["Hi", "Hello"]]`')
     return tuple(
         message
         for asked, answered in turns
@@ -234,10 +115,10 @@ def _history(record: DataRecord) -> tuple[Message, ...]:
 
 def messages_of(record: DataRecord, name: str, value: Any = None) -> tuple[Message, ...]:
     """A field that is a list of messages, or one message."""
-    value = value_of(record, name) if value is None else value
+    value = record.value(name) if value is None else value
     messages = [value] if isinstance(value, Mapping) else value
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
-        raise wrong(record, name, value, "a list of messages", _MESSAGES_EXAMPLE)
+        raise record.wrong(name, value, "a list of messages", _MESSAGES_EXAMPLE)
     return tuple(
         _message(record._replace(name=f"{record.name}: message {number} of `{name}`"), name, each)
         for number, each in enumerate(cast(Sequence[Any], messages), 1)
@@ -248,9 +129,9 @@ def conversation_of(record: DataRecord, messages: Sequence[Message]) -> Conversa
     """A conversation of these messages, with the tools and the variables that the record has for
     the template.
     """
-    options = value_of(record, "chat_template_kwargs")
+    options = record.value("chat_template_kwargs")
     if options is not None and not isinstance(options, Mapping):
-        raise wrong(record, "chat_template_kwargs", options, "variables of a template", "`{}`")
+        raise record.wrong("chat_template_kwargs", options, "variables of a template", "`{}`")
     return Conversation(tuple(messages), record.name, _tools(record), dict(options or {}))
 
 
@@ -265,20 +146,20 @@ def _message(record: DataRecord, name: str, value: Any) -> Message:
     calls = given.pop("tool_calls", None) or given.pop("function_call", None)
     if not told or (content is None and not calls):
         problem = "messages with a `role` and a `content` each"
-        raise wrong(record, name, value, problem, _MESSAGES_EXAMPLE)
+        raise record.wrong(name, value, problem, _MESSAGES_EXAMPLE)
     if told not in _ROLES or (role_field, told) == _AMBIGUOUS:
         known = ", ".join(f"`{name}`" for name in _ROLES)
-        raise wrong(record, role_field, role, "a role that is known", known)
+        raise record.wrong(role_field, role, "a role that is known", known)
     message: dict[str, Any] = {"role": _ROLES[told] or told}
     if told in _CALLS and calls:
-        raise wrong(record, "tool_calls", calls, f"nothing, and `{told}` a call", _CALL_EXAMPLE)
+        raise record.wrong("tool_calls", calls, f"nothing, and `{told}` a call", _CALL_EXAMPLE)
     if told in _CALLS:
         message["tool_calls"] = _calls(record, told, content)
     elif content is not None:
         message["content"] = _content(record, content_field, content)
     if calls:
         message["tool_calls"] = _calls(record, "tool_calls", calls)
-    trained = taken_mask(record, given)
+    trained = record.mask(given)
     return {**given, **message, **({} if trained is None else {"trained": trained})}
 
 
@@ -295,11 +176,11 @@ def _content(record: DataRecord, name: str, value: Any) -> str:
         beside = dict(part) if isinstance(part, Mapping) else {}
         kind, text = beside.pop("type", None), beside.pop("text", None)
         if kind != "text" or not isinstance(text, str):
-            raise wrong(record, name, part, "a text or parts that are texts", _PART_EXAMPLE)
-        if taken_mask(record, beside) is False:
-            raise wrong(record, name, part, "trained as a whole, or not at all", _PART_EXAMPLE)
+            raise record.wrong(name, part, "a text or parts that are texts", _PART_EXAMPLE)
+        if record.mask(beside) is False:
+            raise record.wrong(name, part, "trained as a whole, or not at all", _PART_EXAMPLE)
         if any(each and not is_about(field, each) for field, each in beside.items()):
-            raise wrong(record, name, part, "parts that are texts alone", _PART_EXAMPLE)
+            raise record.wrong(name, part, "parts that are texts alone", _PART_EXAMPLE)
         texts.append(text)
     return "".join(texts)
 
@@ -320,28 +201,28 @@ def _call(record: DataRecord, name: str, value: Any) -> Mapping[str, Any]:
         field: call.pop(field) for field in fields if field in call
     }
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise wrong(record, name, value, "a call of a function by its name", _CALL_EXAMPLE)
+        raise record.wrong(name, value, "a call of a function by its name", _CALL_EXAMPLE)
     given = [field for field in _ARGUMENTS if field in function]
     if len(given) > 1:
-        raise wrong(record, name, value, "a call with its arguments in one field", _CALL_EXAMPLE)
+        raise record.wrong(name, value, "a call with its arguments in one field", _CALL_EXAMPLE)
     field = given[0] if given else "arguments"
     stated = function.get(field)
     arguments = {} if stated in (None, "", []) else _from_json(record, field, stated)
     if not isinstance(arguments, Mapping):
-        raise wrong(record, field, arguments, "an object", _CALL_EXAMPLE)
+        raise record.wrong(field, arguments, "an object", _CALL_EXAMPLE)
     for beside in (call, {each: function[each] for each in function if each not in fields}):
-        refuse_flags(record, beside)
+        record.refuse_flags(beside)
     renamed = {"arguments" if each == field else each: function[each] for each in function}
     return {"type": "function", **call, "function": {**renamed, "arguments": arguments}}
 
 
 def _tools(record: DataRecord) -> tuple[Mapping[str, Any], ...]:
     """Tools as templates want them; they may be a text of JSON, and without OpenAI's frame."""
-    name = first_of(record, "tools", "functions") or "tools"
-    value = value_of(record, name)
+    name = record.first("tools", "functions") or "tools"
+    value = record.value(name)
     tools = _from_json(record, name, value) if value else []
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise wrong(record, name, tools, "a list of tools", "`[]`")
+        raise record.wrong(name, tools, "a list of tools", "`[]`")
     return tuple(
         tool
         if "function" in tool
@@ -362,4 +243,4 @@ def _from_json(record: DataRecord, name: str, value: Any) -> Any:
     try:
         return json.loads(value)
     except ValueError as error:
-        raise wrong(record, name, value, "JSON", _CALL_EXAMPLE) from error
+        raise record.wrong(name, value, "JSON", _CALL_EXAMPLE) from error

@@ -1,5 +1,5 @@
-"""Fields of a record, each of the kind that it has to be: what is not is refused by the record's
-name and the field's, and nothing is rounded or guessed.
+"""A record of a data file, and its fields, each of the kind that it has to be: what is not is
+refused by the record's name and the field's, and nothing is rounded or guessed.
 
 Of fields that nobody reads, those about a record, a message or a call are passed over by their
 name, and masks say whether it is trained. Any other text, number, yes or no may be a part of it,
@@ -9,120 +9,194 @@ and is refused.
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from highwater.engine.data.batches import UNTRAINED
-from highwater.engine.data.data_files import DataRecord, command_without
 from highwater.engine.data.micro_batches import seen
 from highwater.errors import UsageError
 
-
-def has(record: DataRecord, *names: str) -> bool:
-    """Whether a record has all these fields: in a table what a record lacks is None."""
-    return all(record.fields.get(name) is not None for name in names)
+if TYPE_CHECKING:
+    from highwater.engine.data.data_files import DataFile
 
 
-def value_of(record: DataRecord, name: str) -> Any:
-    """The value of a field, or None; the field is read by that."""
-    record.read.add(name)
-    return record.fields.get(name)
+class DataRecord(NamedTuple):
+    """One record, and where it stands. Its methods raise UsageError, with its name, for a field
+    that is not what it has to be.
+    """
 
+    fields: Mapping[str, Any]
+    row: int
+    """The line in its file, or the row, from 1."""
+    name: str
+    """``data.jsonl:17``, and further in: ``data.jsonl:17: message 2 of `messages```."""
+    file: "DataFile"
+    read: set[str]
+    """Names of the fields that somebody has read."""
 
-def first_of(record: DataRecord, *names: str) -> str | None:
-    """The first of these fields that the record has."""
-    return next((name for name in names if has(record, name)), None)
+    def has(self, *names: str) -> bool:
+        """True if the record has all these fields: in a table what a record lacks is None."""
+        return all(self.fields.get(name) is not None for name in names)
 
+    def first(self, *names: str) -> str | None:
+        """The first of these fields that the record has."""
+        return next((name for name in names if self.has(name)), None)
 
-def text_of(record: DataRecord, name: str) -> str:
-    """A field that is a text."""
-    value = value_of(record, name)
-    if not isinstance(value, str):
-        raise wrong(record, name, value, "a text", f'`{{"{name}": "some text"}}`')
-    return value
+    def value(self, name: str) -> Any:
+        """The value of a field, or None; the field is read by that."""
+        self.read.add(name)
+        return self.fields.get(name)
 
+    def text(self, name: str) -> str:
+        """A field that is a text."""
+        value = self.value(name)
+        if not isinstance(value, str):
+            raise self.wrong(name, value, "a text", f'`{{"{name}": "some text"}}`')
+        return value
 
-def list_of(record: DataRecord, name: str, *, count: int | None = None) -> Sequence[Any]:
-    """A field that is a list, of ``count`` values where that is said."""
-    value = value_of(record, name)
-    if not isinstance(value, list | tuple):
-        raise wrong(record, name, value, "a list", f'`{{"{name}": [...]}}`')
-    if count is not None and len(value) != count:
-        raise UsageError(
-            f"{record.name}: `{name}` has {len(value)} values for {count} responses",
-            hint=f"write one of `{name}` for each response",
-        )
-    return value
+    def sequence(self, name: str, *, count: int | None = None) -> Sequence[Any]:
+        """A field that is a list, of ``count`` values if that is given."""
+        value = self.value(name)
+        if not isinstance(value, list | tuple):
+            raise self.wrong(name, value, "a list", f'`{{"{name}": [...]}}`')
+        if count is not None and len(value) != count:
+            raise self.refusal(
+                f"`{name}` has {len(value)} values for {count} responses",
+                hint=f"write one of `{name}` for each response",
+            )
+        return value
 
+    def number(self, name: str, value: Any) -> float:
+        """``value``, of a field or given for it, as a finite number."""
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise self.wrong(name, value, "a finite number", f'`{{"{name}": 1.0}}`')
+        return float(value)
 
-def number_of(record: DataRecord, name: str, value: Any) -> float:
-    """A finite number, of a field or given for it."""
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise wrong(record, name, value, "a finite number", f'`{{"{name}": 1.0}}`')
-    return float(value)
+    def ids(self, name: str, value: Any, *, vocab_size: int) -> NDArray[np.int64]:
+        """``value`` as token ids that the model knows."""
+        ids = self._numbers(name, value)
+        if ids.size and ids.dtype.kind not in "iu":
+            raise self.wrong(name, value, "a list of whole numbers", "`[1, 2, 3]`")
+        outside = ids[(ids < 0) | (ids >= vocab_size)]
+        if outside.size:
+            raise self.refusal(
+                f"`{name}` has {int(outside[0])}, and the model knows the ids 0 to "
+                f"{vocab_size - 1}",
+                hint="tokenise with the model's own tokenizer, or give the text and let it be "
+                'tokenised: `{"text": "some text"}`',
+            )
+        return ids.astype(np.int64)
 
+    def labels(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """The mask of the ids that are trained, as ``labels`` say."""
+        labels = self._numbers("labels", self.value("labels"))
+        is_trained = labels != UNTRAINED
+        if labels.shape != ids.shape or (labels[is_trained] != ids[is_trained]).any():
+            raise self.refusal(
+                f"`labels` are neither {UNTRAINED} nor the token's own id at each of "
+                f"{len(ids)} tokens",
+                hint=f"label a token with its own id to train on it, with {UNTRAINED} not to; none "
+                "is shifted",
+            )
+        return is_trained
 
-def ids_of(record: DataRecord, name: str, value: Any, *, vocab_size: int) -> NDArray[np.int64]:
-    """Token ids that the model knows."""
-    ids = _numbers(record, name, value)
-    if ids.size and ids.dtype.kind not in "iu":
-        raise wrong(record, name, value, "a list of whole numbers", "`[1, 2, 3]`")
-    outside = ids[(ids < 0) | (ids >= vocab_size)]
-    if outside.size:
-        raise UsageError(
-            f"{record.name}: `{name}` has {int(outside[0])}, and the model knows the ids 0 to "
-            f"{vocab_size - 1}",
-            hint="tokenise with the model's own tokenizer, or give the text and let it be "
-            'tokenised: `{"text": "some text"}`',
-        )
-    return ids.astype(np.int64)
+    def logprobs(self, value: Any, *, count: int) -> NDArray[np.float32]:
+        """``value`` as the log-probabilities of ``count`` tokens, all finite."""
+        numbers = self._numbers("logprobs", value)
+        if not np.isfinite(numbers).all():
+            raise self.wrong("logprobs", value, "finite numbers", "`[-0.5, -1.25]`")
+        if len(numbers) != count:
+            raise self.refusal(
+                f"{len(numbers)} `logprobs` for {count} tokens",
+                hint="give one for each token id of the response, or leave `logprobs` out",
+            )
+        return numbers.astype(np.float32)
 
+    def _numbers(self, name: str, value: Any) -> NDArray[Any]:
+        numbers = None
+        with suppress(TypeError, ValueError, OverflowError):
+            numbers = np.asarray(value) if isinstance(value, list | tuple) else None
+        if numbers is None or numbers.ndim != 1 or numbers.dtype.kind not in "iuf":
+            raise self.wrong(name, value, "a list of numbers", "`[1, 2, 3]`")
+        return numbers
 
-def labels_of(record: DataRecord, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which of a record's ids are trained, as its ``labels`` say."""
-    value = value_of(record, "labels")
-    labels = _numbers(record, "labels", value)
-    is_trained = labels != UNTRAINED
-    if labels.shape != ids.shape or (labels[is_trained] != ids[is_trained]).any():
-        raise UsageError(
-            f"{record.name}: `labels` are neither {UNTRAINED} nor the token's own id at each of "
-            f"{len(ids)} tokens",
-            hint=f"label a token with its own id to train on it, with {UNTRAINED} not to; none is "
-            "shifted",
-        )
-    return is_trained
+    def mask(self, fields: dict[str, Any]) -> bool | None:
+        """True if a message or a part of one is trained, as those of its fields say that are taken
+        out; None if none does. The record's name says which it is.
 
+        Raises UsageError for a mask that is neither yes nor no, and for any other field with a
+        number, a yes or a no that is not known to be about the message.
+        """
+        told: list[bool] = []
+        for name in [name for name in fields if _plain(name) in _MASKS]:
+            value = fields.pop(name)
+            says = _says_trained(name, value)
+            if says is None:
+                raise self.wrong(name, value, "0, 1, false or true", f'`"{name}": 0`')
+            told.append(says)
+        self.refuse_flags(fields)
+        return all(told) if told else None
 
-def logprobs_of(record: DataRecord, value: Any, *, count: int) -> NDArray[np.float32]:
-    """Log-probabilities of ``count`` tokens, all finite."""
-    numbers = _numbers(record, "logprobs", value)
-    if numbers.dtype.kind not in "iuf" or not np.isfinite(numbers).all():
-        raise wrong(record, "logprobs", value, "finite numbers", "`[-0.5, -1.25]`")
-    if len(numbers) != count:
-        raise UsageError(
-            f"{record.name}: {len(numbers)} `logprobs` for {count} tokens",
-            hint="give one for each token id of the response, or leave `logprobs` out",
-        )
-    return numbers.astype(np.float32)
+    def refuse_flags(self, fields: Mapping[str, Any]) -> None:
+        """Raise UsageError for a number, a yes or a no in a field of a message, a part of one or a
+        call, unless it is known to be about that.
+        """
+        for name, value in fields.items():
+            if not is_about(name, value) and _has_other_than_texts(value):
+                raise self.refusal(
+                    f"what `{name}`, {seen(value)}, means for training is not known",
+                    hint='leave it out; a message with `"weight": 0` is not trained',
+                )
 
+    def refuse_masked(self) -> None:
+        """Raise UsageError for a record that says that it is not trained."""
+        for name, value in self.fields.items():
+            if _says_trained(name, value) is False:
+                raise self.refusal(
+                    f"`{name}` is {seen(value)}, by which nothing of the record is trained",
+                    hint="leave such records out of the data",
+                )
 
-def _numbers(record: DataRecord, name: str, value: Any) -> NDArray[Any]:
-    try:
-        numbers = np.asarray(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise wrong(record, name, value, "a list of numbers", "`[1, 2, 3]`") from error
-    if not isinstance(value, list | tuple) or numbers.ndim != 1 or numbers.dtype.kind not in "iuf":
-        raise wrong(record, name, value, "a list of numbers", "`[1, 2, 3]`")
-    return numbers
+    def refuse_unread(self) -> None:
+        """Raise UsageError for a record that is masked, and for fields of it that nobody read,
+        unless they are about the record, or texts that say again what was read, or beside token ids
+        a mask that is 1 everywhere.
+        """
+        self.refuse_masked()
+        read_texts = {text for name in self.read for text in _texts(self.fields.get(name))}
+        has_ids = "input_ids" in self.read
+        unread = [
+            name
+            for name, value in self.fields.items()
+            if name not in self.read
+            and not is_about(name, value)
+            and not _says_trained(name, value)
+            and not (has_ids and isinstance(value, list) and all(each == 1 for each in value))
+            and (_has_other_than_texts(value) or not read_texts.issuperset(_texts(value)))
+        ]
+        if unread:
+            raise self.refusal(
+                f"{self.fields_read} would be trained without regard to "
+                + " and ".join(f"`{name}`" for name in unread),
+                hint="write it into a field that is read, or leave it out: "
+                f"`{self.file.command_without(unread)}`",
+            )
 
+    @property
+    def fields_read(self) -> str:
+        """Names of the fields that somebody has read, for a message."""
+        return " and ".join(f"`{name}`" for name in self.fields if name in self.read)
 
-def wrong(record: DataRecord, name: str, value: Any, meant: str, example: str) -> UsageError:
-    """A field, or a part of it, is not what it has to be."""
-    return UsageError(
-        f"{record.name}: `{name}` is not {meant}: {seen(value)}", hint=f"for example {example}"
-    )
+    def wrong(self, name: str, value: Any, meant: str, example: str) -> UsageError:
+        """The refusal of a field, or of a part of it, that is not what it has to be."""
+        return self.refusal(f"`{name}` is not {meant}: {seen(value)}", f"for example {example}")
+
+    def refusal(self, problem: str, hint: str) -> UsageError:
+        """An error that begins with the record's name."""
+        return UsageError(f"{self.name}: {problem}", hint=hint)
 
 
 _ABOUT = frozenset(
@@ -162,7 +236,7 @@ _MASKS = {
 
 
 def is_about(name: str, value: Any) -> bool:
-    """Whether a field is about what has it, and no part of what is trained."""
+    """True if a field is about what has it, and no part of what is trained."""
     plain = _plain(name)
     if plain in _OR_PROMPTS and not is_label(value):
         return False
@@ -171,76 +245,8 @@ def is_about(name: str, value: Any) -> bool:
 
 
 def is_label(value: Any) -> bool:
-    """Whether each text of a value is one word of ASCII: a name, a path, an address."""
+    """True if each text of a value is one word of ASCII: a name, a path, an address."""
     return all(map(_LABEL.fullmatch, _texts(value)))
-
-
-def taken_mask(record: DataRecord, fields: dict[str, Any]) -> bool | None:
-    """Whether a message or a part of one is trained, as those of its fields say that are taken out;
-    None: none does. The record's name says which it is.
-
-    Raises UsageError for a mask that is neither yes nor no, and for any other field with a number,
-    a yes or a no that is not known to be about the message.
-    """
-    told: list[bool] = []
-    for name in [name for name in fields if _plain(name) in _MASKS]:
-        value = fields.pop(name)
-        says = _says_trained(name, value)
-        if says is None:
-            raise wrong(record, name, value, "0, 1, false or true", f'`"{name}": 0`')
-        told.append(says)
-    refuse_flags(record, fields)
-    return all(told) if told else None
-
-
-def refuse_flags(record: DataRecord, fields: Mapping[str, Any]) -> None:
-    """Raise UsageError for a number, a yes or a no in a field of a message, a part of one or a
-    call, unless it is known to be about that.
-    """
-    for name, value in fields.items():
-        if not is_about(name, value) and _has_other_than_texts(value):
-            raise UsageError(
-                f"{record.name}: what `{name}`, {seen(value)}, means for training is not known",
-                hint='leave it out; a message with `"weight": 0` is not trained',
-            )
-
-
-def refuse_masked(record: DataRecord) -> None:
-    """Raise UsageError for a record that says that it is not trained."""
-    for name, value in record.fields.items():
-        if _says_trained(name, value) is False:
-            raise UsageError(
-                f"{record.name}: `{name}` is {seen(value)}, by which nothing of the record is "
-                "trained",
-                hint="leave such records out of the data",
-            )
-
-
-def refuse_unread(record: DataRecord) -> None:
-    """Raise UsageError for a record that is masked, and for fields of it that nobody read, unless
-    they are about the record, or texts that say again what was read, or beside token ids a mask
-    that is 1 everywhere.
-    """
-    refuse_masked(record)
-    known = {text for name in record.read for text in _texts(record.fields.get(name))}
-    has_ids = "input_ids" in record.read
-    unread = [
-        name
-        for name, value in record.fields.items()
-        if name not in record.read
-        and not is_about(name, value)
-        and not _says_trained(name, value)
-        and not (has_ids and isinstance(value, list) and all(each == 1 for each in value))
-        and (_has_other_than_texts(value) or not known.issuperset(_texts(value)))
-    ]
-    if unread:
-        read = " and ".join(f"`{name}`" for name in record.fields if name in record.read)
-        raise UsageError(
-            f"{record.name}: {read} would be trained without regard to "
-            + " and ".join(f"`{name}`" for name in unread),
-            hint="write it into a field that is read, or leave it out: "
-            f"`{command_without(record.file, unread)}`",
-        )
 
 
 def _plain(name: str) -> str:
@@ -269,7 +275,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _has_other_than_texts(value: Any) -> bool:
-    """Whether there is a number, a yes or a no in a value, or what a table has beside them."""
+    """True if there is a number, a yes or a no in a value, or what a table has beside them."""
     if isinstance(value, Mapping):
         return any(map(_has_other_than_texts, cast(Mapping[str, Any], value).values()))
     if isinstance(value, list | tuple):

@@ -7,19 +7,18 @@ the chosen document first, of rollouts all that answer one prompt.
 Shapes:  L tokens of a document
 """
 
-import multiprocessing
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from itertools import islice, pairwise
-from typing import NamedTuple
+from itertools import chain, pairwise
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import DataLoader
 
 from highwater.engine.data.conversations import ChatTemplate
-from highwater.engine.data.data_files import DataFile, DataRecord
+from highwater.engine.data.data_files import DataFile
 from highwater.engine.data.messages import (
     Conversation,
     Message,
@@ -31,18 +30,9 @@ from highwater.engine.data.messages import (
     spoken,
     with_system,
 )
-from highwater.engine.data.record_fields import (
-    first_of,
-    has,
-    ids_of,
-    labels_of,
-    refuse_unread,
-    text_of,
-    value_of,
-)
+from highwater.engine.data.record_fields import DataRecord
 from highwater.engine.data.text_tokens import TextTokens, encode_parts
 from highwater.errors import HighwaterError, UsageError
-from highwater.nouns.corpus import TrainedTokens
 from highwater.units import MIB
 
 
@@ -94,9 +84,9 @@ class Rendering:
         ids_L = np.array([token for ids, _ in pieces for token in ids], dtype=np.int64)
         trained_L = np.array([trained for ids, trained in pieces for _ in ids], dtype=bool)
         if ids_L.size and int(ids_L.max()) >= self.vocab_size:
-            raise UsageError(
-                f"{record.name}: {self.tokens.name} gives the id {int(ids_L.max())}, and the model "
-                f"knows the ids 0 to {self.vocab_size - 1}",
+            raise record.refusal(
+                f"{self.tokens.name} gives the id {int(ids_L.max())}, and the model knows the ids "
+                f"0 to {self.vocab_size - 1}",
                 hint="save the model's own into its folder, with `tokenizer.save_pretrained`",
             )
         return TokenDocument(ids_L, trained_L, is_apart=encoded.is_apart, is_chat=not starts)
@@ -108,19 +98,17 @@ class Rendering:
         follows the template's beginning of an answer, as it was sampled.
         """
         if isinstance(response, str):
-            is_text = isinstance(prompt, str)
             parts = [(self._prompt_text(record, prompt), False), (response, True)]
-            return self.document(record, parts, starts=is_text, ends=True)
+            return self.document(record, parts, starts=isinstance(prompt, str), ends=True)
         prompt = spoken("user", prompt)
         if any("trained" in message for message in response):
-            raise UsageError(
-                f"{record.name}: a response of which messages say whether they are trained, and "
-                "all of it is",
+            raise record.refusal(
+                "a response of which messages say whether they are trained, and all of it is",
                 hint="leave `weight`, `train`, `training`, `loss` and `masked` out",
             )
-        conversation = self.conversation(record, (*prompt, *response))
-        text = self.chat(record).text(conversation)
-        begin = len(self.chat(record).prompt_of(conversation, len(prompt), text, hint=_AS_TEXTS))
+        conversation, chat = self.conversation(record, (*prompt, *response)), self.chat(record)
+        text = chat.text(conversation)
+        begin = len(chat.prompt_of(conversation, len(prompt), text, hint=_AS_TEXTS))
         parts = [(text[:begin], False), (text[begin:], True)]
         return self.document(record, parts, starts=False, ends=False)
 
@@ -128,10 +116,15 @@ class Rendering:
         """Messages with what the record has beside them, all of which the template writes."""
         return self.chat(record).fitted(conversation_of(record, messages))
 
+    def ids(self, record: DataRecord, name: str, given: Any = None) -> NDArray[np.int64]:
+        """A field that has token ids, or those ``given`` for it."""
+        value = record.value(name) if given is None else given
+        return record.ids(name, value, vocab_size=self.vocab_size)
+
     def prompt_ids(self, record: DataRecord, prompt: Said) -> NDArray[np.int64]:
         """The tokens that a policy is given to answer a prompt."""
-        text, is_text = self._prompt_text(record, prompt), isinstance(prompt, str)
-        return self.document(record, [(text, False)], starts=is_text, ends=False).ids_L
+        parts = [(self._prompt_text(record, prompt), False)]
+        return self.document(record, parts, starts=isinstance(prompt, str), ends=False).ids_L
 
     def _prompt_text(self, record: DataRecord, prompt: Said) -> str:
         """A text as it is; messages up to the template's beginning of an answer."""
@@ -145,9 +138,8 @@ class Rendering:
             lacking = "the tokenizer has no chat template"
             if self.tokens.name == "bytes":
                 lacking = "no tokenizer, whose chat template would make a text of them"
-            fields = " and ".join(f"`{name}`" for name in record.fields if name in record.read)
-            raise UsageError(
-                f"{record.name}: {fields} would be a conversation, and {lacking}",
+            raise record.refusal(
+                f"{record.fields_read} would be a conversation, and {lacking}",
                 hint="save one that has one into the model's folder, with "
                 "`tokenizer.save_pretrained`, or write texts: "
                 '`{"prompt": "Hi", "completion": "Yes"}`',
@@ -155,55 +147,39 @@ class Rendering:
         return self.tokens.chat
 
 
-def supervised(rendering: Rendering, *, trained: TrainedTokens) -> Render:
-    """Render supervised records: ids, conversations, prompts with a response, or texts; the first
-    of these that a record has.
+def supervised(rendering: Rendering, record: DataRecord, *, everything: bool) -> Iterator[Unit]:
+    """Render a supervised record: ids, a conversation, a prompt with a response, or a text; the
+    first of these that it has. ``everything``: prompts are trained too.
     """
-    everything = trained == "all"
-
-    def render(record: DataRecord) -> Iterator[Unit]:
-        response = first_of(record, *_RESPONSES)
-        if has(record, "input_ids"):
-            document = _raw(rendering, record, everything)
-        elif name := first_of(record, "messages", "conversations"):
-            messages = with_system(record, messages_of(record, name))
-            document = _conversation(rendering, record, messages, 0, everything)
-        elif response and (prompt := prompt_of(record)) is not None:
-            document = _completion(rendering, record, prompt, response, everything)
-        elif has(record, "text"):
-            parts = [(text_of(record, "text"), True)]
-            document = rendering.document(record, parts, starts=True, ends=bool(parts[0][0]))
-        else:
-            raise without_fields(record, "text", SUPERVISED_EXAMPLE)
-        refuse_unread(record)
-        yield Unit((document,))
-
-    return render
+    response = record.first("completion", "response", "output", "answer")
+    if record.has("input_ids"):
+        ids_L = rendering.ids(record, "input_ids")
+        is_whole = record.value("labels") is None or everything
+        trained_L = np.ones(len(ids_L), dtype=bool) if is_whole else record.labels(ids_L)
+        document = TokenDocument(ids_L, trained_L)
+    elif name := record.first("messages", "conversations"):
+        messages = with_system(record, messages_of(record, name))
+        document = _conversation(rendering, record, messages, 0, everything)
+    elif response and (prompt := prompt_of(record)) is not None:
+        document = _completion(rendering, record, prompt, response, everything)
+    elif record.has("text"):
+        text = record.text("text")
+        document = rendering.document(record, [(text, True)], starts=True, ends=bool(text))
+    else:
+        raise without_fields(record, "text", _EXAMPLE)
+    record.refuse_unread()
+    yield Unit((document,))
 
 
-_RESPONSES = ("completion", "response", "output", "answer")
-SUPERVISED_EXAMPLE = (
-    '`{"text": "..."}`, `{"messages": [...]}` or `{"prompt": "...", "completion": "..."}`'
-)
+_EXAMPLE = '`{"text": "..."}`, `{"messages": [...]}` or `{"prompt": "...", "completion": "..."}`'
 
 
 def without_fields(record: DataRecord, missing: str, example: str) -> UsageError:
-    """A record lacks what it would be trained as."""
-    nulls = {name: "" if has(record, name) else " (which is null)" for name in record.fields}
+    """The refusal of a record that lacks what it would be trained as."""
+    nulls = {name: "" if record.has(name) else " (which is null)" for name in record.fields}
     names = ", ".join(f"{name}{null}" for name, null in nulls.items())
-    return UsageError(
-        f"{record.name}: no `{missing}` among its fields: {names or 'none'}",
-        hint=f"a record is {example}",
-    )
-
-
-def _raw(rendering: Rendering, record: DataRecord, everything: bool) -> TokenDocument:
-    """A document of ids: all trained where there are no labels."""
-    ids = value_of(record, "input_ids")
-    ids_L = ids_of(record, "input_ids", ids, vocab_size=rendering.vocab_size)
-    if value_of(record, "labels") is None or everything:
-        return TokenDocument(ids_L, np.ones(len(ids_L), dtype=bool))
-    return TokenDocument(ids_L, labels_of(record, ids_L))
+    problem = f"no `{missing}` among its fields: {names or 'none'}"
+    return record.refusal(problem, hint=f"a record is {example}")
 
 
 def _completion(
@@ -217,12 +193,12 @@ def _completion(
         return rendering.document(record, parts, starts=True, ends=True)
     prompt, response = spoken("user", prompt), spoken("assistant", response)
     if not any(message["role"] == "assistant" for message in response):
-        raise UsageError(
-            f"{record.name}: `{name}` has no message of the assistant",
+        raise record.refusal(
+            f"`{name}` has no message of the assistant",
             hint='give one: `[{"role": "assistant", "content": "Yes"}]`',
         )
     # Answers in the history are trained, as LLaMA-Factory does.
-    first = 0 if has(record, "history") else len(prompt)
+    first = 0 if record.has("history") else len(prompt)
     return _conversation(rendering, record, (*prompt, *response), first, everything)
 
 
@@ -253,24 +229,6 @@ _MOST_PROCESSES = 32
 _WORTH_BYTES = 16 * MIB
 """Data from which on more processes than this one are worth their start."""
 
-_render: Render | None = None
-"""What a process of the pool renders with: it is forked with it."""
-
-
-class PlacedRecord(NamedTuple):
-    """A record of one of the files."""
-
-    file: int
-    record: DataRecord
-
-
-class _Refused(NamedTuple):
-    """An error on its way to another process, which knows how to make it again."""
-
-    kind: type[HighwaterError]
-    problem: str
-    hint: str
-
 
 def processes_for(files: Sequence[DataFile]) -> int:
     """Processes that render these files: this one alone where they are small."""
@@ -279,57 +237,55 @@ def processes_for(files: Sequence[DataFile]) -> int:
 
 
 def rendered(
-    records: Iterable[PlacedRecord], render: Render, *, processes: int
-) -> Iterator[tuple[PlacedRecord, list[Unit]]]:
+    records: Iterable[DataRecord], render: Render, *, processes: int
+) -> Iterator[tuple[DataRecord, list[Unit]]]:
     """Each record with the units that it is, in the order of the records.
 
     Raises UsageError for the first record that is refused.
     """
     if processes == 1:
-        yield from ((placed, list(render(placed.record))) for placed in records)
+        yield from ((record, list(render(record))) for record in records)
         return
-    global _render
-    _render = render
-    context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(processes, mp_context=context) as pool:
-        yield from _through(pool, iter(records), processes * _WAITING)
+    waiting: deque[DataRecord] = deque()
 
-
-def _through(
-    pool: ProcessPoolExecutor, records: Iterator[PlacedRecord], most: int
-) -> Iterator[tuple[PlacedRecord, list[Unit]]]:
-    waiting: deque[tuple[list[PlacedRecord], Future[list[list[Unit] | _Refused]]]] = deque()
-    unread: HighwaterError | None = None
-    is_read = False
-    while waiting or not is_read:
-        while not is_read and len(waiting) < most:
-            chunk: list[PlacedRecord] = []
-            try:
-                chunk.extend(islice(records, _CHUNK))
-            except HighwaterError as error:  # what was read before it comes first
-                unread = error
-            is_read = len(chunk) < _CHUNK
-            if chunk:
-                waiting.append((chunk, pool.submit(_rendered, [each.record for each in chunk])))
-        if waiting:
-            chunk, future = waiting.popleft()
-            for placed, units in zip(chunk, future.result(), strict=False):
-                if isinstance(units, _Refused):
-                    for _, other in waiting:
-                        other.cancel()
-                    raise units.kind(units.problem, hint=units.hint)
-                yield placed, units
-    if unread is not None:
-        raise unread
-
-
-def _rendered(records: list[DataRecord]) -> list[list[Unit] | _Refused]:
-    """The units of each record, up to the first that is refused."""
-    assert _render is not None
-    found: list[list[Unit] | _Refused] = []
-    for record in records:
+    def read() -> Iterator[DataRecord | HighwaterError]:
         try:
-            found.append(list(_render(record)))
-        except HighwaterError as error:
-            return [*found, _Refused(type(error), error.problem, error.hint)]
-    return found
+            for record in records:
+                waiting.append(record)
+                yield record
+        except HighwaterError as error:  # what was read before it comes first
+            yield error
+
+    loader = DataLoader[Any](
+        cast(Any, _Rendered(render)),
+        batch_size=_CHUNK,
+        sampler=cast(Any, read()),
+        num_workers=processes,
+        prefetch_factor=_WAITING,
+        collate_fn=list,
+        multiprocessing_context="fork",
+    )
+    for units in chain.from_iterable(loader):
+        if isinstance(units, HighwaterError):
+            raise units
+        yield waiting.popleft(), units
+
+
+class _Rendered(NamedTuple):
+    """What a loader's processes ask for records, which stand in the place of indices."""
+
+    render: Render
+
+    def __getitems__(
+        self, records: Sequence[DataRecord | HighwaterError]
+    ) -> list[list[Unit] | HighwaterError]:
+        """The units of each record, up to the first that is refused."""
+        found: list[list[Unit] | HighwaterError] = []
+        for record in records:
+            try:
+                if isinstance(record, HighwaterError):
+                    raise record
+                found.append(list(self.render(record)))
+            except HighwaterError as error:
+                return [*found, error]
+        return found

@@ -1,13 +1,16 @@
-"""The plan of a training: which documents are in which micro-batch (row) of which step.
+"""The plan of a training: which documents are in which micro-batch (row) of which step, and the
+rows of an evaluation.
 
 It is a function of lengths, units, rows and a seed, the same on every machine and for every number
 of ranks, which take turns in the rows of a step. An epoch has every document once, in an order of
 its own; its last rows make a step with the first ones of the next. It takes some 20 bytes a
 document while it is in use.
 
-Where a unit has to be whole in one row, ``epoch_rows`` packs it. Where its documents may be in any
-rows of one step, step after step is filled, and then laid out so that rows are about alike and none
-is empty: a step that has fewer documents than rows when the next unit does not fit is given a later
+Where a unit has to be whole in one row, it goes into the row that it leaves the least room in,
+among the last ones that are open, and if none has room, opens another (best fit). Then the rows are
+shuffled: they close in an order of what was in them. Where a unit's documents may be in any rows of
+one step, step after step is filled, and then laid out so that rows are about alike and none is
+empty: a step that has fewer documents than rows when the next unit does not fit is given a later
 one that does, and the last step one of an earlier step's.
 """
 
@@ -17,245 +20,88 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from heapq import heapreplace
 from itertools import chain, islice
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from highwater.engine.data.epoch_rows import EpochRows, Units, pack_rows, shuffled
 from highwater.errors import UsageError
 from highwater.units import counted
 
+_OPEN_ROWS = 1024
+"""Rows that a unit is looked a place for in: enough that little is left over, and as quick for any
+number of documents."""
+_NUMBER_BITS = 40
+"""Bits of a row's number, below those of the room in it."""
+_CHUNK = 1 << 16
+"""Units whose sizes are Python's numbers at a time."""
 _TRIES = 8
 """Orders of an epoch that are tried before it is given up."""
 _LOOKED_AT = 256
 """Units further on that a step is looked one for among."""
 _REPACKED = 2
 """Times that a step is packed anew to make room for one more unit."""
-
-
-def fill_steps(units: Units, *, row_tokens: int, rows: int, seed: int, epoch: int) -> EpochRows:
-    """The rows of an epoch, all of each step one after the other.
-
-    Raises UsageError where a unit is larger than a step, or documents are too few for its rows. An
-    epoch whose orders all leave a row empty has the steps of the first, in another order.
-    """
-    _refuse_large(units, row_tokens, rows)
-    for number in range(_TRIES):
-        order = shuffled(units.total, seed, epoch, number)
-        steps = _Filling(units, row_tokens, rows).steps(order)
-        if steps is not None:
-            return _laid_out(steps)
-    if epoch == 0:
-        fewest = int(units.documents.min())
-        raise UsageError(
-            f"{rows} rows a step, and documents that belong together are {fewest} at the fewest: "
-            "a row would be left empty",
-            hint=f"use `--rows {fewest}`",
-        )
-    first = fill_steps(units, row_tokens=row_tokens, rows=rows, seed=seed, epoch=0)
-    steps = [[first.row(row) for row in range(at, at + rows)] for at in range(0, first.total, rows)]
-    return _laid_out([steps[number] for number in shuffled(len(steps), seed, epoch, _TRIES)])
+_KEPT_EPOCHS = 2
+"""Epochs that a step may have rows of: mostly one, at its end another."""
 
 
 Measured = tuple[int, int]
 """A document: its length, and its number."""
 
 
-class _OpenStep:
-    """One step while it is filled: rows are kept free for long documents."""
+class Units(NamedTuple):
+    """The units of a corpus: documents beside each other, that one step has all of or none."""
 
-    def __init__(self, rows: int, row_tokens: int) -> None:
-        self.units: dict[int, list[Measured]] = {}
-        self.documents = 0
-        self._rows = rows
-        self._row_tokens = row_tokens
-        self._packing = _Packing(rows, row_tokens)
-        self._room = rows * row_tokens
-        self._repacked = 0
+    lengths: NDArray[np.int64]
+    """Tokens of each document."""
+    starts: NDArray[np.int64]
+    """The first document of each unit, and past the last one's last."""
 
-    def take(self, unit: int, items: list[Measured]) -> bool:
-        """Take a unit; false where its documents do not fit."""
-        if sum(length for length, _ in items) > self._room:
-            return False
-        packing = self._packing.copy()
-        if not packing.add(items):
-            packing = self._repacked_with(items)
-        if packing is None:
-            return False
-        self._packing = packing
-        self.units[unit] = items
-        self.documents += len(items)
-        self._room -= sum(length for length, _ in items)
-        return True
+    @classmethod
+    def of(cls, lengths: NDArray[np.int64], units: NDArray[np.int64]) -> Self:
+        """Units of documents whose unit numbers ascend."""
+        lengths, units = np.asarray(lengths, np.int64), np.asarray(units, np.int64)
+        assert len(lengths) == len(units)
+        assert (np.diff(units) >= 0).all()
+        begins = np.flatnonzero(np.diff(units, prepend=units[0] - 1))
+        return cls(lengths, np.append(begins, len(units)))
 
-    def without(self, unit: int) -> "_OpenStep":
-        """The step without a unit."""
-        left = _OpenStep(self._rows, self._row_tokens)
-        left.units = {each: items for each, items in self.units.items() if each != unit}
-        items = list(chain(*left.units.values()))
-        left.documents = len(items)
-        left._room -= sum(length for length, _ in items)
-        left._packing = self._packing.without(set(self.units[unit]))
-        return left
+    @property
+    def total(self) -> int:
+        """Units."""
+        return len(self.starts) - 1
 
-    def final_rows(self) -> list[list[Measured]]:
-        """The documents of each row, about as many tokens in each: ranks wait. None is empty."""
-        balanced = _balanced(list(chain(*self.units.values())), self._rows, self._row_tokens)
-        return balanced or _none_empty(self._packing.rows)
+    @property
+    def documents(self) -> NDArray[np.int64]:
+        """Documents of each unit."""
+        return np.diff(self.starts)
 
-    def _repacked_with(self, items: list[Measured]) -> "_Packing | None":
-        """All documents packed anew; None where they do not fit, or after some tries."""
-        self._repacked += 1
-        packing = _Packing(self._rows, self._row_tokens)
-        if self._repacked <= _REPACKED and packing.add([*chain(*self.units.values()), *items]):
-            return packing
-        return None
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """Tokens of each unit."""
+        return np.add.reduceat(self.lengths, self.starts[:-1])
+
+    def items(self, unit: int) -> list[Measured]:
+        """The documents of a unit."""
+        documents = range(int(self.starts[unit]), int(self.starts[unit + 1]))
+        return [(int(self.lengths[number]), number) for number in documents]
 
 
-class _Packing:
-    """Documents in rows by best fit."""
+class EpochRows(NamedTuple):
+    """The rows of an epoch, one after the other."""
 
-    def __init__(self, rows: int, row_tokens: int) -> None:
-        self.rows: list[list[Measured]] = [[] for _ in range(rows)]
-        self._row_tokens = row_tokens
-        self._rooms = [(row_tokens, row) for row in range(rows)]  # ascending
+    documents: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    """Where each row begins among the documents, and where the last one ends."""
 
-    def copy(self) -> "_Packing":
-        """Another with the same documents in the same rows."""
-        other = _Packing(0, self._row_tokens)
-        other.rows, other._rooms = [list(row) for row in self.rows], list(self._rooms)
-        return other
+    @property
+    def total(self) -> int:
+        """Rows."""
+        return len(self.starts) - 1
 
-    def add(self, items: list[Measured]) -> bool:
-        """Add documents, the longest first; false, and only some are, where one has no room."""
-        for item in sorted(items, reverse=True):
-            found = bisect_left(self._rooms, (item[0], -1))
-            if found == len(self._rooms):
-                return False
-            room, row = self._rooms.pop(found)
-            insort(self._rooms, (room - item[0], row))
-            self.rows[row].append(item)
-        return True
-
-    def without(self, items: set[Measured]) -> "_Packing":
-        """Another without these documents, the others where they are."""
-        other = _Packing(0, self._row_tokens)
-        other.rows = [[item for item in row if item not in items] for row in self.rows]
-        other._rooms = sorted(
-            (self._row_tokens - sum(length for length, _ in row), at)
-            for at, row in enumerate(other.rows)
-        )
-        return other
-
-
-def _balanced(items: list[Measured], rows: int, row_tokens: int) -> list[list[Measured]] | None:
-    """Documents in rows, each in the row with the least in it; None where one has no room there."""
-    packed: list[list[Measured]] = [[] for _ in range(rows)]
-    loads = [(0, row) for row in range(rows)]
-    for item in sorted(items, reverse=True):
-        load, row = loads[0]
-        if load + item[0] > row_tokens:
-            return None
-        heapreplace(loads, (load + item[0], row))
-        packed[row].append(item)
-    return packed
-
-
-def _none_empty(rows: list[list[Measured]]) -> list[list[Measured]]:
-    """The rows, an empty one with the shortest document of the row that has the most."""
-    for row in rows:
-        if not row:
-            donor = max(rows, key=len)
-            shortest = min(donor)
-            donor.remove(shortest)
-            row.append(shortest)
-    return rows
-
-
-class _Filling:
-    """Fills the steps of one epoch."""
-
-    def __init__(self, units: Units, row_tokens: int, rows: int) -> None:
-        self._units = units
-        self._row_tokens, self._rows = row_tokens, rows
-
-    def steps(self, order: NDArray[np.int64]) -> list[list[Iterable[int]]] | None:
-        """The documents of each row of each step; None where a row would be empty."""
-        waiting = deque(int(unit) for unit in order)
-        steps: list[_OpenStep] = []
-        while waiting:
-            step = _OpenStep(self._rows, self._row_tokens)
-            while waiting and self._takes(step, waiting[0]):
-                waiting.popleft()
-            while step.documents < self._rows and self._take_another(step, waiting):
-                pass
-            steps.append(step)
-        poor = [step for step in steps if step.documents < self._rows]
-        if not all(self._lend(steps, step) for step in poor):
-            return None
-        return [[[document for _, document in row] for row in step.final_rows()] for step in steps]
-
-    def _takes(self, step: _OpenStep, unit: int) -> bool:
-        documents = range(int(self._units.starts[unit]), int(self._units.starts[unit + 1]))
-        lengths = self._units.lengths
-        return step.take(unit, [(int(lengths[number]), number) for number in documents])
-
-    def _take_another(self, step: _OpenStep, waiting: deque[int]) -> bool:
-        """Give the step one of the next units that fits; false where none does."""
-        for unit in islice(waiting, _LOOKED_AT):
-            if self._takes(step, unit):
-                waiting.remove(unit)
-                return True
-        return False
-
-    def _lend(self, steps: list[_OpenStep], poor: _OpenStep) -> bool:
-        """Give a step units that others can spare, until it has enough; false where none can."""
-        for at, rich in enumerate(steps):
-            if rich is poor:
-                continue
-            for unit, items in list(rich.units.items()):
-                if poor.documents >= self._rows:
-                    return True
-                if rich.documents - len(items) >= self._rows and self._takes(poor, unit):
-                    rich = steps[at] = rich.without(unit)
-        return poor.documents >= self._rows
-
-
-def _laid_out(steps: Sequence[Sequence[Iterable[int]]]) -> EpochRows:
-    rows = [list(row) for step in steps for row in step]
-    ends = np.cumsum([0, *map(len, rows)])
-    return EpochRows(np.fromiter(chain(*rows), np.int64, count=int(ends[-1])), ends)
-
-
-def _refuse_large(units: Units, row_tokens: int, rows: int) -> None:
-    """Raise UsageError for documents, units or rows that fit into no step."""
-    longest, documents = int(units.lengths.max()), len(units.lengths)
-    if longest > row_tokens:
-        raise UsageError(
-            f"a document of {longest:,} tokens, and a row of {row_tokens:,}",
-            hint=f"train longer rows: `--length {longest}`",
-        )
-    if documents < rows:
-        raise UsageError(
-            f"{counted(documents, 'document')} for {rows} rows a step",
-            hint=f"use `--rows {documents}`",
-        )
-    for unit, size in enumerate(units.sizes.tolist()):
-        if size > rows * row_tokens // 2:  # a smaller one always fits: by halves rows are full
-            items = [
-                (int(units.lengths[number]), number)
-                for number in range(int(units.starts[unit]), int(units.starts[unit + 1]))
-            ]
-            if not _Packing(rows, row_tokens).add(items):
-                raise UsageError(
-                    f"{counted(len(items), 'document')} of {size:,} tokens that belong together, "
-                    f"and a step of {rows} rows of {row_tokens:,}",
-                    hint=f"use `--rows {len(items)}`",
-                )
-
-
-_KEPT_EPOCHS = 2
-"""Epochs that a step may have rows of: mostly one, at its end another."""
+    def row(self, number: int) -> tuple[int, ...]:
+        """The documents of a row."""
+        return tuple(self.documents[self.starts[number] : self.starts[number + 1]].tolist())
 
 
 class StepPlan:
@@ -289,7 +135,7 @@ class StepPlan:
         """How many rows there are up to the end of each epoch that is known, before the first
         none."""
         self._know(1)
-        self.efficiency: float = self._units.tokens / (self._ends[1] * row_tokens)
+        self.efficiency: float = int(self._units.lengths.sum()) / (self._ends[1] * row_tokens)
         """The part of an epoch's rows that tokens fill."""
 
     def steps_of(self, epochs: int) -> int:
@@ -317,3 +163,272 @@ class StepPlan:
     def _packed(self, epoch: int) -> EpochRows:
         pack = partial(fill_steps, rows=self._rows) if self._spread else pack_rows
         return pack(self._units, row_tokens=self._row_tokens, seed=self._seed, epoch=epoch)
+
+
+def shuffled(count: int, *key: int) -> NDArray[np.int64]:
+    """The numbers below ``count`` in an order that ``key`` decides, on any machine.
+
+    It is that of PCG64's own output: what numpy makes of it in ``permutation`` may change with a
+    version, the bits may not. Source: NEP 19, https://numpy.org/neps/nep-0019-rng-policy.html.
+    """
+    bits = np.random.PCG64(np.random.SeedSequence(key)).random_raw(count)
+    return np.argsort(bits, kind="stable")
+
+
+def evaluation_rows(
+    lengths: NDArray[np.int64], units: NDArray[np.int64] | None, *, row_tokens: int
+) -> list[tuple[int, ...]]:
+    """Rows of at most ``row_tokens`` tokens.
+
+    ``units``: documents of one unit, which ascend, stay in one row, as those of a pair; None: each
+    is by itself. A unit that is larger than a row has one of its own.
+    """
+    found = Units.of(lengths, np.arange(len(lengths)) if units is None else units)
+    rows: list[list[int]] = []
+    left = 0
+    for unit, tokens in enumerate(found.sizes.tolist()):
+        if tokens > left:
+            rows.append([])
+            left = row_tokens
+        rows[-1] += range(int(found.starts[unit]), int(found.starts[unit + 1]))
+        left -= tokens
+    return [tuple(row) for row in rows]
+
+
+def pack_rows(units: Units, *, row_tokens: int, seed: int, epoch: int) -> EpochRows:
+    """The rows of an epoch, in the order in which they are trained.
+
+    Raises UsageError where a unit is larger than a row.
+    """
+    sizes = units.sizes
+    largest = int(sizes.argmax())
+    size = int(sizes[largest])
+    if size > row_tokens and units.documents[largest] > 1:
+        problem = f"documents of {size:,} tokens that belong together, and a row of {row_tokens:,}"
+        hint = f"`--sequences-per-micro-batch {-(-size // row_tokens)}`"
+        raise UsageError(problem, hint=f"train rows that hold a pair: {hint}")
+    _refuse_long(size, row_tokens)
+    order = shuffled(units.total, seed, epoch, 0)
+    row_of = _best_fit(sizes, order, row_tokens)
+    count = int(row_of.max()) + 1
+    place = np.empty(count, np.int64)
+    place[shuffled(count, seed, epoch, 1)] = np.arange(count)
+    row_of = place[row_of]
+    by_row = np.argsort(row_of, kind="stable")
+    in_order = order[by_row]
+    counts = units.documents[in_order]
+    ends = np.cumsum(counts)
+    documents = np.repeat(units.starts[in_order] - (ends - counts), counts) + np.arange(ends[-1])
+    row_units = np.bincount(row_of, minlength=count)
+    return EpochRows(documents, np.append(0, ends[np.cumsum(row_units) - 1]))
+
+
+def _best_fit(
+    sizes: NDArray[np.int64], order: NDArray[np.int64], row_tokens: int
+) -> NDArray[np.int64]:
+    """The row of each unit in this order, rows numbered as they are opened."""
+    row_of = np.empty(len(order), np.int64)
+    smallest = int(sizes.min())
+    open_rows: list[int] = []  # ascending: the room in each, and its number in the lower bits
+    opened = 0
+    for start in range(0, len(order), _CHUNK):
+        chunk: list[int] = sizes[order[start : start + _CHUNK]].tolist()
+        for at, size in enumerate(chunk, start):
+            found = bisect_left(open_rows, size << _NUMBER_BITS)
+            if found < len(open_rows):
+                room = open_rows.pop(found)
+            else:
+                room = (row_tokens << _NUMBER_BITS) + opened
+                opened += 1
+            number = room & ((1 << _NUMBER_BITS) - 1)
+            row_of[at] = number
+            room -= size << _NUMBER_BITS
+            if room >> _NUMBER_BITS >= smallest:
+                insort(open_rows, room)
+                if len(open_rows) > _OPEN_ROWS:
+                    open_rows.pop(0)  # the one with the least room
+    return row_of
+
+
+def fill_steps(units: Units, *, row_tokens: int, rows: int, seed: int, epoch: int) -> EpochRows:
+    """The rows of an epoch, all of each step one after the other.
+
+    Raises UsageError where a unit is larger than a step, or documents are too few for its rows. An
+    epoch whose orders all leave a row empty has the steps of the first, in another order.
+    """
+    _refuse_no_step(units, row_tokens, rows)
+    for number in range(_TRIES):
+        order = shuffled(units.total, seed, epoch, number)
+        steps = _filled_steps(units, order, row_tokens, rows)
+        if steps is not None:
+            return _laid_out(steps)
+    if epoch == 0:
+        fewest = int(units.documents.min())
+        raise UsageError(
+            f"{rows} rows a step, and documents that belong together are {fewest} at the fewest: "
+            "a row would be left empty",
+            hint=f"use `--rows {fewest}`",
+        )
+    first = fill_steps(units, row_tokens=row_tokens, rows=rows, seed=seed, epoch=0)
+    steps = [[first.row(row) for row in range(at, at + rows)] for at in range(0, first.total, rows)]
+    return _laid_out([steps[number] for number in shuffled(len(steps), seed, epoch, _TRIES)])
+
+
+class _Packing(NamedTuple):
+    """Documents in the rows of one step."""
+
+    rows: list[list[Measured]]
+    rooms: list[tuple[int, int]]
+    """Ascending: the room in each row, and the row's number."""
+
+    @classmethod
+    def of(cls, rows: Iterable[list[Measured]], row_tokens: int) -> Self:
+        """These rows, of which each may have so many tokens."""
+        rows = list(rows)
+        tokens = (sum(length for length, _ in row) for row in rows)
+        return cls(rows, sorted((row_tokens - count, at) for at, count in enumerate(tokens)))
+
+    def adding(self, items: Iterable[Measured]) -> "_Packing | None":
+        """The rows with these documents too, by best fit, the longest first; None where one of
+        them has no room.
+        """
+        rows, rooms = [list(row) for row in self.rows], list(self.rooms)
+        for item in sorted(items, reverse=True):
+            found = bisect_left(rooms, (item[0], -1))
+            if found == len(rooms):
+                return None
+            room, row = rooms.pop(found)
+            insort(rooms, (room - item[0], row))
+            rows[row].append(item)
+        return _Packing(rows, rooms)
+
+
+class _OpenStep:
+    """One step while it is filled: rows are kept free for long documents."""
+
+    def __init__(self, packing: _Packing, row_tokens: int) -> None:
+        self.units: dict[int, list[Measured]] = {}
+        self._packing, self._row_tokens = packing, row_tokens
+        self._documents = sum(map(len, packing.rows))
+        self._repacked = 0
+
+    @property
+    def lacks_documents(self) -> bool:
+        """True if a row would be empty."""
+        return self._documents < len(self._packing.rows)
+
+    def take(self, unit: int, items: list[Measured]) -> bool:
+        """Take a unit, all documents packed anew a few times if they do not fit otherwise; false
+        if they do not.
+        """
+        if sum(length for length, _ in items) > sum(room for room, _ in self._packing.rooms):
+            return False
+        packing = self._packing.adding(items)
+        if packing is None:
+            self._repacked += 1
+            if self._repacked <= _REPACKED:
+                empty = _Packing.of(([] for _ in self._packing.rows), self._row_tokens)
+                packing = empty.adding([*chain(*self.units.values()), *items])
+        if packing is None:
+            return False
+        self._packing, self.units[unit] = packing, items
+        self._documents += len(items)
+        return True
+
+    def without(self, unit: int) -> "_OpenStep":
+        """The step without a unit, the other documents where they are."""
+        gone = set(self.units[unit])
+        rows = ([item for item in row if item not in gone] for row in self._packing.rows)
+        left = _OpenStep(_Packing.of(rows, self._row_tokens), self._row_tokens)
+        left.units = {each: items for each, items in self.units.items() if each != unit}
+        return left
+
+    def final_rows(self) -> list[list[Measured]]:
+        """The documents of each row, about as many tokens in each: ranks wait. None is empty."""
+        rows = self._packing.rows
+        balanced: list[list[Measured]] = [[] for _ in rows]
+        loads = [(0, at) for at in range(len(rows))]
+        for item in sorted(chain(*self.units.values()), reverse=True):
+            load, row = loads[0]
+            if load + item[0] > self._row_tokens:
+                break
+            heapreplace(loads, (load + item[0], row))
+            balanced[row].append(item)
+        else:
+            return balanced
+        for row in rows:
+            if not row:  # it gets the shortest document of the row that has the most
+                donor = max(rows, key=len)
+                row.append(donor.pop(donor.index(min(donor))))
+        return rows
+
+
+def _filled_steps(
+    units: Units, order: NDArray[np.int64], row_tokens: int, rows: int
+) -> list[list[Iterable[int]]] | None:
+    """The documents of each row of each step of an epoch; None where a row would be empty."""
+    waiting = deque(order.tolist())
+    steps: list[_OpenStep] = []
+    while waiting:
+        step = _OpenStep(_Packing.of(([] for _ in range(rows)), row_tokens), row_tokens)
+        while waiting and step.take(waiting[0], units.items(waiting[0])):
+            waiting.popleft()
+        while step.lacks_documents:
+            later = islice(waiting, _LOOKED_AT)
+            fitting = next((each for each in later if step.take(each, units.items(each))), None)
+            if fitting is None:
+                break
+            waiting.remove(fitting)
+        steps.append(step)
+    for poor in [step for step in steps if step.lacks_documents]:
+        _lend(steps, poor)
+        if poor.lacks_documents:
+            return None
+    return [[[document for _, document in row] for row in step.final_rows()] for step in steps]
+
+
+def _lend(steps: list[_OpenStep], poor: _OpenStep) -> None:
+    """Give a step units that others can spare, until it has enough or none can."""
+    for at, rich in enumerate(steps):
+        if rich is poor:
+            continue
+        for unit, items in list(rich.units.items()):
+            if not poor.lacks_documents:
+                return
+            left = rich.without(unit)
+            if not left.lacks_documents and poor.take(unit, items):
+                rich = steps[at] = left
+
+
+def _laid_out(steps: Sequence[Sequence[Iterable[int]]]) -> EpochRows:
+    rows = [list(row) for step in steps for row in step]
+    ends = np.cumsum([0, *map(len, rows)])
+    return EpochRows(np.fromiter(chain(*rows), np.int64, count=int(ends[-1])), ends)
+
+
+def _refuse_no_step(units: Units, row_tokens: int, rows: int) -> None:
+    """Raise UsageError for documents, units or rows that fit into no step."""
+    documents = len(units.lengths)
+    _refuse_long(int(units.lengths.max()), row_tokens)
+    if documents < rows:
+        raise UsageError(
+            f"{counted(documents, 'document')} for {rows} rows a step",
+            hint=f"use `--rows {documents}`",
+        )
+    # A smaller one always fits: by halves rows are full.
+    for unit in np.flatnonzero(units.sizes > rows * row_tokens // 2).tolist():
+        items = units.items(unit)
+        if _Packing.of(([] for _ in range(rows)), row_tokens).adding(items) is None:
+            raise UsageError(
+                f"{counted(len(items), 'document')} of {units.sizes[unit]:,} tokens that belong "
+                f"together, and a step of {rows} rows of {row_tokens:,}",
+                hint=f"use `--rows {len(items)}`",
+            )
+
+
+def _refuse_long(tokens: int, row_tokens: int) -> None:
+    if tokens > row_tokens:
+        raise UsageError(
+            f"a document of {tokens:,} tokens, and a row of {row_tokens:,}",
+            hint=f"train longer rows: `--length {tokens}`",
+        )

@@ -24,7 +24,7 @@ from highwater.engine.kernels.rows import transformed
 from highwater.engine.models.fused.fused import PROOF_TOLERANCE
 from highwater.errors import MachineError, ModelError
 from highwater.model.logit_transform import PLAIN, LogitTransform
-from highwater.model.trained_families import ATTENTION_LAYERS
+from highwater.model.model_config import ATTENTION_LAYERS
 
 
 def refuse_shared_parameters(causal_lm: PreTrainedModel) -> None:

@@ -30,6 +30,18 @@ Category = Literal[
 ]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 """The categories, from what stays longest to what nobody knows."""
+CATEGORY_WORDS: Mapping[Category, str] = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer_states": "optimizer states",
+    "activations": "activations",
+    "backward_pass": "backward pass",
+    "logits": "logits, loss",
+    "communication": "communication",
+    "workspaces": "workspaces",
+    "unattributed": "unattributed",
+}
+"""The categories in words."""
 
 
 class _Rule(NamedTuple):

@@ -63,6 +63,25 @@ def replay(
     ``is_share``: a capacity that the process sets itself, as of a trial with a memory budget.
     ``workspaces_bytes`` are cuBLAS's, which no trace has.
     """
+    found, peak_at = replay_to_peak(
+        log,
+        allocator=allocator,
+        capacity_bytes=capacity_bytes,
+        is_share=is_share,
+        workspaces_bytes=workspaces_bytes,
+    )
+    return msgspec.structs.replace(found, alive=alive_at(log, peak_at))
+
+
+def replay_to_peak(
+    log: EventLog,
+    *,
+    allocator: Allocator,
+    capacity_bytes: int | None,
+    workspaces_bytes: Sequence[int],
+    is_share: bool = False,
+) -> tuple[Replayed, int]:
+    """What ``replay`` finds, but for what is alive at the peak; and the number of events before."""
     device = CachingAllocator(
         is_expandable=allocator == "expandable", capacity_bytes=capacity_bytes, is_share=is_share
     )
@@ -96,26 +115,29 @@ def replay(
                     device.release_cached()
     except CapacityError:
         fits, peak_phase, peak_at = False, phase, number
-    return Replayed(
+    replayed = Replayed(
         fits=fits,
         phase=peak_phase,
         peak_allocated_bytes=device.peak_allocated_bytes,
         peak_reserved_bytes=device.peak_reserved_bytes,
         retries=device.retries,
         allocated_by_phase=by_phase,
-        alive=alive_at(log, peak_at),
+        alive=(),
     )
+    return replayed, peak_at
 
 
-def needed(
-    log: EventLog,
-    *,
-    allocator: Allocator,
-    workspaces_bytes: Sequence[int] = CUBLAS_WORKSPACES_BYTES,
-) -> Replayed:
-    """What a log that does not fit would need: its replay without end."""
-    found = replay(log, allocator=allocator, workspaces_bytes=workspaces_bytes)
-    return msgspec.structs.replace(found, fits=False)
+def ran_out(least_bytes: int) -> Replayed:
+    """What is known without a replay of a step that has more alive at once than there is room."""
+    return Replayed(
+        fits=False,
+        phase="",
+        peak_allocated_bytes=least_bytes,
+        peak_reserved_bytes=least_bytes,
+        retries=0,
+        allocated_by_phase={},
+        alive=(),
+    )
 
 
 def alive_at(log: EventLog, number: int) -> tuple[Alive, ...]:

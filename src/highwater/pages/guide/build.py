@@ -107,7 +107,7 @@ def write_guide(path: str | Path, made: Guide) -> Path:
     check_guide_file(path)
     if path.suffix == PAGE:
         # here, so that no other command waits for the templates
-        from highwater.pages.guide.answers import places
+        from highwater.pages.guide.chooser import places
         from highwater.pages.guide.guide_page import guide_page
 
         text = guide_page(made, places(made))

@@ -1,29 +1,30 @@
 """The guide as data: the simplest settings that fit each length and model, a table for each kind
-and number of GPUs; and the answers of its page's chooser as JSON.
+and number of GPUs.
 """
 
-import json
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from markupsafe import Markup
 
 from highwater.nouns.capacities import Capacity, Source, may_be_simpler, published_grid, simplest
-from highwater.nouns.codec import to_builtins
-from highwater.nouns.recommendation import Candidate, Query, Recommendation
+from highwater.nouns.recommendation import Query
 from highwater.nouns.settings import Settings, other_training
-from highwater.nouns.study import Cell
+from highwater.nouns.study import Cell, counted_ranks
 from highwater.nouns.trainer import predicted_traits, trainer_title
-from highwater.pages.answer_sentence import recommendation_answer
-from highwater.pages.page import paths_shortened, script_text, without_folders
-from highwater.pages.recommendation_tables import recommendation_tables
-from highwater.pages.text import TextTable, plain_lines
 from highwater.units import counted, format_bytes
 
 NOTHING_FITS, UNKNOWN = "-", "?"
+ORIGINS: dict[Source, str] = {
+    "measured": "by real trials",
+    "simulated": "from a memory law, nothing was trained",
+    "predicted": "where the prediction is an interval, its upper end fits",
+    "published": "by others, not measured here",
+}
+"""How far figures are to be trusted, by source."""
+SOURCES: dict[Source, str] = {
+    **{source: f"{source} {origin}" for source, origin in ORIGINS.items()},
+    "predicted": f"predicted, nothing was run; {ORIGINS['predicted']}",
+}
 
 _OWN: Mapping[str, Callable[[Settings], bool]] = {
     "sharded checkpoints": lambda settings: settings.checkpoint != "none",
@@ -50,9 +51,14 @@ class Choice:
         """
         if self.capacity is None:
             return UNKNOWN if self.may_be_simpler else NOTHING_FITS
-        return cell_label(self.capacity.cell) + (
-            " (memory-only)" if self.capacity.is_memory_only else ""
-        )
+        is_memory_only = self.capacity.is_memory_only
+        return f"{cell_label(self.capacity.cell)}{' (memory-only)' if is_memory_only else ''}"
+
+    @property
+    def entry(self) -> str:
+        """The label as a table has it: with ``?`` where something simpler may fit."""
+        is_open = self.capacity is not None and self.may_be_simpler
+        return f"{self.label} ?" if is_open else self.label
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +77,11 @@ class GuideTable:
     models: tuple[str, ...]
     rows: tuple[tuple[int, tuple[Choice, ...]], ...]
     """Length in tokens, and a choice for each model."""
+
+    @property
+    def gpus_in_words(self) -> str:
+        """``4 GPUs``."""
+        return counted_ranks(self.gpus, "cuda")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,137 +197,17 @@ def _table(capacities: tuple[Capacity, ...]) -> GuideTable:
         models=tuple(of_model),
         # the published lengths, to one row after the last that fits
         rows=tuple(
-            (tokens, tuple(_choice(name, own, tokens) for name, own in of_model.items()))
+            (
+                tokens,
+                tuple(
+                    Choice(
+                        model_name=name,
+                        capacity=(found := simplest(own, tokens)),
+                        may_be_simpler=may_be_simpler(own, tokens, found),
+                    )
+                    for name, own in of_model.items()
+                ),
+            )
             for tokens in map(grid.length, range(1, last + 2))
         ),
     )
-
-
-def _choice(model_name: str, capacities: tuple[Capacity, ...], length_tokens: int) -> Choice:
-    found = simplest(capacities, length_tokens)
-    return Choice(
-        model_name=model_name,
-        capacity=found,
-        may_be_simpler=may_be_simpler(capacities, length_tokens, found),
-    )
-
-
-_NOT_EMBEDDED = ("candidates", "chosen")
-"""Fields of a recommendation that do not stand there as others do. What is chosen stands for
-itself; the candidates, which only the tables have, would be most of the page."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What is recommended for one length."""
-
-    found: Recommendation
-    command: str
-    """The command that answers the same again. Empty where a table of the guide is all that is
-    known."""
-    entries: tuple[str, ...]
-    """What the guide's tables say of it."""
-    configurations: Mapping[str, str]
-    """Texts to copy for the chosen settings, by what they configure."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """One model on one number of GPUs, for one kind of training."""
-
-    model_name: str
-    device_name: str
-    gpus: int
-    basis: str
-    """Whose step it is, what it trains, and what its figures are."""
-    answers: tuple[Answer, ...]
-    """Answers, the shortest length first."""
-    longest_tokens: int | None
-    """The longest of these lengths that is known to fit and is not tight, if any is; None: none
-    fits."""
-
-
-def chooser_json(places: Sequence[Place]) -> Markup:
-    """Every combination, as JSON that is harmless inside a ``script`` element.
-
-    Every value stands there once. ``places`` hold a place's names, its answers and the length that
-    it opens with; of an answer, ``fields`` and all texts are indices into ``values``.
-    """
-    fields = [name for name in Recommendation.__struct_fields__ if name not in _NOT_EMBEDDED]
-    drafts = [_place(place, fields) for place in places]
-    counted = Counter(_keys(drafts))
-    order = {key: index for index, (key, _) in enumerate(counted.most_common())}
-    indexed = _json(_indexed(drafts, order))
-    names = f'"fields":{_json(fields)},"chosen":{_json(Candidate.__struct_fields__)}'
-    document = f'{{{names},"values":[{",".join(order)}],"places":{indexed}}}'
-    return script_text(document)
-
-
-class _Value(str):
-    """The JSON of a value that is written once."""
-
-    __slots__ = ()
-
-
-def _place(place: Place, fields: Sequence[str]) -> dict[str, Any]:
-    return {
-        "model": plain_lines(place.model_name),
-        "gpu": plain_lines(place.device_name),
-        "gpus": place.gpus,
-        "basis": plain_lines(place.basis),
-        "longest": place.longest_tokens,
-        "answers": [_answer(answer, fields) for answer in place.answers],
-    }
-
-
-def _answer(answer: Answer, fields: Sequence[str]) -> dict[str, Any]:
-    found = paths_shortened(to_builtins(answer.found))
-    return {
-        "length": answer.found.length_tokens,
-        "fields": _values(found, fields),
-        "chosen": answer.found.chosen and _values(found["chosen"], Candidate.__struct_fields__),
-        "label": _text("" if answer.found.chosen is None else answer.found.chosen.label),
-        "said": _text(recommendation_answer(answer.found)),
-        "entries": [_text(entry) for entry in answer.entries],
-        "tables": [_table_words(table) for table in recommendation_tables(answer.found)],
-        "command": _text(answer.command),
-        "configurations": [
-            [_text(name), [_Value(_json(without_folders(line))) for line in text.split("\n")]]
-            for name, text in answer.configurations.items()
-        ],
-    }
-
-
-def _values(of: Mapping[str, Any], names: Sequence[str]) -> list[_Value]:
-    return [_Value(_json(of[name])) for name in names]
-
-
-def _table_words(table: TextTable) -> list[Any]:
-    """Title, headings, rows, footnotes, and how many columns hold names."""
-    columns, *rows = [list(map(_text, row)) for row in (table.columns, *table.rows)]
-    notes = list(map(_text, table.footnotes))
-    return [_text(table.title), columns, rows, notes, table.left_columns]
-
-
-def _text(text: str) -> _Value:
-    return _Value(_json(plain_lines(without_folders(text))))
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"))
-
-
-def _keys(draft: Any) -> Iterator[str]:
-    if isinstance(draft, _Value):
-        yield str(draft)
-    elif isinstance(draft, dict | list):
-        for value in draft.values() if isinstance(draft, dict) else draft:
-            yield from _keys(value)
-
-
-def _indexed(draft: Any, order: Mapping[str, int]) -> Any:
-    if isinstance(draft, _Value):
-        return order[str(draft)]
-    if isinstance(draft, dict):
-        return {name: _indexed(value, order) for name, value in draft.items()}
-    return [_indexed(value, order) for value in draft] if isinstance(draft, list) else draft

@@ -10,30 +10,21 @@ highwater.write_report("report.html", highwater.study_report("logs/Qwen3-0.6B/st
 
 import csv
 import io
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from highwater.errors import HighwaterError, UsageError
 from highwater.nouns.codec import to_builtins, to_json
 from highwater.nouns.study import Study
 from highwater.nouns.trial import LogEnd, TrialResult
-from highwater.pages.page import page_template
-from highwater.pages.study import study_parts, study_predictions
+from highwater.pages.chart import SHAPES, bracket_chart, memory_picture
+from highwater.pages.page import drawn_page
+from highwater.pages.study import study_tables
 from highwater.pages.study.study_answer import study_answer
 from highwater.pages.study.study_commands import flag_value
-from highwater.pages.study.study_parts import HEADINGS
-from highwater.pages.study.study_pictures import SHAPES, bracket_picture, memory_picture
 from highwater.pages.study.study_report import Beginning, StudyReport, TrialReport, assembled
-from highwater.pages.text import (
-    TextTable,
-    escaped,
-    fenced,
-    markdown_list,
-    markdown_table,
-    plain,
-    plain_json,
-)
+from highwater.pages.text import plain, plain_json
 from highwater.search.predicted_study import predictions_of
 from highwater.search.start_length import read_prediction
 from highwater.store.directory import check_new_file, write_new_file
@@ -126,95 +117,29 @@ def _beginning(study: Study) -> Beginning | None:
 
 
 def study_page(report: StudyReport) -> str:
-    """Write the whole page. Everything in it is escaped but what is marked in our own text."""
-    return page_template("study.html.j2").render(
-        report=report,
-        answer=study_answer(report.study),
-        parts=study_parts,
-        question=study_predictions,
-        predictions=study_predictions,
-        headings=study_parts.HEADINGS,
-        shapes=[(shape, study_parts.OUTCOMES[outcome]) for outcome, shape in SHAPES.items()],
-        notes=study_parts.notes(report),
-        environment=list(study_predictions.environment_tables(report)),
-        brackets=[(cell, bracket_picture(cell, report)) for cell in report.cells],
-        memory=memory_picture(report),
-        predicted=list(study_predictions.predicted_tables(report)),
-        has_intervals=any(
-            trial.predicted is not None and trial.predicted.interval is not None
-            for trial in report.trials
-        ),
-    )
+    """Write the whole page."""
+    return _drawn(report, "html")
 
 
 def study_markdown(report: StudyReport) -> str:
     """Write the whole document."""
-    notes = study_parts.notes(report)
-    sections = {
-        "answers": (*_drawn(study_parts.answers_table(report)), markdown_list(study_parts.WORDS)),
-        "memory": _drawn(study_parts.memory_table(report)),
-        "failures": _failures(report),
-        "brackets": _brackets(report),
-        "trials": _drawn(study_parts.trials_table(report)),
-        "predicted": (
-            *(
-                part
-                for table in study_predictions.predicted_tables(report)
-                for part in _drawn(table)
-            ),
-            markdown_list(map(escaped, study_predictions.prediction_notes(report))),
-        ),
-        "commands": _commands(report),
-        "question": (markdown_table(study_predictions.question_table(report)),),
-        "environment": (
-            *(
-                part
-                for table in study_predictions.environment_tables(report)
-                for part in _drawn(table)
-            ),
-            study_predictions.no_environment(report) or "",
-        ),
-        **({"notes": (markdown_list(map(escaped, notes)),)} if notes else {}),
-    }
-    parts = [f"# {escaped(study_parts.title(report))}", study_parts.state(report)]
-    for name, own in sections.items():
-        parts += [f"## {HEADINGS[name]}", *own]
-    parts.append(study_parts.made_by(report))
-    return "\n\n".join(filter(None, parts)) + "\n"
+    return _drawn(report, "md")
 
 
-def _drawn(table: TextTable) -> Iterator[str]:
-    yield f"**{escaped(table.title)}**"
-    yield markdown_table(table)
-    yield markdown_list(map(escaped, table.footnotes))
-
-
-def _brackets(report: StudyReport) -> Iterator[str]:
-    if report.trials:
-        yield from _drawn(study_parts.bracket_table(report))
-    waiting = [escaped(cell.label) for cell in report.cells if not cell.bracket]
-    yield f"Not searched yet: {'; '.join(waiting)}." if waiting else ""
-    found = study_parts.not_monotone(report)
-    yield "Not monotone:" if found else ""
-    yield markdown_list(map(escaped, found))
-
-
-def _failures(report: StudyReport) -> Iterator[str]:
-    if not report.failures:
-        yield study_parts.NO_FAILURES
-    for failed in report.failures:
-        yield f"### {escaped(study_parts.failure_heading(failed))}"
-        yield escaped(study_parts.failure_lines(failed))
-        yield fenced(failed.text)
-        if failed.log.lines:
-            yield "The last lines of its log:"
-            yield fenced("\n".join(map(plain, failed.log.lines)))
-
-
-def _commands(report: StudyReport) -> Iterator[str]:
-    for command in report.commands:
-        yield f"{escaped(command.what)}:"
-        yield fenced(plain(command.text))
+def _drawn(report: StudyReport, form: Literal["html", "md"]) -> str:
+    return drawn_page(
+        "study.j2",
+        form=form,
+        report=report,
+        answer=study_answer(report.study),
+        parts=study_tables,
+        shapes=[(shape, study_tables.OUTCOMES[outcome]) for outcome, shape in SHAPES.items()],
+        notes=report.study.notes,
+        brackets=[(cell, bracket_chart(cell, report)) for cell in report.cells],
+        waiting=[cell.label for cell in report.cells if not cell.bracket],
+        memory=memory_picture(report),
+        has_intervals=any(each.predicted and each.predicted.interval for each in report.trials),
+    )
 
 
 _RUN = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from highwater.errors import HighwaterError
-from highwater.memory.snapshot.attribution import Category, category_of
+from highwater.memory.snapshot.attribution import CATEGORY_WORDS, Category, category_of
 from highwater.memory.snapshot.memory_profile import Advice, advice_of
 from highwater.memory.snapshot.snapshot import Frame
 from highwater.model.model import Model, load_model
@@ -27,7 +27,6 @@ from highwater.nouns.request import setting_flags
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import CellAnswer, Question, Study
 from highwater.nouns.trial import AliveMemory, Outcome, TrialResult, TrialSpec
-from highwater.pages.profile.profile_tables import WORDS
 from highwater.pages.text import plain
 from highwater.units import GIB, MIB, format_bytes, format_tokens, parse_bytes
 
@@ -51,21 +50,25 @@ class Command(Record, frozen=True, kw_only=True):
 
 def commands(study: Study) -> tuple[Command, ...]:
     """Commands of what was typed, of the same search in a study of its own, and of the edges."""
-    return (*_searches(study), *_edges(study))
-
-
-def _searches(study: Study) -> Iterator[Command]:
-    typed = study.command
-    if typed:
+    found: list[Command] = []
+    if study.command:
         rest = "shows its answers again" if study.complete else "answers the rest"
         words = resumed(study)
-        named = "" if words == typed else ", but for the study's own file"
-        yield Command(what=f"as it was typed{named}: the same study, which {rest}", words=words)
+        named = "" if words == study.command else ", but for the study's own file"
+        what = f"as it was typed{named}: the same study, which {rest}"
+        found.append(Command(what=what, words=words))
     name = f"{Path(study.path).stem if study.path else 'study'}-again.jsonl"
-    yield Command(
-        what="every trial anew, in a study of its own",
-        words=(*_without(_anew(study), _STUDY_FLAG), _STUDY_FLAG, name),
-    )
+    anew = (*_without(_anew(study), _STUDY_FLAG), _STUDY_FLAG, name)
+    found.append(Command(what="every trial anew, in a study of its own", words=anew))
+    simulated = ("--dry-run",) if study.question.simulated else ()
+    for answer in study.answers:
+        where = answer.cell.label_on(study.question.device)
+        for spec, what in _edge(study, answer):
+            label = "memory-only, " if spec.is_memory_only else ""
+            what = f"{where}: {format_tokens(spec.length_tokens)} tokens, {label}{what}"
+            words = (*try_words(spec, study.question.model), *simulated)
+            found.append(Command(what=what, words=words))
+    return tuple(found)
 
 
 def _anew(study: Study) -> tuple[str, ...]:
@@ -112,19 +115,6 @@ def flag_value(flag: str, words: Sequence[str]) -> str | None:
     return found
 
 
-def _edges(study: Study) -> Iterator[Command]:
-    for answer in study.answers:
-        for spec, what in _edge(study, answer):
-            where = answer.cell.label_on(study.question.device)
-            label = "memory-only, " if spec.is_memory_only else ""
-            simulated = ("--dry-run",) if study.question.simulated else ()
-            words = (*try_words(spec, study.question.model), *simulated)
-            yield Command(
-                what=f"{where}: {format_tokens(spec.length_tokens)} tokens, {label}{what}",
-                words=words,
-            )
-
-
 def _edge(study: Study, answer: CellAnswer) -> Iterator[tuple[TrialSpec, str]]:
     specs: dict[int, TrialSpec] = {}
     for trial in study.trials_of(answer.cell):
@@ -141,34 +131,30 @@ def _edge(study: Study, answer: CellAnswer) -> Iterator[tuple[TrialSpec, str]]:
 
 def try_words(spec: TrialSpec, model: Model) -> tuple[str, ...]:
     """``highwater try`` with the very trial of a specification."""
+    depth = spec.attention_depth
     return (
         *("highwater", "try", _model_word(model), "--length", str(spec.length_tokens)),
-        *("--device", spec.device),
-        *spec.layout.flags,
-        *_memory(spec.memory_budget_bytes),
-        *(() if spec.foreign is None else spec.foreign.flags),
+        *_place(spec, spec.layout.flags),
         *_told(spec.foreign, setting_flags(spec.settings)),
         *spec.hyperparameters.flags,
         *_steps(spec),
-        *(() if spec.attention_depth is None else ("--attention-depth", str(spec.attention_depth))),
+        *(() if depth is None else ("--attention-depth", str(depth))),
     )
 
 
 def find_words(question: Question) -> tuple[str, ...]:
     """``highwater find`` with the very question, for a study that was asked from Python."""
-    grid, cells = question.grid, question.cells
-    published = published_grid(grid.native_length_tokens)
-    is_published = (grid.step_tokens, grid.beyond_step_tokens) == (
-        published.step_tokens,
-        published.beyond_step_tokens,
-    )
-    rungs = list(dict.fromkeys(cell.settings for cell in cells))
+    grid, cells, limit_s = question.grid, question.cells, question.timeout_s
+    usual = published_grid(grid.native_length_tokens)
+    steps = (grid.step_tokens, grid.beyond_step_tokens)
+    is_published = steps == (usual.step_tokens, usual.beyond_step_tokens)
+    proof = _with_its_proof(question, ())
+    if limit_s is not None:
+        proof = (_PROOF_FLAG, question.proof, _TIMEOUT_FLAG, f"{limit_s:g}s")
     return (
-        *("highwater", "find", _model_word(question.model), "--device", question.device),
-        *flags_of(cell.layout for cell in cells),
-        *_memory(question.memory_budget_bytes),
-        *(() if question.foreign is None else question.foreign.flags),
-        *_rung_flags(rungs, question.foreign),
+        *("highwater", "find", _model_word(question.model)),
+        *_place(question, flags_of(cell.layout for cell in cells)),
+        *_rung_flags(list(dict.fromkeys(cell.settings for cell in cells)), question.foreign),
         *question.hyperparameters.flags,
         *("--start-length", str(grid.start_tokens), "--max-length", str(grid.max_tokens)),
         *(() if is_published else ("--resolution", str(grid.step_tokens))),
@@ -176,25 +162,27 @@ def find_words(question: Question) -> tuple[str, ...]:
         *(("--confirm", str(question.confirm)) if question.confirm else ()),
         *(("--headroom", str(question.margin_bytes)) if question.margin_bytes else ()),
         *_steps(question),
-        *(
-            _with_its_proof(question, ())
-            if question.timeout_s is None
-            else (_PROOF_FLAG, question.proof, _TIMEOUT_FLAG, f"{question.timeout_s:g}s")
-        ),
+        *proof,
         *(("--dry-run",) if question.simulated else ()),
     )
+
+
+def _place(asked: TrialSpec | Question, layout: Sequence[str]) -> tuple[str, ...]:
+    """Device, layout, memory and who trains."""
+    foreign = () if asked.foreign is None else asked.foreign.flags
+    return ("--device", asked.device, *layout, *_memory(asked.memory_budget_bytes), *foreign)
 
 
 def _told(foreign: ForeignTrainer | None, words: Sequence[str]) -> Sequence[str]:
     """The flags that who trains can be told, with their values, where they have any."""
     if foreign is None:
         return words
-    settings = FOREIGN[foreign.trainer].settings
     told: list[str] = []
     is_known = False
     for word in words:
         if word.startswith("--"):
-            is_known = word.removeprefix("--").replace("-", "_") in settings
+            name = word.removeprefix("--").replace("-", "_")
+            is_known = name in FOREIGN[foreign.trainer].settings
         told += [word] if is_known else []
     return told
 
@@ -273,7 +261,7 @@ def _typed(word: str) -> str:
 
 
 _SHORT: Mapping[Category, str] = {
-    **WORDS,
+    **CATEGORY_WORDS,
     "activations": "activations and temporaries",
     "logits": "logits",
     "backward_pass": "the backward pass",

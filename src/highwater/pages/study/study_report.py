@@ -171,7 +171,7 @@ def assembled(
     logs = {
         number: log_of(trial.result)
         for number, trial in enumerate(study.trials, 1)
-        if _failed(trial) and trial.result
+        if trial.result is not None and not trial.result.outcome.is_fit
     }
     study = from_builtins(_hidden(to_builtins(study)), Study)
     if beginning is not None:
@@ -221,18 +221,23 @@ def _hidden(value: object) -> object:
             return value
 
 
+_OF_A_LAYOUT = ("gpus", "ulysses_degree", "ring_degree", "replicate_degree")
+_OF_A_RESULT = (
+    *("outcome", "reason", "peak_reserved_bytes", "step_time_s", "tokens_per_s", "mfu"),
+    *("launch_to_first_step_s", "wall_s", "log_path"),
+)
+"""What a trial's report has as its layout and its result do."""
+
+
 def _trial(
     study: Study, number: int, recorded: RecordedTrial, predicted: PredictedTrial | None
 ) -> TrialReport:
-    spec = recorded.spec
+    spec, result = recorded.spec, recorded.result
     started = TrialReport(
         number=number,
         cell=Cell(layout=spec.layout, settings=spec.settings).label_on(study.question.device),
         rung=short_settings(spec.settings),
-        gpus=spec.layout.gpus,
-        ulysses_degree=spec.layout.ulysses_degree,
-        ring_degree=spec.layout.ring_degree,
-        replicate_degree=spec.layout.replicate_degree,
+        **{name: getattr(spec.layout, name) for name in _OF_A_LAYOUT},
         length_tokens=spec.length_tokens,
         is_memory_only=spec.is_memory_only,
         attempt=recorded.attempt,
@@ -243,28 +248,20 @@ def _trial(
         limit_bytes=spec.memory_budget_bytes or study.question.device_total_bytes,
         predicted=predicted,
     )
-    if recorded.result is None:
+    if result is None:
         return started
-    ended = _ended(started, study, recorded.result)
-    return msgspec.structs.replace(ended, beside_prediction=judged(ended))
-
-
-def _ended(started: TrialReport, study: Study, result: TrialResult) -> TrialReport:
-    """The trial with what its ranks measured."""
     memories = [rank.memory for rank in result.ranks]
     first = result.ranks[0] if result.ranks else RankReport(rank=0)
-    limits = (
+    limits = [
         rank.budget.budget_bytes if rank.budget else rank.memory.device_total_bytes
         for rank in result.ranks
-    )
+    ]
     told = first.allocator_settings
-    return msgspec.structs.replace(
+    ended = msgspec.structs.replace(
         started,
-        outcome=result.outcome,
+        **{name: getattr(result, name) for name in _OF_A_RESULT},
         counts_as_fit=study.question.counts_as_fit(result),
-        reason=result.reason,
         peak_allocated_bytes=_most(memory.peak_allocated_bytes for memory in memories),
-        peak_reserved_bytes=result.peak_reserved_bytes,
         device_used_bytes=_most(memory.device_used_bytes for memory in memories),
         requested_bytes=requested_bytes(result),
         limit_bytes=min(
@@ -274,13 +271,8 @@ def _ended(started: TrialReport, study: Study, result: TrialResult) -> TrialRepo
         allocator_retries=_most(memory.allocator_retries for memory in memories),
         allocator=next((told[name] for name in ALLOCATOR_VARIABLES if name in told), None),
         attention_kernel=first.attention_kernel,
-        step_time_s=result.step_time_s,
-        tokens_per_s=result.tokens_per_s,
-        mfu=result.mfu,
-        launch_to_first_step_s=result.launch_to_first_step_s,
-        wall_s=result.wall_s,
-        log_path=result.log_path,
     )
+    return msgspec.structs.replace(ended, beside_prediction=judged(ended))
 
 
 def judged(trial: TrialReport) -> Judgement:
@@ -340,20 +332,15 @@ def _bracket(study: Study, trials: Iterable[tuple[int, RecordedTrial]]) -> Itera
         yield BracketStep(trial=number, fits_tokens=longest or None, does_not_fit_tokens=shortest)
 
 
-def _failed(trial: RecordedTrial) -> bool:
-    return trial.result is not None and not trial.result.outcome.is_fit
-
-
 def _failures(
     study: Study, trials: Iterable[TrialReport], logs: Mapping[int, LogEnd]
 ) -> Iterator[FailedTrial]:
     for reported, recorded in zip(trials, study.trials, strict=True):
-        result = recorded.result
-        if result is None or not _failed(recorded):
+        result, log = recorded.result, logs.get(reported.number)
+        if result is None or log is None:
             continue
         first = result.first_failed
         failure = None if first is None else first.failure
-        log = logs[reported.number]
         yield FailedTrial(
             trial=reported.number,
             cell=reported.cell,

@@ -1,6 +1,8 @@
 """Tables of what trials found, the answers of a study and one trial, and their figures in words."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+import msgspec
 
 from highwater.nouns.corpus import NOT_MONOTONE
 from highwater.nouns.foreign_trainer import ForeignTrainer
@@ -16,8 +18,15 @@ from highwater.nouns.study import (
 )
 from highwater.nouns.trial import Device, MemoryBudget, Outcome, RankReport, TrialResult, TrialSpec
 from highwater.pages.study.study_commands import alive_rows, brief, request_line
-from highwater.pages.text import TextTable, plain
-from highwater.units import format_bytes, format_seconds, format_tokens
+from highwater.pages.table import TextTable, plain_table
+from highwater.pages.text import plain
+from highwater.units import (
+    format_bytes,
+    format_rate,
+    format_seconds,
+    format_share,
+    format_tokens,
+)
 
 
 def capacity_text(
@@ -112,8 +121,8 @@ def trial_table(spec: TrialSpec, result: TrialResult) -> TextTable:
     budget, foreign = rank.budget, spec.foreign
     speed = (  # what a memory-only trial has not
         ("step time", format_seconds(result.step_time_s)),
-        ("tokens/s", _per_second(result.tokens_per_s)),
-        ("MFU", _percent(result.mfu)),
+        ("tokens/s", format_rate(result.tokens_per_s)),
+        ("MFU", format_share(result.mfu)),
     )
     allocator = [f"{name}={value}" for name, value in rank.allocator_settings.items()]
     line = request_line(result, spec.settings, spec.layout)
@@ -164,7 +173,7 @@ def _answer_row(answer: CellAnswer, question: Question) -> tuple[str, ...]:
     return (
         *(*_names(answer.cell), *proofs, ended),
         *(format_bytes(answer.peak_reserved_bytes), format_bytes(answer.headroom_bytes)),
-        *(_per_second(answer.tokens_per_s), _percent(answer.mfu)),
+        *(format_rate(answer.tokens_per_s), format_share(answer.mfu)),
     )
 
 
@@ -202,14 +211,6 @@ def _saves(result: TrialResult) -> str:
         f"in {format_seconds(max(part.time_s for part in parts))}"
         for parts in each
     )
-
-
-def _per_second(tokens: float | None) -> str:
-    return "-" if tokens is None else f"{tokens:,.0f}"
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
 
 
 def _footnotes(study: Study) -> list[str]:
@@ -312,3 +313,83 @@ def _division(budget: MemoryBudget) -> str:
     )
     whole, context, nccl, cap = map(format_bytes, parts)
     return f"{whole} = {context} context + {nccl} NCCL + {cap} for the allocator"
+
+
+def published_tables(studies: Sequence[Study]) -> tuple[TextTable, ...]:
+    """The published layout, ``#GPU | SP | models``, for each rung and place. ``*`` is past the
+    native length, ``-`` none, ``≥`` that no longer one failed. A figure that no trial told is left
+    out, and a line without any.
+    """
+    groups: dict[str, list[tuple[Cell, Question, CellAnswer | None]]] = {}
+    for study in studies:
+        answers = {answer.cell: answer for answer in study.answers}
+        for cell in study.question.cells:
+            title = f"{cell.settings.label} ({place(study.question)}; {provenance(study.question)})"
+            groups.setdefault(title, []).append((cell, study.question, answers.get(cell)))
+    return tuple(_published_group(title, entries) for title, entries in groups.items())
+
+
+def published_text(table: TextTable) -> str:
+    """A table of the published layout as it was published."""
+    return plain_table(table, gap=" | ").replace("\n\n", "\n", 1)
+
+
+def published_line(question: Question, cell: Cell, answer: CellAnswer | None) -> str | None:
+    """The line that users of the published search parse; None when no trial told the capacity."""
+    if answer is None or answer.capacity_tokens is None:
+        return None
+    proof = answer.memory_only
+    memory_only = "" if proof is None else f", memory_only_len = {proof.length_tokens}"
+    return (
+        f"model_name = {plain(question.model.name)}, trainer_gpu_num = {cell.layout.gpus}, sp_num "
+        f"= {cell.layout.ulysses_degree}, max_model_len = {answer.capacity_tokens}{memory_only}"
+    )
+
+
+def published_notes(question: Question, cell: Cell, answer: CellAnswer | None) -> tuple[str, ...]:
+    """What a cell's line does not say, a number alone: that a longer length may fit, or of 0 that
+    shorter ones were not tried, or why there is no line.
+    """
+    label = f"{plain(question.model.name)}, {cell.label_on(question.device)}"
+    if answer is None or answer.capacity_tokens is None:
+        why = "it has no answer" if answer is None else plain(answer.reason)
+        return (f"{label}: no line, as no trial told its capacity: {why}",)
+    if answer.reach_tokens == 0:
+        return (
+            f"{label}: 0: the start length itself, {question.grid.start_tokens:,} tokens, did not "
+            f"fit, and nothing shorter was tried: ask again with a shorter start length",
+        )
+    least = "≥" if answer.is_at_least else ""
+    return (f"{label}: {least}{answer.reach_tokens}: {plain(answer.reason)}",) if least else ()
+
+
+def _published_figure(question: Question, answer: CellAnswer) -> str:
+    """``131072*``, ``≥131072*``; with a memory-only proof ``131072* (643072* memory-only)``."""
+    memory_only = memory_only_text(question, answer, none="", commas=False)
+    least = "≥" if answer.is_at_least else ""
+    capacity = capacity_text(question, answer, none="-", commas=False)
+    return f"{capacity} ({least}{memory_only})" if memory_only else f"{least}{capacity}"
+
+
+def _published_group(
+    title: str, entries: Sequence[tuple[Cell, Question, CellAnswer | None]]
+) -> TextTable:
+    models = list(dict.fromkeys(plain(question.model.name) for _, question, _ in entries))
+    figures = {
+        (cell.layout, plain(question.model.name)): _published_figure(question, answer)
+        for cell, question, answer in entries
+        if answer is not None and answer.capacity_tokens is not None
+    }
+    layouts = sorted({layout for layout, _ in figures}, key=msgspec.structs.astuple)
+    return TextTable(
+        title=title,
+        columns=("#GPU", "SP", *models),
+        rows=tuple(
+            (
+                *(str(layout.gpus), layout.sharing),
+                *(figures.get((layout, model), "") for model in models),
+            )
+            for layout in layouts
+        ),
+        left_columns=2 + len(models),
+    )

@@ -1,4 +1,4 @@
-"""Support: whether the trials of a cell bear out its answer.
+"""Whether the trials of a cell bear out its answer.
 
 A study is a file: what it says was found is believed of its trials (docs/decisions/026). Everything
 that an answer says of lengths and memory follows from results, whatever order they came in: the

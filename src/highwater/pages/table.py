@@ -1,21 +1,95 @@
-"""Texts and tables within the width of a terminal: every figure whole, every column there.
+"""A table as a value, and how it is drawn: plain, as Markdown, or within the width of a terminal,
+every figure whole and every column there. A page draws the same value by its template.
 
-A table that is too wide first says once, above, what all rows share. Then it takes the form that
-needs the fewest lines: *wrapped*, all columns side by side, names and sentences broken at blanks;
-*blocks*, the columns that have room side by side and the others below each row as ``name: value``,
-aligned over all rows; or *groups*, where one name stands for several rows: that name on a line of
-its own, and its rows below. Tables in Markdown fold alike, and what is fenced stays as it is.
+A table that is too wide for a terminal first says once, above, what all rows share. Then it takes
+the form that needs the fewest lines: *wrapped*, all columns side by side, names and sentences
+broken at blanks; *blocks*, the columns that have room side by side and the others below each row as
+``name: value``, aligned over all rows; or *groups*, where one name stands for several rows: that
+name on a line of its own, and its rows below. Tables in Markdown fold alike, and what is fenced
+stays as it is.
 """
 
 import re
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import TypeVar
 
 from rich.cells import cell_len
 
-from highwater.pages.text import INDENT, TextTable, folded, hanging, pieces
+from highwater.pages.text import INDENT, escaped, folded, hanging, pieces
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextTable:
+    """A table as text, before anybody decides how it is drawn."""
+
+    title: str
+    columns: tuple[str, ...]
+    """Headings; empty for a table without."""
+    rows: tuple[tuple[str, ...], ...]
+    footnotes: tuple[str, ...] = ()
+    left_columns: int = 3
+    """Columns that hold names: aligned left. The others hold figures."""
+
+
+def table_of(
+    title: str,
+    records: Iterable[Row],
+    *columns: tuple[str, Callable[[Row], str]] | None,
+    footnotes: Iterable[str] = (),
+    names: int = 3,
+) -> TextTable:
+    """A table with a row for each record. A column is its heading and what it says of a record; one
+    that is None is left out. The first ``names`` are aligned left.
+    """
+    shown = [column for column in columns if column is not None]
+    return TextTable(
+        title=title,
+        columns=tuple(heading for heading, _ in shown),
+        rows=tuple(tuple(cell(each) for _, cell in shown) for each in records),
+        footnotes=tuple(footnotes),
+        left_columns=names,
+    )
+
+
+def values_table(title: str, rows: Iterable[tuple[str, str]]) -> TextTable:
+    """A table of names and what each of them is."""
+    return TextTable(title=title, columns=("what", "value"), rows=tuple(rows), left_columns=2)
+
+
+def plain_table(table: TextTable, *, gap: str = "  ") -> str:
+    """The table in aligned columns, for a file or a pipe; never wrapped."""
+    grid = (table.columns, *table.rows) if table.columns else table.rows
+    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
+    lines = [
+        gap.join(
+            text.ljust(width) if column < table.left_columns else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in grid
+    ]
+    return "\n".join(
+        (table.title, "", *lines, *(("", *table.footnotes) if table.footnotes else ()))
+    )
+
+
+def markdown_table(table: TextTable) -> str:
+    """A table with figures aligned right, and of even widths for who reads the source."""
+    headings, *rows = [tuple(map(escaped, row)) for row in (table.columns, *table.rows)]
+    widths = [max(3, *map(len, column)) for column in zip(headings, *rows, strict=True)]
+    rules = [
+        "-" * width if at < table.left_columns else "-" * (width - 1) + ":"
+        for at, width in enumerate(widths)
+    ]
+    return "\n".join(
+        "| " + " | ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) + " |"
+        for row in (headings, rules, *rows)
+    )
+
 
 LEAST_WIDTH = 20
 """Columns below which nothing is folded further."""
@@ -148,17 +222,13 @@ def _narrowest_by_height(column: _Column) -> list[int]:
     for height in range(1, (_LINES_OF_A_NAME if column.is_name else _LINES_OF_A_CELL) + 1):
 
         def is_enough(width: int, height: int = height) -> bool:
+            cells = [column.lines(cell, width) for cell in column.cells]
             return len(folded(column.heading, width)) <= _LINES_OF_A_HEADING and all(
-                len(column.lines(cell, width)) <= height and _widest(column, cell, width) <= width
-                for cell in column.cells
+                len(lines) <= height and max(map(cell_len, lines)) <= width for lines in cells
             )
 
         widths.append(least + bisect_left(range(least, whole), True, key=is_enough))
     return widths
-
-
-def _widest(column: _Column, cell: str, width: int) -> int:
-    return max(map(cell_len, column.lines(cell, width)))
 
 
 def _without_what_rows_share(table: TextTable) -> tuple[TextTable, list[str]]:
@@ -228,31 +298,26 @@ def _lines_in_all(columns: Sequence[_Column], widths: Sequence[int]) -> int:
 
 
 def _side_by_side(columns: Sequence[_Column], widths: Sequence[int]) -> _Drawn:
-    rows = range(len(columns[0].cells))
-    return _Drawn(
-        headings=list(_headings(columns, widths)),
-        rows=[list(_row(columns, widths, row)) for row in rows],
-    )
-
-
-def _headings(columns: Sequence[_Column], widths: Sequence[int]) -> Iterator[str]:
-    """The headings, broken where a column is narrower, above a rule."""
-    headings = [
-        folded(column.heading, width) for column, width in zip(columns, widths, strict=True)
-    ]
+    """The headings, broken where a column is narrower, above a rule; each row in as many lines as
+    its highest cell has.
+    """
+    are_left = [column.is_left for column in columns]
+    paired = list(zip(columns, widths, strict=True))
+    headings = [folded(column.heading, width) for column, width in paired]
     height = max(map(len, headings))
     raised = [[""] * (height - len(heading)) + heading for heading in headings]
-    yield from _joined(raised, widths, [column.is_left for column in columns])
-    yield _GAP.join("-" * width for width in widths).rstrip()
-
-
-def _row(columns: Sequence[_Column], widths: Sequence[int], row: int) -> Iterator[str]:
-    """One row, in as many lines as its highest cell has."""
-    cells = [
-        column.lines(column.cells[row], width)
-        for column, width in zip(columns, widths, strict=True)
-    ]
-    yield from _joined(cells, widths, [column.is_left for column in columns])
+    rule = _GAP.join("-" * width for width in widths).rstrip()
+    cells = (
+        [
+            column.lines(column.cells[row], width)
+            for column, width in zip(columns, widths, strict=True)
+        ]
+        for row in range(len(columns[0].cells))
+    )
+    return _Drawn(
+        headings=[*_joined(raised, widths, are_left), rule],
+        rows=[list(_joined(row, widths, are_left)) for row in cells],
+    )
 
 
 def _joined(
@@ -335,23 +400,16 @@ def _lines_of_pairs(columns: Sequence[_Column], width: int) -> list[list[_Pair]]
 
 def _in_stops(lines: Sequence[Sequence[_Pair]]) -> list[list[_Pair]]:
     """The same lines with names below names, and values below values."""
-    stops: list[tuple[int, int]] = []
+    lined: list[list[_Pair]] = [[] for _ in lines]
     for stop in range(max(map(len, lines), default=0)):
-        pairs = [line[stop] for line in lines if stop < len(line)]
-        followed = [line[stop] for line in lines if stop + 1 < len(line)]
-        stops.append(
-            (
-                max(pair.name_width for pair in pairs),
-                max((pair.value_width for pair in followed), default=0),
-            )
-        )
-    return [
-        [
-            replace(pair, name_width=name_width, value_width=max(value_width, pair.value_width))
-            for pair, (name_width, value_width) in zip(line, stops, strict=False)
-        ]
-        for line in lines
-    ]
+        name_width = max(line[stop].name_width for line in lines if stop < len(line))
+        followed = (line[stop].value_width for line in lines if stop + 1 < len(line))
+        least = max(followed, default=0)
+        for line, own in zip(lines, lined, strict=True):
+            for pair in line[stop : stop + 1]:
+                value_width = max(least, pair.value_width)
+                own.append(replace(pair, name_width=name_width, value_width=value_width))
+    return lined
 
 
 def _taken_by_pairs(pairs: Collection[_Pair]) -> int:

@@ -19,7 +19,6 @@ from highwater.nouns.capacities import study_capacities
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question, RecordedTrial, Study
-from highwater.nouns.support import unsupported
 from highwater.nouns.trial import (
     MemoryBudget,
     Outcome,
@@ -29,17 +28,18 @@ from highwater.nouns.trial import (
     TrialSpec,
 )
 from highwater.pages.study.build import report_text
-from highwater.pages.study.study_pictures import (
+from highwater.pages.study.tables import (
+    answer_table,
     published_line,
     published_notes,
     published_tables,
     published_text,
 )
-from highwater.pages.study.tables import answer_table
-from highwater.pages.text import plain_table
+from highwater.pages.table import plain_table
 from highwater.search.cell_outcomes import CellAnswered, TrialFinished
 from highwater.search.scheduler import recorded_search, search_cells
 from highwater.store.journal import open_journal, read_study
+from highwater.store.trial_evidence import unsupported
 from highwater.trials.simulated import OneByOne
 from highwater.units import GIB
 from places import examples, question_of

@@ -1,19 +1,26 @@
-"""Answers of a guide's page, for each combination of model, GPUs and length: ``recommend`` and
-``emit`` compute them while the page is written (docs/decisions/018), or they are read off
-capacities that somebody found.
+"""The chooser of a guide's page: an answer for each combination of model, GPUs and length, and all
+of them as JSON. ``recommend`` and ``emit`` compute them while the page is written
+(docs/decisions/018), or they are read off capacities that somebody found.
 """
 
+import json
+import re
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
+from markupsafe import Markup
 
 from highwater.errors import HighwaterError, ModelError
 from highwater.model.model import load_model
 from highwater.model.rope import Yarn, yarn, yarn_parameters
 from highwater.nouns.capacities import Capacity, in_order
 from highwater.nouns.cells import simplicity
+from highwater.nouns.codec import to_builtins
 from highwater.nouns.hardware import kind_of
 from highwater.nouns.recommendation import Candidate, Query, Recommendation
 from highwater.nouns.request import trial_flags
@@ -22,20 +29,51 @@ from highwater.nouns.trainer import OURS, TRAINERS, predicted_traits, trainer_ti
 from highwater.pages.answer_sentence import recommendation_answer
 from highwater.pages.guide.guide import (
     NOTHING_FITS,
+    ORIGINS,
     UNKNOWN,
-    Answer,
     Guide,
     GuideTable,
-    Place,
     cell_label,
     farthest,
     trained,
 )
-from highwater.pages.guide.guide_parts import ORIGINS, entry
+from highwater.pages.page import paths_shortened, script_text, without_folders
+from highwater.pages.recommendation_tables import recommendation_tables
+from highwater.pages.text import plain_lines
 from highwater.recommendation.candidates import token_budget
 from highwater.recommendation.recommend import recommend
 from highwater.trainers.emitted import answered_first
 from highwater.trainers.targets import TARGETS, configured_choice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What is recommended for one length."""
+
+    found: Recommendation
+    command: str
+    """The command that answers the same again. Empty where a table of the guide is all that is
+    known."""
+    entries: tuple[str, ...]
+    """What the guide's tables say of it."""
+    configurations: Mapping[str, str]
+    """Texts to copy for the chosen settings, by what they configure."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One model on one number of GPUs, for one kind of training."""
+
+    model_name: str
+    device_name: str
+    gpus: int
+    basis: str
+    """Whose step it is, what it trains, and what its figures are."""
+    answers: tuple[Answer, ...]
+    """Answers, the shortest length first."""
+    longest_tokens: int | None
+    """The longest of these lengths that is known to fit and is not tight, if any is; None: none
+    fits."""
 
 
 def known_recommendation(
@@ -48,7 +86,12 @@ def known_recommendation(
     knows is a note.
     """
     first, kind = own[0], kind_of(own[0].device_name)
-    candidates = tuple(_candidate(each, length_tokens) for each in _best(own, length_tokens))
+    best: dict[tuple[int, ...], Capacity] = {}
+    for each in in_order(tuple(own)):
+        key, fits = simplicity(each.cell), each.fits(length_tokens)
+        if fits is not None and (key not in best or (fits and not best[key].fits(length_tokens))):
+            best[key] = each
+    candidates = tuple(_candidate(each, length_tokens) for each in best.values())
     chosen = next((candidate for candidate in candidates if candidate.fits), None)
     return Recommendation(
         model_name=first.model_name,
@@ -66,16 +109,6 @@ def known_recommendation(
         accuracy=ORIGINS[first.source],
         notes=tuple(_notes(own, length_tokens, chosen, others)),
     )
-
-
-def _best(own: Sequence[Capacity], length_tokens: int) -> list[Capacity]:
-    """Capacities that tell of the length, the simplest first."""
-    best: dict[tuple[int, ...], Capacity] = {}
-    for each in in_order(tuple(own)):
-        key, fits = simplicity(each.cell), each.fits(length_tokens)
-        if fits is not None and (key not in best or (fits and not best[key].fits(length_tokens))):
-            best[key] = each
-    return list(best.values())
 
 
 def _candidate(capacity: Capacity, length_tokens: int) -> Candidate:
@@ -302,7 +335,7 @@ def _known_answers(made: Guide, group: Sequence[_Own]) -> Iterator[Answer]:
 
 def _entries(group: Sequence[_Own], length_tokens: int, model_name: str) -> tuple[str, ...]:
     return tuple(
-        f"{_IN_WORDS.get(choice.label, entry(choice))} ({table.source}; {table.training})"
+        f"{_IN_WORDS.get(choice.label, choice.entry)} ({table.source}; {table.training})"
         for table, _ in group
         for tokens, choices in table.rows
         for choice in choices
@@ -331,3 +364,93 @@ def _configurations(found: Recommendation, model: str) -> Mapping[str, str]:
                     answered = answered_first(answered, recommendation_answer(chosen))
                 texts[target] = answered.text.rstrip("\n") + "\n"
     return texts
+
+
+_NOT_EMBEDDED = ("candidates", "chosen")
+"""Fields of a recommendation that do not stand there as others do. What is chosen stands for
+itself; the candidates, which only the tables have, would be most of the page."""
+
+
+class _Values:
+    """Values of a page, each written once: a text stands for each until all of them are counted."""
+
+    def __init__(self) -> None:
+        self.counts = Counter[str]()
+        self.numbers = dict[str, int]()
+
+    def __call__(self, value: object) -> str:
+        """What stands for a value; texts are on one line, and name no folder."""
+        if isinstance(value, str):
+            value = plain_lines(without_folders(value))
+        return self.of_json(_json(value))
+
+    def of_json(self, text: str) -> str:
+        """What stands for a value whose JSON this is."""
+        self.counts[text] += 1
+        return f"\0{self.numbers.setdefault(text, len(self.numbers))}"
+
+    def indexed(self, document: object) -> tuple[list[str], str]:
+        """All values, the most frequent first, and the document with their indices."""
+        order = [text for text, _ in self.counts.most_common()]
+        places = {self.numbers[text]: at for at, text in enumerate(order)}
+        text = re.sub(r'"\\u0000(\d+)"', lambda found: str(places[int(found[1])]), _json(document))
+        return order, text
+
+
+def chooser_json(places: Sequence[Place]) -> Markup:
+    """Every combination, as JSON that is harmless inside a ``script`` element.
+
+    Every value stands there once. ``places`` hold a place's names, its answers and the length that
+    it opens with; of an answer, ``fields`` and all texts are indices into ``values``.
+    """
+    fields = [name for name in Recommendation.__struct_fields__ if name not in _NOT_EMBEDDED]
+    value = _Values()
+    drafts = [
+        {
+            "model": plain_lines(place.model_name),
+            "gpu": plain_lines(place.device_name),
+            "gpus": place.gpus,
+            "basis": plain_lines(place.basis),
+            "longest": place.longest_tokens,
+            "answers": [_draft(answer, fields, value) for answer in place.answers],
+        }
+        for place in places
+    ]
+    order, indexed = value.indexed(drafts)
+    names = f'"fields":{_json(fields)},"chosen":{_json(Candidate.__struct_fields__)}'
+    return script_text(f'{{{names},"values":[{",".join(order)}],"places":{indexed}}}')
+
+
+def _draft(answer: Answer, fields: Sequence[str], value: _Values) -> dict[str, Any]:
+    chosen, found = answer.found.chosen, paths_shortened(to_builtins(answer.found))
+    own = Candidate.__struct_fields__
+    return {
+        "length": answer.found.length_tokens,
+        "fields": [value.of_json(_json(found[name])) for name in fields],
+        "chosen": chosen and [value.of_json(_json(found["chosen"][name])) for name in own],
+        "label": value("" if chosen is None else chosen.label),
+        "said": value(recommendation_answer(answer.found)),
+        "entries": list(map(value, answer.entries)),
+        "tables": [
+            [
+                value(table.title),
+                list(map(value, table.columns)),
+                [list(map(value, row)) for row in table.rows],
+                list(map(value, table.footnotes)),
+                table.left_columns,
+            ]
+            for table in recommendation_tables(answer.found)
+        ],
+        "command": value(answer.command),
+        "configurations": [
+            [
+                value(name),
+                [value.of_json(_json(without_folders(line))) for line in text.split("\n")],
+            ]
+            for name, text in answer.configurations.items()
+        ],
+    }
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))

@@ -1,0 +1,359 @@
+"""Charts as values, which ``charts.html.j2`` draws: how the brackets of a study closed, the memory
+of its trials, and what was alive in a memory snapshot, over time and by stack.
+
+Lengths are pixels on a screen, and y grows downwards; those of memory are per cent of its width.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from math import ceil
+from typing import NamedTuple
+
+from highwater.memory.snapshot.attribution import CATEGORIES, CATEGORY_WORDS
+from highwater.memory.snapshot.memory_profile import MemoryProfile
+from highwater.nouns.trial import Outcome
+from highwater.pages.study.study_report import CellReport, StudyReport, TrialReport
+from highwater.pages.study.study_tables import lacks_headroom, outcome
+from highwater.pages.text import plain
+from highwater.units import GIB, MIB, counted, format_bytes, format_seconds, format_tokens
+
+
+class Tick(NamedTuple):
+    """A place on an axis and its label."""
+
+    at: float
+    text: str
+    anchor: str = "middle"
+
+
+class Shape(NamedTuple):
+    """Something drawn: a rectangle, a polygon, or the mark of an outcome."""
+
+    kind: str
+    """The class that gives it its colour; of a mark, its form."""
+    x: float = 0
+    y: float = 0
+    width: float = 0
+    height: float = 0
+    points: str = ""
+    """The corners of a polygon."""
+    text: str = ""
+    """What it stands for, in words."""
+    label: str = ""
+    """As much of the words as there is room for within it; empty for none."""
+
+
+class Chart(NamedTuple):
+    """A chart with its axes."""
+
+    text: str
+    """What it shows, in words."""
+    width: float
+    height: float
+    left: float = 0
+    bottom: float = 0
+    up: Sequence[Tick] = ()
+    """Ticks of the axis that goes upwards, with a line across each."""
+    across: Sequence[Tick] = ()
+    across_at: float = 0
+    across_name: str = ""
+    spans: Sequence[Shape] = ()
+    areas: Sequence[Shape] = ()
+    marks: Sequence[Shape] = ()
+    boxes: Sequence[Shape] = ()
+    moment: Tick | None = None
+    """A dashed line upwards."""
+
+
+_LEFT, _TOP, _PLOT_HEIGHT, _BOTTOM = 64, 12, 190, 40
+_WIDTH = 340
+"""Width that a phone shows without scrolling."""
+_STEP, _LABEL = 15, 26
+"""Space between two trials, and between two of their numbers, at least."""
+_MOST_ROWS = 24
+SHAPES: dict[Outcome | None, str] = {
+    Outcome.FIT: "fit",
+    Outcome.MEMORY_ONLY_FIT: "memory-only",
+    Outcome.OUT_OF_MEMORY: "ran-out",
+    Outcome.HOST_OUT_OF_MEMORY: "host-ran-out",
+    Outcome.TIMEOUT: "late",
+    Outcome.CRASHED: "crashed",
+    None: "unknown",
+}
+"""Marks by which outcomes are told apart."""
+
+
+def bracket_chart(cell: CellReport, report: StudyReport) -> Chart | None:
+    """Draw how a cell's bracket closed: length against the order of its trials. None for a cell
+    without a trial.
+    """
+    trials = [report.trials[step.trial - 1] for step in cell.bracket]
+    if not trials:
+        return None
+    width = max(_WIDTH, _LEFT + _STEP * len(trials) + 8)
+    spacing = (width - _LEFT - 8) / len(trials)
+    top = max(trial.length_tokens for trial in trials) * 1.08
+    bottom = _TOP + _PLOT_HEIGHT
+    # lengths of the axis: at most five, from zero, in steps of a power of two
+    unit = 256
+    while top / unit > 4.5:
+        unit *= 2
+
+    def y(tokens: float) -> float:
+        return round(bottom - _PLOT_HEIGHT * min(1.0, tokens / top), 1)
+
+    def x(index: int) -> float:
+        return round(_LEFT + spacing * (index + 0.5), 1)
+
+    marks = [
+        Shape(
+            "ran-out" if lacks_headroom(trial) else SHAPES[trial.outcome],
+            x=x(index),
+            y=y(trial.length_tokens),
+            text=f"trial {trial.number}, {format_tokens(trial.length_tokens)} tokens: "
+            f"{outcome(trial)}",
+        )
+        for index, trial in enumerate(trials)
+    ]
+    spans = [
+        Shape(
+            "bracket",
+            x=round(x(index) - spacing / 2, 1),
+            y=(upper := y(step.does_not_fit_tokens or top)),
+            width=round(spacing, 1),
+            height=round(y(step.fits_tokens or 0) - upper, 1),
+        )
+        for index, step in enumerate(cell.bracket)
+    ]
+    fits, fails = cell.bracket[-1].fits_tokens, cell.bracket[-1].does_not_fit_tokens
+    longest = "no length fit" if fits is None else f"{format_tokens(fits)} tokens fit"
+    beyond = "none above it failed" if fails is None else f"{format_tokens(fails)} did not"
+    lengths = range(0, int(top) + 1, unit)
+    numbered = list(enumerate(trials))[:: ceil(_LABEL / spacing)]
+    return Chart(
+        text=f"{cell.label}: the bracket after {counted(len(trials), 'trial')}: {longest}, "
+        f"{beyond}. The table below has each.",
+        width=width,
+        height=bottom + _BOTTOM,
+        left=_LEFT,
+        bottom=bottom,
+        up=[Tick(y(tokens), format_tokens(tokens)) for tokens in lengths],
+        across=[Tick(x(index), str(trial.number)) for index, trial in numbered],
+        across_at=bottom + 17,
+        across_name="trial, in order",
+        spans=spans,
+        marks=marks,
+    )
+
+
+class MemoryRow(NamedTuple):
+    """One trial in a picture of memory: ends of bars in per cent of the picture's width."""
+
+    text: str
+    allocated: float
+    reserved: float
+    used: float
+    asked: float | None
+    """End of the request that had no room, which begins where ``reserved`` ends; None: none had."""
+    low: float | None
+    high: float | None
+    predicted: float | None
+    measured: float | None
+    """Memory that a trial used which fit."""
+    ran_out: bool
+    limit: float | None
+
+
+class MemoryPicture(NamedTuple):
+    """A row for each trial."""
+
+    rows: tuple[MemoryRow, ...]
+    ticks: tuple[Tick, ...]
+    left_out: int
+    """Trials that are not drawn: only those of the edges are where there are many."""
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether a trial was drawn that asked for more than there was."""
+        return any(row.asked is not None for row in self.rows)
+
+
+def memory_picture(report: StudyReport) -> MemoryPicture | None:
+    """Draw the memory of each trial (allocated, reserved and device used), its limit, and its
+    predicted interval. None where nothing was measured.
+    """
+    known = [trial for trial in report.trials if max(_peaks(trial))]
+    shown = known
+    if len(known) > _MOST_ROWS:
+        # trials of the longest length that fit and of the shortest that did not, of each cell
+        edges = {
+            step.trial
+            for cell in report.cells
+            for step in cell.bracket
+            if report.trials[step.trial - 1].length_tokens
+            in (cell.bracket[-1].fits_tokens, cell.bracket[-1].does_not_fit_tokens)
+        }
+        shown = [trial for trial in known if trial.number in edges][:_MOST_ROWS]
+    if not shown:
+        return None
+    intervals = [each.predicted.interval for each in shown if each.predicted is not None]
+    longest = 1.02 * max(
+        *(max(*_peaks(trial), trial.limit_bytes or 0, _asked(trial)) for trial in shown),
+        *(0 if around is None else around.high_bytes for around in intervals),
+        0,
+    )
+
+    def x(count: int | None) -> float:
+        return round(100 * (count or 0) / longest, 2)
+
+    step = max(1, round(longest / GIB / 4))
+    sizes = range(0, int(longest / GIB) + 1, step) if longest > GIB else ()
+    return MemoryPicture(
+        rows=tuple(_row(trial, x) for trial in shown),
+        ticks=tuple(Tick(x(size * GIB), f"{size} GiB") for size in sizes),
+        left_out=len(known) - len(shown),
+    )
+
+
+def _row(trial: TrialReport, x: Callable[[int | None], float]) -> MemoryRow:
+    """The bars of a trial; ``x``: bytes to per cent of the picture's width."""
+    predicted, limit = trial.predicted, trial.limit_bytes
+    around = None if predicted is None else predicted.interval
+    is_fit = trial.outcome is not None and trial.outcome.is_fit
+    used = trial.device_used_bytes or trial.peak_reserved_bytes
+    text = f"{trial.number}: {trial.cell}, {format_tokens(trial.length_tokens)}"
+    if not trial.counts_as_fit or trial.is_memory_only:
+        text += f", {outcome(trial)}"
+        asked = format_bytes(trial.requested_bytes)
+        text += f", no room for {asked}" if trial.requested_bytes else ""
+    return MemoryRow(
+        text=text,
+        allocated=x(trial.peak_allocated_bytes),
+        reserved=x(trial.peak_reserved_bytes),
+        used=x(used),
+        asked=x(_asked(trial)) if trial.requested_bytes else None,
+        low=None if around is None else x(around.low_bytes),
+        high=None if around is None else x(around.high_bytes),
+        predicted=None if predicted is None else x(predicted.device_used_bytes),
+        measured=x(used) if is_fit and used else None,
+        ran_out=trial.outcome is Outcome.OUT_OF_MEMORY,
+        limit=None if limit is None else x(limit),
+    )
+
+
+def _peaks(trial: TrialReport) -> tuple[int, int, int]:
+    peaks = trial.peak_allocated_bytes, trial.peak_reserved_bytes, trial.device_used_bytes
+    return peaks[0] or 0, peaks[1] or 0, peaks[2] or 0
+
+
+def _asked(trial: TrialReport) -> int:
+    """Where the request ends that had no room: beyond all that was reserved before it."""
+    if not trial.requested_bytes:
+        return 0
+    return trial.requested_bytes + max(trial.device_used_bytes or 0, trial.peak_reserved_bytes or 0)
+
+
+WIDTHS = {1: 1080.0, 2: 540.0}
+"""Width of a memory profile's charts, by how many stand beside each other."""
+_TIME_LEFT, _TIME_TOP, _TIME_PLOT, _BELOW = 70, 22, 240, 26
+_ROW_HEIGHT, _LETTER, _LEAST_LABEL = 19, 6.9, 34
+
+
+def timeline_chart(profile: MemoryProfile, *, width: float, most_bytes: int) -> Chart | None:
+    """Draw what was alive over the trace by category, to the scale of ``most_bytes``; None where
+    there are no events.
+    """
+    points = profile.timeline
+    if not points:
+        return None
+    bottom, last = _TIME_TOP + _TIME_PLOT, len(points) - 1
+    step = (width - _TIME_LEFT - 8) / max(1, last)
+    xs = [round(_TIME_LEFT + step * index, 1) for index in range(len(points))]
+    # of each point where each category ends, from the bottom up
+    ends = [[0, *accumulate(point.bytes)] for point in points]
+    scale = _TIME_PLOT / max(1, most_bytes)
+    areas: list[Shape] = []
+    for index, category in enumerate(CATEGORIES):
+        if any(point.bytes[index] for point in points):
+            lower, upper = (
+                [(x, bottom - each[at] * scale) for x, each in zip(xs, ends, strict=True)]
+                for at in (index, index + 1)
+            )
+            polygon = " ".join(f"{x:g},{y:.1f}" for x, y in (*upper, *lower[::-1]))
+            areas.append(Shape(category, points=polygon, text=CATEGORY_WORDS[category]))
+    moment = peak = max(range(len(points)), key=lambda index: ends[index][-1])
+    if profile.moment != "peak" and profile.moment_event is not None:
+        # the end of the part in which memory ran out
+        event = profile.moment_event
+        moment = next((at for at, point in enumerate(points) if point.event >= event), last)
+    at = xs[moment]
+    return Chart(
+        text=f"{plain(profile.name)}: what was allocated over the trace, by category: "
+        f"{format_bytes(ends[peak][-1])} at the most",
+        width=width,
+        height=bottom + _BELOW,
+        left=_TIME_LEFT,
+        bottom=bottom,
+        up=list(_sizes(most_bytes, bottom, scale)),
+        across=[
+            Tick(xs[index], _time(profile, index), "end" if index else "start")
+            for index in sorted({0, last})
+        ],
+        across_at=bottom + 18,
+        areas=areas,
+        moment=Tick(
+            at, profile.moment, "end" if at > width - 100 else "start" if at < 100 else "middle"
+        ),
+    )
+
+
+def _sizes(most: int, bottom: float, scale: float) -> Iterator[Tick]:
+    """Whole GiB, or MiB, at most five of them."""
+    unit, name = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
+    step = unit
+    while most // step > 5:
+        step *= 2
+    for size in range(0, most + 1, step):
+        yield Tick(round(bottom - size * scale, 1), f"{size // unit} {name}")
+
+
+def _time(profile: MemoryProfile, at: int) -> str:
+    """The time of a point; of a trace, which has no clock, its event."""
+    point = profile.timeline[at]
+    return f"event {point.event:,}" if profile.is_traced else format_seconds(point.time_s)
+
+
+def share(size: int, profile: MemoryProfile) -> str:
+    """A size as a part of all that was allocated: ``56 %``."""
+    return f"{100 * size / max(1, profile.allocated_bytes):.0f} %"
+
+
+def flame_chart(profile: MemoryProfile, *, width: float) -> Chart:
+    """Draw what was alive at the moment by stack: the outermost frame on top, what it called below
+    it.
+    """
+    scale = width / max(1, profile.allocated_bytes)
+    boxes: list[Shape] = []
+    for each in profile.flame_graph:
+        own, name = max(1.0, round(each.bytes * scale, 1) - 1), plain(each.frame)
+        room = int((own - 8) / _LETTER)
+        label = name if len(name) <= room else f"{name[: max(0, room - 1)]}…"
+        boxes.append(
+            Shape(
+                each.category,
+                x=round(each.start_bytes * scale, 1),
+                y=each.depth * _ROW_HEIGHT,
+                width=own,
+                label=label if own >= _LEAST_LABEL else "",
+                text=f"{name}: {format_bytes(each.bytes)}, {share(each.bytes, profile)}; most of "
+                f"it {CATEGORY_WORDS[each.category]}",
+            )
+        )
+    depth = max((each.depth for each in profile.flame_graph), default=-1)
+    return Chart(
+        text=f"{plain(profile.name)}: what was allocated by stack, "
+        f"{format_bytes(profile.allocated_bytes)}; the table of stacks has the largest",
+        width=width,
+        height=(depth + 1) * _ROW_HEIGHT,
+        boxes=boxes,
+    )

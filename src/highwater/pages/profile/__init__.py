@@ -1,1 +1,0 @@
-"""What a memory snapshot says, as text and as a page."""
