@@ -14,10 +14,10 @@ from highwater import recommend
 from highwater.nouns.capacities import simplest, study_capacities
 from highwater.nouns.study import CellAnswer, MemoryOnlyFit, RecordedTrial, Study
 from highwater.nouns.trial import Outcome
-from highwater.pages.answer_sentence import prediction_answer, recommendation_answer
+from highwater.pages.answer_tables import answer_table
 from highwater.pages.prediction_tables import prediction_table
-from highwater.pages.study.study_answer import study_answer
-from highwater.pages.study.tables import answer_table
+from highwater.pages.sentence import prediction_answer, recommendation_answer
+from highwater.pages.study_answer import study_answer
 from highwater.search.cell_outcomes import CellAnswered, TrialFinished
 from highwater.search.scheduler import search_cells
 from highwater.store.journal import read_study

@@ -33,7 +33,7 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.study import Question
 from highwater.nouns.trainer import TRAINERS, Target, TrainerName
 from highwater.nouns.trial import TrialSpec
-from highwater.pages.study.study_commands import find_words, try_words
+from highwater.pages.study_commands import find_words, try_words
 from highwater.trainers.targets import TARGETS
 from places import machine_with, question_of
 from tables import table

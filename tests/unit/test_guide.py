@@ -30,10 +30,10 @@ from highwater.nouns.codec import to_json
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, MemoryOnlyFit, Study
-from highwater.pages.guide import guide_page as guide_parts
-from highwater.pages.guide.chooser import places
-from highwater.pages.guide.guide import Guide, cell_label, guide_tables
-from highwater.pages.guide.guide_page import guide_markdown, guide_page, guide_rows
+from highwater.pages import guide_page as guide_parts
+from highwater.pages.chooser import places
+from highwater.pages.guide import Guide, cell_label, guide_tables
+from highwater.pages.guide_page import guide_markdown, guide_page, guide_rows
 from highwater.pages.text import escaped, markdown_list
 from places import question_of
 from tiny_models import write_model

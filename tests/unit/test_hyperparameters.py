@@ -19,8 +19,8 @@ from highwater.nouns.objective import TRAITS, without_reference
 from highwater.nouns.request import TOPICS, request_from, taken_by
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Question, Study
-from highwater.pages.study.study_commands import find_words, try_words
-from highwater.pages.study.study_tables import question_table
+from highwater.pages.study_commands import find_words, try_words
+from highwater.pages.study_tables import question_table
 from places import question_of
 from tables import table
 

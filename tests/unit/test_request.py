@@ -16,8 +16,8 @@ from highwater.errors import UsageError
 from highwater.nouns.request import DECLARED, Request, request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import Outcome
-from highwater.pages.study.study_commands import find_words, try_words
-from highwater.recommendation.queries import query_of_prediction
+from highwater.pages.study_commands import find_words, try_words
+from highwater.recommendation.candidates import query_of_prediction
 from highwater.search.cell_outcomes import CellAnswered, SearchEvent, TrialFinished
 from places import question_of
 from tables import table

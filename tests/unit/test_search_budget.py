@@ -17,7 +17,7 @@ from highwater.nouns.plan import Plan, plan
 from highwater.nouns.request import request_from
 from highwater.nouns.study import Cell, CellAnswer, Question
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
-from highwater.pages.study.study_answer import study_answer
+from highwater.pages.study_answer import study_answer
 from highwater.search.budget import Budget, outlook, time_notes
 from highwater.search.cell_outcomes import CellAnswered, SearchEvent, TrialFinished, TrialStarted
 from highwater.search.proof import FULL_SHARE, ran_out_s, trial_s

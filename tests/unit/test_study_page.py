@@ -19,9 +19,9 @@ from highwater.nouns.study import Expectation, RecordedTrial
 from highwater.nouns.trial import LogEnd, Outcome
 from highwater.pages.chart import bracket_chart, memory_picture
 from highwater.pages.page import without_folders
-from highwater.pages.study.build import COLUMNS, study_csv, study_markdown, study_page
-from highwater.pages.study.study_answer import study_answer
-from highwater.pages.study.study_tables import (
+from highwater.pages.study_answer import study_answer
+from highwater.pages.study_page import COLUMNS, study_csv, study_markdown, study_page
+from highwater.pages.study_tables import (
     HEADINGS,
     memory_table,
     predicted_cells,

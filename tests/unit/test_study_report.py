@@ -13,10 +13,10 @@ from highwater.nouns.plan import plan, plan_trial
 from highwater.nouns.request import request_from
 from highwater.nouns.study import Question, RecordedTrial
 from highwater.nouns.trial import LogEnd, Outcome, TrialSpec
-from highwater.pages.study.build import study_markdown
-from highwater.pages.study.study_commands import find_words, try_words
-from highwater.pages.study.study_report import StudyReport, TrialReport, judged
-from highwater.pages.study.study_tables import predicted_cells, question_table
+from highwater.pages.study_commands import find_words, try_words
+from highwater.pages.study_page import study_markdown
+from highwater.pages.study_report import StudyReport, TrialReport, judged
+from highwater.pages.study_tables import predicted_cells, question_table
 from highwater.search.predicted_study import PredictedTrial
 from highwater.search.scheduler import recorded_search
 from highwater.store.journal import open_journal, read_study

@@ -27,14 +27,14 @@ from highwater.nouns.trial import (
     TrialResult,
     TrialSpec,
 )
-from highwater.pages.study.build import report_text
-from highwater.pages.study.tables import (
+from highwater.pages.answer_tables import (
     answer_table,
     published_line,
     published_notes,
     published_tables,
     published_text,
 )
+from highwater.pages.study_page import report_text
 from highwater.pages.table import plain_table
 from highwater.search.cell_outcomes import CellAnswered, TrialFinished
 from highwater.search.scheduler import recorded_search, search_cells
