@@ -46,7 +46,7 @@ class AttentionKind(Record, frozen=True, kw_only=True):
     has_sinks: bool = False
     """A learned number for each query head takes part in the softmax, beside the keys."""
     soft_cap: float | None = None
-    """What no score exceeds either way; None: no cap."""
+    """Bound of a score's size; None if there is no cap."""
 
     @property
     def query_size(self) -> int:
@@ -74,7 +74,7 @@ class MlpKind(Record, frozen=True, kw_only=True):
 
     @property
     def is_routed(self) -> bool:
-        """Whether it has experts, be it one beside a shared MLP."""
+        """True if it has experts, be it one beside a shared MLP."""
         return self.experts > 1 or self.shared_width > 0
 
     @property
@@ -243,5 +243,5 @@ _RULES: Mapping[str, Callable[[Config, int, Window], bool]] = {
     "even_up_to_max_window_layers": _even_up_to_max_window_layers,
     "without_rope": _without_rope,
 }
-"""Whether the layer of a number, counted from 0, attends within the window, by the rule's name in
-a family's row."""
+"""Rules by their names in a family's row: true if a layer, counted from 0, attends within the
+window."""

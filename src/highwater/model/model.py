@@ -107,12 +107,12 @@ class ModelShape(Record, frozen=True, kw_only=True):
 
     @property
     def caps_scores(self) -> bool:
-        """Whether some layer caps the scores of its attention, which no fused kernel does."""
+        """True if some layer caps the scores of its attention, which no fused kernel does."""
         return any(run.kind.attention.soft_cap is not None for run in self.runs)
 
     @property
     def reads_everything(self) -> bool:
-        """Whether every layer reads all earlier tokens: no window, no sinks, no cap."""
+        """True if every layer reads all earlier tokens: no window, no sinks, no cap."""
         kinds = (run.kind.attention for run in self.runs)
         return not any(each.window_tokens or each.has_sinks or each.soft_cap for each in kinds)
 

@@ -117,7 +117,7 @@ def _refuse_layers(config: dict[str, Any], source: str) -> None:
 
 
 def has_own_code(config: Mapping[str, Any]) -> bool:
-    """Whether a config names code that came with the model, which nothing here ever runs."""
+    """True if a config names code that came with the model, which nothing here ever runs."""
     return bool(config.get("auto_map"))
 
 
@@ -154,7 +154,7 @@ def _family_of_text(config: dict[str, Any], source: str) -> str:
 
 
 def _trains(text_config: dict[str, Any], source: str) -> bool:
-    """Whether a text model would train if it were alone; fields that it lacks are its class's."""
+    """True if a text model would train alone; fields that it lacks are its class's."""
     try:
         refuse_untrained(str(text_config.get("model_type")), source)
         _refuse_layers(text_config, source)
@@ -308,7 +308,7 @@ def heads_of(config: dict[str, Any], source: str) -> Heads:
 
 
 class Mixture(NamedTuple):
-    """What a config says of MLPs and experts; of a family without, one expert."""
+    """Widths and numbers of MLPs and experts; one expert for a family without."""
 
     width: int
     """Width of one expert."""
@@ -362,7 +362,7 @@ def _first_size(config: dict[str, Any], fields: Sequence[str], source: str) -> i
 
 
 def _count(config: dict[str, Any], usual: tuple[str | None, int], source: str) -> int:
-    """What a config says of a field, a whole number that may be 0, or else the usual one."""
+    """The value of a field, a whole number that may be 0, or else the usual one."""
     field, number = usual
     value = None if field is None else config.get(field)
     if field is None or value is None:
@@ -381,7 +381,7 @@ def layer_windows(config: dict[str, Any], source: str) -> tuple[int | None, ...]
 
 
 def score_cap(config: dict[str, Any], source: str) -> float | None:
-    """What no score of attention exceeds; None: no cap. Raises ModelError for no number."""
+    """Bound of attention's scores; None if there is no cap. Raises ModelError for no number."""
     caps = family_row(config["model_type"]).caps_scores
     cap = value_of(config, "attn_logit_softcapping") if caps else None
     if cap is None:
@@ -395,7 +395,7 @@ def score_cap(config: dict[str, Any], source: str) -> float | None:
 
 
 def layers_without_experts(config: dict[str, Any], mixture: Mixture) -> tuple[bool, ...]:
-    """Whether each layer has one MLP and no experts, by ``mlp_layer_types`` or the first ones."""
+    """For each layer true if it has one MLP and no experts: by ``mlp_layer_types`` or the first."""
     layers, kinds = config["num_hidden_layers"], config.get("mlp_layer_types")
     if mixture.dense_layers and isinstance(kinds, list) and len(kinds) == layers:
         return tuple(kind == "dense" for kind in kinds)
@@ -403,7 +403,7 @@ def layers_without_experts(config: dict[str, Any], mixture: Mixture) -> tuple[bo
 
 
 def tied_embeddings(config: dict[str, Any], source: str) -> bool:
-    """Whether the head is the embedding; raises ModelError for what is neither true nor false."""
+    """True if the head is the embedding; raises ModelError for what is neither true nor false."""
     tied = value_of(config, "tie_word_embeddings")
     if tied is not None and not isinstance(tied, bool):
         raise ModelError(

@@ -37,7 +37,7 @@ _BY_THE_TEMPLATE = (
     TypeError,
     ValueError,
 )
-"""What a template raises on a conversation that it is not for."""
+"""Errors that a template raises on a conversation that it is not for."""
 LIMIT_S = 30.0
 """Seconds of the processor's time in which a template has to write what one record has."""
 _MOST_CHARACTERS, _MOST_TIMES = 4 * MIB, 16
@@ -58,7 +58,7 @@ class Turns(NamedTuple):
 
     text: str
     spans: tuple[tuple[int, int], ...]
-    """What is trained, from and to characters of the text, in order."""
+    """Trained spans, from and to characters of the text, in order."""
 
 
 class _UnwrittenError(UsageError):
@@ -75,7 +75,7 @@ class ChatTemplate:
 
     @property
     def writes_the_date(self) -> bool:
-        """Whether what it writes depends on the day."""
+        """True if its text depends on the day."""
         return "strftime_now" in str(self._tokenizer.chat_template)
 
     def text(self, conversation: Conversation, *, prompts: bool = False) -> str:
@@ -209,7 +209,7 @@ class ChatTemplate:
         answered: bool = True,
         hint: str | None = None,
     ) -> str:
-        """What the assistant has read when it answers the first ``count`` messages: proven to be
+        """The text that the assistant answers after the first ``count`` messages: proven to be
         the beginning of the whole conversation's text.
 
         Raises UsageError, with ``hint``, where it is not.
@@ -337,7 +337,7 @@ def _memory_of(most_bytes: int) -> Generator[None]:
 
 
 def _without(spans: list[tuple[int, int]], others: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """What is in the spans and in none of the others."""
+    """The parts of the spans that no other span covers."""
     for start, end in others:
         spans = [
             (a, b)
@@ -386,7 +386,7 @@ def _ways(conversation: Conversation) -> Iterator[Conversation]:
 
 
 def _mark(number: int) -> str:
-    """What is put after the text of this number, to see whether a template writes it."""
+    """A mark to put after the text of this number, to see if a template writes it."""
     return f"HIGHWATER0MARKS{number}HERE"
 
 

@@ -45,9 +45,9 @@ class TokenDocument(NamedTuple):
     logprobs_L: NDArray[np.float32] | None = None
     """When the tokens were sampled; NaN where they were not."""
     is_apart: bool = False
-    """Whether its prompt and its response were tokenised each by itself."""
+    """True if its prompt and its response were tokenised each by itself."""
     is_chat: bool = False
-    """Whether a chat template made its text."""
+    """True if a chat template made its text."""
 
 
 class Unit(NamedTuple):
@@ -272,7 +272,7 @@ def rendered(
 
 
 class _Rendered(NamedTuple):
-    """What a loader's processes ask for records, which stand in the place of indices."""
+    """The dataset of a loader, whose indices are the records themselves."""
 
     render: Render
 
