@@ -113,7 +113,7 @@ class Family(Record, frozen=True, kw_only=True):
     unscalable: str | None = None
     """A treatment of positions that YaRN cannot express."""
     parts: Mapping[str, int] = {}
-    """Parts of model/small_parameters.py in every layer, and how many of each; below 0 for norms
+    """Small parts of model/layer_kind.py in every layer, and how many of each; below 0 for norms
     that it lacks."""
     parts_outside: int = 0
     """Numbers outside the layers, in hidden sizes: the last norm's bias; below 0 where it has no

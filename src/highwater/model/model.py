@@ -9,7 +9,14 @@ import msgspec
 
 from highwater.errors import ModelError
 from highwater.model.families import EXPERTS_PER_TOKEN, family_row
-from highwater.model.layer_kind import AttentionKind, LayerKind, LayerRun, MlpKind, runs_of
+from highwater.model.layer_kind import (
+    AttentionKind,
+    LayerKind,
+    LayerRun,
+    MlpKind,
+    runs_of,
+    small_parameters,
+)
 from highwater.model.model_config import (
     Mixture,
     config_digest,
@@ -27,7 +34,6 @@ from highwater.model.model_config import (
 )
 from highwater.model.model_place import model_place
 from highwater.model.rope_block import own_rope_scaling
-from highwater.model.small_parameters import small_parameters
 from highwater.model.weight_files import refuse_quantised, unties
 from highwater.nouns.codec import Record
 

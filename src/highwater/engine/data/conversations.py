@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from itertools import count, product
+from itertools import count, pairwise, product
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -51,14 +51,6 @@ _ENDLESS = (
 _WRITES_IT = "train with a tokenizer whose chat template does, or leave it out of the record"
 _STAND_IN = "HIGHWATER0STANDS0IN"
 """Stands in the place of a turn's content, to see what the template puts after it."""
-
-
-class Turns(NamedTuple):
-    """A conversation as text."""
-
-    text: str
-    spans: tuple[tuple[int, int], ...]
-    """Trained spans, from and to characters of the text, in order."""
 
 
 class _UnwrittenError(UsageError):
@@ -168,9 +160,9 @@ class ChatTemplate:
 
     def turns(
         self, conversation: Conversation, *, first: int = 0, everything: bool = False
-    ) -> Turns:
-        """The text, and which of it is trained: the assistant's turns from message ``first`` on,
-        or ``everything``; without those messages that say that they are not.
+    ) -> list[tuple[str, bool]]:
+        """The text in parts, and which of them are trained: the assistant's turns from message
+        ``first`` on, or ``everything``; without those messages that say that they are not.
 
         Raises UsageError where they cannot be found exactly.
         """
@@ -198,7 +190,10 @@ class ChatTemplate:
             begin = len(self.prompt_of(conversation, first, text)) if first else 0
             _, spans = self._rendered(conversation, spans=True)
             trained = [(max(a, begin), b) for a, b in spans if b > begin]
-        return Turns(text, tuple(_without(trained, untrained)))
+        spans = _without(trained, untrained)
+        borders = [0, *(at for span in spans for at in span), len(text)]
+        parts = [text[start:end] for start, end in pairwise(borders)]
+        return [(part, number % 2 == 1) for number, part in enumerate(parts) if part]
 
     def prompt_of(
         self,
