@@ -21,9 +21,8 @@ from highwater.memory.interval.calibration import (
     interval,
     most_predicted_bytes,
 )
-from highwater.memory.trace.replay import Alive, Replayed, alive_at
+from highwater.memory.trace.replay import Alive, Replayed
 from highwater.nouns.corpus import packed_alike
-from highwater.nouns.events import EventLog
 from highwater.nouns.study import Cell, Question, risk_of
 
 Asked = Literal["everything", "longest", "fit"]
@@ -154,10 +153,10 @@ class ReplayPredictor:
     """Tells by replays of traced steps; the host's memory, and what no trace has, by formula."""
 
     formula: FormulaPredictor
-    log: Callable[[int], EventLog]
-    """The events of a length."""
     replay: Replay
     """Replays a length."""
+    alive: Callable[[int, int], tuple[Alive, ...]]
+    """What is alive after so many events of a length."""
     outside: tuple[Term, ...] | None = None
     """Memory of the GPU that no trace has; None: as the formula has it."""
     aim: Callable[[int], int] | None = None
@@ -182,7 +181,7 @@ class ReplayPredictor:
             needed_bytes=replayed.peak_reserved_bytes + outside_bytes,
             fits=replayed.fits,
             replayed=replayed,
-            alive=lambda: alive_at(self.log(length_tokens), peak_at),
+            alive=lambda: self.alive(length_tokens, peak_at),
         )
 
 
