@@ -259,15 +259,6 @@ def test_yarn_begins_past_the_native_length_and_comes_with_a_warning():
     assert "numerical stability" not in explained(recommend(length=40_960, **H20S))
 
 
-def test_a_length_that_positions_cannot_reach_is_refused():
-    with pytest.raises(UsageError) as refused:
-        recommend("Llama-3.1-8B", gpus="8xH200-141GB", length="256k")
-    assert "--rope yarn" in refused.value.hint
-    assert (
-        recommend("Llama-3.1-8B", gpus="8xH200-141GB", length="256k", rope="yarn").yarn is not None
-    )
-
-
 @pytest.mark.parametrize(
     ("asked", "hint"),
     [

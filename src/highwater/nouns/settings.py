@@ -2,7 +2,7 @@
 GPUs; and in plain words, a few for a table's column, in full for a sentence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from highwater.errors import UsageError
@@ -291,12 +291,12 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raise UsageError for counts that cannot be, and for settings that exclude each other."""
-        _check_counts(self)
-        _check_objective(self)
-        _check_attention(self)
-        _check_lora(self)
-        _check_parameters(self)
-        _check_optimizer(self)
+        for is_broken, problem, hint in _REFUSED:
+            if is_broken(self):
+                raise UsageError(problem.format(s=self), hint=hint.format(s=self))
+        _refuse_idle(self)
+        if self.adapters is not None:
+            check_lora(self.adapters)
 
     def sequences(self, length_tokens: int, *, context_degree: int) -> int:
         """Sequences of this length in one micro-batch; 0: the token budget does not hold one."""
@@ -399,169 +399,145 @@ _IN_A_LABEL: tuple[Setting, ...] = (
 )
 
 
-def _check_counts(settings: Settings) -> None:
-    """Raise UsageError for a number of sequences, of tiles or of tokens that cannot be."""
-    if settings.sequences_per_micro_batch < 1:
-        raise UsageError(
-            f"{settings.sequences_per_micro_batch} sequences per micro-batch",
-            hint="use `--sequences-per-micro-batch 1`",
-        )
-    for name, what in (
-        ("sequences_per_micro_batch", "sequences per micro-batch"),
-        ("mlp_tiles", "MLP tiles"),
-    ):
-        count = getattr(settings, name) or 1
-        if count > MOST_SEQUENCES:
-            raise UsageError(
-                f"{count} {what}, and {MOST_SEQUENCES} is the most",
-                hint=f"use `{RUNG_ROWS[name].flag} {MOST_SEQUENCES}` or fewer",
-            )
-    if settings.token_budget_tokens is not None and settings.token_budget_tokens < 1:
-        raise UsageError(
-            f"a token budget of {settings.token_budget_tokens}",
-            hint="for example `--token-budget 16k`",
-        )
-    if settings.mlp_tiles is not None and settings.mlp_tiles < 1:
-        raise UsageError(
-            f"{settings.mlp_tiles} MLP tiles", hint="use `--mlp-tiles 1` or more, or leave it out"
-        )
+_REFUSED: tuple[tuple[Callable[[Settings], bool], str, str], ...] = (
+    (
+        lambda s: s.sequences_per_micro_batch < 1,
+        "{s.sequences_per_micro_batch} sequences per micro-batch",
+        "use `--sequences-per-micro-batch 1`",
+    ),
+    (
+        lambda s: s.sequences_per_micro_batch > MOST_SEQUENCES,
+        f"{{s.sequences_per_micro_batch}} sequences per micro-batch, and {MOST_SEQUENCES} is the "
+        "most",
+        f"use `--sequences-per-micro-batch {MOST_SEQUENCES}` or fewer",
+    ),
+    (
+        lambda s: (s.mlp_tiles or 1) > MOST_SEQUENCES,
+        f"{{s.mlp_tiles}} MLP tiles, and {MOST_SEQUENCES} is the most",
+        f"use `--mlp-tiles {MOST_SEQUENCES}` or fewer",
+    ),
+    (
+        lambda s: s.token_budget_tokens is not None and s.token_budget_tokens < 1,
+        "a token budget of {s.token_budget_tokens}",
+        "for example `--token-budget 16k`",
+    ),
+    (
+        lambda s: s.mlp_tiles is not None and s.mlp_tiles < 1,
+        "{s.mlp_tiles} MLP tiles",
+        "use `--mlp-tiles 1` or more, or leave it out",
+    ),
+    (
+        lambda s: s.critic and not s.traits.critic,
+        "the objective {s.objective} has no critic",
+        "use `--objective ppo`, or leave `--critic` out",
+    ),
+    (
+        lambda s: s.entropy != "none" and s.traits.advantages == "none",
+        "the objective {s.objective} has no entropy in it",
+        "use `--entropy none`",
+    ),
+    (
+        lambda s: (
+            s.traits.pairs and s.token_budget_tokens is None and s.sequences_per_micro_batch % 2 > 0
+        ),
+        "{s.objective} trains on pairs, and {s.sequences_per_micro_batch} sequences per "
+        "micro-batch are not",
+        "use `--sequences-per-micro-batch 2`",
+    ),
+    (  # in a user's flags, before the pattern says it in Python's words
+        lambda s: (
+            s.attention == "block_sparse"
+            and s.pattern_type in WINDOWED
+            and s.sparsity_ratio is not None
+        ),
+        "sparsity ratio {s.sparsity_ratio}: the window of {s.pattern_type} says what is kept",
+        "leave `--sparsity-ratio` out, or use `--pattern-type dilated_sparse`",
+    ),
+    (
+        lambda s: s.pattern is not None and s.recompute == "all-but-attention",
+        "block-sparse attention is not kept in recomputation: it is the cheap part",
+        "use `--recompute layer`, or `--recompute none`",
+    ),
+    (
+        lambda s: s.lora is not None and s.lora_merged and s.save_hf == "never",
+        "merged adapters, and nothing is saved",
+        "add `--save-hf last`, or leave `--lora-merged` out",
+    ),
+    (
+        lambda s: s.lora is not None and s.strategy != "fsdp2",
+        "LoRA keeps frozen and trained parameters apart, and FSDP1 has them in one piece",
+        "use `--strategy fsdp2`",
+    ),
+    (
+        lambda s: s.lora is not None and s.lora_base == "nf4" and s.offloads_model,
+        "a model in nf4 stays on the GPU, and `--offload` has it come from the host",
+        "leave `--offload` out, or `--lora-base`",
+    ),
+    (
+        lambda s: s.lora is not None and s.lora_base == "nf4" and s.lora_merged,
+        "adapters were trained beside a model in nf4, and would be merged into another one",
+        "leave `--lora-merged` out: peft merges them into the model of your choice",
+    ),
+    (
+        lambda s: s.parameters != "float32" and s.lora is not None,
+        "LoRA's adapters are trained in float32, and the model beside them is in bf16 already",
+        "leave `--parameters` out",
+    ),
+    (
+        lambda s: s.parameters != "float32" and s.optimizer == "adamw",
+        "adamw rounds to the nearest, which loses small updates of parameters in bf16",
+        "use `--optimizer adamw-8bit --micro-batches 1`, whose updates are rounded at random, or "
+        "`--parameters float32`",
+    ),
+    (
+        lambda s: s.parameters != "float32" and s.accumulates,
+        "gradients of parameters in bf16 would be added up in bf16, micro-batch by micro-batch",
+        "use `--micro-batches 1`, or `--parameters float32`",
+    ),
+    (
+        lambda s: s.optimizer != "adamw" and s.offloads_model,
+        "{s.optimizer} updates on the GPU, and `--offload` on the host",
+        "use `--optimizer adamw`, or leave `--offload` out",
+    ),
+    (
+        lambda s: s.optimizer != "adamw" and s.strategy != "fsdp2",
+        "{s.optimizer} has a moment for each tensor's shard, and FSDP1 flat ones",
+        "use `--strategy fsdp2`, or `--optimizer adamw`",
+    ),
+    (
+        lambda s: s.optimizer != "adamw" and s.offloads_states,
+        "`--offload states` keeps AdamW's moments in float32, and {s.optimizer} has its own",
+        "use `--optimizer adamw`, or leave `--offload states` out",
+    ),
+    (
+        lambda s: s.offloads_states and s.strategy != "fsdp2",
+        "`--offload states` keeps the moments of each tensor's shard, and FSDP1 has flat ones",
+        "use `--strategy fsdp2`, or `--offload`, which FSDP1 has",
+    ),
+)
+"""What is refused: whether settings are, the problem and the hint, in which ``s`` is the
+settings."""
 
 
-def _check_objective(settings: Settings) -> None:
-    """Raise UsageError for what the objective does not have or cannot be trained on."""
-    if settings.critic and not settings.traits.critic:
-        raise UsageError(
-            f"the objective {settings.objective} has no critic",
-            hint="use `--objective ppo`, or leave `--critic` out",
-        )
-    if settings.entropy != "none" and settings.traits.advantages == "none":
-        raise UsageError(
-            f"the objective {settings.objective} has no entropy in it", hint="use `--entropy none`"
-        )
-    if (
-        settings.traits.pairs
-        and settings.token_budget_tokens is None
-        and settings.sequences_per_micro_batch % 2
-    ):
-        raise UsageError(
-            f"{settings.objective} trains on pairs, and {settings.sequences_per_micro_batch} "
-            f"sequences per micro-batch are not",
-            hint="use `--sequences-per-micro-batch 2`",
-        )
-
-
-def _check_attention(settings: Settings) -> None:
-    """Raise UsageError for a pattern that cannot be, and for one of dense attention."""
-    kind = settings.pattern_type
-    if settings.attention == "block_sparse":
-        # in a user's flags, before the pattern says it in Python's words
-        if kind in WINDOWED and settings.sparsity_ratio is not None:
-            raise UsageError(
-                f"sparsity ratio {settings.sparsity_ratio}: the window of {kind} says what is kept",
-                hint="leave `--sparsity-ratio` out, or use `--pattern-type dilated_sparse`",
-            )
-        if settings.pattern is not None and settings.recompute == "all-but-attention":
-            raise UsageError(
-                "block-sparse attention is not kept in recomputation: it is the cheap part",
-                hint="use `--recompute layer`, or `--recompute none`",
-            )
-        for name, types in READ_BY.items():
-            if kind not in types and getattr(settings, name) != getattr(_PATTERN, name):
-                row = RUNG_ROWS[name]
-                raise UsageError(
-                    f"{row.words} {getattr(settings, name)}: {kind} does not read it",
-                    hint=f"leave `{row.flag}` out, or use `--pattern-type {types[-1]}`",
-                )
-        return
-    for name in PATTERN_FIELDS:
-        if getattr(settings, name) != getattr(_PATTERN, name):
-            row = RUNG_ROWS[name]
-            raise UsageError(
-                f"{row.words} {getattr(settings, name)}: dense attention keeps every block",
-                hint=f"use `--attention block_sparse`, or leave `{row.flag}` out",
-            )
-
-
-def _check_lora(settings: Settings) -> None:
-    """Raise UsageError for adapters that cannot be, and for what they are not trained with."""
-    adapters = settings.adapters
-    if adapters is not None:
-        check_lora(adapters)
-        if settings.lora_merged and settings.save_hf == "never":
-            raise UsageError(
-                "merged adapters, and nothing is saved",
-                hint="add `--save-hf last`, or leave `--lora-merged` out",
-            )
-        if settings.strategy != "fsdp2":
-            raise UsageError(
-                "LoRA keeps frozen and trained parameters apart, and FSDP1 has them in one piece",
-                hint="use `--strategy fsdp2`",
-            )
-        is_packed = settings.lora_base == "nf4"
-        if is_packed and settings.offloads_model:
-            raise UsageError(
-                "a model in nf4 stays on the GPU, and `--offload` has it come from the host",
-                hint="leave `--offload` out, or `--lora-base`",
-            )
-        if is_packed and settings.lora_merged:
-            raise UsageError(
-                "adapters were trained beside a model in nf4, and would be merged into another one",
-                hint="leave `--lora-merged` out: peft merges them into the model of your choice",
-            )
-        return
-    for name in ("lora_alpha", "lora_targets", "lora_base", "lora_merged"):
-        if getattr(settings, name) not in (None, ALL_LINEAR, "bf16", False):
-            raise UsageError(
-                f"{RUNG_ROWS[name].words} {getattr(settings, name)}, and no LoRA",
-                hint=f"add `--lora 32`, or leave `{RUNG_ROWS[name].flag}` out",
-            )
-
-
-def _check_optimizer(settings: Settings) -> None:
-    """Raise UsageError for moments that cannot be where they are wanted."""
-    name, is_sharded = settings.optimizer, settings.strategy == "fsdp2"
-    if name != "adamw" and settings.offloads_model:
-        raise UsageError(
-            f"{name} updates on the GPU, and `--offload` on the host",
-            hint="use `--optimizer adamw`, or leave `--offload` out",
-        )
-    if name != "adamw" and not is_sharded:
-        raise UsageError(
-            f"{name} has a moment for each tensor's shard, and FSDP1 flat ones",
-            hint="use `--strategy fsdp2`, or `--optimizer adamw`",
-        )
-    if name != "adamw" and settings.offloads_states:
-        raise UsageError(
-            f"`--offload states` keeps AdamW's moments in float32, and {name} has its own",
-            hint="use `--optimizer adamw`, or leave `--offload states` out",
-        )
-    if settings.offloads_states and not is_sharded:
-        raise UsageError(
-            "`--offload states` keeps the moments of each tensor's shard, and FSDP1 has flat ones",
-            hint="use `--strategy fsdp2`, or `--offload`, which FSDP1 has",
-        )
-
-
-def _check_parameters(settings: Settings) -> None:
-    """Raise UsageError for what would lose updates or gradients of parameters in bfloat16."""
-    if settings.parameters == "float32":
-        return
-    if settings.lora is not None:
-        raise UsageError(
-            "LoRA's adapters are trained in float32, and the model beside them is in bf16 already",
-            hint="leave `--parameters` out",
-        )
-    if settings.optimizer == "adamw":
-        raise UsageError(
-            "adamw rounds to the nearest, which loses small updates of parameters in bf16",
-            hint="use `--optimizer adamw-8bit --micro-batches 1`, whose updates are rounded at "
-            "random, or `--parameters float32`",
-        )
-    if settings.accumulates:
-        raise UsageError(
-            "gradients of parameters in bf16 would be added up in bf16, micro-batch by micro-batch",
-            hint="use `--micro-batches 1`, or `--parameters float32`",
-        )
+def _refuse_idle(settings: Settings) -> None:
+    """Raise UsageError for a setting that says nothing beside the others."""
+    kind, is_dense = settings.pattern_type, settings.attention == "dense"
+    idle: dict[str, tuple[str, str]] = {}
+    if is_dense:
+        hint = "use `--attention block_sparse`, or leave `{}` out"
+        idle |= dict.fromkeys(PATTERN_FIELDS, (": dense attention keeps every block", hint))
+    for name, types in () if is_dense else READ_BY.items():
+        if kind not in types:
+            hint = f"leave `{{}}` out, or use `--pattern-type {types[-1]}`"
+            idle[name] = f": {kind} does not read it", hint
+    if settings.lora is None:
+        hint = "add `--lora 32`, or leave `{}` out"
+        lora = ("lora_alpha", "lora_targets", "lora_base", "lora_merged")
+        idle |= dict.fromkeys(lora, (", and no LoRA", hint))
+    for name, (why, hint) in idle.items():
+        row, value = RUNG_ROWS[name], getattr(settings, name)
+        if value != row.default:
+            raise UsageError(f"{row.words} {value}{why}", hint=hint.format(row.flag))
 
 
 NOTHING_SET = "nothing set"

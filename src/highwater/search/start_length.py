@@ -59,7 +59,7 @@ class MemoryLine:
 
 
 MemoryLineOf = Callable[[Question, Cell, int], MemoryLine]
-"""Line of a trainer before any trial, from question, cell, and usable bytes of a GPU."""
+"""Memory line of a trainer before any trial, from question, cell, and usable bytes of a GPU."""
 
 
 def predicted_line(
@@ -89,16 +89,16 @@ def trainer_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLin
 
 
 def hugging_face_line(question: Question, _: Cell, usable_bytes: int) -> MemoryLine:
-    """Line of a script with Hugging Face's own loss: whole logits, and layers recomputed."""
+    """Memory line of scripts with Hugging Face's own loss: whole logits, recomputed layers."""
     shape = question.model.shape
     of_token = layer_input_bytes(shape) + _HF_LOGITS_BYTES * shape.vocab_size
     return MemoryLine(_FIXED_SHARE * usable_bytes, of_token)
 
 
 def unknown_trainer_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLine:
-    """Line of an unknown trainer: geometric mean of the least and the most that a token can cost.
-    Logits cost 2 (ours) to 12.4 bytes (Hugging Face) per token and vocabulary entry; the rest 1 to
-    4 times the layer inputs that recomputation keeps. The fixed part is a tenth of the memory.
+    """Memory line of an unknown trainer: geometric mean of the least and most that a token can
+    cost. Logits cost 2 (ours) to 12.4 bytes (Hugging Face) per token and vocabulary entry; the rest
+    1 to 4 times the layer inputs that recomputation keeps. The fixed part is a tenth of the memory.
     """
     shape = question.model.shape
     vocabulary = shape.vocab_size if cell.settings.loss == "full" else 0
@@ -113,7 +113,7 @@ _LINES: Mapping[str, MemoryLineOf] = {
     **dict.fromkeys(("accelerate", "llamafactory", "axolotl", "ms-swift"), hugging_face_line),
     "command": unknown_trainer_line,
 }
-"""Lines of trainers without a formula; scripts of accelerate and trainers for supervised
+"""Memory lines of trainers without a formula; scripts of accelerate and trainers for supervised
 fine-tuning mostly have Hugging Face's loss."""
 
 
@@ -136,7 +136,7 @@ def first_index(
     """
     memory_bytes = question.memory_bytes
     if cell.settings.token_budget_tokens is not None:
-        return question.size_of(cell)  # whatever the length, a micro-batch has about as many tokens
+        return question.size_of(cell)  # a micro-batch has about as many tokens at any length
     if memory_bytes is None:
         return None
     usable_bytes = memory_bytes - question.margin_bytes
