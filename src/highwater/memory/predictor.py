@@ -22,7 +22,6 @@ from highwater.memory.interval.calibration import (
     most_predicted_bytes,
 )
 from highwater.memory.trace.replay import Alive, Replayed
-from highwater.nouns.corpus import packed_alike
 from highwater.nouns.study import Cell, Question, risk_of
 
 Asked = Literal["everything", "longest", "fit"]
@@ -316,7 +315,7 @@ def longest(predictor: Predictor, room_bytes: int, *, likely: int | None = None)
     def fits(index: int) -> bool:
         return predictor.at(grid.length(index), room_bytes).fits
 
-    for shortest, alike in packed_alike(formula.question, cell, last):
+    for shortest, alike in formula.question.packed_alike(cell, last):
         # if not even the shortest fits that packs as many sequences, none of them does
         is_near = (start is None and alike == last) or shortest <= (start or 0) <= alike
         found = edge(start if is_near else shortest, alike, fits, shortest=shortest)

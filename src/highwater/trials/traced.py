@@ -36,7 +36,6 @@ from highwater.memory.trace.replay import (
     replay_trace,
 )
 from highwater.nouns.codec import digest, from_json
-from highwater.nouns.corpus import packed_alike
 from highwater.nouns.events import EventLog, TraceOrder
 from highwater.nouns.files import INDEX_BYTES, read_file
 from highwater.nouns.hardware import Kernel
@@ -141,7 +140,7 @@ class CellTraces:
         if not self.predictor.at(length_tokens, room_bytes).fits:
             return False
         if not self.predictor.at(length_tokens, self.formula.sure_bytes(self.factors)).fits:
-            self.begin(max(index - 1, next(packed_alike(question, self.formula.cell, index))[0]))
+            self.begin(max(index - 1, next(question.packed_alike(self.formula.cell, index))[0]))
         return True
 
     def _aim(self, start: int) -> int:
@@ -152,7 +151,7 @@ class CellTraces:
         formula = self.formula
         question, cell, limit = formula.question, formula.cell, formula.memory_limit
         size = max(1, question.size_of(cell))
-        ranges = packed_alike(question, cell, size)
+        ranges = question.packed_alike(cell, size)
         shortest, alike = next(each for each in ranges if each[0] <= (start or size))
         start = max(start, shortest)
         self.begin(start, start + 1)
