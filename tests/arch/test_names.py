@@ -27,7 +27,6 @@ GIVEN_UP_WORDS = {
     *("AskedTrial", "GradientSums", "SettingsScore", "ShippedTrace"),
 }
 ELSEWHERE = {
-    "slope": {"memory/trace/scaled_trace.py"},  # of a line
     "Place": {  # where a chooser stands
         f"pages/{name}.py" for name in ("chooser", "guide", "guide_page")
     },
