@@ -38,7 +38,7 @@ from highwater.nouns.plan_notes import (
 from highwater.nouns.request import Request
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import Cell, CellAnswer, Question, Study
-from highwater.nouns.trial import TrialResult, TrialSpec
+from highwater.nouns.trial import TrialSpec
 from highwater.pages.study.study_answer import outlook_lines, study_answer
 from highwater.pages.study.study_commands import resumed
 from highwater.pages.study.tables import (
@@ -123,7 +123,9 @@ def try_(arguments: argparse.Namespace) -> int:
         console.answer_table(trial_table(spec, result))
         typed = with_memory(arguments.command_line, request, spec.memory_budget_bytes)
         console.next_command(_after_try(typed))
-    return _trial_exit_code(result)
+    if result.outcome.is_fit:
+        return EXIT_ANSWERED
+    return EXIT_ANSWERED_NO if result.outcome.is_memory else EXIT_INCONCLUSIVE
 
 
 def _trial_notes(request: Request, spec: TrialSpec) -> tuple[str, ...]:
@@ -351,9 +353,3 @@ def newest_study(log_directory: Path) -> Study:
         f"no study under {log_directory} can be read",
         hint=f"restore one from a copy; `{CPU_SEARCH}` makes another",
     )
-
-
-def _trial_exit_code(result: TrialResult) -> int:
-    if result.outcome.is_fit:
-        return EXIT_ANSWERED
-    return EXIT_ANSWERED_NO if result.outcome.is_memory else EXIT_INCONCLUSIVE
