@@ -62,8 +62,7 @@ def find(arguments: argparse.Namespace) -> int:
     """``highwater find``: search the longest context of every cell."""
     request = request_of(arguments)
     if arguments.print_config or arguments.print_sbatch:
-        from highwater.cli.config import to_yaml
-        from highwater.cli.sbatch import sbatch_script
+        from highwater.cli.config import sbatch_script, to_yaml
 
         load_model(request.model)  # raises for one that is not there: what is printed has to work
         in_a_job = not arguments.print_config
