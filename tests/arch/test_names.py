@@ -29,12 +29,11 @@ GIVEN_UP_WORDS = {
 ELSEWHERE = {
     "slope": {"memory/trace/scaled_trace.py"},  # of a line
     "Place": {  # where a chooser stands
-        f"pages/guide/{name}.py" for name in ("answers", "chooser", "guide", "guide_page")
+        f"pages/{name}.py" for name in ("chooser", "guide", "guide_page")
     },
 }
 """Words that mean what the field means by them there."""
 SHARED = {
-    "build": "puts together what its room is about",
     "ranks": "the processes that train together: a trial's, and those of a loop of one's own",
     "recommend": "the command and what it answers",
     "rope": "rotary positions: the config and the model",

@@ -16,6 +16,7 @@ from highwater.memory.trainers import MEMORY
 from highwater.nouns.cluster import cluster
 from highwater.nouns.hardware import gpu_catalog
 from highwater.units import GIB
+from tables import table
 
 PUBLISHED_A100 = Path(__file__).parents[1] / "data" / "published_capacity_a100_80gb.csv"
 
@@ -299,30 +300,7 @@ def test_the_grid_ends_where_nothing_scales_the_positions():
 
 @pytest.mark.parametrize(
     ("text", "gpus", "name"),
-    [
-        ("4xA100-80GB", 4, "A100-80GB"),
-        ("H200-141GB", 1, "H200-141GB"),
-        ("2 x NVIDIA H200", 2, "H200-141GB"),
-        ("8Xrtx-4090", 8, "RTX-4090"),
-        ("NVIDIA A100-SXM4-80GB", 1, "A100-80GB"),
-        ("NVIDIA H100 80GB HBM3", 1, "H100-80GB"),
-        ("NVIDIA H20", 1, "H20-96GB"),
-        ("RTX-4090-24GB", 1, "RTX-4090"),
-        ("2xA6000-48GB", 2, "A6000-48GB"),
-        ("NVIDIA RTX A6000", 1, "A6000-48GB"),
-        ("NVIDIA RTX 6000 Ada Generation", 1, "RTX-6000-Ada-48GB"),
-        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 1, "RTX-PRO-6000-96GB"),
-        ("NVIDIA GeForce RTX 5090", 1, "RTX-5090"),
-        ("NVIDIA L4", 1, "L4-24GB"),
-        ("NVIDIA L40S", 1, "L40S"),
-        ("NVIDIA A10G", 1, "A10G-24GB"),
-        ("NVIDIA GH200 480GB", 1, "GH200-96GB"),
-        ("NVIDIA B300 SXM6 AC", 1, "B300"),
-        ("NVIDIA H800", 1, "H800-80GB"),
-        ("NVIDIA A800-SXM4-80GB", 1, "A800-80GB"),
-        ("AMD Instinct MI300X", 1, "MI300X-192GB"),
-        ("8xMI325X", 8, "MI325X-256GB"),
-    ],
+    table("capacity", "gpus_are_named_as_the_catalog_or_a_driver"),
 )
 def test_gpus_are_named_as_the_catalog_or_a_driver_names_them(text, gpus, name):
     found = cluster(text, gpu_memory_bytes=None, machine=None)

@@ -27,14 +27,14 @@ from highwater.nouns.trial import (
     TrialResult,
     TrialSpec,
 )
-from highwater.pages.study.build import report_text
-from highwater.pages.study.tables import (
+from highwater.pages.answer_tables import (
     answer_table,
     published_line,
     published_notes,
     published_tables,
     published_text,
 )
+from highwater.pages.study_page import report_text
 from highwater.pages.table import plain_table
 from highwater.search.cell_outcomes import CellAnswered, TrialFinished
 from highwater.search.scheduler import recorded_search, search_cells
@@ -177,17 +177,28 @@ CLAIMS: dict[str, Callable[[dict], None]] = {
 }
 
 
-def edited(source: Path, target: Path, change: Callable[[dict], None]) -> Study:
-    """A copy of a study whose first answer says something else."""
-    lines = [json.loads(line) for line in source.read_text().splitlines()]
-    change(next(line["answer"] for line in lines if line["kind"] == "cell_answered"))
+WHOLE = FOUND / "qwen3-0.6b-79gib-full.jsonl"
+
+
+def edited(target: Path, change: Callable[[list[dict]], list[dict] | None]) -> Study:
+    """A copy of a study whose lines say something else, or are others."""
+    lines = [json.loads(line) for line in WHOLE.read_text().splitlines()]
+    lines = change(lines) or lines
     target.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return read_study(target)
 
 
+def claiming(target: Path, claim: Callable[[dict], None]) -> Study:
+    """A copy of a study whose first answer says something else."""
+    return edited(
+        target,
+        lambda lines: claim(next(e["answer"] for e in lines if e["kind"] == "cell_answered")),
+    )
+
+
 @pytest.mark.parametrize("claim", CLAIMS)
 def test_an_answer_that_its_trials_do_not_bear_out_is_unproven(claim, tmp_path):
-    study = edited(FOUND / "qwen3-0.6b-79gib-full.jsonl", tmp_path / "study.jsonl", CLAIMS[claim])
+    study = claiming(tmp_path / "study.jsonl", CLAIMS[claim])
     assert [each.cell for each in study.answers] == [study.question.cells[1]]
     assert [each.answer.cell for each in study.unproven] == [study.question.cells[0]]
     assert not study.complete
@@ -204,7 +215,7 @@ def claiming_a_million(tmp_path: Path) -> Path:
         )
 
     path = tmp_path / "study.jsonl"
-    edited(FOUND / "qwen3-0.6b-79gib-full.jsonl", path, change)
+    claiming(path, change)
     return path
 
 
@@ -247,67 +258,57 @@ def test_no_guide_recommendation_or_configuration_takes_it(tmp_path):
     assert any("unproven: nothing set, 1 GPU" in note for note in advice.notes)
 
 
-@pytest.mark.parametrize("kind", ["trial_started", "trial_finished"])
-def test_an_answer_without_its_trials_is_unproven(kind, tmp_path):
-    lines = [
-        json.loads(line)
-        for line in (FOUND / "qwen3-0.6b-79gib-full.jsonl").read_text().splitlines()
-    ]
-    keys = [
-        line["spec_key"]
-        for line in lines
-        if line["kind"] == "trial_started" and line["spec"]["length_tokens"] == 204_800
-    ]
-    left = [
-        line
-        for line in lines
-        if line.get("spec_key") not in keys or (kind == "trial_finished" and line["kind"] != kind)
-    ]
-    path = tmp_path / "study.jsonl"
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in left))
-    study = read_study(path)
-    assert study.answers == ()
-    assert "no trial of 204,800" in study.unproven[0].why
+def without_its_edge(kind: str) -> Callable[[list[dict]], list[dict]]:
+    """Leaves out how the trial of 204,800 tokens ended, or all of it."""
+
+    def change(lines: list[dict]) -> list[dict]:
+        begun = [line for line in lines if line["kind"] == "trial_started"]
+        keys = [e["spec_key"] for e in begun if e["spec"]["length_tokens"] == 204_800]
+        return [
+            line
+            for line in lines
+            if line.get("spec_key") not in keys
+            or (kind == "end" and line["kind"] != "trial_finished")
+        ]
+
+    return change
+
+
+def with_trials(part: str, kind: str, **fields: object) -> Callable[[list[dict]], None]:
+    """Has all trials say something else."""
+
+    def change(lines: list[dict]) -> None:
+        for line in lines:
+            if line["kind"] == kind:
+                line[part] |= fields
+
+    return change
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("change", "why"),
     [
-        ("steps", 3),
-        ("seed", 1),
-        ("config_digest", "0" * 16),
-        ("data", "mine:batches"),
-        ("memory_budget_bytes", GIB),
+        (without_its_edge("end"), "no trial of 204,800"),
+        (without_its_edge("all"), "no trial of 204,800"),
+        *(
+            (with_trials("spec", "trial_started", **{field: value}), "")
+            for field, value in (
+                ("steps", 3),
+                ("seed", 1),
+                ("config_digest", "0" * 16),
+                ("data", "mine:batches"),
+                ("memory_budget_bytes", GIB),
+            )
+        ),
+        (with_trials("result", "trial_finished", simulated=True), ""),
     ],
 )
-def test_trials_of_another_question_prove_nothing(field, value, tmp_path):
-    lines = [
-        json.loads(line)
-        for line in (FOUND / "qwen3-0.6b-79gib-full.jsonl").read_text().splitlines()
-    ]
-    for line in lines:
-        if line["kind"] == "trial_started":
-            line["spec"][field] = value
-    path = tmp_path / "study.jsonl"
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    study = read_study(path)
+def test_an_answer_without_its_trials_or_by_those_of_another_question_is_unproven(
+    change, why, tmp_path
+):
+    study = edited(tmp_path / "study.jsonl", change)
     assert (len(study.answers), len(study.unproven)) == (0, 2)
-
-
-def test_simulated_trials_prove_nothing_of_a_question_to_a_machine(tmp_path):
-    def change(line: dict) -> None:
-        if line["kind"] == "trial_finished":
-            line["result"]["simulated"] = True
-
-    lines = [
-        json.loads(line)
-        for line in (FOUND / "qwen3-0.6b-79gib-full.jsonl").read_text().splitlines()
-    ]
-    for line in lines:
-        change(line)
-    path = tmp_path / "study.jsonl"
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    assert read_study(path).answers == ()
+    assert why in study.unproven[0].why
 
 
 def test_a_resumed_search_answers_an_unproven_cell_anew_from_the_trials_there_are(tmp_path):
@@ -322,5 +323,5 @@ def test_a_resumed_search_answers_an_unproven_cell_anew_from_the_trials_there_ar
         list(recorded_search(before.question, Nothing(), journal))
     after = read_study(path)
     assert after.unproven == ()
-    assert after.answers == read_study(FOUND / "qwen3-0.6b-79gib-full.jsonl").answers
+    assert after.answers == read_study(WHOLE).answers
     assert after.trials == before.trials

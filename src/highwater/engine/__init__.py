@@ -1,7 +1,7 @@
 """Data plane: one training step, and the worker that measures it.
 
-In one's own loop: ``from highwater.engine import Trainer``. What a name needs, torch with it, is
-loaded when it is used.
+For a training loop of your own: ``from highwater.engine import Trainer``. A name's modules, and
+torch with them, are loaded when the name is first used.
 """
 
 import importlib

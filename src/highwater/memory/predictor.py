@@ -55,8 +55,10 @@ class Predictor(Protocol):
         """What the formula says of the cell: bytes by term, and where a search begins."""
         ...
 
-    def start(self, room_bytes: int) -> int | None:
-        """Index of the length that most likely is the longest to fit; None: nobody knows."""
+    def start(self, room_bytes: int, likely: int | None) -> int | None:
+        """Index of the length that most likely is the longest to fit, given that of the likely
+        longest, which leaves no headroom; None: nobody knows.
+        """
         ...
 
     def at(self, length_tokens: int, room_bytes: int | None) -> Peak:
@@ -82,8 +84,10 @@ class FormulaPredictor:
         """The formula is its own."""
         return self
 
-    def start(self, room_bytes: int) -> int | None:
-        """Nowhere: any length costs the same."""
+    def start(self, room_bytes: int, likely: int | None) -> int | None:
+        """Only at the likely longest: any length costs the same."""
+        del room_bytes
+        return likely
 
     def at(self, length_tokens: int, room_bytes: int | None = None) -> Peak:
         """Bytes by term; outside the allocator as measured on the user's own GPUs, if so."""
@@ -156,12 +160,14 @@ class ReplayPredictor:
     """Replays a length."""
     outside: tuple[Term, ...] | None = None
     """Memory of the GPU that no trace has; None: as the formula has it."""
-    aim: Callable[[int], int] = int
-    """Where to begin, given the index of the longest length by formula."""
+    aim: Callable[[int], int] | None = None
+    """Where to begin, given the index of the longest length by formula; None: there."""
 
-    def start(self, room_bytes: int) -> int | None:
-        """The longest length by formula, or what ``aim`` makes of it."""
-        return self.aim(longest(self.formula, room_bytes))
+    def start(self, room_bytes: int, likely: int | None) -> int | None:
+        """The longest length by formula, or what ``aim`` makes of it, which is done once."""
+        if self.aim is None:
+            return longest(self.formula, room_bytes)
+        return self.aim(longest(self.formula, room_bytes)) if likely is None else likely
 
     def at(self, length_tokens: int, room_bytes: int | None) -> Peak:
         """What a replay finds: near the end of its room an allocator takes less than it would."""
@@ -303,11 +309,10 @@ def _told(
 
 
 def longest(predictor: Predictor, room_bytes: int, *, likely: int | None = None) -> int:
-    """Index of the longest length that fits the room, 0 for none: ``likely`` or below, if named."""
+    """Index of the longest length that fits the room, 0 for none; ``likely`` as in ``start``."""
     formula = predictor.formula
     grid, cell = formula.question.grid, formula.cell
-    last = max(1, formula.question.size_of(cell)) if likely is None else likely
-    start = (likely or predictor.start(room_bytes)) if last else None
+    last, start = max(1, formula.question.size_of(cell)), predictor.start(room_bytes, likely)
 
     def fits(index: int) -> bool:
         return predictor.at(grid.length(index), room_bytes).fits

@@ -22,8 +22,8 @@ from highwater.memory.capacity import MemoryLimit
 from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES, Footprint, Phase, Term
 from highwater.memory.formula.layers import Step
 from highwater.memory.predictor import FormulaPredictor, ReplayPredictor, Replays
-from highwater.memory.trace.replay import Replayed, ran_out
-from highwater.memory.trace.scaled_trace import ScaledTrace, replay_scaled
+from highwater.memory.trace.replay import Replayed, ran_out, replay_codes
+from highwater.memory.trace.scaled_trace import ScaledTrace
 from highwater.model.footprint import (
     device_state_bytes,
     host_state_bytes,
@@ -189,7 +189,8 @@ def _replays(place: _Place, allocator: Allocator) -> Replays:
             least_bytes = alive_bytes(tokens) + sum(CUBLAS_WORKSPACES_BYTES)
             if least_bytes > capacity_bytes:
                 return ran_out(least_bytes), 0
-        return replay_scaled(trace, tokens, allocator=allocator, capacity_bytes=capacity_bytes)
+        steps = trace.codes(tokens)
+        return replay_codes(steps, allocator=allocator, capacity_bytes=capacity_bytes)
 
     return Replays(replay)
 

@@ -304,7 +304,7 @@ def tried_recommendation(
 
 
 def measured_cells(study: Study, gpus: int, length_tokens: int) -> dict[Cell, Candidate]:
-    """What a study's trials say of a length, by cell."""
+    """Candidates that a study's trials tell of at a length, by cell."""
     found_in = study.path or "a study"
     unknown = (
         unknown_candidate(

@@ -121,7 +121,7 @@ def _limit(
     host_memory: str | int | None,
     reserved: str | int,
 ) -> MemoryLimit:
-    """What each GPU and the machine have; of the machine what is usual where nobody said."""
+    """Memory of each GPU and of the machine; the machine's usual one where nobody said."""
     limit = memory_limit_of(where, host_memory=host_memory, reserved=reserved)
     return with_usual_host(limit, where, host_meant(gpus, gpu_memory))
 
@@ -134,7 +134,7 @@ def _goal(
     trainer: TrainerName,
     settings: Mapping[str, Any],
 ) -> Goal:
-    """What is recommended for; raises HighwaterError for settings that cannot be."""
+    """The goal of a recommendation; raises HighwaterError for settings that cannot be."""
     refuse_unknown_family(load_model(model))
     typed = request_from({"model": model, **settings}, keywords=True)
     return Goal(
@@ -274,7 +274,7 @@ def _with_trials(
 def _measured_beside(
     candidates: Sequence[Candidate], goal: Goal, study: Study
 ) -> tuple[Candidate, ...]:
-    """What a watched trainer was seen to train with settings that nobody asked about or set."""
+    """Cells that a watched trainer was seen to train with settings that nobody asked about."""
     if not TRAINERS[goal.trainer].is_watched or set(goal.settings) - {"headroom"}:
         return ()
     known = {each.cell for each in candidates}

@@ -101,7 +101,7 @@ def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> 
 
 
 def _on_one_machine(request: Request) -> Request:
-    """What each machine is asked of a request across several; UsageError if it is not as much."""
+    """The part of a request that each of several machines gets; UsageError if parts differ."""
     nodes = request.nodes
     if nodes == 1:
         return request
@@ -136,7 +136,7 @@ def named_settings(request: Request) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Training:
-    """What one machine is asked to train, and the trial that it names."""
+    """A training of one machine, and the trial that it names."""
 
     request: Request
     asked: TrainingRequest
@@ -144,7 +144,7 @@ class _Training:
     spec: TrialSpec
 
     def of_each(self, nodes: int) -> "_Training":
-        """What is asked of each of so many machines."""
+        """The training of each of so many machines."""
         if self.asked.rows is None or nodes == 1:
             return self
         rows = max(1, self.asked.rows // nodes)
@@ -170,7 +170,7 @@ class _Training:
         return msgspec.structs.replace(plan(alone, self.machine).question, cells=(cell,))
 
     def predicted(self, question: Question) -> CellPrediction:
-        """What the cell of a question takes."""
+        """Predict the memory of a question's cell."""
         is_gpu = question.device == "cuda"
         if question.memory_bytes is None:
             problem = "nobody knows the memory that there is"
@@ -193,7 +193,7 @@ class _Training:
         return _TOKEN_OF_A_ROW_BYTES * row_tokens * max(0, own - trial.micro_batches)
 
     def what_fits(self, lacks_bytes: int) -> str:
-        """What to type where the named settings do not fit, for want of so many bytes."""
+        """Say what to type where the named settings do not fit, for want of so many bytes."""
         is_gpu = self.spec.device == "cuda"
         try:
             cell = self.recommended()
@@ -261,7 +261,7 @@ class _Training:
         )
 
     def more_memory(self, lacks_bytes: int) -> str:
-        """What to type where a process on the CPU lacks so much of its memory."""
+        """Say what to type where a process on the CPU lacks so much of its memory."""
         needed_bytes = (self.spec.memory_budget_bytes or 0) + lacks_bytes
         needed_mib = -(-(needed_bytes + self.room_bytes(needed_bytes)) // MIB)
         host_bytes = self.machine.host_memory_total_bytes
@@ -439,7 +439,7 @@ def has_lost_base(trial: TrialSpec) -> bool:
 
 
 def adapter_notes(trial: TrialSpec) -> tuple[str, ...]:
-    """What adapters alone do not say of the model that they belong to."""
+    """Notes on the model that adapters belong to and do not have in them."""
     settings = trial.settings
     if settings.lora is None or settings.lora_merged:
         return ()

@@ -1,5 +1,5 @@
-"""What the memory formula predicts for a study: an interval for each trial, a capacity for each
-cell. Also: return a study that already has every answer, on a machine without GPUs to search again.
+"""Predicted study: what the memory formula says of each trial (an interval) and cell (a capacity).
+Also: return a study that already has every answer, on a machine without GPUs to search again.
 """
 
 import shlex
@@ -152,7 +152,7 @@ def completed_study(request: Request) -> Study | None:
     if study is None or study.question.device != "cuda" or study.question.simulated:
         return None
     asked = None
-    with suppress(HighwaterError):  # what it asks on a machine with the study's GPUs
+    with suppress(HighwaterError):  # its question on a machine with the study's GPUs
         asked = plan(gone_on(request)[0], _machine_of(study.question)).question
     if asked is None or asked.key != study.question.key:
         return None

@@ -25,7 +25,8 @@ from highwater.memory.capacity import (
     MemoryLimit,
     Prediction,
 )
-from highwater.memory.predictor import Predictor, longest
+from highwater.memory.formula.layers import Step
+from highwater.memory.predictor import FormulaPredictor, longest
 from highwater.memory.trainers import predictor_of
 from highwater.model.footprint import device_state_bytes, layer_input_bytes
 from highwater.nouns.files import record_in
@@ -58,16 +59,18 @@ class MemoryLine:
 
 
 MemoryLineOf = Callable[[Question, Cell, int], MemoryLine]
-"""Line of a trainer before any trial, from question, cell, and usable bytes of a GPU."""
+"""Memory line of a trainer before any trial, from question, cell, and usable bytes of a GPU."""
 
 
 def predicted_line(
-    question: Question, cell: Cell, usable_bytes: int, predictor: Predictor
+    question: Question, cell: Cell, usable_bytes: int, predictor: FormulaPredictor
 ) -> MemoryLine:
     """Fit a line to a trainer's formula at the predicted capacity and at twice that length."""
     length_tokens = question.grid.length(longest(predictor, usable_bytes) or 1)
+    shape, settings, layout = question.model.shape, cell.settings, cell.layout
     at, beyond = (
-        predictor.at(length, None).needed_bytes for length in (length_tokens, 2 * length_tokens)
+        predictor.closed_form(Step(shape, settings, layout, length, question.device)).needed_bytes
+        for length in (length_tokens, 2 * length_tokens)
     )
     tokens = _tokens_per_gpu(cell, length_tokens)
     bytes_per_token = (beyond - at) / tokens
@@ -86,16 +89,16 @@ def trainer_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLin
 
 
 def hugging_face_line(question: Question, _: Cell, usable_bytes: int) -> MemoryLine:
-    """Line of a script with Hugging Face's own loss: whole logits, and layers recomputed."""
+    """Memory line of scripts with Hugging Face's own loss: whole logits, recomputed layers."""
     shape = question.model.shape
     of_token = layer_input_bytes(shape) + _HF_LOGITS_BYTES * shape.vocab_size
     return MemoryLine(_FIXED_SHARE * usable_bytes, of_token)
 
 
 def unknown_trainer_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLine:
-    """Line of an unknown trainer: geometric mean of the least and the most that a token can cost.
-    Logits cost 2 (ours) to 12.4 bytes (Hugging Face) per token and vocabulary entry; the rest 1 to
-    4 times the layer inputs that recomputation keeps. The fixed part is a tenth of the memory.
+    """Memory line of an unknown trainer: geometric mean of the least and most that a token can
+    cost. Logits cost 2 (ours) to 12.4 bytes (Hugging Face) per token and vocabulary entry; the rest
+    1 to 4 times the layer inputs that recomputation keeps. The fixed part is a tenth of the memory.
     """
     shape = question.model.shape
     vocabulary = shape.vocab_size if cell.settings.loss == "full" else 0
@@ -110,7 +113,7 @@ _LINES: Mapping[str, MemoryLineOf] = {
     **dict.fromkeys(("accelerate", "llamafactory", "axolotl", "ms-swift"), hugging_face_line),
     "command": unknown_trainer_line,
 }
-"""Lines of trainers without a formula; scripts of accelerate and trainers for supervised
+"""Memory lines of trainers without a formula; scripts of accelerate and trainers for supervised
 fine-tuning mostly have Hugging Face's loss."""
 
 
@@ -133,7 +136,7 @@ def first_index(
     """
     memory_bytes = question.memory_bytes
     if cell.settings.token_budget_tokens is not None:
-        return question.size_of(cell)  # whatever the length, a micro-batch has about as many tokens
+        return question.size_of(cell)  # a micro-batch has about as many tokens at any length
     if memory_bytes is None:
         return None
     usable_bytes = memory_bytes - question.margin_bytes

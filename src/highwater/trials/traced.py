@@ -27,7 +27,7 @@ from highwater.memory.formula.constants import LIKELY_FILLED_SHARE
 from highwater.memory.formula.formula import likely_footprint
 from highwater.memory.interval.calibration import Calibration, Factors
 from highwater.memory.predictor import FormulaPredictor, ReplayPredictor, Replays, predict_cell
-from highwater.memory.trace.replay import Replayed, replay_to_peak
+from highwater.memory.trace.replay import Replayed, codes, replay_codes
 from highwater.nouns.codec import digest, from_json
 from highwater.nouns.corpus import packed_alike
 from highwater.nouns.events import EventLog, TraceOrder
@@ -111,8 +111,8 @@ class CellTraces:
         return self._begun[index].result()
 
     def _replay(self, length_tokens: int, capacity_bytes: int | None) -> tuple[Replayed, int]:
-        return replay_to_peak(
-            self.log(length_tokens),
+        return replay_codes(
+            codes(self.log(length_tokens)),
             allocator=self.formula.cell.settings.allocator,
             capacity_bytes=capacity_bytes,
             workspaces_bytes=self.formula.memory_limit.cublas_workspaces_bytes,

@@ -164,8 +164,8 @@ def attend_mask(
     *,
     return_aux: AuxRequest | None = None,
 ) -> Any:
-    """Run the compiled FlexAttention: output NGSD, with ``return_aux`` also what that asks for. On
-    the CPU there is only the output, without gradient.
+    """Run the compiled FlexAttention: the output, NGSD, and with ``return_aux`` auxiliary tensors.
+    On the CPU there is only the output, without gradient.
     """
     keys = mask.seq_lengths[1]
     with dynamo_config.patch(recompile_limit=_PROGRAMS):
@@ -200,8 +200,8 @@ def attend_table_of(
 
 
 def takes(device: torch.device, dtype: torch.dtype, pattern: SparsePatternConfig) -> bool:
-    """True if FlexAttention may serve this device, dtype and pattern in this thread. In threads
-    that Python started, as for DataParallel's replicas, nothing is compiled; in the main one it is.
+    """True if FlexAttention may serve this device, dtype and pattern in this thread. Threads that
+    Python started, like DataParallel's replicas, cannot compile; the main thread can.
     """
     return (
         device.type == "cuda"

@@ -179,7 +179,7 @@ class _BlockGather(torch.autograd.Function):
 
 
 def exact(device: torch.device) -> AbstractContextManager[Any]:
-    """Context manager: disable autocast, which would round what is kept in float32 here."""
+    """Context manager: disable autocast, which would round numbers that must stay wide here."""
     return torch.autocast(device.type, enabled=False)
 
 

@@ -84,7 +84,7 @@ def block_tables(
     Raises UsageError for a ratio that the pattern's window contradicts.
     """
     assert not pattern.follows_content, "its table is made of queries and keys"
-    sparse_costs.kept_share(pattern, length_tokens)  # refuses what contradicts itself
+    sparse_costs.kept_share(pattern, length_tokens)  # raises for a pattern that contradicts itself
     if not pattern.is_windowed:
         return (_by_ratio(pattern, length_tokens, device),)
     return _windowed(pattern, length_tokens, device)

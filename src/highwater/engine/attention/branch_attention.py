@@ -329,7 +329,7 @@ def _put_branch_(
 
 
 def _merge_(output_XD: Tensor, log_sums_X: Tensor, found_XD: Tensor, its_sums_X: Tensor) -> None:
-    """Merge the output over more keys into an output, in place; either may lack keys."""
+    """Merge the output over more keys into an output, in place; a query may lack keys in either."""
     both_X = torch.logaddexp(log_sums_X, its_sums_X)
     finite_X = both_X.masked_fill(both_X == -torch.inf, 0.0)
     output_XD.mul_((log_sums_X - finite_X).exp()[..., None])

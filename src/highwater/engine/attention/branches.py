@@ -96,7 +96,7 @@ class Exchange:
     """Passes whose outputs are merged; their key tiles index the tokens that are sent, or the
     rank's own."""
     sent_T: Tensor | None
-    """Indices of the other rank's tokens that are sent, in order; None: the rank's own keys."""
+    """Indices of the other rank's tokens that are sent, in order; None if the keys are our own."""
 
     @property
     def tokens(self) -> int:

@@ -19,7 +19,7 @@ _IS_KEEPING: ContextVar[bool] = ContextVar("attended by a function of ours", def
 
 
 def attended(attend: Callable[[], Attended]) -> Attended:
-    """Return what ``attend`` computes, or in a recomputation what was kept of the forward pass."""
+    """Return the result of ``attend``; in a recomputation the one kept from the forward pass."""
     kept = _KEPT.get()
     if kept is None:
         return attend()

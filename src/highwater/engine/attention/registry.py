@@ -49,9 +49,9 @@ def attend_sparsely(
     """Causal attention of each document over the keys that the pattern keeps of it, shape BSHD.
 
     The pattern counts from each document's start and depends only on that document's length, so
-    it is the same however ranks share the row. Padding is attended by no rule. Around Ulysses, the
-    ranks of a ring hold what those that trade heads have together. The CPU gathers keys; a GPU runs
-    FlexAttention, once a small proof has passed.
+    it is the same however ranks share the row. The output at padding is unspecified. Around
+    Ulysses, the ranks of a ring hold what those that trade heads have together. The CPU gathers
+    keys; a GPU runs FlexAttention, once a small proof has passed.
 
     Raises MachineError if that proof does not pass.
     """
@@ -68,7 +68,7 @@ def attend_sparsely(
             attend_table=attend_by_gather if is_on_cpu else attend_by_flex,
         )
     else:
-        # the padding at the end is a document to those that have no Ulysses around them
+        # without Ulysses around the ring, the padding at the end is a document of its own
         behind = layout.padded_lengths[len(layout.document_lengths) :]
         lengths = (*layout.document_lengths, *behind)
         sharing = Sharing(

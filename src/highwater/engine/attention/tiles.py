@@ -81,7 +81,7 @@ class Tiles:
 
 @dataclass(frozen=True, eq=False)
 class TilePairs:
-    """Kept pairs of tiles, sorted by tile of queries, and the limits on what is seen in them."""
+    """Kept pairs of tiles, sorted by tile of queries, and which of their keys may be seen."""
 
     queries: Tiles
     keys: Tiles

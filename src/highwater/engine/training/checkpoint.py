@@ -124,7 +124,7 @@ def _held_by_rank(model: Decoder, mesh: DeviceMesh) -> dict[str, _TrainedShard]:
             held = FlatRange(*(number * row for number in own_rows(parameter)))
             own[name] = _TrainedShard(parameter, parameter.numel(), held)
         return own
-    # FSDP1 cuts its flat vectors into one stretch for each rank, in the order of the ranks.
+    # FSDP1 cuts its flat vectors into one range for each rank, in the order of the ranks.
     sizes = [parameter.numel() for parameter in trained.values()]
     counts = torch.tensor(every_ranks(sizes, torch.int64, mesh))
     starts = counts.cumsum(0) - counts
@@ -157,7 +157,7 @@ def _refuse_another_model(
     differing = sorted(set(own) - theirs) or sorted(theirs - set(own) - buffers)
     for name in theirs & set(own):
         shape, (parameter, numbers, _) = reader.tensors[saved["model", name, ""]].shape, own[name]
-        is_whole = isinstance(parameter, DTensor)  # FSDP1's are flat
+        is_whole = isinstance(parameter, DTensor)  # FSDP1's parameters are flat
         if shape != tuple(parameter.shape) if is_whole else math.prod(shape) != numbers:
             differing.append(name)
     for name, (parameter, _, _) in own.items():
@@ -293,7 +293,7 @@ def _whole(shard: Tensor, dtype: torch.dtype, mesh: DeviceMesh) -> Tensor:
     """Gather the whole tensor, cast to ``dtype`` before, so that less travels."""
     if not isinstance(shard, DTensor):
         return shard.to(dtype)
-    if mesh.size() == 1:  # nothing to gather: not even a communicator is made for it
+    if mesh.size() == 1:  # nothing to gather, so avoid making a communicator
         return shard.to_local().to(dtype)
     # Shards in host memory travel over the mesh's device.
     return cast(DTensor, shard.to(device=mesh.device_type, dtype=dtype)).full_tensor()

@@ -1,7 +1,7 @@
-"""Export: the trained model as a directory that others load, whole or not there.
+"""Export: write the trained model as a directory for other programs, whole or not at all.
 
-transformers loads it, or peft where adapters were trained. The tokenizer's files and the chat
-template go along.
+transformers loads it, or peft if adapters were trained. The tokenizer's files and chat templates
+are copied into it.
 """
 
 import errno
@@ -149,7 +149,7 @@ def _settle(partial: Path, directory: Path) -> None:
                 os.fsync(file.fileno())
     for folder in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
         make_durable(folder)
-    partial.rename(directory)  # over an empty directory, too
+    partial.rename(directory)  # this also replaces an empty directory
     make_durable(directory.parent)
 
 

@@ -127,7 +127,7 @@ class HostStateAdamW(torch.optim.AdamW):
         PyTorch's own method would move all moments to the device.
         """
         own_states = dict(self.state)
-        super().load_state_dict({**state_dict, "state": {}})  # the groups
+        super().load_state_dict({**state_dict, "state": {}})  # loads only the groups
         self.state.update(own_states)
         own = chain.from_iterable(group["params"] for group in self.param_groups)
         theirs = chain.from_iterable(group["params"] for group in state_dict["param_groups"])

@@ -67,7 +67,7 @@ class LowBitAdamW(torch.optim.Optimizer):
                 state[name] = self._zeros(parameter, is_signed=name == MEAN)
         state["step"] += 1
         own = local_shard(parameter.detach())
-        if not own.numel():  # more ranks than rows
+        if not own.numel():  # with more ranks than rows some shards are empty
             return
         assert parameter.grad is not None
         step, (beta1, beta2), rate = int(state["step"]), group["betas"], group["lr"]

@@ -21,8 +21,8 @@ _NEVER_DECAYS = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?
 
 
 def optimizer_of(model: nn.Module, spec: TrialSpec) -> torch.optim.Optimizer:
-    """Return the optimizer of one of a trial's models, chosen by its settings; nothing else depends
-    on them.
+    """Return the optimizer for one of a trial's models; only here do the trial's settings choose
+    it.
     """
     settings = spec.settings
     return make_optimizer(
@@ -103,7 +103,7 @@ def fill_missing_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
-    """The trained parameters: those that decay, then norms and biases, as transformers has them."""
+    """Split the trained parameters like transformers: those that decay, then norms and biases."""
     norms = {
         parameter
         for module in model.modules()

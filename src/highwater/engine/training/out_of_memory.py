@@ -182,7 +182,7 @@ class OutOfMemoryWatch:
         return self._parameters_bytes + self._gradients_bytes + self._optimizer_bytes
 
     def _without_moment(self, error: BaseException) -> AliveMemory:
-        """Return what is known if the allocator did not call: on the CPU, or in a library."""
+        """Return the known bytes if the allocator did not call: on the CPU, or in a library."""
         asked = _ASKED_ON_CPU.search(str(error))
         every = list(_frames_of(error.__traceback__))
         frames = [frame for frame in every if _HOLDS_LOGITS.search(frame.f_code.co_filename)]
@@ -196,7 +196,7 @@ class OutOfMemoryWatch:
         )
 
     def _note(self, device: int, requested: int, _limit: int, device_free: int) -> None:
-        """Hear from the allocator that a request had no room; an error here would hide that one."""
+        """Note a request without room. The allocator raises after this, so this must not raise."""
         try:
             callers = list(_callers(_INTERPRETER._getframe()))
             frames = [
@@ -242,7 +242,7 @@ class OutOfMemoryWatch:
         for frame in frames:
             if _LOSS.search(frame.f_code.co_filename):
                 for value in list(frame.f_locals.values()):
-                    kept = getattr(value, "logits_NV", None)  # of autograd's context
+                    kept = getattr(value, "logits_NV", None)  # the value may be an autograd context
                     found = kept if isinstance(kept, Tensor) else value
                     if (
                         isinstance(found, Tensor)

@@ -62,7 +62,7 @@ def assemble(spec: TrialSpec, context: RankContext) -> Training:
     loss: Loss = "full" if settings.holds_logits else "chunked"
     policy = _model(spec, context, loss=None if settings.traits.gives_scalars else loss)
     critic = _model(spec, context, loss=None, seed=CRITIC_SEED) if settings.critic else None
-    # the order that allocation traces recommend: the optimizers' states, then the reference
+    # traces show this order of allocations, so keep it: optimizers' states, then the reference
     optimizer = optimizer_of(policy, spec)
     critic_optimizer = None if critic is None else optimizer_of(critic, spec)
     reference = None

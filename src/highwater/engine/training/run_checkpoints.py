@@ -55,8 +55,8 @@ BEST_FILE = "best.json"
 MODEL_FOLDERS = ("model", "critic")
 """Folders of the trained models' shards, in the order of ``Training.trained``."""
 PARTIAL, ASIDE = ".partial", ".set-aside"
-"""Suffixes of folders that are being written or removed, and of checkpoints that a run has gone
-back before."""
+"""Suffixes of folder names: folders being written or removed; checkpoints set aside because the run
+went back to an earlier one."""
 _OWN_FILE = re.compile(
     rf"(?:{'|'.join(MODEL_FOLDERS)})/(?:__\d+_\d+\.distcp|\.metadata(?:\.tmp)?|{INDEX_FILE})"
     rf"|(?:{STATE_FILE}|{MANIFEST_FILE})(?:\.tmp)?"
@@ -148,7 +148,7 @@ class RunCheckpoints:
         return state
 
     def _is_saved(self, target: Path, state: RunState, mesh: DeviceMesh) -> bool:
-        """True if this step has a whole checkpoint already; UsageError if it is another run's."""
+        """True if this step has a whole checkpoint already; UsageError if another run has."""
         with agreed(mesh):
             others = [each for each in self._checkpoints() if _step_of(each) > state.step]
             if target.is_dir():
@@ -170,7 +170,7 @@ class RunCheckpoints:
     def _write(self, training: Training, state: RunState, partial: Path, needed: int) -> None:
         """Write everything to the disk, the manifest last."""
         mesh, rank, failure = training.mesh, dist.get_rank(), None
-        try:  # the same error on all ranks
+        try:  # save_sharded raises the same error on all ranks
             for name, (model, optimizer) in zip(MODEL_FOLDERS, training.trained, strict=False):
                 save_sharded(model, optimizer, partial / name, mesh=mesh)
         except OSError as error:

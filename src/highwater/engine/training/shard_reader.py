@@ -168,7 +168,7 @@ class ShardReader:
                 piece.length_bytes,
             )
             found = torch.load(view, map_location="cpu", weights_only=True)
-        except Exception as error:  # a damaged file fails in any of torch's ways
+        except Exception as error:  # torch raises many kinds of errors for a damaged file
             raise damaged(path, error) from error
         if not isinstance(found, Tensor) or tuple(found.shape) != piece.sizes:
             raise damaged(path, ValueError("a tensor in it is not what the index says"))

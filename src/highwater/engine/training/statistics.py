@@ -32,7 +32,7 @@ _DECLARATION = "`quantities={'my_metric': Quantity(how='sum')}`"
 _OF_ONES_OWN = ("sum", "mean", "min", "max")
 """Ways in which a user's own quantity may be combined."""
 _PER_DOCUMENT = 2
-"""Numbers of a document: the sum of its trained tokens' log-probabilities, and their count."""
+"""Numbers sent for a document: the sum of its tokens' log-probabilities, and their count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +202,7 @@ class Statistics:
                 return part, self._part(quantity.per), is_there and quantity.per not in self._parts
             case "min" | "max":
                 return part, is_there
-            case "each":  # counts alone, of which none is NaN
+            case "each":  # these are counts, so NaN can mean "nothing added"
                 return (part if is_there else math.nan,)
             case _:
                 return (part,)
@@ -372,7 +372,7 @@ def summed(row: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _numbers_of(quantity: Quantity) -> int:
-    """Number of values in a slot: numerator, denominator and missing ranks of a mean; presence."""
+    """Values in a slot: 3 of a mean (numerator, denominator, ranks without one), 2 of min, max."""
     return {"mean": 3, "min": 2, "max": 2}.get(quantity.how, 1)
 
 
@@ -383,7 +383,7 @@ def _number(name: str, value: object, quantity: Quantity) -> float:
         number = value.item() if hasattr(value, "item") else value  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
         if isinstance(number, Real):
             part = float(number)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # of many elements; past float64
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # several elements; past float64
         pass
     if part is None:
         raise UsageError(
@@ -410,7 +410,7 @@ def _perplexity(how: How, documents: Sequence[tuple[float, float]]) -> Reduced:
     if not documents:
         return None
     sums, counts = torch.tensor(documents, dtype=torch.float64).T
-    perplexities_D = (-sums / counts).exp()  # infinite rather than an error
+    perplexities_D = (-sums / counts).exp()  # math.exp would raise where this is infinite
     of = {"mean": torch.mean, "min": torch.min, "max": torch.max}[how]
     return float(of(perplexities_D))
 

@@ -73,7 +73,7 @@ class Training:
 
     @property
     def traits(self) -> ObjectiveTraits:
-        """Traits of the objective: what it needs."""
+        """Traits of the objective, for example whether it has a reference."""
         return TRAITS[self.objective]
 
     @property
@@ -184,9 +184,9 @@ def clip(model: nn.Module, *, mesh: DeviceMesh, max_norm: float) -> Tensor:
     on the mesh's device.
 
     Shards are measured where they are, on the host if offloaded, and one number is summed over the
-    ranks: no collective runs on the host, for which NCCL's group would need gloo as well. Norms are
-    in the shards' dtype (unlike FSDP1's ``clip_grad_norm_``), for bfloat16 in float32. Clipping
-    rounds a bfloat16 gradient once more.
+    ranks on the mesh's device: a collective on the host would need gloo beside NCCL. Norms are in
+    the shards' dtype (unlike FSDP1's ``clip_grad_norm_``), for bfloat16 in float32. Clipping rounds
+    a bfloat16 gradient once more.
     """
     gradients = [local_shard(p.grad) for p in model.parameters() if p.grad is not None]
     own = _total_norm(gradients).to(mesh.device_type)

@@ -113,7 +113,7 @@ class Trainer:
         self.steps_done = 0
         """Number of steps so far, by which dropout's random numbers are drawn; a loop that goes on
         from a save may set it."""
-        if self._is_bounded and self.spec.device == "cpu":  # unless it is bounded more
+        if self._is_bounded and self.spec.device == "cpu":  # unless a lower limit is set already
             (soft, hard), budget = self._data_limit, self.spec.memory_budget_bytes
             assert budget is not None
             least = budget if soft == resource.RLIM_INFINITY else min(soft, budget)

@@ -133,7 +133,7 @@ def _refuse_unsavable(request: Request, length_tokens: int) -> None:
 
 
 def _machine(device: Device, ranks: int) -> Machine:
-    """What trials would count on: a GPU like this process's own for every rank, and this host."""
+    """Describe the machine to plan with: this host, and a GPU like this process's for each rank."""
     memory, gpus = psutil.virtual_memory(), ()
     if device == "cuda" and torch.cuda.is_available():
         own = device_of(device)
@@ -157,8 +157,8 @@ def _machine(device: Device, ranks: int) -> Machine:
 
 
 def prepare(order: PreparationOrder, scratch: Path) -> Prepared:
-    """Copy the model to a directory that can be opened, via ``scratch``, if its own cannot; write
-    the documents that were ordered.
+    """Make a model directory that can be opened, in ``scratch`` first, if the model's own cannot
+    be; write the documents that were ordered.
 
     Raises HighwaterError if it cannot be prepared.
     """

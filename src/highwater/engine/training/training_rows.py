@@ -22,11 +22,11 @@ _EVALUATED = 16
 
 
 class OwnRow(NamedTuple):
-    """A rank's share of one micro-batch, and the names of the documents in the whole."""
+    """A rank's share of one micro-batch, and the names of all its documents."""
 
     batch: Batch
     names: tuple[str, ...]
-    """Names of its documents for messages, like ``data.jsonl:17``."""
+    """Names of the micro-batch's documents for messages, like ``data.jsonl:17``."""
 
 
 class TrainingRows:
@@ -95,7 +95,7 @@ class TrainingRows:
 
 
 def _opened(spec: TrainingSpec, directory: str) -> OpenCorpus:
-    """An open corpus; UsageError for foreign ids, and documents that a ring cannot share."""
+    """Open a corpus; UsageError for ids past the vocabulary, or documents a ring cannot share."""
     corpus = open_corpus(Path(directory))
     shape = load_model(spec.trial.model_directory).shape
     if corpus.largest_id >= shape.vocab_size:

@@ -105,7 +105,7 @@ class TrainingRun(RankRun):
         try:
             with self.profiler.step(step - 1) if self.profiler else nullcontext():
                 self.step(training, own, number=step)
-        except FloatingPointError as error:  # on all ranks: losses and norms are of them all
+        except FloatingPointError as error:  # raised on all ranks, as they share losses and norms
             raise self._refusal_of(str(error), _broken_in(training, batches), step) from error
         loss = self.report.losses[-1]
         self._state = msgspec.structs.replace(

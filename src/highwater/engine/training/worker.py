@@ -64,7 +64,7 @@ def run_rank(spec: TrialSpec, made: Callable[[OnPhase], "RankRun"], reports: Pat
             kind = _kind(error, spec)
             # under the limit there may be too little memory left for a report
             resource.setrlimit(resource.RLIMIT_DATA, before)
-            try:  # the report, then the log, whose disk may be the one that is full
+            try:  # the report first: the log's disk may be full
                 _write(reports, _failed(run, error, kind))
             finally:
                 sys.stderr.write(kept(_printable(traceback.format_exc()), most=LOGGED) + "\n")

@@ -22,9 +22,8 @@ from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import PUBLISHED_STEP_TOKENS, Cell
 from highwater.nouns.trainer import OURS, predicted_traits
-from highwater.pages.answer_sentence import recommendation_answer
-from highwater.pages.guide.chooser import Place, chooser_json
-from highwater.pages.guide.guide import (
+from highwater.pages.chooser import Place, chooser_json
+from highwater.pages.guide import (
     SOURCES,
     UNKNOWN,
     Choice,
@@ -35,6 +34,7 @@ from highwater.pages.guide.guide import (
     in_natural_order,
 )
 from highwater.pages.page import digest, drawn_page, page_script
+from highwater.pages.sentence import recommendation_answer
 from highwater.pages.table import TextTable
 from highwater.speed import PredictedStep, predicted_step
 from highwater.units import format_seconds, format_tokens

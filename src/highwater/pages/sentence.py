@@ -104,7 +104,7 @@ def _beside(prediction: Prediction, answer: CellPrediction) -> str:
 def _nothing(
     prediction: Prediction, longest: Prediction | None, alternatives: Sequence[Alternative]
 ) -> str:
-    """That nothing fits; then the nearest that would, or what the nearest lacks."""
+    """Say that nothing fits; then the nearest that would, or what the nearest lacks."""
     asked = prediction.length_tokens
     what = "at any length" if asked is None else f"at {format_tokens(asked)} tokens"
     where, native = _where(prediction), prediction.native_length_tokens
@@ -119,7 +119,7 @@ def _nothing(
 
 
 def _in_words(alternative: Alternative, *, is_scaled: bool) -> str:
-    """What would fit, with the flags that do it, or for other GPUs the settings."""
+    """Say what would fit, with the flags that do it, or for other GPUs the settings."""
     if alternative.kind in ("technique", "more host memory"):
         typed = " ".join(alternative.flags)
         return f"{plain(alternative.what)} (`{typed}`)" if typed else plain(alternative.what)
@@ -142,7 +142,7 @@ def _would_fit(
 
 
 def _lacking(prediction: Prediction) -> str:
-    """What the cell that is nearest to fitting lacks."""
+    """Say what the cell that is nearest to fitting lacks."""
     nearest = min(prediction.cells, key=lambda cell: (cell.binding == "host", _lacking_bytes(cell)))
     lacks_bytes = _lacking_bytes(nearest)
     if nearest.binding == "host":
@@ -227,14 +227,14 @@ def caveat(risk: Risk | None, unlike: Sequence[str], *, star: Sequence[str] = ()
 
 
 def star_of_yarn(longest_tokens: int, native_length_tokens: int) -> tuple[str, ...]:
-    """What a star means, where the longest length of a table is past the native one."""
+    """Say what a star means, where the longest length of a table is past the native one."""
     if longest_tokens <= native_length_tokens:
         return ()
     return (f"* past the native length of {format_tokens(native_length_tokens)}: YaRN",)
 
 
 def assumed_host(host_bytes: int | None, machine: str | None) -> tuple[str, ...]:
-    """Which machine's host memory is taken because nobody said how much there is."""
+    """Say whose host memory is taken because nobody said how much there is."""
     if machine is None or host_bytes is None:
         return ()
     size = format_bytes(host_bytes)

@@ -26,8 +26,7 @@ from highwater.nouns.recommendation import Candidate, Query, Recommendation
 from highwater.nouns.request import trial_flags
 from highwater.nouns.study import counted_ranks
 from highwater.nouns.trainer import OURS, TRAINERS, predicted_traits, trainer_title
-from highwater.pages.answer_sentence import recommendation_answer
-from highwater.pages.guide.guide import (
+from highwater.pages.guide import (
     NOTHING_FITS,
     ORIGINS,
     UNKNOWN,
@@ -39,6 +38,7 @@ from highwater.pages.guide.guide import (
 )
 from highwater.pages.page import paths_shortened, script_text, without_folders
 from highwater.pages.recommendation_tables import recommendation_tables
+from highwater.pages.sentence import recommendation_answer
 from highwater.pages.text import plain_lines
 from highwater.recommendation.candidates import token_budget
 from highwater.recommendation.recommend import recommend
@@ -48,7 +48,7 @@ from highwater.trainers.targets import TARGETS, configured_choice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What is recommended for one length."""
+    """The recommendation for one length."""
 
     found: Recommendation
     command: str
@@ -379,13 +379,13 @@ class _Values:
         self.numbers = dict[str, int]()
 
     def __call__(self, value: object) -> str:
-        """What stands for a value; texts are on one line, and name no folder."""
+        """Return the text that stands for a value; texts are on one line, and name no folder."""
         if isinstance(value, str):
             value = plain_lines(without_folders(value))
         return self.of_json(_json(value))
 
     def of_json(self, text: str) -> str:
-        """What stands for a value whose JSON this is."""
+        """Return the text that stands for a value whose JSON this is."""
         self.counts[text] += 1
         return f"\0{self.numbers.setdefault(text, len(self.numbers))}"
 

@@ -82,7 +82,7 @@ def _at_least(study: Study, cell: Cell, length_tokens: int) -> str:
 
 
 def _simplest(study: Study, best: CellAnswer) -> str:
-    """What the simplest settings reach in the same layout, where that is less."""
+    """Say what the simplest settings reach in the same layout, where that is less."""
     for cell in study.question.cells:
         plainest = study.answer_of(cell)
         if cell.layout == best.cell.layout and plainest is not None and plainest.reach_tokens:
@@ -133,7 +133,7 @@ def _speed(answer: CellAnswer) -> str:
 
 
 def _end(answer: CellAnswer) -> str:
-    """What ended the search above the longest length."""
+    """Say what ended the search above the longest length."""
     if answer.does_not_fit_tokens is not None:
         return f"{format_tokens(answer.does_not_fit_tokens)} ran out of memory"
     return {
@@ -168,7 +168,7 @@ _LONGER = 4
 
 
 def outlook_lines(planned: Plan, *, is_resumed: bool) -> tuple[str, ...]:
-    """What is about to be tried; nothing of a search that trains nothing and takes no time.
+    """Say what is about to be tried; nothing for a search that trains nothing and takes no time.
     ``is_resumed``: recorded trials take no time, and are counted here all the same.
     """
     question = planned.question

@@ -98,7 +98,7 @@ def resumed(study: Study) -> tuple[str, ...]:
 
 
 def _with_its_proof(question: Question, typed: tuple[str, ...]) -> tuple[str, ...]:
-    """What was typed when every search proved in full, with the flag that does so now."""
+    """Add the flag that proves in full to what was typed when every search did so."""
     is_named = any(flag_value(flag, typed) for flag in (_PROOF_FLAG, _TIMEOUT_FLAG))
     in_full = question.proof == "full" and question.device == "cuda" and not question.simulated
     return (*typed, _PROOF_FLAG, "full") if in_full and not is_named else typed
@@ -343,7 +343,7 @@ def setting_of(alive: AliveMemory, settings: Settings, layout: Layout) -> Advice
 
 
 def sizes_of(alive: AliveMemory) -> dict[Category, int]:
-    """What was alive by category, as far as it is known."""
+    """Bytes that were alive by category, as far as they are known."""
     return {
         "parameters": alive.parameters_bytes,
         "gradients": alive.gradients_bytes,
@@ -356,7 +356,7 @@ def sizes_of(alive: AliveMemory) -> dict[Category, int]:
 
 
 def alive_rows(result: TrialResult, layout: Layout) -> Mapping[str, str]:
-    """What each rank that ran out had allocated, by the rank and its place in the mesh."""
+    """Memory that each rank that ran out had allocated, by rank and place in the mesh."""
     rows: dict[str, str] = {}
     for rank in result.ranks:
         alive = None if rank.failure is None else rank.failure.alive
@@ -374,7 +374,7 @@ def alive_rows(result: TrialResult, layout: Layout) -> Mapping[str, str]:
 
 
 def _category(requested_by: str | None) -> Category | None:
-    """What the line that asked allocates."""
+    """Category of what the line that asked allocates."""
     place = None if requested_by is None else _PLACE.fullmatch(requested_by)
     if place is None:
         return None

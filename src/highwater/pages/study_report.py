@@ -16,7 +16,7 @@ from highwater.nouns.secrets import without_secrets
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import Cell, CellAnswer, RecordedTrial, Study, UnprovenAnswer
 from highwater.nouns.trial import LogEnd, Outcome, RankReport, TrialResult
-from highwater.pages.study.study_commands import Command, commands, request_line, requested_bytes
+from highwater.pages.study_commands import Command, commands, request_line, requested_bytes
 from highwater.search.predicted_study import PredictedCell, PredictedTrial, Predictions
 from highwater.version import __version__
 
@@ -71,7 +71,7 @@ class TrialReport(Record, frozen=True, kw_only=True):
 
 
 class BracketStep(Record, frozen=True, kw_only=True):
-    """What was known of a cell after one of its trials."""
+    """The bracket of a cell after one of its trials."""
 
     trial: int
     fits_tokens: int | None
@@ -123,7 +123,7 @@ class FailedTrial(Record, frozen=True, kw_only=True):
 
 
 class Beginning(Record, frozen=True, kw_only=True):
-    """What the search was given to order its trials by; a linear one heeds its method alone."""
+    """The predictions that a search was given to order its trials; a linear one heeds none."""
 
     predictions: tuple[str, ...]
     """Each prediction that was named: ``trace``, or a file."""

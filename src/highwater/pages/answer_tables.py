@@ -17,7 +17,7 @@ from highwater.nouns.study import (
     counted_ranks,
 )
 from highwater.nouns.trial import Device, MemoryBudget, Outcome, RankReport, TrialResult, TrialSpec
-from highwater.pages.study.study_commands import alive_rows, brief, request_line
+from highwater.pages.study_commands import alive_rows, brief, request_line
 from highwater.pages.table import TextTable, plain_table
 from highwater.pages.text import plain
 from highwater.units import (
@@ -154,7 +154,7 @@ def trial_table(spec: TrialSpec, result: TrialResult) -> TextTable:
 
 
 def _request_lines(answer: CellAnswer, study: Study) -> Iterator[str]:
-    """Why the shortest length that did not fit ran out, as the last trial of it says."""
+    """Say why the shortest length that did not fit ran out, by its last trial."""
     for trial in reversed(study.trials_of(answer.cell)):
         if trial.result is not None and trial.spec.length_tokens == answer.does_not_fit_tokens:
             line = request_line(trial.result, answer.cell.settings, answer.cell.layout)
@@ -272,7 +272,7 @@ def _high_water_mark(study: Study) -> Iterator[str]:
 
 
 def _memory_only_notes(study: Study) -> list[str]:
-    """What each memory-only proof says, and which length was also trained in full."""
+    """Say what each memory-only proof shows, and which length was also trained in full."""
     notes: list[str] = []
     for answer in study.answers:
         proof = answer.memory_only
@@ -290,7 +290,7 @@ def _memory_only_notes(study: Study) -> list[str]:
 
 
 def _budgets(study: Study) -> list[str]:
-    """How the budget was divided on each number of GPUs; none on the CPU."""
+    """Say how the budget was divided on each number of GPUs; nothing on the CPU."""
     if study.question.device == "cpu":
         return []
     budgets: dict[int, MemoryBudget] = {}

@@ -13,9 +13,9 @@ from highwater.nouns.declaration import flag_of, words_of
 from highwater.nouns.files import record_in
 from highwater.nouns.recommendation import Query
 from highwater.nouns.trainer import OURS, TrainerName
-from highwater.pages.guide.guide import Guide, guide_tables
-from highwater.pages.guide.guide_page import guide_markdown
-from highwater.recommendation.queries import query_of_prediction, query_of_study, query_of_table
+from highwater.pages.guide import Guide, guide_tables
+from highwater.pages.guide_page import guide_markdown
+from highwater.recommendation.candidates import query_of_prediction, query_of_study, query_of_table
 from highwater.store.directory import check_new_file, free_name, write_new_file
 from highwater.store.journal import read_study
 from highwater.units import format_bytes
@@ -34,7 +34,7 @@ _PREDICTION = "prediction.json"
 
 
 class _Found(NamedTuple):
-    """What one source knows."""
+    """Capacities, notes and queries from one source."""
 
     capacities: tuple[Capacity, ...]
     notes: tuple[str, ...]
@@ -107,8 +107,8 @@ def write_guide(path: str | Path, made: Guide) -> Path:
     check_guide_file(path)
     if path.suffix == PAGE:
         # here, so that no other command waits for the templates
-        from highwater.pages.guide.chooser import places
-        from highwater.pages.guide.guide_page import guide_page
+        from highwater.pages.chooser import places
+        from highwater.pages.guide_page import guide_page
 
         text = guide_page(made, places(made))
     else:
@@ -151,7 +151,7 @@ def _check_models(
 
 
 def _read(path: Path) -> _Found:
-    """What one file knows."""
+    """Read one file."""
     words = shlex.quote(str(path))
     if path.suffix == ".csv":
         capacities = table_capacities(path)
@@ -206,7 +206,7 @@ def _asked(
 
 
 def _assumed(memory_limit: MemoryLimit) -> dict[str, str]:
-    """What a prediction takes for granted that others do not, by its flag. What is reserved of a
+    """Assumptions of a prediction that others do not make, by flag. Memory that is reserved on a
     GPU is in the GPU's name.
     """
     host = memory_limit.host_bytes

@@ -36,7 +36,7 @@ are a rung's, as in the published ladder: of rungs with one label the best count
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What a guide says of one model at one length."""
+    """The entry of a guide for one model at one length."""
 
     model_name: str
     capacity: Capacity | None
@@ -139,7 +139,7 @@ def training(capacity: Capacity) -> str:
 
 
 def trained(capacity: Capacity) -> str:
-    """What ``training`` says, whatever is packed into a micro-batch."""
+    """The same as ``training``, whatever is packed into a micro-batch."""
     return ", ".join(_trained(capacity))
 
 

@@ -4,7 +4,7 @@ Every figure is measured, or stands under ``predicted``; nothing is told of what
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from highwater.nouns.attention_bench import (
     Entry,
 )
 from highwater.nouns.codec import Record
-from highwater.pages.table import TextTable, markdown_table, table_of
+from highwater.pages.table import Column, TextTable, markdown_table, table_of
 from highwater.pages.text import escaped, markdown_list, plain
 from highwater.recommendation.attention_summary import (
     FAR,
@@ -145,7 +145,7 @@ def _held(each: LongestLength) -> str:
 
 
 def _labels(bench: AttentionBench) -> Iterator[str]:
-    """What a reader has to know of these figures."""
+    """Notes that a reader of these figures needs."""
     order, machine = bench.order, bench.machine
     if not bench.is_whole:
         yield "interrupted: these are the cases that had ended."
@@ -168,13 +168,10 @@ def _labels(bench: AttentionBench) -> Iterator[str]:
         yield f"not run: {each.implementation}: {plain(each.reason)}"
 
 
-_Column = tuple[str, Callable[[Any], str]]
-
-
 def _table(
     title: str,
     records: Iterable[Record],
-    *columns: str | _Column,
+    *columns: str | Column[Any],
     footnotes: Iterable[str] = (),
     names: int = 3,
 ) -> TextTable:
@@ -182,7 +179,7 @@ def _table(
     headings with what they say of each.
     """
 
-    def field(path: str) -> _Column:
+    def field(path: str) -> Column[Any]:
         *outer, name = path.split(".")
         return _heading(name), lambda each: _cell(
             name, getattr(reduce(getattr, outer, each), name, None)
@@ -232,7 +229,7 @@ def _name(entry: Entry) -> str:
 
 
 def _use_case_line(case: UseCase) -> str:
-    """What to use for a range of lengths."""
+    """A line that says what to use for a range of lengths."""
     start, end = format_tokens(case.from_tokens), format_tokens(case.to_tokens)
     lengths = f"beyond {start} tokens" if case.to_tokens is None else f"{start} to {end} tokens"
     exact, sparse = (each or "none measured holds them" for each in (case.exact, case.sparse))
@@ -256,9 +253,9 @@ def _machine_table(bench: AttentionBench) -> TextTable:
 
 
 def _check_table(bench: AttentionBench) -> TextTable:
-    """Each beside the reference, and the verdict."""
+    """Each implementation beside the reference, and the verdict."""
 
-    def difference(name: str) -> _Column:
+    def difference(name: str) -> Column[Any]:
         def cell(check: BenchCheck) -> str:
             off = check.differences.get(name)
             return "-" if off is None else f"{off:.1e}"
@@ -323,7 +320,7 @@ def _estimate_table(summary: AttentionSummary) -> TextTable:
 
 
 def _efficiency_table(summary: AttentionSummary) -> TextTable:
-    """What several GPUs bring."""
+    """Speed and reach of several GPUs, compared with one."""
     return _table(
         "tokens/s and longest length of several GPUs, of one GPU's",
         summary.efficiencies,

@@ -18,12 +18,12 @@ from highwater.errors import HighwaterError, UsageError
 from highwater.nouns.codec import to_builtins, to_json
 from highwater.nouns.study import Study
 from highwater.nouns.trial import LogEnd, TrialResult
+from highwater.pages import study_tables
 from highwater.pages.chart import SHAPES, bracket_chart, memory_picture
 from highwater.pages.page import drawn_page
-from highwater.pages.study import study_tables
-from highwater.pages.study.study_answer import study_answer
-from highwater.pages.study.study_commands import flag_value
-from highwater.pages.study.study_report import Beginning, StudyReport, TrialReport, assembled
+from highwater.pages.study_answer import study_answer
+from highwater.pages.study_commands import flag_value
+from highwater.pages.study_report import Beginning, StudyReport, TrialReport, assembled
 from highwater.pages.text import plain, plain_json
 from highwater.search.predicted_study import predictions_of
 from highwater.search.start_length import read_prediction

@@ -12,8 +12,9 @@ from pathlib import Path
 from highwater.nouns.environment import ALLOCATOR_VARIABLES, Environment
 from highwater.nouns.study import Question, Study, counted_ranks
 from highwater.nouns.trial import Outcome
+from highwater.pages.answer_tables import answer_table, place, provenance
 from highwater.pages.prediction_tables import learned
-from highwater.pages.study.study_report import (
+from highwater.pages.study_report import (
     BracketStep,
     CellReport,
     FailedTrial,
@@ -21,7 +22,6 @@ from highwater.pages.study.study_report import (
     StudyReport,
     TrialReport,
 )
-from highwater.pages.study.tables import answer_table, place, provenance
 from highwater.pages.table import TextTable, table_of, values_table
 from highwater.units import (
     format_bytes,
@@ -64,12 +64,12 @@ _BESIDE: dict[Judgement, str] = {
 
 
 def title(report: StudyReport) -> str:
-    """What the study is about, in a heading."""
+    """A heading that says what the study is about."""
     return f"{report.study.question.model.name} on {place(report.study.question)}"
 
 
 def state(report: StudyReport) -> str:
-    """How far the search is, and whether anything was trained."""
+    """Say how far the search is, and whether anything was trained."""
     study = report.study
     answers = study.answers_within(study.question.timeout_s)
     answered = f"{len(answers)} of {len(study.question.cells)} cells are answered"
@@ -218,7 +218,7 @@ def not_monotone(report: StudyReport) -> tuple[str, ...]:
 
 
 def ordered_by(report: StudyReport) -> str:
-    """What ordered the trials, in words: as ``search.cell_search`` goes about it."""
+    """Say what ordered the trials: as ``search.cell_search`` goes about it."""
     question, beginning = report.study.question, report.beginning
     named = "" if beginning is None else " and ".join(map(_prediction, beginning.predictions))
     if question.method == "linear":
@@ -237,7 +237,7 @@ def ordered_by(report: StudyReport) -> str:
 
 
 def _unpredicted(report: StudyReport) -> str:
-    """What orders the trials of a bisection without a prediction: ``search.start_length`` does."""
+    """Say what orders a bisection without a prediction, as ``search.start_length`` does."""
     question = report.study.question
     if question.cells[0].settings.token_budget_tokens is not None:
         return "its token budget, from the longest length that it holds"
@@ -359,9 +359,7 @@ def _tokens(count: int | None) -> str:
 
 
 def prediction_notes(report: StudyReport) -> Iterator[str]:
-    """What was predicted when, what the intervals promise, and how far these trials are a test of
-    them.
-    """
+    """Say what was predicted when, what the intervals promise, and how far these trials test it."""
     predictions = report.predictions
     if any(cell.expected_by == "formula" for cell in report.cells):
         yield (
@@ -416,7 +414,7 @@ def question_table(report: StudyReport) -> TextTable:
 
 
 def _trained(question: Question) -> Iterator[tuple[str, str]]:
-    """What this package's engine trains, or what is known of another trainer."""
+    """Rows on what this package's engine trains, or what is known of another trainer."""
     named, foreign = question.cells[0].settings, question.foreign
     if foreign is not None:
         yield "trainer", foreign.title
@@ -472,7 +470,7 @@ def _within(study: Study) -> str:
 
 
 def environment_tables(report: StudyReport) -> Iterator[TextTable]:
-    """What the trials said of themselves, and each place where the search was started."""
+    """Tables of what the trials said of themselves, and of where the search was started."""
     trials = report.trials
     kernels = dict.fromkeys(each.attention_kernel for each in trials if each.attention_kernel)
     allocators = dict.fromkeys(
