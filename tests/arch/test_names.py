@@ -28,9 +28,6 @@ GIVEN_UP_WORDS = {
 }
 ELSEWHERE = {
     "slope": {"memory/trace/scaled_trace.py"},  # of a line
-    "Place": {  # where a chooser stands
-        f"pages/{name}.py" for name in ("chooser", "guide", "guide_page")
-    },
 }
 """Words that mean what the field means by them there."""
 SHARED = {
