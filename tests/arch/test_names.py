@@ -30,6 +30,7 @@ ELSEWHERE = {
     "Place": {  # where a chooser stands
         f"pages/{name}.py" for name in ("chooser", "guide", "guide_page")
     },
+    "slope": {"memory/trace/scaled_trace.py"},  # of a line
 }
 """Words that mean what the field means by them there."""
 SHARED = {

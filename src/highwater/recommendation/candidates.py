@@ -272,7 +272,10 @@ def query_of_prediction(prediction: Prediction, model: str | None = None) -> Que
     kind = kind_of(prediction.device_name)
     words = _model_words((model or prediction.model_name,), prediction.config_digest)
     cells = tuple(each.cell for each in prediction.cells)
-    settings = _settings(cells) if TRAINERS[prediction.trainer].is_run else _rope(cells)
+    settings = _settings(cells)
+    if not TRAINERS[prediction.trainer].is_run:  # the one setting that it can be asked with
+        has_yarn = any(cell.settings.rope == "yarn" for cell in cells)
+        settings = (("rope", "yarn"),) if has_yarn else ()
     is_nameless = prediction.device_name == nameless(prediction.device_bytes)
     if words is None or settings is None or prediction.method == "trace":
         return None
@@ -308,11 +311,6 @@ def _model_words(names: Sequence[str], config_digest: str | None) -> str | None:
             if config_digest in (None, load_model(name).config_digest):
                 return name
     return None
-
-
-def _rope(cells: Sequence[Cell]) -> tuple[tuple[str, str], ...]:
-    """The one setting that can be asked of another trainer."""
-    return (("rope", "yarn"),) if any(cell.settings.rope == "yarn" for cell in cells) else ()
 
 
 def _settings(cells: Sequence[Cell]) -> tuple[tuple[str, str | int | bool], ...] | None:
