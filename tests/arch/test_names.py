@@ -26,15 +26,9 @@ GIVEN_UP_WORDS = {
     *("ledger", "remedies", "remedy", "slope", "slopes", "stand_ins", "take_place", "shipped"),
     *("AskedTrial", "GradientSums", "SettingsScore", "ShippedTrace"),
 }
-ELSEWHERE = {
-    "Place": {  # where a chooser stands
-        f"pages/{name}.py" for name in ("chooser", "guide", "guide_page")
-    },
-    "slope": {"memory/trace/scaled_trace.py"},  # of a line
-}
+ELSEWHERE: dict[str, set[str]] = {}
 """Words that mean what the field means by them there."""
 SHARED = {
-    "build": "puts together what its room is about",
     "files": "files that are read and written: of users, and those that trainers read",
     "law": "the memory of a trainer's step, below the trainer's own room",
     "logs": "what trials write: where it lies, and what it says",
