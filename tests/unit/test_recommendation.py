@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 import highwater
 from highwater.cli.grammar import parse
 from highwater.errors import UsageError
-from highwater.memory import trinity
 from highwater.memory.question import memory_limit_of
 from highwater.memory.trainers import predict_by_formula
 from highwater.nouns.cells import simplicity
@@ -23,6 +22,7 @@ from highwater.pages.recommendation_tables import next_rungs, recommendation_tab
 from highwater.pages.table import plain_table
 from highwater.recommendation.candidates import Goal, first_fit, predicted_candidates
 from highwater.recommendation.recommend import recommend
+from highwater.trainers.trinity import law as trinity
 from highwater.trials.probe import gpus_meant
 from highwater.units import GIB, format_bytes, format_tokens
 from places import examples

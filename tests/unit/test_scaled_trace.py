@@ -20,7 +20,6 @@ from highwater.memory.trace.replay import (
     replay_trace,
     timeline,
 )
-from highwater.memory.trinity import bundled_trace
 from highwater.model.model import load_model
 from highwater.nouns.codec import from_builtins, to_builtins
 from highwater.nouns.events import (
@@ -35,6 +34,7 @@ from highwater.nouns.events import (
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
+from highwater.trainers.trinity.law import bundled_trace
 from highwater.units import GIB, MIB
 from scaled_traces import log_at, scaled_trace
 

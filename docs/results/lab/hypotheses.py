@@ -21,7 +21,6 @@ from highwater.memory.formula.layers import Step
 from highwater.memory.predictor import edge
 from highwater.memory.trace.allocator import CachingAllocator, CapacityError
 from highwater.memory.trace.replay import replay
-from highwater.memory.trinity import OUTSIDE_BYTES, bundled_trace
 from highwater.nouns.capacities import CapacityTable, read_capacity_table
 from highwater.nouns.events import (
     Allocate,
@@ -34,6 +33,7 @@ from highwater.nouns.events import (
 )
 from highwater.nouns.settings import Allocator
 from highwater.nouns.study import Cell, Question
+from highwater.trainers.trinity.law import OUTSIDE_BYTES, bundled_trace
 from highwater.units import GIB
 
 sys.path.append(str(Path(__file__).parents[3] / "tools"))

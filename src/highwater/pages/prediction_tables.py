@@ -13,7 +13,7 @@ from highwater.memory.trace.replay import Replayed
 from highwater.memory.trainers import MEMORY, by_replay
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import RISK_IN_WORDS, counted_ranks
-from highwater.nouns.trainer import OURS, TRAINERS
+from highwater.nouns.trainer import OURS, trainer_title
 from highwater.pages.sentence import assumed_host, caveat, star_of_yarn
 from highwater.pages.table import Column, TextTable, table_of
 from highwater.pages.text import plain
@@ -187,7 +187,7 @@ def _title(prediction: Prediction) -> str:
     )
     asked = prediction.length_tokens
     length = "" if asked is None else f", {_length(asked, prediction.native_length_tokens)} tokens"
-    title = TRAINERS[prediction.trainer].title
+    title = trainer_title(prediction.trainer)
     trainer = "" if prediction.trainer == OURS else f", trained by {title}"
     return f"{plain(prediction.model_name)} on {where}{length}{trainer}"
 

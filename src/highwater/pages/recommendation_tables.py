@@ -14,7 +14,13 @@ from highwater.nouns.environment import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
 from highwater.nouns.recommendation import Alternative, Candidate, Recommendation, StepTime
 from highwater.nouns.settings import settings_in_words, short_settings
 from highwater.nouns.study import RISK_IN_WORDS
-from highwater.nouns.trainer import OURS, predicted_traits, step_in_words, trainer_title
+from highwater.nouns.trainer import (
+    OURS,
+    predicted_trainer,
+    predicted_traits,
+    step_in_words,
+    trainer_title,
+)
 from highwater.pages.page import drawn_page
 from highwater.pages.sentence import assumed_host, caveat, star_of_yarn
 from highwater.pages.table import Column, TextTable, table_of
@@ -369,7 +375,8 @@ def _explanations(found: Recommendation) -> Iterator[str]:
 def _about_predictions(found: Recommendation, first: Candidate) -> Iterator[str]:
     is_all = all(each.source == each.capacity_source == "predicted" for each in found.candidates)
     where = "predicted " if is_all else "where it says predicted: "
-    if any(name == found.trainer and row.residuals is not None for name, row in MEMORY.items()):
+    known = predicted_trainer(found.trainer)
+    if known is not None and MEMORY[known].residuals is not None:
         yield (
             f"{where}by formula, nothing was run, with {format_bytes(found.margin_bytes)} of "
             f"headroom: `{plain(first.found_in)} --explain` says more"

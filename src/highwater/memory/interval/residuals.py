@@ -120,7 +120,7 @@ def traits_of(settings: Settings, layout: Layout) -> tuple[Trait, ...]:
 
 
 def unlike_cell(unlike: Sequence[str], cell: Cell, cells: Sequence[Cell]) -> tuple[str, ...]:
-    """Words of ``unlike``, which no recorded trial in ``cells`` had, that are about this ``cell``."""
+    """Words of ``unlike``, which no recorded trial of ``cells`` had, about this ``cell``."""
     words = [
         {each.words for each in traits_of(one.settings, one.layout) if each.value is not False}
         for one in (cell, *cells)

@@ -200,7 +200,7 @@ class Attribution:
         self._is_optimizers = cache(self._is_an_optimizers)
 
     def category(self, allocation: Allocation) -> Category:
-        """Category of an allocation: by its stack, else its phase; of a backward pass by its end."""
+        """Category of an allocation: by stack, else phase; of a backward pass by its end."""
         stack, phase = allocation.stack, allocation.phase.partition(" ")[0]
         found = self._of_stack(stack) or _BY_PHASE.get(phase, "unattributed")
         if found == "backward_pass" and self._outlives_its_pass(allocation):
